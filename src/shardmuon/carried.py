@@ -8,7 +8,7 @@ at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,22 @@ def carry(group: MutableMapping[str, Any], kept: Mapping[str, Mapping[str, Tenso
     found = {name: dict(of_param) for name, of_param in kept.items() if of_param}
     if found:
         group[CARRIED] = found
+
+
+def carry_by_position(
+    groups: Sequence[Mapping[str, Any]],  # the optimizer's
+    saved: Mapping[str, Any],  # its state dict, changed
+    carries: Callable[[Tensor], bool] = lambda param: True,
+) -> None:
+    """Move what stages keep of parameters from the state of a state dict into its groups, by position."""
+    state = saved["state"]
+    for group, packed in zip(groups, saved["param_groups"], strict=True):
+        kept: dict[str, dict[str, Tensor]] = {}
+        for position, (param, key) in enumerate(zip(group["params"], packed["params"], strict=True)):
+            if carries(param) and key in state:
+                kept[str(position)] = kept_in(state[key])
+                state[key] = {k: v for k, v in state[key].items() if k not in KEPT_KEYS}
+        carry(packed, kept)
 
 
 def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[str, Tensor]]:

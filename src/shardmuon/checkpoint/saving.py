@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -97,15 +96,7 @@ def _read(targets: dict[str, Any], reader: VettedReader, planner: VettedPlanner)
     """Let DCP read into these. Collective."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        try:
-            dcp.load(targets, storage_reader=reader, planner=planner)
-        except CheckpointException as wrong:
-            if reader.fault is None or reader.fault in str(wrong):
-                raise
-            # torch 2.11 says "metadata is None" of whatever was wrong with it
-            fault: BaseException = ValueError(reader.fault)
-            faults = {rank: (fault, trace) for rank, (_, trace) in wrong.failures.items()}
-            raise CheckpointException(reader.fault, faults) from None
+        dcp.load(targets, storage_reader=reader, planner=planner)
 
 
 class _Room:

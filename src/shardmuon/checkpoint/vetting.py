@@ -45,12 +45,11 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class VettedReader(FileSystemReader):
-    """Reads a checkpoint folder after looking at its metadata. `fault` says why it has refused it, if it has."""
+    """Reads a checkpoint folder after looking at its metadata."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self._folder = Path(path)
-        self.fault: str | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """As DCP's.
@@ -63,8 +62,7 @@ class VettedReader(FileSystemReader):
                 with file.open("rb") as stream:
                     _MetadataUnpickler(stream).load()
             except pickle.UnpicklingError as error:
-                self.fault = f"{file}: not read: {error}. Take another copy, from a source you trust"
-                raise ValueError(self.fault) from None
+                raise ValueError(f"{file}: not read: {error}. Take another copy, from a source you trust") from None
         return super().read_metadata(*args, **kwargs)
 
 

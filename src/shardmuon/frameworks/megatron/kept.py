@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from shardmuon.carried import CARRIED, carry, kept_in
+from shardmuon.carried import CARRIED, carry_by_position
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import num_ranks
 from shardmuon.comm.vote import gather
-from shardmuon.muon import Muon
+from shardmuon.frameworks.stack import caller
+from shardmuon.host import Core, Host
 from shardmuon.variants import KEPT_KEYS
 
 BY_PLACE = "kept_state_by_place"  # in the first saved group: place in the whole model -> key -> tensor
@@ -106,35 +106,25 @@ def carried_by(groups: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -
     return found | {name: by_place[place] for name, place in places.items() if place in by_place}
 
 
-def carry_kept(
-    wrapped: Any,  # Megatron's FP32Optimizer or Float16OptimizerWithFloat16Params
-    muon: Muon,
-    elsewhere: str,  # where other parameters than rank 0's may be, in words; "": nowhere
-) -> None:
-    """Let the groups of state dicts carry what stages of `muon` keep.
+class WholeHost(Host):
+    """Megatron's wrappers in which every replica has all main weights. Saved groups carry what stages keep.
 
-    `wrapped.sharded_state_dict` raises ValueError where other ranks have parameters that rank 0 does not save.
+    Args:
+        elsewhere: Where other parameters than rank 0's may be, in words; "": nowhere. `sharded_state_dict` raises
+            ValueError there, as rank 0 alone saves groups.
     """
-    sharded = wrapped.sharded_state_dict
 
-    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-        keys = sorted({key for state in muon.state.values() for key in state if key in KEPT_KEYS})
-        if keys and elsewhere:
+    packages = ()
+
+    def __init__(self, elsewhere: str) -> None:
+        self._elsewhere = elsewhere
+
+    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+        keys = sorted({key for state in saved["state"].values() for key in state if key in KEPT_KEYS})
+        if keys and self._elsewhere and caller("sharded_state_dict", "megatron") is not None:
             raise ValueError(
                 f"the optimizer's variant keeps {', '.join(keys)}, which Megatron's dist_checkpointing saves from rank "
-                f"0 alone, and with {elsewhere} other ranks have parameters of their own. Save optimizer.state_dict() "
-                "on every model-parallel rank (--ckpt-format torch), or leave the variant out"
+                f"0 alone, and with {self._elsewhere} other ranks have parameters of their own. Save "
+                "optimizer.state_dict() on every model-parallel rank (--ckpt-format torch), or leave the variant out"
             )
-        return sharded(*args, **kwargs)
-
-    wrapped.sharded_state_dict = sharded_state_dict
-    muon.register_state_dict_post_hook(_carried)
-
-
-def _carried(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with what is kept in its groups instead of its state, by position."""
-    state = {key: {k: v for k, v in of.items() if k not in KEPT_KEYS} for key, of in saved["state"].items()}
-    groups = [dict(group) for group in saved["param_groups"]]
-    for group in groups:
-        carry(group, {str(at): kept_in(saved["state"].get(key, {})) for at, key in enumerate(group["params"])})
-    return {**saved, "state": state, "param_groups": groups}
+        carry_by_position(core.param_groups, saved)

@@ -24,7 +24,7 @@ from shardmuon.comm.groups import group_ranks, num_ranks
 from shardmuon.comm.vote import gather
 from shardmuon.errors import made_public
 from shardmuon.frameworks.megatron.buffers import check_shards, distributed_optimizer
-from shardmuon.frameworks.megatron.kept import carry_kept
+from shardmuon.frameworks.megatron.kept import WholeHost
 from shardmuon.muon import Muon
 from shardmuon.options import Storage
 from shardmuon.routing.groups import Overrides, param_groups
@@ -324,7 +324,7 @@ def _whole(config: Any, muon: Muon, groups: Any, expert: bool) -> Any:
         wrapped = core.FP32Optimizer(muon, config, _fill_state)
     wrapped.grad_stats_parallel_group = groups.tp_ep_pp if expert else groups.mp
     others = {"pipeline parallelism": groups.pp} | ({"expert parallelism": groups.ep} if expert else {})
-    carry_kept(wrapped, muon, " and ".join(name for name, group in others.items() if group.size() > 1))
+    muon.hosts.take(WholeHost(" and ".join(name for name, group in others.items() if group.size() > 1)))
     return _finished(wrapped, groups, expert)
 
 
