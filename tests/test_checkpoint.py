@@ -673,7 +673,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "state of a parameter that is not listed": (
         _edited(lambda s: s["state"].update({7: {"momentum_buffer": torch.zeros(4, 3)}})),
-        "the state dict has state for 7 (1 such entries), which none of its groups lists",
+        "in the state dict 7 has state and is listed nowhere",
     ),
     "a parameter more": (
         _edited(lambda s: s["param_groups"][0].update(params=[0, 9], param_names=["w", "v"])),
@@ -681,7 +681,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "a parameter twice": (
         _edited(lambda s: s["param_groups"][1].update(params=[0])),
-        "the state dict's groups list 0 twice",
+        "in the state dict 0 is listed 2 times",
     ),
     "shape": (
         _edited(lambda s: s["state"][0].update(momentum_buffer=torch.zeros(3, 4))),

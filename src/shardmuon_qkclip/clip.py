@@ -401,10 +401,7 @@ class QKClip:
                 self._warn_unmeasured()
             self._last, self._measured = done, self._num_steps
             largest = torch.stack([one.maxima.max() for one in done.values()]).max()
-            if largest.device.type == "cpu":
-                self._history.append((self._measured, float(largest)))
-            else:
-                self._arriving.append((self._measured, Later(largest)))
+            self._arriving.append((self._measured, Later(largest)))
             self._past()
         self.reset()
 

@@ -36,9 +36,11 @@ class Rule(NamedTuple):
     options: Mapping[str, Any]
 
     def matches(self, param: Tensor, places: Iterable[Place]) -> bool:
-        if isinstance(self.pattern, str):
-            return any(fnmatchcase(place.name, self.pattern) for place in places)
-        return any(self.pattern(place.name, param, place.module) for place in places)
+        return any(self.fits(place.name, param, place.module) for place in places)
+
+    def fits(self, name: str, param: Tensor, module: nn.Module) -> bool:
+        """Whether it speaks of a parameter that hangs in the model by this name."""
+        return fnmatchcase(name, self.pattern) if isinstance(self.pattern, str) else self.pattern(name, param, module)
 
 
 def parse(overrides: Overrides | None) -> list[Rule]:
