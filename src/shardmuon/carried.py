@@ -1,4 +1,4 @@
-"""What stages of variants keep, where a framework's checkpoints have no place for it: in the groups' options.
+"""State of variants' stages, carried in the groups' options where a framework's checkpoints have no place for it.
 
 FSDP1 and DeepSpeed save state as long as flat parameters, or as they know it of Adam. What a stage keeps is no such
 thing. But it is small and the same on every rank, and options of groups are saved and loaded by all of them as they
@@ -19,7 +19,7 @@ CARRIED = "kept_state"  # in a saved group: name, or position among its paramete
 
 
 def kept_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What stages keep, of a parameter's state; copies."""
+    """Copies of what stages keep of a parameter."""
     return {key: state[key].detach().clone() for key in KEPT_KEYS if state.get(key) is not None}
 
 
@@ -47,7 +47,7 @@ def carry_by_position(
 
 
 def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
-    """What loaded groups carry; they do no longer."""
+    """Take off loaded groups what they carry."""
     found: dict[str, dict[str, Tensor]] = {}
     for group in groups:
         found.update(group.pop(CARRIED, None) or {})
@@ -77,7 +77,7 @@ def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
 
 
 def missing_fault(name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-    """What to say of a parameter whose momentum was loaded, and not what its variant keeps."""
+    """The fault of a parameter whose momentum was loaded, and not what its variant keeps; None: there is none."""
     lacking = [stage.key for stage in keeping(stages_of(group)) if state.get(stage.key) is None]
     if not lacking:
         return None

@@ -78,7 +78,7 @@ Found = tuple[Attention, Holder]  # what is scaled, and whose forward makes the 
 
 
 class _Form(NamedTuple):
-    """How a module keeps queries and keys.
+    """The form in which a module keeps queries and keys.
 
     Attributes:
         parts: What it calls each weight -> see `Rows`; sizes that nothing tells are 0.
@@ -106,7 +106,7 @@ def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
 
 
 def find_layers(model: nn.Module) -> list[Found]:
-    """See `attention_layers`."""
+    """The layers of `attention_layers`, each with the module that has it."""
     holders, found = _holders(model), list[Found]()
     for holder in holders:
         form = next(_forms(holder), None)

@@ -26,7 +26,7 @@ StateDict = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one library keeps its state.
+    """The form in which one library keeps its state.
 
     Attributes:
         name: As the argument `kind` has it.

@@ -100,7 +100,7 @@ def _read(targets: dict[str, Any], reader: VettedReader, planner: VettedPlanner)
 
 
 class _Room:
-    """What a file will be read to: state as it starts, of what the file has, and the groups as they will be.
+    """Room for what a file has: state as it starts, and the groups as they will be.
 
     Attributes:
         state: Parameter's name -> key -> tensor.
@@ -136,7 +136,7 @@ class _Room:
                 self._like[name], self.state[name] = start, {key: start[key] for key in start if key in found}
 
     def read(self, keeper: Keeper) -> dict[Tensor, dict[str, Any]]:
-        """What has been read, by parameter, checked and in the dtypes that the optimizer works with."""
+        """Return what has been read, by parameter, checked and in the dtypes that the optimizer works with."""
         found: dict[Tensor, dict[str, Any]] = {}
         for group, theirs in zip(self.groups, self._saved, strict=True):
             carried = with_carried({}, [theirs])  # in files that FSDP1's own functions have made

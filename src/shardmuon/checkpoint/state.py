@@ -255,7 +255,7 @@ def read_param(
 
 
 def _read_kept(name: str, p: Tensor, found: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """What stages keep, checked, in fp32 where the parameter is."""
+    """State of stages, checked, in fp32 where the parameter is."""
     view, engine = view_of(name, p, group), engine_for(p, group)
     shapes = state_shapes(stages_of(group), view)
     made: dict[str, Any] = {}
@@ -271,7 +271,7 @@ def _read_kept(name: str, p: Tensor, found: Mapping[str, Any], group: Mapping[st
 
 
 def _own(found: Mapping[str, Any], group: Mapping[str, Any], keeper: Keeper) -> Mapping[str, Any]:
-    """Without the zeros that FSDP1's form has of the other optimizer's state (frameworks/fsdp1.py)."""
+    """Leave out the zeros that FSDP1's form has of the other optimizer's state (frameworks/fsdp1.py)."""
     if not group["use_muon"]:
         return {key: value for key, value in found.items() if key not in (BUFFER, SCALE)}
     others = [found[key] for key in MOMENTS if key in found]

@@ -52,7 +52,7 @@ class VettedReader(FileSystemReader):
         self._folder = Path(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As DCP's.
+        """Do as DCP does, once it has been looked at.
 
         Raises:
             ValueError: The metadata names something that is not part of a checkpoint.
@@ -70,7 +70,7 @@ class VettedPlanner(DefaultLoadPlanner):
     """Takes over values that are not tensors (options of groups) after looking at them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """As DCP's.
+        """Do as DCP does, once it has been looked at.
 
         Raises:
             ValueError: The value is more than numbers, texts, tensors and containers of them.
@@ -95,7 +95,7 @@ class OptionsPlanner(VettedPlanner):
     """
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """As DCP's; makes the places first."""
+        """Make the places, then do as DCP does."""
         self.kept: dict[str, set[str]] = {}
         for name, path in dict(getattr(metadata, "planner_data", None) or {}).items():
             kind = path[1] if len(path) > 1 and path[0] == "optimizer" else None

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _root(error: BaseException) -> str:
-    """What an error goes back to: libraries that import lazily say only that they could not."""
+    """The first cause of an error: libraries that import lazily say only that they could not."""
     cause = error.__cause__
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__

@@ -59,7 +59,7 @@ def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> N
 
 
 def _sharded(param: Tensor) -> Place | None:
-    """Where FSDP1 keeps a parameter, if it cuts it."""
+    """The place of a parameter that FSDP1 cuts, or None."""
     place = place_of(param)
     return place if place is not None and place.is_sharded else None
 

@@ -1,4 +1,4 @@
-"""What the structure of a model leaves open, as texts that name it and the line that settles it."""
+"""Choices that the structure of a model leaves open, as texts that name them and the line that settles them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _turned(found: Sequence[Weight], router: Router) -> str:
 
 
 def _is_positions(weight: Weight, weights: Sequence[Weight]) -> bool:
-    """Whether a (1, M, N) parameter is surely a table, as positions are: its rows are as wide as a norm, and no other
+    """True if a (1, M, N) parameter is surely a table, as positions are: its rows are as wide as a norm, and no other
     in its module takes what it gives, or gives what it takes, as the two matrices of a stack of one expert do."""
     _, rows, cols = weight.shape
     held = (p for place in weight.places for p in place.module._parameters.values() if p is not weight.param)

@@ -29,7 +29,7 @@ class Router(NamedTuple):
 
     @property
     def is_inputs_first(self) -> bool:
-        """Whether the experts seem to be stored (E, inputs, outputs): their first stack should read what the router
+        """True if the experts seem to be stored (E, inputs, outputs): their first stack should read what the router
         reads, and has that many rows instead."""
         _, rows, cols = self.first.shape
         return rows == self.width != cols
@@ -78,7 +78,7 @@ def _beside(weight: Weight) -> Iterator[nn.Module]:
 
 
 def _is_list_of(module: nn.Module, shape: Ints) -> bool:
-    """Whether a module lists as many experts as a weight has rows, each made of linear layers that take its inputs."""
+    """True if a module lists as many experts as a weight has rows, each made of linear layers that take its inputs."""
     if not isinstance(module, nn.ModuleList) or len(module) != shape[0]:
         return False
     holders = [[m for m in expert.modules() if m._parameters] for expert in module]

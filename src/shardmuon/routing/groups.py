@@ -44,7 +44,7 @@ OptimizerName = Literal["Muon", "AdamW", "frozen"]
 
 @dataclass(frozen=True, slots=True)
 class RoutingRow:
-    """Where one parameter goes and why.
+    """A row of the routing table: one parameter, the optimizer it goes to, and the reason.
 
     Attributes:
         name: The parameter's name, without what DDP, `torch.compile` and activation checkpointing put into it.

@@ -66,12 +66,12 @@ class Weight:
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """What the override says."""
+        """Options that the override sets."""
         return {} if self.rule is None else self.rule.options
 
     @property
     def is_open(self) -> bool:
-        """Whether it is trained and for us to route."""
+        """True if it is trained and the user has not routed it."""
         return self.settled is None and self.param.requires_grad
 
 
@@ -123,7 +123,7 @@ _HOOKS = ("get_output_embeddings", "get_classifier")
 
 
 def _named_heads(model: nn.Module) -> tuple[bool, dict[int, str]]:
-    """Whether the model names its heads, and id -> by what of the parameters in the answers."""
+    """Ask the model for its heads: whether it names any, and id of each of their parameters -> the method that did."""
     offered, named = False, dict[int, str]()
     for hook in _HOOKS:
         for answer in _answers(model, hook):
@@ -135,7 +135,7 @@ def _named_heads(model: nn.Module) -> tuple[bool, dict[int, str]]:
 
 
 def _answers(model: nn.Module, hook: str) -> Iterator[object]:
-    """What each module that has the method says."""
+    """The answers of all modules that have the method."""
     for module in model.modules():
         method = getattr(module, hook, None)
         if not callable(method):
@@ -188,14 +188,14 @@ def _is_2d(weight: Weight) -> bool:
 
 
 def _may_have_rows(weight: Weight, size: int) -> bool:
-    """Whether a matrix may give `size` outputs: by its rows, or by either dim where nothing says which are inputs."""
+    """True if a matrix may give `size` outputs: by its rows, or by either dim where nothing says which are inputs."""
     if not _is_2d(weight) or weight.settled is True:
         return False
     return weight.shape[0] == size or (weight.role.kind == "bare" and weight.shape[1] == size)
 
 
 def _is_width(size: int, candidate: Weight, weights: Iterable[Weight]) -> bool:
-    """Whether something reads `size` features. A bare matrix reads one of its dims, but which is unknown, so it is no
+    """True if something reads `size` features. A bare matrix reads one of its dims, but which is unknown, so it is no
     evidence about itself."""
     return any(size in w.role.reads for w in weights if w is not candidate or w.role.kind == "linear")
 
@@ -256,7 +256,7 @@ class _Blocks:
 
     @property
     def any(self) -> bool:
-        """Whether there is one."""
+        """True if there are repeated blocks."""
         return bool(self._paths)
 
     def around(self, weight: Weight, tables: Iterable[Place]) -> str | None:

@@ -1,4 +1,4 @@
-"""What users write about routing: overrides and options, read and checked."""
+"""Overrides and options as users write them, read and checked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Rule(NamedTuple):
         return any(self.fits(place.name, param, place.module) for place in places)
 
     def fits(self, name: str, param: Tensor, module: nn.Module) -> bool:
-        """Whether it speaks of a parameter that hangs in the model by this name."""
+        """True if it speaks of a parameter that the model has by this name."""
         return fnmatchcase(name, self.pattern) if isinstance(self.pattern, str) else self.pattern(name, param, module)
 
 

@@ -45,7 +45,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a parameter is.
+    """The role of a parameter: how it reads as matrices, or why it is none.
 
     Attributes:
         kind: See `Kind`.
@@ -65,13 +65,13 @@ class Role:
 
     @property
     def use_muon(self) -> bool:
-        """Whether it is a matrix, or several."""
+        """True for a matrix, or several."""
         return self.kind in ("linear", "matrices", "bare")
 
 
 @dataclass(frozen=True)
 class Preset:
-    """What one weight of a type is.
+    """One weight of a type of module.
 
     Attributes:
         types: Class names, or module and name, as globs; any in the module's MRO.
@@ -116,7 +116,7 @@ def _gate_up(experts: Any, shape: Ints) -> _Parts:
 
 
 def _in_out(experts: Any) -> bool:
-    """Whether experts are stored (E, inputs, outputs)."""
+    """True if experts are stored (E, inputs, outputs)."""
     named = any(t.__name__ in ("GptOssExperts", "Llama4TextExperts") for t in type(experts).__mro__)
     return bool(getattr(experts, "is_transposed", named))
 
@@ -130,7 +130,7 @@ def _stack_of_pairs(experts: Any, shape: Ints) -> Mapping[str, Any]:
 
 
 def _equal(num: int) -> Callable[[Any, Ints], _Parts]:
-    """So many equal parts."""
+    """Sizes of this many equal parts."""
     return lambda _, shape: ((shape[0] // num,) * num, 1)
 
 

@@ -144,7 +144,7 @@ def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | N
 
 
 def _is_tensor_parallel_shard(param: Tensor, module: nn.Module) -> bool:
-    """Whether a Megatron layer holds a part only. It keeps `output_size` beside `output_size_per_partition`."""
+    """True if a Megatron layer holds a part only. It keeps `output_size` beside `output_size_per_partition`."""
     suffix = "_per_partition"
     parts = {key.removesuffix(suffix): size for key, size in vars(module).items() if key.endswith(suffix)}
     is_whole = bool(parts) and all(getattr(module, key, None) == size for key, size in parts.items())
@@ -210,7 +210,7 @@ def _hint(place: Place, shape: Ints) -> str:
 
 
 def _num_dims(module: nn.Module) -> int:
-    """How many dims the weight of a module has, if they are always as many; else 0."""
+    """The number of dims of the weight of a module, if that is always the same; else 0."""
     if isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag)):
         return 2
     if isinstance(module, _CONVOLUTIONS):
@@ -219,7 +219,7 @@ def _num_dims(module: nn.Module) -> int:
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether the rows of a module's weight are looked up: torch's embeddings, and what has both their sizes
+    """True if the rows of a module's weight are looked up: torch's embeddings, and what has both their sizes
     (vocabulary-parallel embeddings, codebooks)."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return True

@@ -1,4 +1,4 @@
-"""What stages of variants keep, through Megatron's checkpoints: the saved groups carry it (`shardmuon.carried`).
+"""State of variants' stages in Megatron's checkpoints: the saved groups carry it (`shardmuon.carried`).
 
 [Note: sharded state]
     `sharded_state_dict` describes each tensor of an optimizer's state by its parameter's shape and shards, and fails on
@@ -38,8 +38,8 @@ def places_of(
     params: Mapping[str, Tensor],  # name -> the model's parameter
     model_state: Any,  # the model's `sharded_state_dict`, with the parameters themselves
 ) -> dict[str, str]:
-    """Where each parameter is in the whole model: its key there, and its index along the axes before its own (layers,
-    experts). The same on all ranks that share it, however the model is cut. Without those of which it does not say
+    """Places of parameters in the whole model: a key there, and an index along the axes before a parameter's own
+    (layers, experts). The same on all ranks that share it, however the model is cut. Without those of which it does not say
     where they are: whoever needs their places refuses them, on every rank."""
     utils = importlib.import_module("megatron.core.dist_checkpointing.utils")
     dicts = importlib.import_module("megatron.core.dist_checkpointing.dict_utils")
@@ -97,7 +97,7 @@ def _put(whole: Kept, place: str, kept: dict[str, Tensor]) -> None:
 
 
 def carried_by(groups: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> Kept:
-    """What saved groups carry, by name."""
+    """State that saved groups carry, by name."""
     by_place: Kept = {}
     found: Kept = {}
     for group in groups:

@@ -213,13 +213,13 @@ def _qkv(config: Any, chunk: nn.Module, groups: Any) -> list[tuple[Any, Any]]:
 
 
 def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
-    """Which overrides have something to do in this chunk; the others may, on another pipeline stage."""
+    """Numbers of the overrides that have something to do in this chunk; the others may, on another pipeline stage."""
     found = find_places(chunk)
     return [i for i, rule in enumerate(rules) if any(rule.matches(*one) for one in found)]
 
 
 def _of_experts(chunk: nn.Module, rules: Sequence[Rule], tp_group: Any) -> list[Rule]:
-    """What the overrides say of experts, and their tensor-parallel group, which is not the dense parameters'."""
+    """Overrides for experts alone: the user's, with their tensor-parallel group, which is not the dense parameters'."""
 
     def narrowed(rule: Rule) -> Rule:
         def fits(name: str, param: torch.Tensor, module: nn.Module) -> bool:
@@ -352,7 +352,7 @@ def _finished(wrapped: Any, groups: Any, expert: bool) -> Any:
 
 
 def _scaler(config: Any) -> Any:
-    """As Megatron chooses it."""
+    """The gradient scaler that Megatron would choose."""
     scalers = _core("optimizer.grad_scaler")
     if config.loss_scale:
         return scalers.ConstantGradScaler(config.loss_scale)
