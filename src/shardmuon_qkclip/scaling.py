@@ -549,8 +549,8 @@ def _largest(
 
 
 def _views(local: Tensor, layout: ParamLayout, dim: int) -> Iterator[tuple[Tensor, int]]:
-    """Parts of a tensor that this rank stores, as views of its storage with the tensor's dims; and the index along `dim`
-    at which each begins."""
+    """Parts of a tensor that this rank stores, as views of its storage with the tensor's dims; and the index along
+    `dim` at which each begins."""
     for held in layout.of_rank(my_rank()):
         for start, sizes in spans_of(held.piece, layout.view.shape):
             offset, strides = Tile(0, start, sizes, held).in_storage(layout.view, local.stride())

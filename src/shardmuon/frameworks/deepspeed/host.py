@@ -207,8 +207,8 @@ class DeepSpeedHost(Host):
             self._options[index] = _options(group)
 
     def load(self, core: Core, load: Callable[[], None]) -> None:
-        """Raise on all ranks what one raises while DeepSpeed loads a checkpoint, which all do, and which has collectives
-        of its own; but where they load one after the other (`pipeline_loading_checkpoint`)."""
+        """Raise on all ranks what one raises while DeepSpeed loads a checkpoint: all do, and collectives of its own
+        follow; but where they load one after the other (`pipeline_loading_checkpoint`)."""
         frame = caller("load_checkpoint", "deepspeed")
         if frame is None or frame.f_locals["self"]._config.zero_config.pipeline_loading_checkpoint:
             load()
@@ -284,7 +284,7 @@ class DeepSpeedHost(Host):
     # ------------------------------------------------------------------------------------------------------- a step
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
-        """Check the fp32 copies in the groups when a stage-0 wrapper steps on zero gradients, only to have state made."""
+        """Check the fp32 copies in the groups when a stage-0 wrapper steps on zero gradients only to make state."""
         frame = caller("initialize_optimizer_states", "deepspeed")
         if frame is None:
             return None

@@ -39,8 +39,8 @@ def places_of(
     model_state: Any,  # the model's `sharded_state_dict`, with the parameters themselves
 ) -> dict[str, str]:
     """Places of parameters in the whole model: a key there, and an index along the axes before a parameter's own
-    (layers, experts). The same on all ranks that share it, however the model is cut. Without those of which it does not say
-    where they are: whoever needs their places refuses them, on every rank."""
+    (layers, experts). The same on all ranks that share it, however the model is cut. Without those whose place it does
+    not say: whoever needs it refuses them, on every rank."""
     utils = importlib.import_module("megatron.core.dist_checkpointing.utils")
     dicts = importlib.import_module("megatron.core.dist_checkpointing.dict_utils")
     described, _ = utils.extract_sharded_tensors_and_factories(model_state)
