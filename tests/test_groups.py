@@ -590,22 +590,6 @@ def test_a_parameter_that_megatron_marks_as_embedding_is_one() -> None:
     assert routed(model)["replica.weight"].reason == "p.is_embedding_or_output_parameter"
 
 
-def test_a_module_may_say_how_its_weights_split() -> None:
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(8, 16, bias=False)
-            self.experts = nn.Parameter(torch.zeros(3, 10, 8))
-
-        def get_muon_split_sizes(self) -> dict[Tensor, tuple[int, ...]]:
-            return {self.qkv.weight: (8, 4, 4), self.experts: (5, 5)}
-
-    rows = routed(nn.ModuleList([Fused()]))
-    assert rows["0.qkv.weight"].matrices == ((8, 8), (4, 8), (4, 8))
-    assert rows["0.qkv.weight"].reason == "linear, get_muon_split_sizes()"
-    assert rows["0.experts"].matrices == ((5, 8),) * 6
-
-
 # ----------------------------------------------------------------------------------------------- what is refused
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import pkgutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -61,9 +62,7 @@ def model_from_function(text: str, meta: bool) -> nn.Module:
     if not name:
         raise ValueError(f"{text!r} is no MODULE:FUNCTION and no config.json. Write e.g. my_project.models:build")
     with _importable(module_name) as importable:
-        found: Any = importlib.import_module(importable)
-    for part in name.split("."):
-        found = getattr(found, part)
+        found: Any = pkgutil.resolve_name(f"{importable}:{name}")
     with torch.device("meta") if meta else contextlib.nullcontext():
         model = found if isinstance(found, nn.Module) else found()
     if not isinstance(model, nn.Module):

@@ -33,7 +33,7 @@ from shardmuon.routing.overrides import (
     check_options,
     parse,
 )
-from shardmuon.routing.presets import Role, numbers_out, splits_of_modules
+from shardmuon.routing.presets import Role, numbers_out
 from shardmuon.routing.rates import matched_lr, scale_of
 from shardmuon.routing.roles import Place, by, find_places, logical_shape, role_of
 
@@ -283,9 +283,9 @@ _LOW_RATE = 2e-3
 
 def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -> tuple[list[Weight], list[str]]:
     """Every parameter once, in model order, with where it goes; and the choices that may be wrong."""
-    found, splits = find_places(model), splits_of_modules(model)
+    found = find_places(model)
     check_all_match(rules, found)
-    weights = [_weight(*one, rules, tp_group, splits.get(id(one[0]))) for one in found]
+    weights = [_weight(*one, rules, tp_group) for one in found]
     experts = find_experts(weights)
     heads, doubts = find_heads(model, weights)
     for w in weights:
@@ -297,21 +297,13 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
             w.reason = f"{'' if 'use_muon' in w.given else f'{w.reason}, '}override {w.rule.label}"
         elif w.settled is not None:
             w.reason = "p.use_muon"
-        if w.use_muon and w.split_sizes is not None:
-            w.reason += ", get_muon_split_sizes()"
-        elif w.use_muon and w.rule is None and w.settled is None and w.role.remark:
+        if w.use_muon and w.rule is None and w.settled is None and w.role.remark:
             w.reason += f", {w.role.remark}"
-    read = [w.name for w in weights if w.split_sizes is not None or VIEW_DEFAULTS.keys() & w.given.keys()]
+    read = [w.name for w in weights if VIEW_DEFAULTS.keys() & w.given.keys()]
     return weights, doubts + doubts_of(weights, experts, {*read, *heads})
 
 
-def _weight(
-    param: Tensor,
-    places: tuple[Place, ...],
-    rules: Sequence[Rule],
-    tp_group: GroupRef | None,
-    split_sizes: tuple[int, ...] | None,
-) -> Weight:
+def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_group: GroupRef | None) -> Weight:
     """A parameter with what its modules and the user say of it."""
     rule, name = next((rule for rule in rules if rule.matches(param, places)), None), places[0].name
     given = {} if rule is None else rule.options
@@ -332,7 +324,7 @@ def _weight(
     settled = given.get("use_muon", getattr(param, "use_muon", None))  # as DeepSpeed's users write it
     if settled is not None and not isinstance(settled, bool):
         raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
-    return Weight(param, places, shape, role, rule, settled, split_sizes)
+    return Weight(param, places, shape, role, rule, settled)
 
 
 # ----------------------------------------------------------------------------------------- options of a parameter
@@ -366,11 +358,8 @@ def _check_usable(w: Weight) -> None:
 def _muon_options(w: Weight, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
     """The group options of a matrix parameter, and the sizes of its matrices. Raises with the parameter's name."""
     given, view = dict(w.given), dict(w.role.view)
-    splits = [key for key in SPLIT_OPTIONS if key in given]
-    if splits or w.split_sizes is not None:  # they replace the splits that torch's own modules have by default
+    if given.keys() & SPLIT_OPTIONS:  # they replace the splits that the module's type has by default
         view = {key: value for key, value in view.items() if key in ("view", "transposed", "split_dim")}
-    if w.split_sizes is not None and not splits:
-        view["split_sizes"] = w.split_sizes
     view |= {key: given.pop(key) for key in VIEW_DEFAULTS if key in given}
     try:
         matrices = matrix_view(w.shape, **view).matrices

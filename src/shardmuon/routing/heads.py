@@ -46,7 +46,6 @@ class Weight:
         param, places, shape, role: The parameter, where it hangs, its global shape and what it is.
         rule: The override that matches it.
         settled: `use_muon`, where the user said it: in an override or as `p.use_muon`.
-        split_sizes: Of the module's get_muon_split_sizes().
         use_muon, reason: Where it goes, and why.
     """
 
@@ -56,7 +55,6 @@ class Weight:
     role: Role
     rule: Rule | None
     settled: bool | None
-    split_sizes: tuple[int, ...] | None
     use_muon: bool = False
     reason: str = ""
 

@@ -25,7 +25,7 @@ Pattern = str | Callable[[str, Tensor, nn.Module], bool]
 OverrideChoice = str | Mapping[str, Any]  # "muon", "adamw" or group options
 Overrides = Mapping[Pattern, OverrideChoice] | Sequence[tuple[Pattern, OverrideChoice]]
 
-SPLIT_OPTIONS = ("split_sizes", "split_groups", "num_heads")
+SPLIT_OPTIONS = {"split_sizes", "split_groups", "num_heads"}
 
 
 class Rule(NamedTuple):

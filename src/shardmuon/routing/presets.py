@@ -366,20 +366,3 @@ def fused_hint(name: str, shape: Ints, owners: Iterable[tuple[str, nn.Module]] =
         of_head = ", ".join([str(rows // (num * heads))] * num)
         hint += f'; if head by head: {{"split_sizes": ({of_head}), "split_groups": {heads}}}'
     return hint
-
-
-def splits_of_modules(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """id(parameter) -> row counts, from modules that define `get_muon_split_sizes() -> {parameter: row counts}`."""
-    splits: dict[int, tuple[int, ...]] = {}
-    for module in model.modules():
-        hook = getattr(module, "get_muon_split_sizes", None)
-        if not callable(hook):
-            continue
-        sizes = hook()
-        if not isinstance(sizes, Mapping):
-            raise TypeError(
-                f"{type(module).__name__}.get_muon_split_sizes() returned {type(sizes).__name__}. "
-                "Return {parameter: (rows, rows, ...)}"
-            )
-        splits |= {id(param): tuple(int(rows) for rows in blocks) for param, blocks in sizes.items()}
-    return splits
