@@ -21,7 +21,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,9 @@ def find_heads(model: nn.Module, weights: Sequence[Weight]) -> tuple[dict[str, s
     Returns:
         name -> reason for each head, and a text for each choice that may be wrong.
     """
-    offered, named = _named_heads(model)
+    answers = [_parameters_of(model, hook) for hook in ("get_output_embeddings", "get_classifier")]
+    offered = any(answer is not None for answer in answers)
+    named = {key: hook for answer in answers if answer is not None for key, hook in answer.items()}
     heads = {w.name: f"output head: {named[id(w.param)]}" for w in weights if id(w.param) in named and _is_2d(w)}
     blocks = _Blocks(weights)
     heads |= _with_labels(weights, blocks)
@@ -117,38 +119,25 @@ def find_heads(model: nn.Module, weights: Sequence[Weight]) -> tuple[dict[str, s
     return heads, doubts
 
 
-_HOOKS = ("get_output_embeddings", "get_classifier")
-
-
-def _named_heads(model: nn.Module) -> tuple[bool, dict[int, str]]:
-    """Ask the model for its heads: whether it names any, and id of each of their parameters -> the method that did."""
-    offered, named = False, dict[int, str]()
-    for hook in _HOOKS:
-        for answer in _answers(model, hook):
-            offered = True
-            for head in answer if isinstance(answer, (tuple, list)) else [answer]:
-                found = list(head.parameters()) if isinstance(head, nn.Module) else [head]
-                named |= {id(p): f"{hook}()" for p in found}
-    return offered, named
-
-
-def _answers(model: nn.Module, hook: str) -> Iterator[object]:
-    """The answers of all modules that have the method."""
-    for module in model.modules():
-        method = getattr(module, hook, None)
-        if not callable(method):
-            continue
+def _parameters_of(model: nn.Module, hook: str) -> dict[int, str] | None:
+    """id of each parameter in the answers of all modules that have a method -> its name; None: none answers."""
+    found: dict[int, str] | None = None
+    for method in (getattr(module, hook, None) for module in model.modules()):
         try:
-            yield method()
+            answer = method() if callable(method) else NotImplemented
         except (NotImplementedError, AttributeError, TypeError):  # not for this model; or another method of that name
             continue
+        if answer is not NotImplemented:
+            parts = answer if isinstance(answer, (tuple, list)) else [answer]
+            params = (p for part in parts for p in (part.parameters() if isinstance(part, nn.Module) else [part]))
+            found = (found or {}) | {id(p): f"{hook}()" for p in params}
+    return found
 
 
 def _vocabularies(model: nn.Module, weights: Sequence[Weight]) -> list[Weight]:
     """Embeddings whose entries may be outputs, too: those that the model names, if it does, else all."""
     tables = [w for w in weights if w.role.kind == "embedding" and len(w.shape) == 2]
-    answers = [a for a in _answers(model, "get_input_embeddings") if isinstance(a, nn.Module) and is_table(a)]
-    named = {id(p) for answer in answers for p in answer.parameters()}
+    named = _parameters_of(model, "get_input_embeddings") or {}
     if not any(id(w.param) in named for w in tables):
         return tables
     return [w for w in tables if id(w.param) in named or not all(is_table(p.module) for p in w.places)]
@@ -156,15 +145,9 @@ def _vocabularies(model: nn.Module, weights: Sequence[Weight]) -> list[Weight]:
 
 def _with_labels(weights: Sequence[Weight], blocks: _Blocks) -> dict[str, str]:
     """The classifiers of modules that have a `num_labels`: the last linear layer with so many rows below each."""
-    found: dict[int, Weight] = {}
-    for w in weights:
-        for place in w.places:
-            if w.role.kind != "linear" or w.settled is True or blocks.around(w, ()) is not None:
-                continue
-            for _, module in place.owners:
-                labels = vars(module).get("num_labels")
-                if isinstance(labels, int) and not isinstance(labels, bool) and w.shape[0] == labels:
-                    found[id(module)] = w
+    apart = [w for w in weights if w.role.kind == "linear" and w.settled is not True and not blocks.around(w, ())]
+    owners = ((w, module) for w in apart for place in w.places for _, module in place.owners)
+    found = {id(m): w for w, m in owners if (labels := vars(m).get("num_labels")) is not True and labels == w.shape[0]}
     return {w.name: f"classifier: num_labels ({w.shape[0]})" for w in found.values()}
 
 
