@@ -179,18 +179,19 @@ def _paired(
 
 def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """Weights, state and groups by names, alike on every layout: without what FSDP1's form adds. Collective."""
+    names = names_in(model)
+    members = [_names_of(group, index, names) for index, group in enumerate(optimizer.param_groups)]
     with torch.no_grad():
         optimizer.complete_state()
-    saved, names = optimizer.state_dict(), names_in(model)
+    saved = optimizer.state_dict()
     entries, state = with_carried(saved["state"], saved["param_groups"]), dict[str, Any]()
-    for index, (group, packed) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+    for group, packed, own in zip(optimizer.param_groups, saved["param_groups"], members, strict=True):
         wanted = {*keys_of(group), *((SCALE, STEP) if group["use_muon"] and optimizer.keeper.rounds else (SCALE,))}
         packed.pop(CARRIED, None)
-        members = _names_of(group, index, names)
-        for name, key in zip(members, packed["params"], strict=True):
+        for name, key in zip(own, packed["params"], strict=True):
             if key in entries:
                 state[name] = {kind: value for kind, value in entries[key].items() if kind in wanted}
-        packed["params"] = members
+        packed["params"] = own
     return get_model_state_dict(model), state, saved["param_groups"]
 
 
