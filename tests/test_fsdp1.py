@@ -701,7 +701,7 @@ def test_an_optimizer_of_parameters_that_are_no_more_says_so(world2: RankPool) -
 
 
 class Headed(nn.Module):
-    """A head that only `get_output_embeddings` tells, and fused rows that only the module tells."""
+    """A head that only `get_output_embeddings` tells."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -709,9 +709,6 @@ class Headed(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
-
-    def get_muon_split_sizes(self) -> dict[Tensor, tuple[int, ...]]:
-        return {self.layer.weight: (3, 5)}
 
 
 def _routed() -> tuple[str, str]:
@@ -722,7 +719,6 @@ def test_what_modules_say_of_their_parameters_is_heard(world2: RankPool) -> None
     for found, expected in world2.run(_routed):
         assert found == expected
         assert "get_output_embeddings" in found
-        assert "get_muon_split_sizes" in found
 
 
 STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))  # 1 plants in every function, which takes a minute

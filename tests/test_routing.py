@@ -469,7 +469,7 @@ def test_groups_of_known_types_train() -> None:
 def test_the_table_of_types_is_well_formed() -> None:
     for preset in PRESETS:
         assert preset.types and preset.weight and preset.what
-        assert preset.use_muon or not (preset.parts or preset.view)
+        assert preset.kind in ("linear", "matrices") or not preset.parts
 
 
 # ------------------------------------------------------------------------------------------------------ the command

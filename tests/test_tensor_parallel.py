@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer, checkpoint, clip_grad_norm_, param_groups
+from shardmuon import Muon, Orthogonalizer, clip_grad_norm_, param_groups
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines import engine_for
 from shardmuon.layout.views import matrix_view
@@ -388,105 +387,6 @@ def test_what_does_not_fit_is_refused_with_its_numbers_on_every_rank(
 ) -> None:
     for found in world4.run(_refused, case):
         assert all(text in found for text in texts), found
-
-
-# ---------------------------------------------------------------------------------------------------------- checkpoints
-
-SHAPES = {"tall": (35, 11), "square": (12, 12), "wide": (13, 33), "even": (16, 8), "bias": (9,)}
-
-
-class _Bag(nn.Module):
-    def __init__(self, params: dict[str, nn.Parameter]) -> None:
-        super().__init__()
-        for name, param in params.items():
-            self.register_parameter(name, param)
-
-
-def _job(layout: str, seed: int, variant: str | None = None) -> tuple[_Bag, Muon]:
-    row = LAYOUTS[layout]
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    full = {name: _normal(*shape, seed=seed + i) for i, (name, shape) in enumerate(SHAPES.items())}
-    matrices = {name: t for name, t in full.items() if t.ndim == 2}
-    params = parameters(row.build(matrices, row.mesh(world)))
-    params["bias"] = nn.Parameter(full["bias"])
-    groups: list[dict[str, Any]] = [{"params": [(n, params[n]) for n in ("tall", "square", "wide")]}]
-    groups.append({"params": [(n, params[n]) for n in ("even", "bias")], "use_muon": False})
-    options = {} if layout == "single" else row.options(world)
-    return _Bag(params), Muon(groups, lr=0.1, variant=variant, **options)
-
-
-def _train(layout: str, model: _Bag, optimizer: Muon, steps: range) -> None:
-    row = LAYOUTS[layout]
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    for step in steps:
-        full = {name: _normal(*shape, seed=1000 * step + i) for i, (name, shape) in enumerate(SHAPES.items())}
-        grads = row.build({n: t for n, t in full.items() if t.ndim == 2}, row.mesh(world)) | {"bias": full["bias"]}
-        for name, grad in grads.items():
-            model.get_parameter(name).grad = grad
-        optimizer.step()
-
-
-def _save(layout: str, path: str, variant: str | None = None) -> None:
-    model, optimizer = _job(layout, 0, variant)
-    _train(layout, model, optimizer, range(1, 3))
-    checkpoint.save(path, model, optimizer)
-
-
-def _resume(layout: str, path: str, variant: str | None = None) -> list[str]:
-    model, optimizer = _job(layout, 50, variant)
-    checkpoint.load(path, model, optimizer)
-    _train(layout, model, optimizer, range(3, 4))
-    whole, dense = _job("single", 0, variant)
-    _train("single", whole, dense, range(1, 4))
-    row = LAYOUTS[layout]
-    wrong = []
-    for key in ("weights", "momentum_buffer", "exp_avg"):
-        full = {
-            n: p.detach() if key == "weights" else dense.state[p].get(key, torch.zeros_like(p))
-            for n, p in whole.named_parameters()
-            if p.ndim == 2
-        }
-        for name, expected in row.build(full, row.mesh(dist.get_world_size())).items():
-            p = model.get_parameter(name)
-            found = p if key == "weights" else optimizer.state[p].get(key, torch.zeros_like(p))
-            if not torch.equal(*(t.detach().to_local() if hasattr(t, "to_local") else t for t in (found, expected))):
-                wrong.append(f"{key} of {name}")
-    for name, p in whole.named_parameters():
-        kept, found = dense.state[p].get("second_moment"), optimizer.state[model.get_parameter(name)]
-        if (kept is None) != ("second_moment" not in found) or (
-            kept is not None and not torch.equal(kept, found["second_moment"])
-        ):
-            wrong.append(f"second_moment of {name}")
-    return wrong
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("source", "worlds", "target", "world"),
-    [
-        ("tp x dp", 4, "tp column", 2),
-        ("tp stride 2", 4, "fsdp2", 2),
-        ("fsdp2+tp", 4, "tp stride 2", 2),
-        ("single", 1, "tp row", 3),
-        ("tp row", 3, "tp x dp", 4),
-    ],
-)
-def test_what_was_saved_on_one_layout_goes_on_bit_for_bit_on_another(
-    source: str, worlds: int, target: str, world: int, tmp_path: Path
-) -> None:
-    if worlds == 1:
-        _save(source, str(tmp_path))
-    else:
-        get_pool(worlds).run(_save, source, str(tmp_path))
-    assert get_pool(world).run(_resume, target, str(tmp_path)) == [[]] * world
-
-
-@pytest.mark.ranks
-def test_norms_of_shards_of_unequal_sizes_are_loaded_before_the_first_step(world2: RankPool, tmp_path: Path) -> None:
-    """A new optimizer's ranks have not told each other their sizes yet, on which the sizes of norms depend."""
-    world2.run(_save, "tp column", str(tmp_path), "normuon")
-    assert world2.run(_resume, "tp column", str(tmp_path), "normuon") == [[]] * 2
 
 
 # ------------------------------------------------------------------------------------------------ models and lifetime

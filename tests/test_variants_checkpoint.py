@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from test_checkpoint import RESUMED_UNTIL, SAVED_AFTER, Job, on, snapshot
+from test_checkpoint import KEPT, RESUMED_UNTIL, Job, on, snapshot
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardmuon import Muon, checkpoint
-from shardmuon.layout.engines import engine_of
 from shardmuon.testing import RankPool
-from shardmuon.testing.compare import rows_stored
 from shardmuon.testing.tolerances import assert_bitwise
 
 KEY = "second_moment"
@@ -31,102 +21,15 @@ KEY = "second_moment"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
 
-VARIANTS = ("normuon+hyperball", "normuon", "hyperball")  # of the groups of matrices
-KEPT = (KEY, "weight_radius")
-
-
-class VariantJob(Job):
-    """The same with NorMuon and control of norms. The matrix "late" has state before it has taken a step."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        groups = [group for group in self.optimizer.param_groups if group["use_muon"]]
-        for group, variant in zip(groups, VARIANTS, strict=True):
-            group.update(variant=variant)
-            if "hyperball" in variant:
-                group["weight_decay"] = 0.0
-
-    def differences(self, expected: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-        """Names of what differs, variant state included, on every rank."""
-        found = super().differences({key: full for key, full in expected.items() if key not in KEPT})
-        for key, name, whole in ((kind, *item) for kind in KEPT for item in expected[kind].items()):
-            here = self.optimizer.state[self.model.get_parameter(name)][key]
-            stored = engine_of(here).storage(here)
-            if not torch.equal(stored.reshape(-1), rows_stored(whole, here).reshape(-1)):
-                found.append(f"{key} of {name}")
-        return found
-
-
-def _state(job: Job) -> dict[str, Any]:
-    return {"model": get_model_state_dict(job.model), "optim": get_optimizer_state_dict(job.model, job.optimizer)}
-
-
-def _save(layout: str, path: str) -> None:
-    job = VariantJob(layout)
-    job.run(range(SAVED_AFTER))
-    dcp.save(_state(job), checkpoint_id=path)
-
-
-def _resume(layout: str, path: str, expected: Any) -> list[str]:
-    job = VariantJob(layout, seed=7)
-    job.run(range(50, 51))
-    state = _state(job)
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(job.model, state["model"])
-    set_optimizer_state_dict(job.model, job.optimizer, state["optim"])
-    job.run(range(SAVED_AFTER, RESUMED_UNTIL))
-    return job.differences(expected)
-
-
 @pytest.fixture(scope="module")
 def uninterrupted() -> dict[str, dict[str, Tensor]]:
-    job = VariantJob("single")
+    job = Job("single", variants=True)
     job.run(range(RESUMED_UNTIL))
     return snapshot(job)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[tuple[str, int], str] = {}
-
-    def get(layout: str, world: int) -> str:
-        if (layout, world) not in made:
-            made[layout, world] = str(tmp_path_factory.mktemp("saved"))
-            on(world, _save, layout, made[layout, world])
-        return made[layout, world]
-
-    return get
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("source", "world", "target", "worlds"),
-    [  # a file knows its source by the pieces in it alone: each source meets one process and other cuts
-        ("single", 1, "fsdp2", 4),
-        ("single", 1, "ep+fsdp", 4),
-        ("fsdp2", 2, "single", 1),
-        ("fsdp2", 2, "fsdp2", 4),
-        ("fsdp2", 2, "two dims", 4),
-        ("hsdp", 4, "single", 1),
-        ("hsdp", 4, "fsdp2", 2),
-        ("hsdp", 4, "fsdp2+tp", 4),
-        ("fsdp2+tp", 4, "single", 1),
-        ("fsdp2+tp", 4, "fsdp2", 2),
-        ("fsdp2+tp", 4, "ep+fsdp", 4),
-        ("ep+fsdp", 4, "single", 1),
-        ("ep+fsdp", 4, "hsdp", 4),
-        ("ep+fsdp", 4, "fsdp2+tp", 4),
-    ],
-)
-def test_what_is_kept_resumes_on_another_layout_with_the_same_bits(
-    source: str, world: int, target: str, worlds: int, saved: Any, uninterrupted: Any
-) -> None:
-    assert set(KEPT) <= set(uninterrupted)
-    assert on(worlds, _resume, target, saved(source, world), uninterrupted) == [[]] * worlds
-
-
 def _run_and_compare(layout: str, expected: Any) -> list[str]:
-    job = VariantJob(layout)
+    job = Job(layout, variants=True)
     job.run(range(RESUMED_UNTIL))
     return job.differences(expected)
 

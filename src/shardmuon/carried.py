@@ -1,4 +1,4 @@
-"""What stages of variants keep, where a framework's checkpoints have no place for it: in the groups' options.
+"""State of variants' stages, carried in the groups' options where a framework's checkpoints have no place for it.
 
 FSDP1 and DeepSpeed save state as long as flat parameters, or as they know it of Adam. What a stage keeps is no such
 thing. But it is small and the same on every rank, and options of groups are saved and loaded by all of them as they
@@ -8,7 +8,7 @@ at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ CARRIED = "kept_state"  # in a saved group: name, or position among its paramete
 
 
 def kept_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What stages keep, of a parameter's state; copies."""
+    """Copies of what stages keep of a parameter."""
     return {key: state[key].detach().clone() for key in KEPT_KEYS if state.get(key) is not None}
 
 
@@ -30,8 +30,24 @@ def carry(group: MutableMapping[str, Any], kept: Mapping[str, Mapping[str, Tenso
         group[CARRIED] = found
 
 
+def carry_by_position(
+    groups: Sequence[Mapping[str, Any]],  # the optimizer's
+    saved: Mapping[str, Any],  # its state dict, changed
+    carries: Callable[[Tensor], bool] = lambda param: True,
+) -> None:
+    """Move what stages keep of parameters from the state of a state dict into its groups, by position."""
+    state = saved["state"]
+    for group, packed in zip(groups, saved["param_groups"], strict=True):
+        kept: dict[str, dict[str, Tensor]] = {}
+        for position, (param, key) in enumerate(zip(group["params"], packed["params"], strict=True)):
+            if carries(param) and key in state:
+                kept[str(position)] = kept_in(state[key])
+                state[key] = {k: v for k, v in state[key].items() if k not in KEPT_KEYS}
+        carry(packed, kept)
+
+
 def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
-    """What loaded groups carry; they do no longer."""
+    """Take off loaded groups what they carry."""
     found: dict[str, dict[str, Tensor]] = {}
     for group in groups:
         found.update(group.pop(CARRIED, None) or {})
@@ -61,7 +77,7 @@ def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
 
 
 def missing_fault(name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-    """What to say of a parameter whose momentum was loaded, and not what its variant keeps."""
+    """The fault of a parameter whose momentum was loaded, and not what its variant keeps; None: there is none."""
     lacking = [stage.key for stage in keeping(stages_of(group)) if state.get(stage.key) is None]
     if not lacking:
         return None

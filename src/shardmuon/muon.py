@@ -332,7 +332,10 @@ class Muon(Core, Optimizer):
             with made_public():
                 host.load(self, lambda: host.take_over(self, state_dict))
             return
-        state, groups = read_state(self.param_groups, before_loading(self, state_dict), self.keeper)
+        self.take_loaded(*read_state(self.param_groups, before_loading(self, state_dict), self.keeper))
+
+    def take_loaded(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        """Take over state and groups that have been checked."""
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         self.settled.clear()  # loaded into the tensors that there were
         after_loading(self)

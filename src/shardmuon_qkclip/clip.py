@@ -118,7 +118,7 @@ class LayerLogits:
 
 @dataclass(frozen=True, slots=True)
 class LogitReport:
-    """What QK-clip has seen and done.
+    """A record of what QK-clip has seen and done.
 
     Attributes:
         step: The last measured step, counted from 1; 0 before it.
@@ -235,7 +235,7 @@ class QKClip:
         self._listen(model, self._optimizer)
 
     def _listen(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """To steps, and to all that drops what has been measured."""
+        """Listen to steps, and to all that drops what has been measured."""
 
         def loaded(module: nn.Module, _: Any) -> None:
             if module is model:  # a copy has this hook, too
@@ -303,7 +303,7 @@ class QKClip:
             seen[:] = [_largest(torch.stack(seen))]
 
     def _maxima(self) -> dict[str, Tensor]:
-        """Of all forward passes that count."""
+        """Maxima over all forward passes that count."""
         return {name: _largest(torch.stack(seen)) for name, seen in self._pending.items()}
 
     def reset(self) -> None:
@@ -333,7 +333,7 @@ class QKClip:
         return whole
 
     def _parts(self, layer: Attention, holder: Holder, num_parts: int) -> list[int]:
-        """Which of so many equal parts of the heads this rank may have, by the weight as it is in the forward pass."""
+        """Numbers of the parts of the heads that this rank may have, by the weight as it is in the forward pass."""
         rows = next(rows for rows in layer.rows if rows.num("q"))
         below = [below for below, (_, place) in holder.weights.items() if place.name == rows.weight]
         live = attrgetter(below[0])(holder.module) if below else None
@@ -401,10 +401,7 @@ class QKClip:
                 self._warn_unmeasured()
             self._last, self._measured = done, self._num_steps
             largest = torch.stack([one.maxima.max() for one in done.values()]).max()
-            if largest.device.type == "cpu":
-                self._history.append((self._measured, float(largest)))
-            else:
-                self._arriving.append((self._measured, Later(largest)))
+            self._arriving.append((self._measured, Later(largest)))
             self._past()
         self.reset()
 

@@ -1,4 +1,4 @@
-"""Which rows of which weights belong to which head of an attention layer. Pure: integers, and factors of given maxima.
+"""Rows of weights and the heads of an attention layer that they belong to. Pure: integers, and factors of given maxima.
 
 Words: a *layer* is one attention layer; a *head* is a query head; a *group* is the query heads that share one key head;
 a *role* says what rows are: "q" and "k" are scaled against each other, "q_pe" are query rows whose keys all heads share
@@ -30,7 +30,7 @@ Parts = tuple[tuple[Role, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the rows of one parameter are.
+    """The meaning of the rows of one parameter.
 
     Attributes:
         weight: The parameter's name.
@@ -108,11 +108,11 @@ class Attention:
 
     @property
     def _heads(self) -> dict[Role, int]:
-        """How many heads share the rows of a role, in the order in which `factors` has theirs."""
+        """Role -> number of heads that share its rows, in the order in which `factors` has theirs."""
         return {"": 1, "q": self.num_heads, "q_pe": self.num_heads, "k": self.num_groups}
 
     def places(self, rows: Rows) -> Tensor:  # (rows.total,), int64
-        """Where each row's factor stands in what `factors` returns. Rows of a role are dealt to its heads in order, in
+        """The place of each row's factor in what `factors` returns. Rows of a role are dealt to its heads in order, in
         equal parts."""
         out, seen = list[Tensor](), Counter[Role]()
         first = dict(zip(self._heads, itertools.accumulate(self._heads.values(), initial=0), strict=False))
@@ -140,7 +140,7 @@ def factors(
     gain: Tensor,  # (num_groups,)
     alpha: float,
 ) -> Tensor:  # (1 + 2 num_heads + num_groups,): 1, of each head's q and q_pe, of each group's k
-    """What rows are multiplied with."""
+    """The numbers that rows are multiplied with."""
     of_head = gain.repeat_interleave(layer.num_heads // layer.num_groups)
     return torch.cat([gain.new_ones(1), of_head.pow(alpha), of_head, gain.pow(1.0 - alpha)])
 

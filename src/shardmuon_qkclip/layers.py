@@ -78,7 +78,7 @@ Found = tuple[Attention, Holder]  # what is scaled, and whose forward makes the 
 
 
 class _Form(NamedTuple):
-    """How a module keeps queries and keys.
+    """The form in which a module keeps queries and keys.
 
     Attributes:
         parts: What it calls each weight -> see `Rows`; sizes that nothing tells are 0.
@@ -106,7 +106,7 @@ def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
 
 
 def find_layers(model: nn.Module) -> list[Found]:
-    """See `attention_layers`."""
+    """The layers of `attention_layers`, each with the module that has it."""
     holders, found = _holders(model), list[Found]()
     for holder in holders:
         form = next(_forms(holder), None)
@@ -190,7 +190,7 @@ def _forms(holder: Holder) -> Iterator[_Form]:
             yield _Form({below: (("q", heads // groups * size), ("k", size), ("", size))}, groups)
         shape = holder.shape(below) if below.count(".") == 1 and below.endswith(".weight") else None
         preset = find_preset(holder.weights[below][1].owners, shape) if shape else None
-        if preset is not None and preset.is_split and preset.reason.startswith("fused q, k, v"):
+        if preset is not None and preset.reason.startswith("fused q, k, v"):
             num_q, num_k, *rest = preset.view["split_sizes"]
             if len(rest) == 1:  # else q, k, v, z of something else; k, v of cross-attention
                 groups, dim = preset.view.get("split_groups", 1), preset.view.get("split_dim", 0)

@@ -102,7 +102,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _is_hidden(mask: Tensor, when: bool) -> Tensor:
-    """Where a mask of booleans is `when`, or of numbers -inf or the lowest one of a dtype, maybe of a narrower one."""
+    """Say where a mask of booleans is `when`, or one of numbers -inf or about the lowest number of its dtype."""
     return mask == when if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
@@ -146,7 +146,7 @@ class Watch(TorchFunctionMode):
 
 @contextmanager
 def watch_interface(module: nn.Module, found: Measured, bound: bool) -> Iterator[None]:
-    """Where transformers would call a kernel that is no torch function, measure what that is given. Its masks are of
+    """Measure what transformers gives to a kernel that is no torch function. Its masks are of
     its own kind: what they hide counts, but for later positions."""
     chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
     functions: Any = {}
@@ -198,7 +198,7 @@ def of_multihead_attention(
 
 
 def _hidden_by_torch(attn: Tensor | None, padding: Tensor | None, query: Tensor) -> Tensor | None:
-    """What MultiheadAttention's masks hide; they are True there, or -inf."""
+    """Positions that MultiheadAttention's masks hide: they are True there, or -inf."""
     found = [] if attn is None else [_is_hidden(attn, True)]
     if found and found[0].ndim == 3 and query.ndim == 4:  # (N H, L, S)
         found[0] = found[0].unflatten(0, (query.shape[0], -1))

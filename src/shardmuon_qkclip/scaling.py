@@ -78,7 +78,7 @@ def _weights_of(optimizer: Optimizer) -> list[Weight]:
 
 
 class Scaled(NamedTuple):
-    """What was done with a layer.
+    """The outcome for one layer.
 
     Attributes:
         maxima: (num_heads,), fp32: the largest logits over all ranks; -inf where none was measured.
@@ -312,7 +312,7 @@ class Scaler(Call[_Bound]):
         return cast("Core", self._optimizer) if isinstance(getattr(self._optimizer, "hosts", None), Hosts) else None
 
     def _keeping(self) -> tuple[Core, ...]:
-        """Who keeps norms of the weights."""
+        """Cores that keep norms of the weights."""
         core, host = self._core(), host_of(self._optimizer)
         return () if core is None else (core,) if host is None else tuple(host.keeping(core))
 
@@ -370,7 +370,7 @@ class Scaler(Call[_Bound]):
         return [f"tau={tau!r} alpha={alpha!r}", *(layers if ranks == kept.beyond else ())]
 
     def _ask(self, measure: Measure) -> Mapping[str, Tensor]:
-        """What the user's function returns."""
+        """Call the user's function."""
         try:
             return measure()
         except OUT_OF_MEMORY:
@@ -468,7 +468,7 @@ class Scaler(Call[_Bound]):
         return first._replace(layers=layers, key=(first.key, layers))
 
     def _one_listed(self, target: Target) -> Listed:
-        """What the layout table needs to know of a weight.
+        """A weight as the layout table lists it.
 
         Raises:
             ValueError: Nobody has said over which ranks a plain one is replicated.
@@ -518,7 +518,7 @@ def _is_copy(weight: Weight | None, param: Tensor) -> bool:
 
 
 def _matrices(target: Target, shape: Ints) -> Matrices | None:
-    """Which matrix each row is in, by the options of a group of Muon's; None: there is one, or a row is in several."""
+    """The matrix that each row is in, by the options of its group; None: there is one, or a row is in several."""
     group, dim = target.weight.group, target.rows.dim
     if len(shape) != 2 or not group.get("use_muon") or "view" not in group:
         return None
@@ -549,8 +549,8 @@ def _largest(
 
 
 def _views(local: Tensor, layout: ParamLayout, dim: int) -> Iterator[tuple[Tensor, int]]:
-    """What this rank stores of a tensor, as views of its storage with the tensor's dims; with the index along `dim` at
-    which each begins."""
+    """Parts of a tensor that this rank stores, as views of its storage with the tensor's dims; and the index along
+    `dim` at which each begins."""
     for held in layout.of_rank(my_rank()):
         for start, sizes in spans_of(held.piece, layout.view.shape):
             offset, strides = Tile(0, start, sizes, held).in_storage(layout.view, local.stride())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +22,11 @@ from shardmuon.layout.engines.base import name_of
 from shardmuon.momentum.keeper import BUFFER, Keeper
 
 StateDict = Mapping[str, Any]
-_ALGORITHMS = ("muon", "normuon", "adamw")  # dion's that there are here
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one library keeps its state.
+    """The form in which one library keeps its state.
 
     Attributes:
         name: As the argument `kind` has it.
@@ -83,8 +82,7 @@ FORMATS: dict[str, Format] = {
 _KELLERS_OPTIONS = {"lr", "momentum", "weight_decay", "betas", "eps"}  # of later versions, which have no mark
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedRow:
+class LoadedRow(NamedTuple):
     """One parameter: where its state came from and what was done to it."""
 
     name: str
@@ -95,9 +93,8 @@ class LoadedRow:
         return f"{self.name} <- {self.source}" + (f"  ({', '.join(self.conversions)})" if self.conversions else "")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What `load_foreign` did. `str()` prints it.
+class LoadReport(NamedTuple):
+    """The outcome of `load_foreign`. `str()` prints it.
 
     Attributes:
         kinds: The format of each state dict.
@@ -112,43 +109,39 @@ class LoadReport:
     skipped: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [
-            *map(str, self.rows),
-            *(f"{name} starts afresh" for name in self.fresh),
-            *(
-                f"{name} is a matrix: its state there was left out, its momentum starts from zero"
-                for name in self.skipped
-            ),
-        ]
+        left = "is a matrix: its state there was left out, its momentum starts from zero"
+        lines = [*map(str, self.rows), *(f"{name} starts afresh" for name in self.fresh)]
+        lines += [f"{name} {left}" for name in self.skipped]
         return "\n  ".join([f"state of {len(self.rows)} parameters from {', '.join(self.kinds)}", *lines])
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
+class _Target(NamedTuple):
+    """A parameter here."""
+
     name: str
     param: Tensor
     group: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """What another optimizer has of a parameter, under its own key."""
+class _Entry(NamedTuple):
+    """State that another optimizer has of a parameter, by our names and under its own key."""
 
     key: Any
-    state: Mapping[str, Any]
+    state: dict[str, Any]
     group: Mapping[str, Any]
-    form: Format
+    source: list[str]  # their names of it
 
-    def ours(self) -> dict[str, Any]:
-        """The same by our names."""
-        found = {key: value for key, value in self.state.items() if key not in self.form.ignored}
-        if any(self.form.adamw.get(key, key) == "exp_avg_sq" for key in found):
-            found = {self.form.adamw.get(key, key): value for key, value in found.items()}
-            if "step" in self.group:
-                found.setdefault("step", self.group["step"])
-        elif self.form.momentum in found:
-            found[BUFFER] = found.pop(self.form.momentum)
-        return found
+
+def _entry(key: Any, state: Mapping[str, Any], group: Mapping[str, Any], form: Format) -> _Entry:
+    found = {name: value for name, value in state.items() if name not in form.ignored}
+    source = sorted(map(str, found))
+    if any(form.adamw.get(name, name) == "exp_avg_sq" for name in found):
+        found = {form.adamw.get(name, name): value for name, value in found.items()}
+        if "step" in group:
+            found.setdefault("step", group["step"])
+    elif form.momentum in found:
+        found[BUFFER] = found.pop(form.momentum)
+    return _Entry(key, found, group, source)
 
 
 def load_foreign(
@@ -185,11 +178,8 @@ def load_foreign(
     """
     dicts = [_nested(d) for d in ([state_dict] if isinstance(state_dict, Mapping) else state_dict)]
     forms = [_format(d, kind) for d in dicts]
-    targets = [
-        _Target(name_of(g, i, at), p, g)
-        for i, g in enumerate(optimizer.param_groups)
-        for at, p in enumerate(g["params"])
-    ]
+    groups = enumerate(optimizer.param_groups)
+    targets = [_Target(name_of(g, i, at), p, g) for i, g in groups for at, p in enumerate(g["params"])]
     keeper: Keeper = optimizer.keeper  # type: ignore[attr-defined]
     loaded: dict[Tensor, dict[str, Tensor]] = {}
     rows: list[LoadedRow] = []
@@ -197,29 +187,25 @@ def load_foreign(
     for number, (saved, form) in enumerate(zip(dicts, forms, strict=True)):
         order = _order_of(number, len(dicts), params)
         for target, entry in _matched(saved, form, targets, order, len(dicts) > 1, skip_matrices):
-            state = entry.ours()
             if skip_matrices and target.group["use_muon"]:
-                _check_left_out(target, state)
+                _check_left_out(target, entry.state)
                 skipped.append(target.name)
-            elif state and target.param in loaded:
+            elif entry.state and target.param in loaded:
                 raise ValueError(f"{target.name}: two of the state dicts have state for it. Give each parameter's once")
-            elif state:
-                _check_routed_alike(target, entry, state)
-                loaded[target.param], done = _read(target, entry, state, keeper)
-                source = sorted(str(key) for key in entry.state if key not in form.ignored)
-                rows.append(LoadedRow(target.name, f"{entry.key}: {', '.join(source)}", done))
+            elif entry.state:
+                _check_routed_alike(target, entry)
+                loaded[target.param], done = _read(target, entry, form, keeper)
+                rows.append(LoadedRow(target.name, f"{entry.key}: {', '.join(entry.source)}", done))
     if not rows and not skipped:
         raise ValueError("the state dict holds no state at all: it was saved before the first step. Nothing to load")
-    fresh = [t.name for t in targets if t.param.requires_grad and t.param not in loaded]
-    if skip_matrices:
-        fresh = [t.name for t in targets if t.name in fresh and not t.group["use_muon"]]
+    lacking = [t for t in targets if t.param.requires_grad and t.param not in loaded]
+    fresh = [t.name for t in lacking if not (skip_matrices and t.group["use_muon"])]
     if fresh and not allow_missing:
         raise ValueError(
             f"{fresh[0]}: no state for it ({len(fresh)} such parameters). Give the other optimizer's state dict too, "
             "all ranks' (merge_ranks), or allow_missing=True to let them start afresh"
         )
-    for p, found in loaded.items():
-        optimizer.state[p] = found
+    optimizer.state.update(loaded)
     return LoadReport(tuple(f.name for f in forms), tuple(rows), tuple(fresh), tuple(skipped))
 
 
@@ -297,7 +283,7 @@ def _matched(
 ) -> list[tuple[_Target, _Entry]]:
     """Pairs of our parameter and theirs, by name if both have names, else by position."""
     members = [
-        (names[at] if (names := g.get("param_names")) else key, _Entry(key, saved["state"].get(key, {}), g, form))
+        (names[at] if (names := g.get("param_names")) else key, _entry(key, saved["state"].get(key, {}), g, form))
         for g in saved["param_groups"]
         for at, key in enumerate(g["params"])
     ]
@@ -366,12 +352,11 @@ def _check_left_out(target: _Target, state: Mapping[str, Any]) -> None:
 # --------------------------------------------------------------------------------------------------- conversion
 
 
-def _check_routed_alike(target: _Target, entry: _Entry, state: Mapping[str, Any]) -> None:
-    theirs = entry.group.get("algorithm", "muon")  # dion's
-    if theirs in _ALGORITHMS and "exp_avg_sq" in state:
-        theirs = "adamw"
-    elif theirs == "adamw":
-        theirs = "muon"
+def _check_routed_alike(target: _Target, entry: _Entry) -> None:
+    kind = "adamw" if "exp_avg_sq" in entry.state else "muon"
+    theirs = entry.group.get("algorithm", kind)  # dion's
+    if theirs in ("muon", "adamw") or (theirs == "normuon" and kind == "adamw"):
+        theirs = kind
     ours = "muon" if target.group["use_muon"] else "adamw"
     if theirs == ours or (theirs == "normuon" and "normuon" in str(target.group.get("variant"))):
         return
@@ -385,36 +370,35 @@ def _check_routed_alike(target: _Target, entry: _Entry, state: Mapping[str, Any]
         remedy = "Give the optimizer variant='normuon'"
     words = {"adamw": "AdamW", "muon": "Muon", "normuon": "NorMuon"}
     raise ValueError(
-        f"{target.name}: its state is {words.get(theirs, theirs)}'s ({sorted(map(str, entry.state))}), but here it is "
+        f"{target.name}: its state is {words.get(theirs, theirs)}'s ({entry.source}), but here it is "
         f"{words[ours]}'s. {remedy}"
     )
 
 
-def _read(
-    target: _Target, entry: _Entry, state: dict[str, Any], keeper: Keeper
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def _read(target: _Target, entry: _Entry, form: Format, keeper: Keeper) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """State as ours, and what was done to get there."""
     p, group, done = target.param, target.group, list[str]()
-    start: dict[str, Any] = {}
+    start, state = dict[str, Any](), dict(entry.state)
     init_missing(p, group, start, keeper)
-    for key, value in state.items():
-        like = start.get(key)
-        if isinstance(value, Tensor) and is_dtensor(like) and not is_dtensor(value) and value.shape == like.shape:
-            value = placed_like(value, like)
+    for key, value in entry.state.items():
+        if not isinstance(value, Tensor):
+            continue
+        like, state[key] = start.get(key), value.detach().clone()
+        if is_dtensor(like) and not is_dtensor(value) and value.shape == like.shape:
+            state[key] = placed_like(state[key], like)
             done.append("cut to this rank's part")
-        if key == BUFFER and entry.form.is_sum and isinstance(value, Tensor):
-            mu = entry.group.get(entry.form.mu)
-            if mu is None:
+        if key == BUFFER and form.is_sum:
+            if form.mu not in entry.group:
                 raise ValueError(
-                    f"{target.name}: its group has no {entry.form.mu!r}, which is needed to turn a sum into an average"
+                    f"{target.name}: its group has no {form.mu!r}, which is needed to turn a sum into an average"
                 )
-            value = value.to(torch.promote_types(value.dtype, torch.float32)) * (1 - float(mu))
-            done.append(f"x (1 - {float(mu):g})")
-        state[key] = value.detach().clone() if isinstance(value, Tensor) else value
+            mu = float(entry.group[form.mu])
+            state[key] = state[key].to(torch.promote_types(value.dtype, torch.float32)) * (1 - mu)
+            done.append(f"x (1 - {mu:g})")
     lacking = [key for key in kept_keys(group) if key not in state] if group["use_muon"] else []
     done += [f"{key} starts from zeros" for key in lacking]
     found = read_param(target.name, p, state | {key: start[key] for key in lacking}, group, group, keeper)
-    for key, value in entry.ours().items():
+    for key, value in entry.state.items():
         if isinstance(value, Tensor) and key != "step" and value.dtype != found[key].dtype:
             done.append(f"{str(value.dtype)[6:]} to {str(found[key].dtype)[6:]}")
     return found, tuple(dict.fromkeys(done))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,29 +11,24 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.utils._pytree import tree_map_only
 
 from shardmuon._torch import names_in
-from shardmuon.carried import CARRIED, carry
-from shardmuon.checkpoint.plain_shards import as_global, describe_shards
-from shardmuon.checkpoint.state import init_missing, merged_group, placed_like
+from shardmuon.carried import CARRIED, with_carried
+from shardmuon.checkpoint.shards import as_global, describe_shards
+from shardmuon.checkpoint.state import init_missing, keys_of, merged_group, placed_like, read_param
 from shardmuon.checkpoint.vetting import OptionsPlanner, VettedPlanner, VettedReader
 from shardmuon.comm.vote import run_together
 from shardmuon.errors import HALF_LOADED, ExchangeError, fault_text, made_public
 from shardmuon.layout.engines.base import name_of
-from shardmuon.layout.engines.fsdp1 import place_of
-from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
+from shardmuon.momentum.keeper import SCALE, STEP, Keeper
 from shardmuon.options import per_step
 from shardmuon.step.options import view_of
-from shardmuon.variants import KEPT_KEYS
 
 Muon = Any  # `shardmuon.Muon`, which stands above
 
@@ -59,12 +53,13 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
         raise ExchangeError(optimizer.torn())
 
     with made_public():
-        state = run_together(partial(_state_of, model, optimizer))
-        table = describe_shards(optimizer)
-        state = run_together(partial(as_global, state, model, optimizer, table))
+        weights, state, groups = run_together(partial(_state_of, model, optimizer))
+        table = describe_shards(model, optimizer)
+        saved = run_together(partial(as_global, weights, state, model, optimizer.param_groups, table))
+    saved["optimizer"]["param_groups"] = groups
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.save(state, checkpoint_id=path)
+        dcp.save(saved, checkpoint_id=path)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
@@ -82,84 +77,76 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
             there (a hook, too little memory). On every rank; both are unchanged. If a model refuses its own old weights
             as well, the optimizer makes no step before it has loaded a checkpoint.
     """
-    before, frozen = (optimizer.state, optimizer.param_groups, optimizer.broken), list[Tensor]()
     saved: dict[str, Any] = {"optimizer": {}}
     with made_public():
-        table = describe_shards(optimizer)
+        table = describe_shards(model, optimizer)
         reader, options, planner = run_together(lambda: (VettedReader(path), OptionsPlanner(), VettedPlanner()))
     _read(saved, reader, options)
-    try:
-        with made_public():
-            groups = run_together(partial(_make_room, model, optimizer, saved["optimizer"], options.kept, frozen))
-            state = run_together(partial(_places, model, optimizer, options.kept))
-            targets = run_together(partial(as_global, state, model, optimizer, table))
-        targets["optimizer"] = {"state": targets["optimizer"]["state"]}
-        _read(targets, reader, planner)
-        with made_public():
-            state["optimizer"] = run_together(
-                partial(_for_torch, model, optimizer, state["optimizer"]["state"], groups)
-            )
-        _take_over(state, model, optimizer)
-    except BaseException:
-        broken = optimizer.broken
-        optimizer.state, optimizer.param_groups, optimizer.broken = before
-        if broken is not None:
-            optimizer.broken = broken
-        raise
-    finally:
-        for p in frozen:
-            p.requires_grad_(False)
+    with made_public():
+        room = run_together(partial(_Room, model, optimizer, saved["optimizer"], options.kept))
+        weights = run_together(lambda: _copied(get_model_state_dict(model)))
+        targets = run_together(partial(as_global, weights, room.state, model, room.groups, table))
+    _read(targets, reader, planner)
+    with made_public():
+        state = run_together(partial(room.read, optimizer.keeper))
+        _take_over(weights, state, room.groups, model, optimizer)
 
 
 def _read(targets: dict[str, Any], reader: VettedReader, planner: VettedPlanner) -> None:
     """Let DCP read into these. Collective."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        try:
-            dcp.load(targets, storage_reader=reader, planner=planner)
-        except CheckpointException as wrong:
-            if reader.fault is None or reader.fault in str(wrong):
-                raise
-            # torch 2.11 says "metadata is None" of whatever was wrong with it
-            fault: BaseException = ValueError(reader.fault)
-            faults = {rank: (fault, trace) for rank, (_, trace) in wrong.failures.items()}
-            raise CheckpointException(reader.fault, faults) from None
+        dcp.load(targets, storage_reader=reader, planner=planner)
 
 
-def _make_room(
-    model: nn.Module,
-    optimizer: Muon,
-    saved: Mapping[str, Any],
-    kept: Mapping[str, Collection[str]],
-    thawed: list[Tensor],
-) -> list[dict[str, Any]]:
-    """Give the optimizer the groups that it will have and zeros of the keys that the file has, and frozen parameters
-    that have state there `requires_grad`, as torch loads none of others. Returns the saved groups in its order."""
-    names = names_in(model)
-    theirs = _paired(optimizer.param_groups, saved.get("param_groups") or [], names)
-    merged = [merged_group(i, *pair) for i, pair in enumerate(zip(optimizer.param_groups, theirs, strict=True))]
-    state: defaultdict[Tensor, Any] = defaultdict(dict)
-    for group in merged:
-        for p in group["params"]:
-            name = names[id(p)]
-            found = kept.get(name)
-            if not found and p.requires_grad:
-                raise ValueError(
-                    f"{name}: the checkpoint has no state for it: it was frozen when it was saved, or the checkpoint "
-                    "is damaged or of another model. To let it start afresh, call requires_grad_(False) on it, load, "
-                    "and train it again"
-                )
-            if not found:
-                continue
-            if not p.requires_grad:
-                thawed.append(p)
-                p.requires_grad_(True)
-            keeper, coded = optimizer.keeper, SCALE in found
-            if group["use_muon"] and coded != (keeper.dtype == "int8"):  # as it is in the file: a step converts it
-                keeper = Keeper("int8" if coded else None, None, False)
-            init_missing(p, group, state[p], keeper)
-    optimizer.param_groups, optimizer.state, optimizer.broken = merged, state, None
-    return theirs
+class _Room:
+    """Room for what a file has: state as it starts, and the groups as they will be.
+
+    Attributes:
+        state: Parameter's name -> key -> tensor.
+        groups: The optimizer's with the saved options.
+
+    Raises:
+        ValueError: The file does not fit the optimizer.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Muon, saved: Mapping[str, Any], kept: Mapping[str, Collection[str]]
+    ) -> None:
+        self._names, self._like, self.state = names_in(model), dict[str, Any](), dict[str, dict[str, Any]]()
+        self._saved = _paired(optimizer.param_groups, saved.get("param_groups") or [], self._names)
+        pairs = enumerate(zip(optimizer.param_groups, self._saved, strict=True))
+        self.groups = [merged_group(index, *pair) for index, pair in pairs]
+        for group in self.groups:
+            for p in group["params"]:
+                name, start = self._names[id(p)], dict[str, Any]()
+                found = kept.get(name, ())
+                if not found and p.requires_grad:
+                    raise ValueError(
+                        f"{name}: the checkpoint has no state for it: it was frozen when it was saved, or the "
+                        "checkpoint is damaged or of another model. To let it start afresh, call requires_grad_(False) "
+                        "on it, load, and train it again"
+                    )
+                if not found:
+                    continue
+                keeper, coded = optimizer.keeper, SCALE in found
+                if group["use_muon"] and coded != (keeper.dtype == "int8"):  # as in the file: a step converts it
+                    keeper = Keeper("int8" if coded else None, None, False)
+                init_missing(p, group, start, keeper)
+                self._like[name], self.state[name] = start, {key: start[key] for key in start if key in found}
+
+    def read(self, keeper: Keeper) -> dict[Tensor, dict[str, Any]]:
+        """Return what has been read, by parameter, checked and in the dtypes that the optimizer works with."""
+        found: dict[Tensor, dict[str, Any]] = {}
+        for group, theirs in zip(self.groups, self._saved, strict=True):
+            carried = with_carried({}, [theirs])  # in files that FSDP1's own functions have made
+            for p in group["params"]:
+                name = self._names[id(p)]
+                if name in self.state:
+                    like, kept = self._like[name], carried.get(name, {})
+                    entry = self.state[name] | {key: placed_like(kept[key], like.get(key)) for key in kept}
+                    found[p] = read_param(name, p, entry, group, theirs, keeper)
+        return found
 
 
 def _paired(
@@ -172,10 +159,7 @@ def _paired(
     """
     left, found = list(saved), []
     for index, group in enumerate(mine):
-        lost = next((at for at, p in enumerate(group["params"]) if id(p) not in names), None)
-        if lost is not None:
-            raise ValueError(f"{name_of(group, index, lost)}: it is no parameter of the model. Give the whole model")
-        members = [names[id(p)] for p in group["params"]]
+        members = _names_of(group, index, names)
         other = next((g for g in left if set(g["params"]) == set(members)), None)
         if other is None:
             raise ValueError(
@@ -193,66 +177,53 @@ def _paired(
     return found
 
 
-def _state_of(model: nn.Module, optimizer: Muon) -> dict[str, Any]:
-    """Weights, and state and groups by names, alike on every layout: without what FSDP1's form adds, and what stages
-    keep at its parameter. Collective."""
-    found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    for group in found["param_groups"]:
-        for position, kept in (group.pop(CARRIED, None) or {}).items():
-            found["state"].setdefault(group["params"][int(position)], {}).update(kept)
-        unused: tuple[str, ...] = MOMENTS if group["use_muon"] else (BUFFER,)
-        for name in group["params"]:
-            entry = found["state"].get(name, {})
-            if group["use_muon"] and any(key in entry for key in MOMENTS) and not optimizer.keeper.rounds:
-                unused = (*MOMENTS, STEP)
-            for key in unused:
-                entry.pop(key, None)
-    return {"model": get_model_state_dict(model), "optimizer": found}
+def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+    """Weights, state and groups by names, alike on every layout: without what FSDP1's form adds. Collective."""
+    names = names_in(model)
+    members = [_names_of(group, index, names) for index, group in enumerate(optimizer.param_groups)]
+    with torch.no_grad():
+        optimizer.complete_state()
+    saved = optimizer.state_dict()
+    entries, state = with_carried(saved["state"], saved["param_groups"]), dict[str, Any]()
+    for group, packed, own in zip(optimizer.param_groups, saved["param_groups"], members, strict=True):
+        wanted = {*keys_of(group), *((SCALE, STEP) if group["use_muon"] and optimizer.keeper.rounds else (SCALE,))}
+        packed.pop(CARRIED, None)
+        for name, key in zip(own, packed["params"], strict=True):
+            if key in entries:
+                state[name] = {kind: value for kind, value in entries[key].items() if kind in wanted}
+        packed["params"] = own
+    return get_model_state_dict(model), state, saved["param_groups"]
 
 
-def _places(model: nn.Module, optimizer: Muon, kept: Mapping[str, Collection[str]]) -> dict[str, Any]:
-    """Copies of weights and zeros of state, of what the file has. Collective."""
-    found = _state_of(model, optimizer)
-    state = found["optimizer"]["state"]
-    for name, entry in state.items():
-        state[name] = {key: value for key, value in entry.items() if key in kept.get(name, ())}
-    return _copied(found)
+def _names_of(group: Mapping[str, Any], index: int, names: Mapping[int, str]) -> list[str]:
+    """The model's names of a group's parameters."""
+    lost = next((at for at, p in enumerate(group["params"]) if id(p) not in names), None)
+    if lost is not None:
+        raise ValueError(f"{name_of(group, index, lost)}: it is no parameter of the model. Give the whole model")
+    return [names[id(p)] for p in group["params"]]
 
 
-def _for_torch(
-    model: nn.Module, optimizer: Muon, state: dict[str, dict[str, Any]], groups: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """What was read, in the form that torch's functions give on: FSDP1's parameters have what stages keep in groups."""
-    own = names_in(model)
-    for group, mine in zip(groups, optimizer.param_groups, strict=True):
-        theirs = {group["params"][int(at)]: kept for at, kept in (group.pop(CARRIED, None) or {}).items()}
-        carried: dict[str, dict[str, Tensor]] = {}
-        for position, p in enumerate(mine["params"]):
-            entry = state.get(own[id(p)], {})
-            for key, whole in theirs.get(own[id(p)], {}).items():
-                entry[key] = placed_like(whole, optimizer.state[p].get(key))
-            place = place_of(p)
-            if place is not None and place.is_sharded:
-                carried[str(position)] = {key: entry.pop(key) for key in KEPT_KEYS if key in entry}
-        carry(group, carried)
-    return {"state": state, "param_groups": list(groups)}
-
-
-def _take_over(state: dict[str, Any], model: nn.Module, optimizer: Muon) -> None:
+def _take_over(
+    weights: dict[str, Any],
+    state: dict[Tensor, dict[str, Any]],
+    groups: list[dict[str, Any]],
+    model: nn.Module,
+    optimizer: Muon,
+) -> None:
     """Let model and optimizer take what was read, on all ranks or on none. Collective."""
-    strict = StateDictOptions(strict=True)
-    weights: dict[str, Any] = {}
-    with made_public():
-        try:  # the optimizer first: it may refuse
-            run_together(lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"]))
-            run_together(lambda: weights.update(_copied(get_model_state_dict(model))))
-            run_together(lambda: set_model_state_dict(model, state["model"], options=strict))
-        except BaseException as wrong:
-            try:
-                run_together(lambda: set_model_state_dict(model, weights, options=strict) if weights else None)
-            except BaseException:
-                optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {HALF_LOADED}"
-            raise
+    strict, old = StateDictOptions(strict=True), dict[str, Any]()
+    before = optimizer.state, optimizer.param_groups, optimizer.broken
+    try:
+        run_together(lambda: optimizer.take_loaded(state, groups))
+        run_together(lambda: old.update(_copied(get_model_state_dict(model))))
+        run_together(lambda: set_model_state_dict(model, weights, options=strict))
+    except BaseException as wrong:
+        optimizer.state, optimizer.param_groups, optimizer.broken = before
+        try:
+            run_together(lambda: set_model_state_dict(model, old, options=strict) if old else None)
+        except BaseException:
+            optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {HALF_LOADED}"
+        raise
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

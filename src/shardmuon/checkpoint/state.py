@@ -1,4 +1,4 @@
-"""What a state dict must be to fit an optimizer, checked whole before anything changes. Talks to no other rank.
+"""State dicts, checked whole against an optimizer before anything changes. Talks to no other rank.
 
 [Note: state that is not there]
     Zeros (and a counter of 0) are what a parameter starts from, so saving them for a trainable parameter that never had
@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -39,12 +40,12 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", 
 
 
 def keys_of(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the state of a group's parameters consists of."""
+    """Keys of the state of a group's parameters."""
     return (*MUON_KEYS, *kept_keys(group)) if group["use_muon"] else ADAMW_KEYS
 
 
 def kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """What its variant keeps beside."""
+    """Keys of what its variant keeps beside."""
     return tuple(stage.key for stage in keeping(stages_of(group)))
 
 
@@ -110,26 +111,22 @@ def read_state(
         )
     state: dict[Any, dict[str, Any]] = {}
     merged = [merged_group(i, *pair) for i, pair in enumerate(zip(groups, theirs, strict=True))]
-    known = [key for group in theirs for key in group["params"]]
-    if len(set(known)) != len(known):
-        raise ValueError(f"the state dict's groups list {_first_twice(known)!r} twice. The checkpoint is damaged")
-    unknown = [key for key in entries if key not in set(known)]
-    if unknown:
-        raise ValueError(
-            f"the state dict has state for {unknown[0]!r} ({len(unknown)} such entries), which none of its groups "
-            "lists. The checkpoint is damaged"
-        )
+    counts = Counter(key for group in theirs for key in group["params"])
+    wrong = [f"{key!r} is listed {count} times" for key, count in counts.items() if count > 1]
+    wrong += [f"{key!r} has state and is listed nowhere" for key in entries if key not in counts]
+    if wrong:
+        raise ValueError(f"in the state dict {wrong[0]} ({len(wrong)} such faults). The checkpoint is damaged")
     lacking: list[str] = []
-    for name, p, key, group, their_group in _members(merged, theirs):
-        found = entries.get(key)
-        if not found:
-            if found is None and p.requires_grad and entries and not lies_elsewhere(p):
-                lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
-            continue
-        if isinstance(found, Mapping) and found.keys() <= {*KEPT_KEYS} and lies_elsewhere(p):
-            state[p] = _read_kept(name, p, found, group)  # all that there is of it here
-            continue
-        state[p] = read_param(name, p, found, group, their_group, keeper)
+    for index, (group, their_group) in enumerate(zip(merged, theirs, strict=True)):
+        for position, (p, key) in enumerate(zip(group["params"], their_group["params"], strict=True)):
+            name, found = name_of(group, index, position), entries.get(key)
+            if not found:
+                if found is None and p.requires_grad and entries and not lies_elsewhere(p):
+                    lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
+            elif isinstance(found, Mapping) and found.keys() <= {*KEPT_KEYS} and lies_elsewhere(p):
+                state[p] = _read_kept(name, p, found, group)  # all that there is of it here
+            else:
+                state[p] = read_param(name, p, found, group, their_group, keeper)
     if lacking:
         raise ValueError(
             f"{lacking[0]}, although it has for {len(state)} other parameters ({len(lacking)} of them lack it). The "
@@ -146,13 +143,14 @@ def _parts(saved: Mapping[str, Any]) -> tuple[Mapping[Any, Any], Sequence[Mappin
             "torch.distributed.checkpoint returned"
         )
     entries, groups = saved["state"], saved["param_groups"]
-    if not isinstance(entries, Mapping) or not isinstance(groups, (list, tuple)):
+    listed = isinstance(groups, (list, tuple)) and all(isinstance(group, Mapping) for group in groups)
+    if not isinstance(entries, Mapping) or not listed:
         raise ValueError(
-            "a state dict's 'state' must be a dict and its 'param_groups' a list. The checkpoint is damaged"
+            "a state dict's 'state' must be a dict and its 'param_groups' dicts. The checkpoint is damaged"
         )
-    for index, group in enumerate(groups):
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
-            raise ValueError(f"group {index} of the state dict lists no 'params'. The checkpoint is damaged")
+    unlisted = [i for i, group in enumerate(groups) if not isinstance(group.get("params"), (list, tuple))]
+    if unlisted:
+        raise ValueError(f"group {unlisted[0]} of the state dict lists no 'params'. The checkpoint is damaged")
     return entries, groups
 
 
@@ -218,14 +216,6 @@ def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any])
             )
 
 
-def _members(
-    merged: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, Tensor, Any, Mapping[str, Any], Mapping[str, Any]]]:
-    for index, (group, saved) in enumerate(zip(merged, theirs, strict=True)):
-        for position, (p, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
-            yield name_of(group, index, position), p, key, group, saved
-
-
 def read_param(
     name: str, p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any], keeper: Keeper
 ) -> dict[str, Any]:
@@ -265,7 +255,7 @@ def read_param(
 
 
 def _read_kept(name: str, p: Tensor, found: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """What stages keep, checked, in fp32 where the parameter is."""
+    """State of stages, checked, in fp32 where the parameter is."""
     view, engine = view_of(name, p, group), engine_for(p, group)
     shapes = state_shapes(stages_of(group), view)
     made: dict[str, Any] = {}
@@ -281,7 +271,7 @@ def _read_kept(name: str, p: Tensor, found: Mapping[str, Any], group: Mapping[st
 
 
 def _own(found: Mapping[str, Any], group: Mapping[str, Any], keeper: Keeper) -> Mapping[str, Any]:
-    """Without the zeros that FSDP1's form has of the other optimizer's state (frameworks/fsdp1.py)."""
+    """Leave out the zeros that FSDP1's form has of the other optimizer's state (frameworks/fsdp1.py)."""
     if not group["use_muon"]:
         return {key: value for key, value in found.items() if key not in (BUFFER, SCALE)}
     others = [found[key] for key in MOMENTS if key in found]
@@ -309,12 +299,7 @@ def _read_value(name: str, p: Tensor, key: str, value: Any, keeper: Keeper) -> A
 def read_step(name: str, value: Any, p: Tensor) -> Tensor:  # fp32 scalar, as torch's AdamW keeps it
     """AdamW's counter from a number or a tensor. Raises ValueError if it is not a count."""
     count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(count, bool) or not isinstance(count, (int, float)) or not math.isfinite(count) or count < 0:
+    number = isinstance(count, (int, float)) and not isinstance(count, bool)
+    if not number or not 0 <= count < math.inf or count != int(count):
         raise ValueError(f"{name}: its step in the checkpoint is {value!r}, not a whole number of at least 0")
-    if count != int(count):
-        raise ValueError(f"{name}: its step in the checkpoint is {count}, not a whole number of at least 0")
     return torch.tensor(float(count), dtype=torch.float32, device=engine_of(p).storage(p).device)
-
-
-def _first_twice(keys: Sequence[Any]) -> Any:
-    return next(key for at, key in enumerate(keys) if key in keys[:at])

@@ -45,15 +45,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class VettedReader(FileSystemReader):
-    """Reads a checkpoint folder after looking at its metadata. `fault` says why it has refused it, if it has."""
+    """Reads a checkpoint folder after looking at its metadata."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self._folder = Path(path)
-        self.fault: str | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As DCP's.
+        """Do as DCP does, once it has been looked at.
 
         Raises:
             ValueError: The metadata names something that is not part of a checkpoint.
@@ -63,8 +62,7 @@ class VettedReader(FileSystemReader):
                 with file.open("rb") as stream:
                     _MetadataUnpickler(stream).load()
             except pickle.UnpicklingError as error:
-                self.fault = f"{file}: not read: {error}. Take another copy, from a source you trust"
-                raise ValueError(self.fault) from None
+                raise ValueError(f"{file}: not read: {error}. Take another copy, from a source you trust") from None
         return super().read_metadata(*args, **kwargs)
 
 
@@ -72,7 +70,7 @@ class VettedPlanner(DefaultLoadPlanner):
     """Takes over values that are not tensors (options of groups) after looking at them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """As DCP's.
+        """Do as DCP does, once it has been looked at.
 
         Raises:
             ValueError: The value is more than numbers, texts, tensors and containers of them.
@@ -97,7 +95,7 @@ class OptionsPlanner(VettedPlanner):
     """
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """As DCP's; makes the places first."""
+        """Make the places, then do as DCP does."""
         self.kept: dict[str, set[str]] = {}
         for name, path in dict(getattr(metadata, "planner_data", None) or {}).items():
             kind = path[1] if len(path) > 1 and path[0] == "optimizer" else None

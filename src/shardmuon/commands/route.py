@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _root(error: BaseException) -> str:
-    """The first cause of an error, in brackets: libraries that import lazily say only that they could not."""
+    """The first cause of an error: libraries that import lazily say only that they could not."""
     cause = error.__cause__
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__
@@ -63,7 +63,7 @@ def model_from_function(text: str, meta: bool) -> nn.Module:
     if not name:
         raise ValueError(f"{text!r} is no MODULE:FUNCTION and no config.json. Write e.g. my_project.models:build")
     with _importable(module_name) as importable:
-        found = pkgutil.resolve_name(f"{importable}:{name}")
+        found: Any = pkgutil.resolve_name(f"{importable}:{name}")
     with torch.device("meta") if meta else contextlib.nullcontext():
         model = found if isinstance(found, nn.Module) else found()
     if not isinstance(model, nn.Module):

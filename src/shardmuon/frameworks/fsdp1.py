@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon.carried import carry, kept_in
+from shardmuon.carried import carry_by_position
 from shardmuon.host import Host
 from shardmuon.layout.engines.fsdp1 import Place, place_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE
-from shardmuon.variants import KEPT_KEYS
 
 if TYPE_CHECKING:
     from shardmuon.core import Core
@@ -34,7 +33,8 @@ class FSDP1Host(Host):
 
     def saved(self, core: Core, saved: dict[str, Any]) -> None:
         _make_alike(core.param_groups, saved)
-        _carry_kept(core.param_groups, saved)
+        # FSDP1 saves only state that is as long as the parameter
+        carry_by_position(core.param_groups, saved, lambda param: _sharded(param) is not None)
 
 
 def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> None:
@@ -58,20 +58,8 @@ def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> N
             }
 
 
-def _carry_kept(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> None:
-    """FSDP1 saves only state that is as long as the parameter: what stages keep goes with the groups."""
-    for group, packed in zip(groups, saved["param_groups"], strict=True):
-        kept: dict[str, dict[str, Tensor]] = {}
-        for position, (param, key) in enumerate(zip(group["params"], packed["params"], strict=True)):
-            found = kept_in(saved["state"].get(key, {}))
-            if found and _sharded(param) is not None:
-                kept[str(position)] = found
-                saved["state"][key] = {k: v for k, v in saved["state"][key].items() if k not in KEPT_KEYS}
-        carry(packed, kept)
-
-
 def _sharded(param: Tensor) -> Place | None:
-    """Where FSDP1 keeps a parameter, if it cuts it."""
+    """The place of a parameter that FSDP1 cuts, or None."""
     place = place_of(param)
     return place if place is not None and place.is_sharded else None
 

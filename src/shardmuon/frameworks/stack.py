@@ -1,4 +1,4 @@
-"""Who is calling: where a framework gives no public sign of what a call is for, the interpreter's stack says it."""
+"""Callers, read off the interpreter's stack where a framework gives no public sign of a call's purpose."""
 
 from __future__ import annotations
 

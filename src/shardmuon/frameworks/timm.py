@@ -30,7 +30,7 @@ def register(name: str = "shardmuon", **options: Any) -> None:
 
 
 def whole_model(model: nn.Module) -> nn.Module:
-    """For timm's `param_group_fn`: hands the model itself to `Muon`, whose routing needs to see it."""
+    """Hand, as timm's `param_group_fn`, the model itself to `Muon`, whose routing needs to see it."""
     return model
 
 

@@ -17,7 +17,7 @@ __all__ = ["MuonOptimizers"]
 
 
 class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
-    """In a configuration of torchtitan's Trainer: ``config.optimizer = MuonOptimizers.Config(options={"lr": 0.02})``.
+    """torchtitan's optimizers container: ``config.optimizer = MuonOptimizers.Config(options={"lr": 0.02})``.
 
     Raises:
         ValueError: `param_groups` were given, which is torchtitan's routing, or there are several parts and their AdamW
@@ -55,7 +55,7 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
         self._post_init(params)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torchtitan's: flat, with a parameter's name in each key. Steps nothing to have state."""
+        """A flat state dict, as torchtitan's, with a parameter's name in each key. Steps nothing to have state."""
         self._complete()
         result: dict[str, Any] = {}
         for optimizer in self.optimizers:
@@ -63,7 +63,7 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave, of any layout and number of ranks once torch.distributed.checkpoint has read it."""
+        """Take what `state_dict` gave, on any layout once torch.distributed.checkpoint has read it."""
         self._complete()
         for optimizer in self.optimizers:
             load_flat_optim_state_dict(optimizer, state_dict)

@@ -1,3 +1,1 @@
-"""Which parameters are matrices, which matrices they hold, and why: from the structure of the model.
-Knows no plan.
-"""
+"""Routing: a model's parameters sorted into matrices and others by its structure, with reasons. Knows no plan."""

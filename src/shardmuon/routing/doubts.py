@@ -1,18 +1,16 @@
-"""What the structure of a model leaves open, as texts that name it and the line that settles it."""
+"""Choices that the structure of a model leaves open, as texts that name them and the line that settles them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
-from torch import nn
-
+from shardmuon.routing.experts import Router
 from shardmuon.routing.heads import Weight
+from shardmuon.routing.overrides import override_text
 from shardmuon.routing.presets import numbers_out
-from shardmuon.routing.roles import by, unwrapped_type
+from shardmuon.routing.roles import by
 
-__all__ = ["doubts_of", "find_experts"]
+__all__ = ["doubts_of"]
 
 
 def doubts_of(weights: Sequence[Weight], experts: Mapping[str, Router], known: Collection[str]) -> list[str]:
@@ -45,7 +43,7 @@ def _alike(weights: Iterable[Weight], key: Callable[[Weight], Hashable]) -> Iter
 
 
 def _type(weight: Weight) -> type:
-    return unwrapped_type(weight.places[0].module)
+    return type(weight.places[0].module)
 
 
 def _kind(weight: Weight) -> Hashable:
@@ -90,62 +88,13 @@ def _turned(found: Sequence[Weight], router: Router) -> str:
 
 
 def _is_positions(weight: Weight, weights: Sequence[Weight]) -> bool:
-    """Whether a (1, M, N) parameter is surely a table, as positions are: its rows are as wide as a norm, and no other
+    """True if a (1, M, N) parameter is surely a table, as positions are: its rows are as wide as a norm, and no other
     in its module takes what it gives, or gives what it takes, as the two matrices of a stack of one expert do."""
     _, rows, cols = weight.shape
     held = (p for place in weight.places for p in place.module._parameters.values() if p is not weight.param)
     others = [tuple(p.shape) for p in held if p is not None and p.ndim == 3 and p.shape[0] == 1]
     widths = {w.shape[-1] for w in weights if w.role.kind == "norm"}
     return cols in widths and not any(rows == other[2] or cols == other[1] for other in others)
-
-
-def find_experts(weights: Sequence[Weight]) -> dict[str, Router]:
-    """name -> router, of each stack of matrices from which a router chooses.
-
-    One has as many rows as the stack has matrices, stands beside it, and reads as many features as one side of a matrix
-    has, of this stack or of another in the same module.
-    """
-    routers = [w for w in weights if w.role.kind == "router" and len(w.shape) == 2]
-    stacks: dict[int, list[Weight]] = {}
-    for w in weights:
-        if w.role.kind == "bare" and len(w.shape) == 3:
-            stacks.setdefault(id(w.places[0].module), []).append(w)
-    found: dict[str, Router] = {}
-    for router in routers:
-        num, width = router.shape
-        for module in _beside(router):
-            experts = [w for w in stacks.get(id(module), ()) if w.shape[0] == num]
-            first = next((w for w in experts if width in w.shape[1:]), None)
-            if first is not None:
-                found |= {w.name: Router(router.name, width, first) for w in experts}
-    return found
-
-
-class Router(NamedTuple):
-    """What chooses among the matrices of a stack.
-
-    Attributes:
-        name: Of its weight.
-        width: How many features it reads.
-        first: The first stack of its module that has so many features on one side.
-    """
-
-    name: str
-    width: int
-    first: Weight
-
-    @property
-    def is_inputs_first(self) -> bool:
-        """Whether the experts seem to be stored (E, inputs, outputs): their first stack should read what the router
-        reads, and has that many rows instead."""
-        _, rows, cols = self.first.shape
-        return rows == self.width != cols
-
-
-def _beside(weight: Weight) -> list[nn.Module]:
-    """The modules around a weight up to the third, and their children."""
-    around = [module for place in weight.places for _, module in place.owners[1:4]]
-    return [near for module in around for near in (module, *module.children())]
 
 
 def _example(found: Sequence[Weight]) -> str:
@@ -156,5 +105,4 @@ def _example(found: Sequence[Weight]) -> str:
 def _all_of(found: Sequence[Weight], choice: object) -> str:
     """The overrides that match them."""
     names = [found[0].name] if len(found) == 1 else dict.fromkeys(numbers_out(w.name) for w in found)
-    text = json.dumps(choice) if isinstance(choice, str) else repr(choice).replace("'", '"')
-    return "overrides={" + ", ".join(f'"{name}": {text}' for name in names) + "}"
+    return override_text(names, choice)

@@ -1,4 +1,4 @@
-"""Which parameters are matrices: `param_groups(model)`, the groups for the optimizer and the table that says why.
+"""Routing: `param_groups(model)`, the groups for the optimizer and the table that gives a reason for each parameter.
 
 Routing goes by what a parameter is (roles.py) and where it stands (heads.py), never by its name; users correct it with
 overrides. Knows only the optimizer's option names and talks to no other rank: groups, their order and the table follow
@@ -22,7 +22,8 @@ from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS, given_lr
-from shardmuon.routing.doubts import doubts_of, find_experts
+from shardmuon.routing.doubts import doubts_of
+from shardmuon.routing.experts import find_experts
 from shardmuon.routing.heads import Weight, find_heads
 from shardmuon.routing.overrides import (
     SPLIT_OPTIONS,
@@ -33,9 +34,9 @@ from shardmuon.routing.overrides import (
     check_options,
     parse,
 )
-from shardmuon.routing.presets import numbers_out, splits_of_modules
+from shardmuon.routing.presets import Role, numbers_out
 from shardmuon.routing.rates import matched_lr, scale_of
-from shardmuon.routing.roles import Place, Role, by, find_places, logical_shape, role_of
+from shardmuon.routing.roles import Place, by, find_places, logical_shape, role_of
 
 __all__ = ["Overrides", "ParamGroups", "RoutingRow", "param_groups"]
 
@@ -44,7 +45,7 @@ OptimizerName = Literal["Muon", "AdamW", "frozen"]
 
 @dataclass(frozen=True, slots=True)
 class RoutingRow:
-    """Where one parameter goes and why.
+    """A row of the routing table: one parameter, the optimizer it goes to, and the reason.
 
     Attributes:
         name: The parameter's name, without what DDP, `torch.compile` and activation checkpointing put into it.
@@ -181,45 +182,42 @@ def param_groups(
     check_options(muon_options, inspect.signature(param_groups).parameters.values())
     tp_group = GroupRef.of(tp_group, "tp_group")
     weights, doubts = _route(model, parse(overrides), tp_group)
-    if not any(w.param.requires_grad for w in weights):
+    trained = [w for w in weights if w.param.requires_grad]
+    if not trained:
         raise ValueError(
             f"nothing to optimize: the model has {_num(len(weights), 'parameter', 'parameters')}, and none requires a "
             "gradient. Call requires_grad_(True) on those to train"
         )
+    for w in trained:
+        _check_usable(w)
     place = {} if tp_group is None else {"tp_group": tp_group}
     muon = {"use_muon": True, "lr": lr, "weight_decay": weight_decay, **place, **muon_options}
-    adamw = {
-        "use_muon": False,
-        **place,
-        "lr": _MATCHED if adamw_lr is None else adamw_lr,
-        "weight_decay": weight_decay,
-        "betas": adamw_betas,
-        "eps": adamw_eps,
-    }
-    groups, rows, updates = dict[Any, dict[str, Any]](), list[RoutingRow](), list[tuple[int, int, float]]()
-    for w in weights:
-        if not w.param.requires_grad:
-            rows.append(RoutingRow(w.name, w.shape, (), "frozen", "requires_grad is False"))
-            continue
-        _check_usable(w)
-        options, sizes = _muon_options(w, muon) if w.use_muon else (_adamw_options(w, adamw, decay_1d), ())
-        group = groups.setdefault(_key(options), {"params": [], "param_names": [], **options})
-        group["params"].append(w.param)
-        group["param_names"].append(w.name)
-        updates += [(*size, scale_of(options, *size)) for size in sizes]
-        rows.append(RoutingRow(w.name, w.shape, sizes, "Muon" if sizes else "AdamW", w.reason))
-    if not updates:
+    matrices = {w.name: _muon_options(w, muon) for w in trained if w.use_muon}
+    if not matrices:
         doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
     for doubt in doubts:
         warnings.warn(f"param_groups: {doubt}", stacklevel=2)
-    matched = matched_lr(updates) if adamw_lr is None else None
-    for group in groups.values():
-        if matched is not None and group["lr"] is _MATCHED:
-            group["lr"] = lr if matched == 1.0 else lr * matched
+    matched = None
+    if adamw_lr is None:
+        listed = ((size, options) for options, sizes in matrices.values() for size in sizes)
+        matched = matched_lr((*size, scale_of(options, *size)) for size, options in listed)
+        adamw_lr = lr if matched == 1.0 else lr * matched
+    adamw: dict[str, Any] = {"use_muon": False, **place, "lr": adamw_lr, "weight_decay": weight_decay}
+    adamw |= {"betas": adamw_betas, "eps": adamw_eps}
+    groups, rows = dict[Any, dict[str, Any]](), list[RoutingRow]()
+    for w in weights:
+        options, sizes = matrices.get(w.name, ({}, ()))
+        if not w.param.requires_grad:
+            rows.append(RoutingRow(w.name, w.shape, (), "frozen", "requires_grad is False"))
+            continue
+        if not w.use_muon:
+            decays = decay_1d or (len(w.shape) > 1 and w.role.decays)
+            options = {**adamw, **({} if decays else {"weight_decay": 0.0}), **w.given}
+        group = groups.setdefault(_key(options), {"params": [], "param_names": [], **options})
+        group["params"].append(w.param)
+        group["param_names"].append(w.name)
+        rows.append(RoutingRow(w.name, w.shape, sizes, "Muon" if w.use_muon else "AdamW", w.reason))
     return ParamGroups(sorted(groups.values(), key=lambda group: not group["use_muon"]), rows, matched)
-
-
-_MATCHED: Any = "matched"  # AdamW's lr until all matrices are known
 
 
 class ForModule(TypedDict, total=False):
@@ -286,62 +284,48 @@ _LOW_RATE = 2e-3
 
 def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -> tuple[list[Weight], list[str]]:
     """Every parameter once, in model order, with where it goes; and the choices that may be wrong."""
-    found, splits, weights = find_places(model), splits_of_modules(model), list[Weight]()
+    found = find_places(model)
     check_all_match(rules, found)
-    for param, places in found:
-        rule = next((rule for rule in rules if rule.matches(param, places)), None)
-        name = places[0].name
-        shape, role = _shape_and_role(param, places, _place(param, name, rule, tp_group))
-        weights.append(Weight(param, places, shape, role, rule, _settled(param, name, rule), splits.get(id(param))))
-    heads, doubts = find_heads(model, weights)
+    weights = [_weight(*one, rules, tp_group) for one in found]
     experts = find_experts(weights)
+    heads, doubts = find_heads(model, weights)
     for w in weights:
         w.use_muon = w.role.use_muon and w.name not in heads if w.settled is None else w.settled
         w.reason = heads.get(w.name, w.role.reason)
         if w.name in experts:
             w.reason = f"stack of {w.shape[0]} experts, chosen by {experts[w.name].name}"
         if w.rule is not None:
-            w.reason = f"{'' if 'use_muon' in w.rule.options else f'{w.reason}, '}override {w.rule.label}"
+            w.reason = f"{'' if 'use_muon' in w.given else f'{w.reason}, '}override {w.rule.label}"
         elif w.settled is not None:
             w.reason = "p.use_muon"
-        if w.use_muon and w.split_sizes is not None:
-            w.reason += ", get_muon_split_sizes()"
-        elif w.use_muon and w.rule is None and w.settled is None and w.role.remark:
+        if w.use_muon and w.rule is None and w.settled is None and w.role.remark:
             w.reason += f", {w.role.remark}"
-    read = [w.name for w in weights if w.split_sizes is not None or VIEW_DEFAULTS.keys() & w.given.keys()]
+    read = [w.name for w in weights if VIEW_DEFAULTS.keys() & w.given.keys()]
     return weights, doubts + doubts_of(weights, experts, {*read, *heads})
 
 
-def _place(param: Tensor, name: str, rule: Rule | None, tp_group: GroupRef | None) -> dict[str, Any]:
-    """What the override, else the model's group, says of where plain shards lie."""
-    given = {} if rule is None else {key: rule.options[key] for key in PLACE_OPTIONS if key in rule.options}
+def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_group: GroupRef | None) -> Weight:
+    """A parameter with what its modules and the user say of it."""
+    rule, name = next((rule for rule in rules if rule.matches(param, places)), None), places[0].name
+    given = {} if rule is None else rule.options
+    lies = {"tp_group": tp_group} | {key: given[key] for key in PLACE_OPTIONS if key in given}
     try:
-        if "tp_group" in given:
-            given["tp_group"] = GroupRef.of(given["tp_group"], "tp_group")
-            return given
-        check_expert(param, {**({} if rule is None else rule.options), "tp_group": tp_group}, ["tp_group"])
+        lies["tp_group"] = GroupRef.of(lies["tp_group"], "tp_group")
+        if "tp_group" not in given:
+            check_expert(param, {**given, "tp_group": tp_group}, ["tp_group"])
     except ValueError as wrong:
         raise ValueError(f"{name}: {wrong}") from None
-    return {"tp_group": tp_group, **given}
-
-
-def _shape_and_role(param: Tensor, places: Sequence[Place], place: Mapping[str, Any]) -> tuple[Ints, Role]:
-    shape, problem = logical_shape(param, places[0].module, place)
+    shape, problem = logical_shape(param, places[0].module, lies)
     if problem:
-        return shape, Role("unknown", problem)
-    if getattr(param, "is_embedding_or_output_parameter", False):  # Megatron marks replicas on other pipeline stages
-        return shape, Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
-    return shape, role_of(places, shape)
-
-
-def _settled(param: Tensor, name: str, rule: Rule | None) -> bool | None:
-    """What the user said of a parameter: in an override, or as DeepSpeed's users do, in `p.use_muon`."""
-    hint = getattr(param, "use_muon", None)
-    if rule is not None and "use_muon" in rule.options:
-        hint = rule.options["use_muon"]
-    if hint is not None and not isinstance(hint, bool):
-        raise TypeError(f"{name}: use_muon is {hint!r}. Set it to True or False, or delete it")
-    return hint
+        role = Role("unknown", problem)
+    elif getattr(param, "is_embedding_or_output_parameter", False):  # Megatron marks replicas on other pipeline stages
+        role = Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
+    else:
+        role = role_of(places, shape)
+    settled = given.get("use_muon", getattr(param, "use_muon", None))  # as DeepSpeed's users write it
+    if settled is not None and not isinstance(settled, bool):
+        raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
+    return Weight(param, places, shape, role, rule, settled)
 
 
 # ----------------------------------------------------------------------------------------- options of a parameter
@@ -372,19 +356,11 @@ def _check_usable(w: Weight) -> None:
         )
 
 
-def _adamw_options(w: Weight, adamw: Mapping[str, Any], decay_1d: bool) -> dict[str, Any]:
-    decays = decay_1d or (len(w.shape) > 1 and w.role.kind != "norm" and w.role.decays)
-    return {**adamw, **({} if decays else {"weight_decay": 0.0}), **w.given}
-
-
 def _muon_options(w: Weight, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
     """The group options of a matrix parameter, and the sizes of its matrices. Raises with the parameter's name."""
     given, view = dict(w.given), dict(w.role.view)
-    splits = [key for key in SPLIT_OPTIONS if key in given]
-    if splits or w.split_sizes is not None:  # they replace the splits that torch's own modules have by default
+    if given.keys() & SPLIT_OPTIONS:  # they replace the splits that the module's type has by default
         view = {key: value for key, value in view.items() if key in ("view", "transposed", "split_dim")}
-    if w.split_sizes is not None and not splits:
-        view["split_sizes"] = w.split_sizes
     view |= {key: given.pop(key) for key in VIEW_DEFAULTS if key in given}
     try:
         matrices = matrix_view(w.shape, **view).matrices

@@ -1,4 +1,4 @@
-"""Which matrices are output heads. Part of the routing of groups.py; reads the model's structure only.
+"""Output heads among the matrices. Part of the routing of groups.py; reads the model's structure only.
 
 [Note: output heads]
     A head turns features into one number per entry of a vocabulary, and its rows are about entries as an embedding's
@@ -21,15 +21,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardmuon.layout.views import Ints
-from shardmuon.routing.overrides import Rule
-from shardmuon.routing.roles import Place, Role, is_table, unwrapped_type
+from shardmuon.routing.overrides import Rule, few, override_text
+from shardmuon.routing.presets import Role
+from shardmuon.routing.roles import Place, is_table
 
 __all__ = ["Weight", "find_heads"]
 
@@ -45,7 +46,6 @@ class Weight:
         param, places, shape, role: The parameter, where it hangs, its global shape and what it is.
         rule: The override that matches it.
         settled: `use_muon`, where the user said it: in an override or as `p.use_muon`.
-        split_sizes: Of the module's get_muon_split_sizes().
         use_muon, reason: Where it goes, and why.
     """
 
@@ -55,7 +55,6 @@ class Weight:
     role: Role
     rule: Rule | None
     settled: bool | None
-    split_sizes: tuple[int, ...] | None
     use_muon: bool = False
     reason: str = ""
 
@@ -65,12 +64,12 @@ class Weight:
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """What the override says."""
+        """Options that the override sets."""
         return {} if self.rule is None else self.rule.options
 
     @property
     def is_open(self) -> bool:
-        """Whether it is trained and for us to route."""
+        """True if it is trained and the user has not routed it."""
         return self.settled is None and self.param.requires_grad
 
 
@@ -84,9 +83,11 @@ def find_heads(model: nn.Module, weights: Sequence[Weight]) -> tuple[dict[str, s
     Returns:
         name -> reason for each head, and a text for each choice that may be wrong.
     """
-    offered, named = _named_heads(model)
+    answers = [_parameters_of(model, hook) for hook in ("get_output_embeddings", "get_classifier")]
+    offered = any(answer is not None for answer in answers)
+    named = {key: hook for answer in answers if answer is not None for key, hook in answer.items()}
     heads = {w.name: f"output head: {named[id(w.param)]}" for w in weights if id(w.param) in named and _is_2d(w)}
-    blocks = _Blocks(model, weights)
+    blocks = _Blocks(weights)
     heads |= _with_labels(weights, blocks)
     tables = _vocabularies(model, weights)
     sizes = {w.shape[0] for w in tables}
@@ -118,38 +119,25 @@ def find_heads(model: nn.Module, weights: Sequence[Weight]) -> tuple[dict[str, s
     return heads, doubts
 
 
-_HOOKS = ("get_output_embeddings", "get_classifier")
-
-
-def _named_heads(model: nn.Module) -> tuple[bool, dict[int, str]]:
-    """Whether the model names its heads, and id -> by what of the parameters in the answers."""
-    offered, named = False, dict[int, str]()
-    for hook in _HOOKS:
-        for answer in _answers(model, hook):
-            offered = True
-            for head in answer if isinstance(answer, (tuple, list)) else [answer]:
-                found = list(head.parameters()) if isinstance(head, nn.Module) else [head]
-                named |= {id(p): f"{hook}()" for p in found}
-    return offered, named
-
-
-def _answers(model: nn.Module, hook: str) -> Iterator[object]:
-    """What each module that has the method says."""
-    for module in model.modules():
-        method = getattr(module, hook, None)
-        if not callable(method):
-            continue
+def _parameters_of(model: nn.Module, hook: str) -> dict[int, str] | None:
+    """id of each parameter in the answers of all modules that have a method -> its name; None: none answers."""
+    found: dict[int, str] | None = None
+    for method in (getattr(module, hook, None) for module in model.modules()):
         try:
-            yield method()
+            answer = method() if callable(method) else NotImplemented
         except (NotImplementedError, AttributeError, TypeError):  # not for this model; or another method of that name
             continue
+        if answer is not NotImplemented:
+            parts = answer if isinstance(answer, (tuple, list)) else [answer]
+            params = (p for part in parts for p in (part.parameters() if isinstance(part, nn.Module) else [part]))
+            found = (found or {}) | {id(p): f"{hook}()" for p in params}
+    return found
 
 
 def _vocabularies(model: nn.Module, weights: Sequence[Weight]) -> list[Weight]:
     """Embeddings whose entries may be outputs, too: those that the model names, if it does, else all."""
     tables = [w for w in weights if w.role.kind == "embedding" and len(w.shape) == 2]
-    answers = [a for a in _answers(model, "get_input_embeddings") if isinstance(a, nn.Module) and is_table(a)]
-    named = {id(p) for answer in answers for p in answer.parameters()}
+    named = _parameters_of(model, "get_input_embeddings") or {}
     if not any(id(w.param) in named for w in tables):
         return tables
     return [w for w in tables if id(w.param) in named or not all(is_table(p.module) for p in w.places)]
@@ -157,15 +145,9 @@ def _vocabularies(model: nn.Module, weights: Sequence[Weight]) -> list[Weight]:
 
 def _with_labels(weights: Sequence[Weight], blocks: _Blocks) -> dict[str, str]:
     """The classifiers of modules that have a `num_labels`: the last linear layer with so many rows below each."""
-    found: dict[int, Weight] = {}
-    for w in weights:
-        for place in w.places:
-            if w.role.kind != "linear" or w.settled is True or blocks.around(w, ()) is not None:
-                continue
-            for _, module in place.owners:
-                labels = vars(module).get("num_labels")
-                if isinstance(labels, int) and not isinstance(labels, bool) and w.shape[0] == labels:
-                    found[id(module)] = w
+    apart = [w for w in weights if w.role.kind == "linear" and w.settled is not True and not blocks.around(w, ())]
+    owners = ((w, module) for w in apart for place in w.places for _, module in place.owners)
+    found = {id(m): w for w, m in owners if (labels := vars(m).get("num_labels")) is not True and labels == w.shape[0]}
     return {w.name: f"classifier: num_labels ({w.shape[0]})" for w in found.values()}
 
 
@@ -187,16 +169,14 @@ def _is_2d(weight: Weight) -> bool:
 
 
 def _may_have_rows(weight: Weight, size: int) -> bool:
-    """Whether a matrix may give `size` outputs: by its rows, or by either dim where nothing says which are inputs."""
+    """True if a matrix may give `size` outputs: by its rows, or by either dim where nothing says which are inputs."""
     if not _is_2d(weight) or weight.settled is True:
-        return False
-    if any(isinstance(place.parent, nn.MultiheadAttention) for place in weight.places):
         return False
     return weight.shape[0] == size or (weight.role.kind == "bare" and weight.shape[1] == size)
 
 
 def _is_width(size: int, candidate: Weight, weights: Iterable[Weight]) -> bool:
-    """Whether something reads `size` features. A bare matrix reads one of its dims, but which is unknown, so it is no
+    """True if something reads `size` features. A bare matrix reads one of its dims, but which is unknown, so it is no
     evidence about itself."""
     return any(size in w.role.reads for w in weights if w is not candidate or w.role.kind == "linear")
 
@@ -215,9 +195,9 @@ def _doubt_shape(taken: Sequence[Weight], size: int, *, elsewhere: bool) -> list
     if not open_ones:
         return []
     why = "the model has a head for another vocabulary" if elsewhere else "most models have one"
-    settle = _overrides(open_ones, "adamw")
+    settle = override_text(open_ones, "adamw")
     return [
-        f"{_few(open_ones)} went to AdamW as output heads, having as many rows as an embedding ({size}), though {why}. "
+        f"{few(open_ones)} went to AdamW as output heads, having as many rows as an embedding ({size}), though {why}. "
         f'If right, write {settle}; "muon" for those that are hidden layers'
     ]
 
@@ -226,59 +206,45 @@ def _doubt_position(chosen: Weight, outside: Sequence[Weight], size: int, last: 
     hidden = [w.name for w in outside if w is not chosen and w.is_open]
     if not chosen.is_open or (not hidden and chosen is last):
         return []
-    rest = f", and {_few(hidden)} to Muon as hidden layers" if hidden else ""
+    rest = f", and {few(hidden)} to Muon as hidden layers" if hidden else ""
     return [
         f"{size} is the size of a vocabulary and a width of the model, so shapes do not tell an output head from a "
         f"hidden layer. {chosen.name} went to AdamW as the head{rest}. If right, write "
-        f"{_overrides([chosen.name], 'adamw')}; "
+        f"{override_text([chosen.name], 'adamw')}; "
         '"muon" if it is a hidden layer'
     ]
 
 
 class _Blocks:
-    """Repeated blocks: children that hold two matrices or more, in a ModuleList or beside another child of their type.
+    """Repeated blocks: modules that hold two matrices or more, in a ModuleList or beside another one of their type.
 
     Containers say nothing by their type: a decoder's layers and its list of extra heads are both a ModuleList.
     """
 
-    def __init__(self, model: nn.Module, weights: Sequence[Weight]) -> None:
+    def __init__(self, weights: Sequence[Weight]) -> None:
         matrices = [(p, w) for w in weights for p in w.places if len(w.shape) > 1 and w.role.kind != "embedding"]
         matrices.sort(key=lambda pair: pair[0].order)
-        num_matrices = Counter(path for place, _ in matrices for path in _above(place.path))
-        self._last = {path: weight for place, weight in matrices for path in _above(place.path)}
-        self._paths: set[str] = set()
-        for path, module in model.named_modules(remove_duplicate=False):
-            children = {f"{path}.{name}" if path else name: child for name, child in module.named_children()}
-            types = {p: unwrapped_type(child) for p, child in children.items() if num_matrices[p] > 1}
-            counts = Counter(kind for kind in types.values() if kind not in _CONTAINERS)
-            self._paths |= {p for p, kind in types.items() if isinstance(module, nn.ModuleList) or counts[kind] > 1}
-        outside = [weight for place, weight in matrices if self._paths.isdisjoint(_above(place.path))]
+        around = {path: module for place, _ in matrices for path, module in [("", place.owners[-1][1]), *place.paths]}
+        self._last = {path: weight for place, weight in matrices for path, _ in place.paths}
+        num_matrices = Counter(path for place, _ in matrices for path, _ in place.paths)
+        types = {path: (path.rpartition(".")[0], type(m)) for path, m in around.items() if num_matrices[path] > 1}
+        counts = Counter(one for one in types.values() if one[1] not in _CONTAINERS)
+        self._paths = {
+            path for path, one in types.items() if counts[one] > 1 or isinstance(around.get(one[0]), nn.ModuleList)
+        }
+        outside = [weight for place, weight in matrices if self._paths.isdisjoint(path for path, _ in place.paths)]
         self.last_outside = outside[-1] if outside else None
 
     @property
     def any(self) -> bool:
-        """Whether there is one."""
+        """True if there are repeated blocks."""
         return bool(self._paths)
 
     def around(self, weight: Weight, tables: Iterable[Place]) -> str | None:
         """The outermost block around a matrix. One that also holds the embedding is a model in itself, no block."""
-        models = {path for table in tables for path in _above(table.path)}
-        return next((p for p in _above(weight.places[0].path) if p in self._paths and p not in models), None)
+        models = {path for table in tables for path, _ in table.paths}
+        return next((p for p, _ in weight.places[0].paths if p in self._paths and p not in models), None)
 
     def last(self, block: str | None) -> Weight | None:
         """The last matrix of a block."""
         return None if block is None else self._last[block]
-
-
-def _above(path: str) -> Iterator[str]:
-    """A path and those above it but for the root, outermost first."""
-    parts = path.split(".") if path else []
-    return (".".join(parts[: at + 1]) for at in range(len(parts)))
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _overrides(names: Iterable[str], choice: str) -> str:
-    return "overrides={" + ", ".join(f'"{name}": "{choice}"' for name in names) + "}"

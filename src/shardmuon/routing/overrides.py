@@ -1,4 +1,4 @@
-"""What users write about routing: overrides and options, read and checked."""
+"""Overrides and options as users write them, read and checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Pattern = str | Callable[[str, Tensor, nn.Module], bool]
 OverrideChoice = str | Mapping[str, Any]  # "muon", "adamw" or group options
 Overrides = Mapping[Pattern, OverrideChoice] | Sequence[tuple[Pattern, OverrideChoice]]
 
-SPLIT_OPTIONS = ("split_sizes", "split_groups", "num_heads")
+SPLIT_OPTIONS = {"split_sizes", "split_groups", "num_heads"}
 
 
 class Rule(NamedTuple):
@@ -36,9 +36,11 @@ class Rule(NamedTuple):
     options: Mapping[str, Any]
 
     def matches(self, param: Tensor, places: Iterable[Place]) -> bool:
-        if isinstance(self.pattern, str):
-            return any(fnmatchcase(place.name, self.pattern) for place in places)
-        return any(self.pattern(place.name, param, place.module) for place in places)
+        return any(self.fits(place.name, param, place.module) for place in places)
+
+    def fits(self, name: str, param: Tensor, module: nn.Module) -> bool:
+        """True if it speaks of a parameter that the model has by this name."""
+        return fnmatchcase(name, self.pattern) if isinstance(self.pattern, str) else self.pattern(name, param, module)
 
 
 def parse(overrides: Overrides | None) -> list[Rule]:
@@ -71,24 +73,12 @@ def check_all_match(rules: Iterable[Rule], found: Sequence[tuple[Tensor, tuple[P
         if any(rule.matches(*item) for item in found):
             continue
         names = [place.name for _, places in found for place in places]
-        close = _closest(rule.pattern, names) if isinstance(rule.pattern, str) else []
+        close = difflib.get_close_matches(str(rule.pattern), names, n=3, cutoff=0.5)
         raise ValueError(
             f"override {rule.label} matches none of the model's {len(names)} parameter names."
             + (f" Close: {', '.join(close)}." if close else "")
             + " A pattern is a glob over the whole name, such as '*.attn.qkv.weight'"
         )
-
-
-def _closest(pattern: str, names: Iterable[str]) -> list[str]:
-    """Names like a pattern, comparing the parts that it spells out with as many successive parts of a name."""
-    parts = [part for part in pattern.split(".") if part.strip("*")]
-    runs: dict[str, str] = {}
-    for name in names:
-        words = name.split(".")
-        for start in range(max(1, len(words) - len(parts) + 1)):
-            runs.setdefault(".".join(words[start : start + len(parts)]), name)
-    close = difflib.get_close_matches(".".join(parts), runs, n=5, cutoff=0.5)
-    return list(dict.fromkeys(runs[run] for run in close))[:3]
 
 
 def check_for_module(given: Iterable[str], allowed: Sequence[str]) -> None:
@@ -119,3 +109,14 @@ def check_options(given: Iterable[str], parameters: Iterable[inspect.Parameter])
         raise TypeError(
             f"param_groups: there is no option {key!r}{did_you_mean(key, allowed)}. Allowed: {', '.join(allowed)}"
         )
+
+
+def override_text(names: Iterable[str], choice: object) -> str:
+    """The line that a user may write to settle how these parameters are routed."""
+    text = repr(choice).replace("'", '"')
+    return "overrides={" + ", ".join(f'"{name}": {text}' for name in names) + "}"
+
+
+def few(names: Sequence[str]) -> str:
+    """The first four of these names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

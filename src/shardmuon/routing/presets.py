@@ -1,4 +1,4 @@
-"""What the weights of well-known modules are: one table by type, of data. No framework is imported.
+"""The weights of well-known modules: one table by type, of data. No framework is imported.
 
 [Note: what a type says]
     A framework's module type and its own sizes say what torch's structure cannot: that rows are q, k and v, that a
@@ -18,20 +18,60 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import nn
 
 from shardmuon.layout.views import Ints, matrix_view
 
-__all__ = ["Found", "Preset", "find_preset", "fused_hint", "fused_parts", "num_heads", "numbers_out"]
+__all__ = ["Preset", "Role", "find_preset", "fused_hint", "fused_parts", "numbers_out"]
 
 _Parts = tuple[Sequence[int], int]  # as `split_sizes` and `split_groups`
+
+Kind = Literal[
+    "linear",  # one matrix, of which rows are outputs
+    "matrices",  # one or more, read as the module's type says
+    "bare",  # matrices by their shape alone, of a module that nothing knows
+    "embedding",
+    "router",  # rows choose experts
+    "norm",
+    "entries",  # no map: vectors, tables, rates, biases of experts
+    "broadcast",  # (1, M, N): a table, or a stack of one expert
+    "pairs",  # a last dim of 2: complex numbers
+    "unclear",  # the shape is known, how it reads as matrices is not
+    "unknown",  # not even the shape
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The role of a parameter: how it reads as matrices, or why it is none.
+
+    Attributes:
+        kind: See `Kind`.
+        reason: Why it goes where it goes; for "unclear" and "unknown" what is wrong and what to do.
+        view: Options of `matrix_view` that read it as matrices. Also set where AdamW is the better default.
+        reads: Numbers of features that it takes as inputs (of a matrix whose orientation is unknown, both dims).
+        decays: Whether it decays with AdamW; 1-D parameters never do.
+        remark: For the table, where it stays one matrix.
+    """
+
+    kind: Kind
+    reason: str
+    view: Mapping[str, Any] = field(default_factory=dict)
+    reads: tuple[int, ...] = ()
+    decays: bool = True
+    remark: str = ""
+
+    @property
+    def use_muon(self) -> bool:
+        """True for a matrix, or several."""
+        return self.kind in ("linear", "matrices", "bare")
 
 
 @dataclass(frozen=True)
 class Preset:
-    """What one weight of a type is.
+    """One weight of a type of module.
 
     Attributes:
         types: Class names, or module and name, as globs; any in the module's MRO.
@@ -42,7 +82,7 @@ class Preset:
             (the parameter itself may be a placeholder). (): one matrix.
         repeats: How often the parts repeat, likewise; "": once.
         view: Further options of `matrix_view`, or what gives them.
-        use_muon: Whether it is a matrix.
+        kind: See `Kind`.
         decays: Whether it decays with AdamW.
         has: Attributes that the module must have, too.
     """
@@ -53,7 +93,7 @@ class Preset:
     parts: tuple[str, ...] | Callable[[Any, Ints], _Parts] = ()
     repeats: str = ""
     view: Mapping[str, Any] | Callable[[Any, Ints], Mapping[str, Any]] = field(default_factory=dict)
-    use_muon: bool = True
+    kind: Kind = "matrices"
     decays: bool = True
     has: tuple[str, ...] = ()
 
@@ -76,7 +116,7 @@ def _gate_up(experts: Any, shape: Ints) -> _Parts:
 
 
 def _in_out(experts: Any) -> bool:
-    """Whether experts are stored (E, inputs, outputs)."""
+    """True if experts are stored (E, inputs, outputs)."""
     named = any(t.__name__ in ("GptOssExperts", "Llama4TextExperts") for t in type(experts).__mro__)
     return bool(getattr(experts, "is_transposed", named))
 
@@ -87,6 +127,11 @@ def _stack(experts: Any, _: Ints) -> Mapping[str, Any]:
 
 def _stack_of_pairs(experts: Any, shape: Ints) -> Mapping[str, Any]:
     return {**_stack(experts, shape), **({"split_dim": 1} if _in_out(experts) else {})}
+
+
+def _equal(num: int) -> Callable[[Any, Ints], _Parts]:
+    """Sizes of this many equal parts."""
+    return lambda _, shape: ((shape[0] // num,) * num, 1)
 
 
 def _conv1d(layer: Any, shape: Ints) -> Mapping[str, Any]:
@@ -123,6 +168,12 @@ _ROUTERS = ("*TopKRouter", "*TopkRouter", "*Top1Router")
 _TURNED_COLUMNS: Mapping[str, Any] = {"transposed": True, "split_dim": 1}
 
 PRESETS: tuple[Preset, ...] = (
+    # torch
+    Preset(("torch.nn.modules.activation.MultiheadAttention",), "*in_proj_weight*", "fused q, k, v", _equal(3)),
+    Preset(("torch.nn.modules.activation.MultiheadAttention",), "*weight*", "linear"),
+    Preset(("torch.nn.modules.rnn.LSTM*",), "*weight_[ih]h*", "4 fused gates", _equal(4)),
+    Preset(("torch.nn.modules.rnn.GRU*",), "*weight_[ih]h*", "3 fused gates", _equal(3)),
+    Preset(("torch.nn.modules.rnn.RNN*",), "*weight_*", "linear"),
     # transformers: attention and feed-forward layers
     Preset(
         ("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"),
@@ -186,7 +237,7 @@ PRESETS: tuple[Preset, ...] = (
     Preset(_MAMBA, "x_proj.weight", "fused dt, B, C", ("time_step_rank", *("ssm_state_size",) * 2)),
     Preset(_MAMBA_SSM, "in_proj.weight", "fused x, z", ("d_inner",) * 2),
     Preset(_MAMBA_SSM, "x_proj.weight", "fused dt, B, C", ("dt_rank", *("d_state",) * 2)),
-    Preset((*_MAMBA, *_MAMBA_SSM), "A_log", "decay rates of the states, entry by entry", use_muon=False, decays=False),
+    Preset((*_MAMBA, *_MAMBA_SSM), "A_log", "decay rates of the states, entry by entry", kind="entries", decays=False),
     Preset(
         ("Mamba2Mixer", "BambaMixer"),
         "in_proj.weight",
@@ -201,50 +252,31 @@ PRESETS: tuple[Preset, ...] = (
             Preset(types, "gate_up_proj", "stack of experts, fused gate, up", _gate_up, view=_stack_of_pairs, has=has),
             Preset(types, "up_proj", "stack of experts", view=_stack, has=has),
             Preset(types, "down_proj", "stack of experts", view=_stack, has=has),
-            Preset(types, "*_bias", "biases of experts", use_muon=False, decays=False, has=has),
+            Preset(types, "*_bias", "biases of experts", kind="entries", decays=False, has=has),
         )
     ),
-    Preset(_ROUTERS, "weight", "router: its rows choose experts", use_muon=False),
-    Preset(_ROUTERS, "classifier.weight", "router: its rows choose experts", use_muon=False),
+    Preset(_ROUTERS, "weight", "router: its rows choose experts", kind="router"),
+    Preset(_ROUTERS, "classifier.weight", "router: its rows choose experts", kind="router"),
     # vision
-    Preset(_TIMM, "qkv.weight", "fused q, k, v", lambda _, shape: ((shape[0] // 3,) * 3, 1)),
+    Preset(_TIMM, "qkv.weight", "fused q, k, v", _equal(3)),
     Preset(
         _WITH_POSITION_BIASES,
         "relative_position_bias_table",
         "table of position biases, looked up row by row",
-        use_muon=False,
+        kind="entries",
         decays=False,
     ),
     # peft
-    Preset(("LoraLayer",), "lora_embedding_A.*", "its columns are looked up, like an embedding's", use_muon=False),
-    Preset(("LoraLayer",), "lora_embedding_B.*", "linear"),
-    Preset(("OFTRotationModule",), "weight", "packed entries of skew-symmetric matrices", use_muon=False),
+    Preset(("LoraLayer",), "lora_embedding_A.*", "its columns are looked up, like an embedding's", kind="entries"),
+    Preset(("LoraLayer",), "lora_embedding_B.*", "linear", kind="linear"),
+    Preset(("OFTRotationModule",), "weight", "packed entries of skew-symmetric matrices", kind="entries"),
     # torch_geometric
-    Preset(("torch_geometric.nn.dense.linear.Linear",), "weight", "linear"),
+    Preset(("torch_geometric.nn.dense.linear.Linear",), "weight", "linear", kind="linear"),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What the table says of a parameter.
-
-    Attributes:
-        reason: For the routing table.
-        view: Options of `matrix_view`.
-        use_muon: Whether it is a matrix.
-        decays: Whether it decays with AdamW.
-        is_split: Whether it holds several parts.
-    """
-
-    reason: str
-    view: Mapping[str, Any]
-    use_muon: bool
-    decays: bool
-    is_split: bool
-
-
-def find_preset(owners: Iterable[tuple[str, nn.Module]], shape: Ints) -> Found | None:
-    """What the table says of a parameter of this global shape, the outermost module that speaks of it first.
+def find_preset(owners: Iterable[tuple[str, nn.Module]], shape: Ints) -> Role | None:
+    """The role that the table gives a parameter of this global shape, by the outermost module that speaks of it first.
 
     Args:
         owners: (its name below the module, the module) for each module around it, innermost first.
@@ -266,30 +298,22 @@ def _of_type(kind: Hashable) -> tuple[Preset, ...]:
     return tuple(p for p in PRESETS if any(fnmatchcase(name, glob) for glob in p.types for name in names))
 
 
-def _sizes(preset: Preset, module: nn.Module) -> _Parts:
-    assert not callable(preset.parts)
-    return [_number(module, part) for part in preset.parts], _number(module, preset.repeats) if preset.repeats else 1
-
-
-def _read(preset: Preset, module: nn.Module, shape: Ints) -> Found | None:
-    if not preset.use_muon:
-        return Found(preset.what, {}, False, preset.decays, False)
+def _read(preset: Preset, module: nn.Module, shape: Ints) -> Role | None:
     try:
         view = dict(preset.view(module, shape) if callable(preset.view) else preset.view)
-        if preset.parts:
-            sizes, groups = preset.parts(module, shape) if callable(preset.parts) else _sizes(preset, module)
-            view |= {"split_sizes": tuple(int(size) for size in sizes)} | (
-                {"split_groups": groups} if groups > 1 else {}
-            )
-        matrix_view(shape, **view)
-    except (
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ):
+        if callable(preset.parts):
+            sizes, groups = preset.parts(module, shape)
+        else:
+            sizes = [_number(module, part) for part in preset.parts]
+            groups = _number(module, preset.repeats) if preset.repeats else 1
+        if sizes:
+            view |= {"split_sizes": tuple(map(int, sizes))} | ({"split_groups": groups} if groups > 1 else {})
+        if preset.kind in ("matrices", "linear"):
+            matrix_view(shape, **view)
+    except (AttributeError, LookupError, TypeError, ValueError):
         return None  # another version of the module, or another thing of its name
-    return Found(preset.what, view, True, preset.decays, bool(preset.parts))
+    inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
+    return Role(preset.kind, preset.what, view, inputs, preset.decays)
 
 
 # Names that often mean fused parts, and which. They only ever add a remark to the table.
@@ -309,18 +333,12 @@ def numbers_out(name: str) -> str:
 
 
 def fused_parts(name: str) -> tuple[str, ...] | None:
-    """What a weight of this name often holds, in that order (empty: several parts, but which?); None: one matrix."""
+    """The parts that a weight of this name often holds, in order; (): several unknown ones; None: one matrix."""
     word = name.removesuffix(".weight").rpartition(".")[2]
     return next((tuple(parts.split()) for pattern, parts in _HINTS if pattern.fullmatch(word)), None)
 
 
-def num_heads(module: nn.Module) -> int:
-    """The number of heads that a module says it has; 0: it says none."""
-    found = map(vars(module).get, _HEADS)
-    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), 0)
-
-
-def fused_hint(name: str, shape: Ints, heads: int = 0) -> str:
+def fused_hint(name: str, shape: Ints, owners: Iterable[tuple[str, nn.Module]] = ()) -> str:
     """A remark for the table if a matrix's name often means fused parts, with the lines that split them; or "".
 
     A name does not say how rows lie: all of q, then all of k, or q, k and v of one head after the other. A line for the
@@ -329,7 +347,7 @@ def fused_hint(name: str, shape: Ints, heads: int = 0) -> str:
     Args:
         name: Of the weight.
         shape: Of the weight; the last two dims count.
-        heads: Of the attention layer that has it; 0: unknown.
+        owners: The modules around it, see `find_preset`. One of the first three may know the number of heads.
     """
     parts = fused_parts(name)
     if parts is None:
@@ -342,24 +360,9 @@ def fused_hint(name: str, shape: Ints, heads: int = 0) -> str:
     known = rows % num == 0 and (num == 2 or rows == num * cols)
     sizes = ", ".join([str(rows // num)] * num if known else [f"{part} rows" for part in parts])
     hint = f'fused? if {", then ".join(parts)}: {where}{{"split_sizes": ({sizes})}}'
+    said = (vars(module).get(key) for _, module in list(owners)[:3] for key in _HEADS)
+    heads = next((n for n in said if isinstance(n, int) and n > 1), 1)
     if "v" in parts and known and heads > 1 and rows % (num * heads) == 0:
         of_head = ", ".join([str(rows // (num * heads))] * num)
         hint += f'; if head by head: {{"split_sizes": ({of_head}), "split_groups": {heads}}}'
     return hint
-
-
-def splits_of_modules(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """id(parameter) -> row counts, from modules that define `get_muon_split_sizes() -> {parameter: row counts}`."""
-    splits: dict[int, tuple[int, ...]] = {}
-    for module in model.modules():
-        hook = getattr(module, "get_muon_split_sizes", None)
-        if not callable(hook):
-            continue
-        sizes = hook()
-        if not isinstance(sizes, Mapping):
-            raise TypeError(
-                f"{type(module).__name__}.get_muon_split_sizes() returned {type(sizes).__name__}. "
-                "Return {parameter: (rows, rows, ...)}"
-            )
-        splits |= {id(param): tuple(int(rows) for rows in blocks) for param, blocks in sizes.items()}
-    return splits

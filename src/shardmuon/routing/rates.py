@@ -30,7 +30,7 @@ def matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
 
 
 def scale_of(options: Mapping[str, Any], rows: int, cols: int) -> float:
-    """What Muon's lr is multiplied by, or 0 if the user's function fails: the optimizer will say so."""
+    """The factor of Muon's lr for a matrix of this size, or 0 if the user's function fails: the optimizer says so."""
     try:
         return float(lr_scale(options.get("adjust_lr_fn"), rows, cols, float(options.get("extra_scale_factor", 1.0))))
     except Exception:

@@ -183,7 +183,7 @@ class DeepSpeedHost(Host):
             core.state.clear()
 
     def restore_groups(self, core: Core) -> None:
-        """As they are between steps, which DeepSpeed sees to only without an error."""
+        """Put the groups back as they are between steps, as DeepSpeed does only without an error."""
         core.param_groups = [group for group, _ in self.groups]
         if zero3_of(self._params) is not None:
             for group in core.param_groups:
@@ -207,8 +207,8 @@ class DeepSpeedHost(Host):
             self._options[index] = _options(group)
 
     def load(self, core: Core, load: Callable[[], None]) -> None:
-        """Where DeepSpeed loads a checkpoint all ranks do, and collectives of its own follow: what one raises is
-        raised on each, but where they load one after the other (`pipeline_loading_checkpoint`)."""
+        """Raise on all ranks what one raises while DeepSpeed loads a checkpoint: all do, and collectives of its own
+        follow; but where they load one after the other (`pipeline_loading_checkpoint`)."""
         frame = caller("load_checkpoint", "deepspeed")
         if frame is None or frame.f_locals["self"]._config.zero_config.pipeline_loading_checkpoint:
             load()
@@ -228,7 +228,7 @@ class DeepSpeedHost(Host):
                 self.mark.write(swapper.swap_folder)
 
     def saved(self, core: Core, saved: dict[str, Any]) -> None:
-        """What stages of variants keep has no place in state that is as long as a flat."""
+        """Let the groups carry what stages of variants keep, for which state as long as a flat has no place."""
         if self.is_active:
             kept = dict(self._carried)
             for inner in self._cores:
@@ -241,7 +241,7 @@ class DeepSpeedHost(Host):
 
     @property
     def is_active(self) -> bool:
-        """Whether the groups hold flats."""
+        """True if the groups hold flats."""
         return is_partitioned(self._params)
 
     @classmethod
@@ -249,7 +249,7 @@ class DeepSpeedHost(Host):
         return cls.clipping if is_partitioned(params) else None
 
     def plans(self, core: Core) -> tuple[Plan, ...]:
-        """Those of all that has been stepped so far."""
+        """The plans of all flats that have been stepped so far."""
         return tuple(inner.binding.plan for inner in self._cores if inner.binding is not None)
 
     def plan(self, core: Core) -> Plan | None:
@@ -284,7 +284,7 @@ class DeepSpeedHost(Host):
     # ------------------------------------------------------------------------------------------------------- a step
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
-        """Its stage-0 wrappers step on zero gradients only to have state made, once fp32 copies are in the groups."""
+        """Check the fp32 copies in the groups when a stage-0 wrapper steps on zero gradients only to make state."""
         frame = caller("initialize_optimizer_states", "deepspeed")
         if frame is None:
             return None

@@ -70,7 +70,7 @@ def swapped_numel(flat: Tensor, zero3: Any) -> int:
 
 
 def number_of(flat: Tensor, zero3: Any) -> int:
-    """Which sub-group of stage 3 a flat is."""
+    """The number of the sub-group of stage 3 that a flat is."""
     return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
 
 

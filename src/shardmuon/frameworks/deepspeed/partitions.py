@@ -46,7 +46,7 @@ TESTED = "0.19.8"
 
 
 class Slice(NamedTuple):
-    """What this rank's flat holds of one parameter.
+    """A part of one parameter, which this rank's flat holds.
 
     Attributes:
         param: The model's parameter.
@@ -67,7 +67,7 @@ def shape_of(param: Tensor) -> Ints:
 
 
 def is_partitioned(params: Iterable[Tensor]) -> bool:
-    """Whether DeepSpeed has made partitions of any of these model parameters."""
+    """True if DeepSpeed has made partitions of any of these model parameters."""
     return "deepspeed" in sys.modules and any(hasattr(p, "_z3_optimizer") or hasattr(p, "_hp_mapping") for p in params)
 
 
@@ -75,7 +75,7 @@ def is_partitioned(params: Iterable[Tensor]) -> bool:
 
 
 def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
-    """What a flat holds.
+    """Find what a flat holds.
 
     Args:
         flat: A tensor that DeepSpeed put into a group of the optimizer.
@@ -156,7 +156,7 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], 
 
 
 def _places(params: Sequence[Tensor], numel: int) -> list[int]:
-    """Where parameters begin in the buffer of `numel` elements of which they are views. The first one begins it."""
+    """Elements at which parameters begin in the buffer of `numel` elements that they are views of; the least is 0."""
     begin = min(int(p.storage_offset()) for p in params)
     places = [int(p.storage_offset()) - begin for p in params]
     if len({p.untyped_storage().data_ptr() for p in params}) > 1 or not all(p.is_contiguous() for p in params):
@@ -202,7 +202,7 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
 
 
 def differs_from_model(flat: Tensor, part: Slice) -> bool:
-    """Whether this part of a flat is something else than what the model has there, rounded to the model's dtype.
+    """True if this part of a flat is something else than what the model has there, rounded to the model's dtype.
 
     Where either is in files now there is nothing to compare: False.
     """

@@ -65,7 +65,7 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
 
 
 def _read(engine: Any, folder: str, tag: str) -> dict[str, Any]:
-    """What DeepSpeed saved of this rank's memory. Raises ValueError if it does not belong to these partitions."""
+    """Read what DeepSpeed saved of this rank's memory. Raises ValueError if it does not belong to these partitions."""
     zero3 = engine.optimizer
     if engine.load_universal_checkpoint():
         raise ValueError(
@@ -101,7 +101,7 @@ def _file(flat: Any) -> str:
 
 
 def _place(zero3: Any, saved: dict[str, Any]) -> None:
-    """Before the files come back: step counts, options, state in memory, and something to read the files to.
+    """Set up what files do not bring back: step counts, options, state in memory, and something to read the files to.
 
     Args:
         zero3: DeepSpeed's stage-3 optimizer.
@@ -127,13 +127,13 @@ def _place(zero3: Any, saved: dict[str, Any]) -> None:
 
 
 def _long(value: Any, numel: int) -> Any:
-    """For a state that was in files (saved empty) a zero shown `numel` times, else what was saved."""
+    """A zero shown `numel` times for a state that was in files (saved empty), else what was saved."""
     empty = isinstance(value, Tensor) and value.dim() and not value.numel()
     return value.new_zeros(()).expand(numel) if empty else value
 
 
 def _fill(zero3: Any, saved: dict[str, Any]) -> None:
-    """After the files have come back: weights that were in memory, and the loss scale. Collective."""
+    """Fill in weights that were in memory and the loss scale, once the files have come back. Collective."""
     zero3.loss_scaler = saved["loss_scaler"]
     zero3.dynamic_loss_scale = saved["dynamic_loss_scale"]
     zero3.overflow = saved["overflow"]

@@ -101,7 +101,7 @@ def _with_kept(wrapped: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _label(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """By which Megatron, too, finds the saved group of one."""
+    """A key by which Megatron, too, finds the saved group of one."""
     return group.get("optimizer"), group.get("is_expert_parallel")
 
 

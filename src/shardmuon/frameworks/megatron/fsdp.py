@@ -172,7 +172,7 @@ def _known_start(param: DTensor) -> int:
 
 
 def _uncounted(param: DTensor) -> str | None:
-    """Why a norm over all ranks would count the parameter several times; None: its mesh lists all who keep it."""
+    """The reason why a norm over all ranks counts the parameter several times; None: its mesh lists all who keep it."""
     index = getattr(param, "megatron_fsdp_dist_index", None)
     name = getattr(index, "tp_dim", None)
     if name is not None and name not in (param.device_mesh.mesh_dim_names or ()):
@@ -219,7 +219,7 @@ def _mark(storage: Tensor, param: DTensor) -> None:
 
 
 def mark_state(state: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Before saving: mark all state tensors of Megatron-FSDP's parameters that have lost their mark (by a cast)."""
+    """Mark, before saving, all state tensors of Megatron-FSDP's parameters that have lost their mark (by a cast)."""
     for param, values in state.items():
         if _ENGINE.recognizes(param):
             for value in values.values():
@@ -233,7 +233,7 @@ def mark_state(state: Mapping[Any, Mapping[str, Any]]) -> None:
 
 
 class MegatronFSDPHost(Host):
-    """Its functions that wrap an optimizer. Afterwards the training loop steps it."""
+    """Megatron-FSDP's functions that wrap an optimizer. Afterwards the training loop steps it."""
 
     packages = _PACKAGES
 

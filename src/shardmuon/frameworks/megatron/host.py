@@ -67,8 +67,8 @@ class ShardHost(Host):
             self._restore(core)
 
     def _restore(self, core: Core) -> None:
-        """Once groups and state were loaded: this rank's options, what stages keep, and a counter for each parameter.
-        Megatron's loaded state shares one counter among all, or has none."""
+        """Restore this rank's options, what stages keep and a counter for each parameter, once groups and state were
+        loaded. Megatron's loaded state shares one counter among all, or has none."""
         groups = core.param_groups
         for group, own in zip(groups, self._own_options, strict=True):
             group.update(own)
@@ -100,7 +100,7 @@ class ShardHost(Host):
                 carry(packed, kept)
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
-        """Not at all."""
+        """Give empty shards their gradients; it is always a step."""
         self._fill_gradients(core)
         return None
 

@@ -1,4 +1,4 @@
-"""What stages of variants keep, through Megatron's checkpoints: the saved groups carry it (`shardmuon.carried`).
+"""State of variants' stages in Megatron's checkpoints: the saved groups carry it (`shardmuon.carried`).
 
 [Note: sharded state]
     `sharded_state_dict` describes each tensor of an optimizer's state by its parameter's shape and shards, and fails on
@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from shardmuon.carried import CARRIED, carry, kept_in
+from shardmuon.carried import CARRIED, carry_by_position
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import num_ranks
 from shardmuon.comm.vote import gather
-from shardmuon.muon import Muon
+from shardmuon.frameworks.stack import caller
+from shardmuon.host import Core, Host
 from shardmuon.variants import KEPT_KEYS
 
 BY_PLACE = "kept_state_by_place"  # in the first saved group: place in the whole model -> key -> tensor
@@ -38,9 +38,9 @@ def places_of(
     params: Mapping[str, Tensor],  # name -> the model's parameter
     model_state: Any,  # the model's `sharded_state_dict`, with the parameters themselves
 ) -> dict[str, str]:
-    """Where each parameter is in the whole model: its key there, and its index along the axes before its own (layers,
-    experts). The same on all ranks that share it, however the model is cut. Without those of which it does not say
-    where they are: whoever needs their places refuses them, on every rank."""
+    """Places of parameters in the whole model: a key there, and an index along the axes before a parameter's own
+    (layers, experts). The same on all ranks that share it, however the model is cut. Without those whose place it does
+    not say: whoever needs it refuses them, on every rank."""
     utils = importlib.import_module("megatron.core.dist_checkpointing.utils")
     dicts = importlib.import_module("megatron.core.dist_checkpointing.dict_utils")
     described, _ = utils.extract_sharded_tensors_and_factories(model_state)
@@ -97,7 +97,7 @@ def _put(whole: Kept, place: str, kept: dict[str, Tensor]) -> None:
 
 
 def carried_by(groups: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> Kept:
-    """What saved groups carry, by name."""
+    """State that saved groups carry, by name."""
     by_place: Kept = {}
     found: Kept = {}
     for group in groups:
@@ -106,35 +106,25 @@ def carried_by(groups: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -
     return found | {name: by_place[place] for name, place in places.items() if place in by_place}
 
 
-def carry_kept(
-    wrapped: Any,  # Megatron's FP32Optimizer or Float16OptimizerWithFloat16Params
-    muon: Muon,
-    elsewhere: str,  # where other parameters than rank 0's may be, in words; "": nowhere
-) -> None:
-    """Let the groups of state dicts carry what stages of `muon` keep.
+class WholeHost(Host):
+    """Megatron's wrappers in which every replica has all main weights. Saved groups carry what stages keep.
 
-    `wrapped.sharded_state_dict` raises ValueError where other ranks have parameters that rank 0 does not save.
+    Args:
+        elsewhere: Where other parameters than rank 0's may be, in words; "": nowhere. `sharded_state_dict` raises
+            ValueError there, as rank 0 alone saves groups.
     """
-    sharded = wrapped.sharded_state_dict
 
-    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-        keys = sorted({key for state in muon.state.values() for key in state if key in KEPT_KEYS})
-        if keys and elsewhere:
+    packages = ()
+
+    def __init__(self, elsewhere: str) -> None:
+        self._elsewhere = elsewhere
+
+    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+        keys = sorted({key for state in saved["state"].values() for key in state if key in KEPT_KEYS})
+        if keys and self._elsewhere and caller("sharded_state_dict", "megatron") is not None:
             raise ValueError(
                 f"the optimizer's variant keeps {', '.join(keys)}, which Megatron's dist_checkpointing saves from rank "
-                f"0 alone, and with {elsewhere} other ranks have parameters of their own. Save optimizer.state_dict() "
-                "on every model-parallel rank (--ckpt-format torch), or leave the variant out"
+                f"0 alone, and with {self._elsewhere} other ranks have parameters of their own. Save "
+                "optimizer.state_dict() on every model-parallel rank (--ckpt-format torch), or leave the variant out"
             )
-        return sharded(*args, **kwargs)
-
-    wrapped.sharded_state_dict = sharded_state_dict
-    muon.register_state_dict_post_hook(_carried)
-
-
-def _carried(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with what is kept in its groups instead of its state, by position."""
-    state = {key: {k: v for k, v in of.items() if k not in KEPT_KEYS} for key, of in saved["state"].items()}
-    groups = [dict(group) for group in saved["param_groups"]]
-    for group in groups:
-        carry(group, {str(at): kept_in(saved["state"].get(key, {})) for at, key in enumerate(group["params"])})
-    return {**saved, "state": state, "param_groups": groups}
+        carry_by_position(core.param_groups, saved)

@@ -12,8 +12,7 @@ Works with megatron-core 0.19 (docs/megatron.md has the pins).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +23,11 @@ from shardmuon.comm.groups import group_ranks, num_ranks
 from shardmuon.comm.vote import gather
 from shardmuon.errors import made_public
 from shardmuon.frameworks.megatron.buffers import check_shards, distributed_optimizer
-from shardmuon.frameworks.megatron.kept import carry_kept
+from shardmuon.frameworks.megatron.kept import WholeHost
 from shardmuon.muon import Muon
 from shardmuon.options import Storage
 from shardmuon.routing.groups import Overrides, param_groups
+from shardmuon.routing.overrides import Rule, parse
 from shardmuon.routing.roles import find_places
 
 
@@ -60,17 +60,16 @@ def get_megatron_optimizer(
     """
     groups = pg_collection or _core("process_groups_config").ProcessGroupCollection.use_mpu_process_groups()
     routing, options = _options(config, muon_options)
-    given = list(overrides.items()) if isinstance(overrides, Mapping) else list(overrides or ())
-    listed: list[dict[str, Any]] = []
-    matched: set[int] = set()
+    given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
     distributed, fault = bool(config.use_distributed_optimizer), Fault()
     with fault:  # whatever is wrong here, other pipeline stages must hear of it
+        given = parse(overrides)
         _check(config, model_chunks, options)
         for chunk in model_chunks:
             here = _matching(chunk, given)
-            matched |= here
-            choices = [*(given[i] for i in sorted(here)), *_qkv(config, chunk, groups)]
-            listed += _routed(config, chunk, adamw_lr, choices, routing, groups)
+            matched.update(here)
+            rules = [*(given[i] for i in here), *parse(_qkv(config, chunk, groups))]
+            listed += _routed(config, chunk, adamw_lr, rules, routing, groups)
         for expert in (False, True) if distributed else ():
             check_shards([g for g in listed if g["is_expert_parallel"] == expert], _tp(groups, expert))
     with made_public():
@@ -213,40 +212,30 @@ def _qkv(config: Any, chunk: nn.Module, groups: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-def _fits(pattern: Any, name: str, param: torch.Tensor, module: nn.Module) -> bool:
-    return fnmatchcase(name, pattern) if isinstance(pattern, str) else bool(pattern(name, param, module))
-
-
-def _matching(chunk: nn.Module, overrides: Sequence[tuple[Any, Any]]) -> set[int]:
-    """Which overrides have something to do in this chunk; the others may, on another pipeline stage."""
+def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
+    """Numbers of the overrides that have something to do in this chunk; the others may, on another pipeline stage."""
     found = find_places(chunk)
-    return {
-        i
-        for i, (pattern, _) in enumerate(overrides)
-        if any(_fits(pattern, place.name, param, place.module) for param, places in found for place in places)
-    }
+    return [i for i, rule in enumerate(rules) if any(rule.matches(*one) for one in found)]
 
 
-def _of_experts(
-    chunk: nn.Module, overrides: Sequence[tuple[Any, Any]], tp_group: Any
-) -> list[tuple[Callable[..., bool], dict[str, Any]]]:
-    """What the overrides say of experts, and their tensor-parallel group, which is not the dense parameters'."""
+def _of_experts(chunk: nn.Module, rules: Sequence[Rule], tp_group: Any) -> list[Rule]:
+    """Overrides for experts alone: the user's, with their tensor-parallel group, which is not the dense parameters'."""
 
-    def narrowed(pattern: Any) -> Callable[..., bool]:
-        return lambda name, param, module: _is_expert(param) and _fits(pattern, name, param, module)
+    def narrowed(rule: Rule) -> Rule:
+        def fits(name: str, param: torch.Tensor, module: nn.Module) -> bool:
+            return _is_expert(param) and rule.fits(name, param, module)
 
-    place, made = {"tp_group": () if tp_group is None else tp_group}, []
-    for pattern, choice in (*overrides, ("*", {})):
-        options = {"use_muon": choice == "muon"} if isinstance(choice, str) else choice
-        made.append((narrowed(pattern), {**options, **place}))
-    return [made[i] for i in sorted(_matching(chunk, made))]
+        return rule._replace(pattern=fits, options={**rule.options, "tp_group": () if tp_group is None else tp_group})
+
+    made = [narrowed(rule) for rule in (*rules, *parse({"*": {}}))]
+    return [made[i] for i in _matching(chunk, made)]
 
 
 def _routed(
     config: Any,
     chunk: nn.Module,
     adamw_lr: float | None,
-    overrides: Sequence[tuple[Any, Any]],
+    rules: Sequence[Rule],
     routing: Any,
     groups: Any,
 ) -> list[dict[str, Any]]:
@@ -254,7 +243,7 @@ def _routed(
     if not any(p.requires_grad for p in chunk.parameters()):
         return []
     if _tp(groups, False) is not None or _tp(groups, True) is not None:
-        overrides = [*_of_experts(chunk, overrides, _tp(groups, True)), *overrides]
+        rules = [*_of_experts(chunk, rules, _tp(groups, True)), *rules]
     made = param_groups(
         chunk,
         tp_group=_tp(groups, False),
@@ -263,7 +252,7 @@ def _routed(
         weight_decay=config.weight_decay,
         adamw_betas=(config.adam_beta1, config.adam_beta2),
         adamw_eps=config.adam_eps,
-        overrides=overrides or None,
+        overrides=[(rule.pattern, rule.options) for rule in rules],
         **routing,
     )
     out = []
@@ -289,7 +278,7 @@ def _routed(
 
 
 def _aligned(
-    listed: Sequence[Mapping[str, Any]], fault: Fault, overrides: Sequence[tuple[Any, Any]], matched: set[int]
+    listed: Sequence[Mapping[str, Any]], fault: Fault, rules: Sequence[Rule], matched: set[int]
 ) -> list[dict[str, Any]]:
     """Groups with equal options made one, and in one order on all ranks, with empty ones for those of other pipeline
     stages: Megatron's checkpoints list the groups once for all."""
@@ -302,9 +291,9 @@ def _aligned(
         kept["param_names"].extend(group["param_names"])
     empty = {label: {**group, "params": [], "param_names": []} for label, group in mine.items()}
     everyone = gather((matched, empty), tuple(range(num_ranks())), fault.text, fault.cause)
-    idle = [overrides[i][0] for i in range(len(overrides)) if all(i not in theirs for theirs, _ in everyone)]
+    idle = [rule.label for i, rule in enumerate(rules) if all(i not in theirs for theirs, _ in everyone)]
     if idle:
-        raise ValueError(f"overrides[{idle[0]!r}] matches no parameter on any rank. Correct it or leave it out")
+        raise ValueError(f"overrides[{idle[0]}] matches no parameter on any rank. Correct it or leave it out")
     known: dict[str, dict[str, Any]] = {}
     for _, theirs in everyone:
         known |= theirs
@@ -324,7 +313,7 @@ def _whole(config: Any, muon: Muon, groups: Any, expert: bool) -> Any:
         wrapped = core.FP32Optimizer(muon, config, _fill_state)
     wrapped.grad_stats_parallel_group = groups.tp_ep_pp if expert else groups.mp
     others = {"pipeline parallelism": groups.pp} | ({"expert parallelism": groups.ep} if expert else {})
-    carry_kept(wrapped, muon, " and ".join(name for name, group in others.items() if group.size() > 1))
+    muon.hosts.take(WholeHost(" and ".join(name for name, group in others.items() if group.size() > 1)))
     return _finished(wrapped, groups, expert)
 
 
@@ -363,7 +352,7 @@ def _finished(wrapped: Any, groups: Any, expert: bool) -> Any:
 
 
 def _scaler(config: Any) -> Any:
-    """As Megatron chooses it."""
+    """The gradient scaler that Megatron would choose."""
     scalers = _core("optimizer.grad_scaler")
     if config.loss_scale:
         return scalers.ConstantGradScaler(config.loss_scale)

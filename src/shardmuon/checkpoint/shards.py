@@ -1,14 +1,14 @@
-"""Plain shards as torch.distributed.checkpoint must see them.
+"""Plain shards as torch.distributed.checkpoint must see them: tensor-parallel ones, and FSDP1's original parameters.
 
 It takes a plain tensor for the same on every rank and writes one rank's, so all shards but one would be lost without a
-word. `describe_shards` finds out which part of the logical tensor each is, and `as_global` puts views in their place
-that know it: what is saved can be loaded on any layout, DTensors included, and the other way round.
+word. `describe_shards` makes the table of who stores what, and `as_global` puts views in their place that know it: a
+file has whole tensors by name, and can be loaded on any layout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from shardmuon.checkpoint.state import clean_name
+from shardmuon._torch import names_in
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import run_together
 from shardmuon.errors import fault_text
 from shardmuon.layout.bind import Listed, Table, bind
-from shardmuon.layout.engines import engine_for
-from shardmuon.layout.engines.base import is_marked, name_of, names_of
+from shardmuon.layout.engines import engine_for, engine_of
+from shardmuon.layout.engines.base import is_marked, name_of
+from shardmuon.layout.engines.flat import FlatEngine
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, remember_shape
-from shardmuon.layout.pieces import Box, Held
-from shardmuon.layout.shards import Cut
+from shardmuon.layout.pieces import Box, Held, Tile, spans_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import SCALE
@@ -35,72 +35,64 @@ from shardmuon.options import view_options
 from shardmuon.variants import KEPT_KEYS
 
 
-class PlainShard(torch.Tensor):
+class Shard(torch.Tensor):
     """One rank's pieces of a logical tensor, of its global shape; memory is shared with the storage.
 
-    The dunder methods are DCP's protocol for tensors of other libraries (`_Checkpointable`, torch 2.11 .. 2.13).
+    The dunder methods are DCP's protocol for tensors of other libraries (`_Checkpointable`).
     """
 
-    _storage: Tensor
-    _boxes: dict[torch.Size, tuple[Box, Ints]]  # offset -> a piece, and the index at which it is stored
+    _views: dict[torch.Size, Tensor]  # offset of a box of the whole -> what is stored of it
 
     @staticmethod
-    def __new__(cls, storage: Tensor, layout: ParamLayout) -> PlainShard:
-        made: PlainShard = torch.Tensor._make_wrapper_subclass(
-            cls, layout.view.shape, dtype=storage.dtype, device=storage.device
-        )
-        made._storage = storage
-        made._boxes = {
-            torch.Size(box.offset): (box, local)
-            for box, local in layout.of_rank(my_rank())
-            if isinstance(box, Box) and box.numel
-        }
+    def __new__(cls, storage: Tensor, layout: ParamLayout) -> Shard:
+        shape = layout.view.shape
+        made: Shard = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=storage.dtype, device=storage.device)
+        made._views = {}
+        for held in layout.of_rank(my_rank()):
+            for start, sizes in spans_of(held.piece, shape):
+                offset, strides = Tile(0, start, sizes, held).in_storage(layout.view, storage.stride())
+                view = storage.as_strided(sizes, strides, storage.storage_offset() + offset)
+                made._views[torch.Size(start)] = view
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"a PlainShard is for checkpoints only and has no {func}")
+        raise NotImplementedError(f"a Shard is for checkpoints only and has no {func}")
 
-    def _chunks(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(at, torch.Size(box.size)) for at, (box, _) in self._boxes.items()]
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(at, view.shape) for at, view in self._views.items()]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._storage)
+        properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, properties, self.size()),
             )
-            for chunk in self._chunks()
+            for chunk in self.__create_chunk_list__()
         ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._chunks()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None, "shards have offsets"
-        box, local = self._boxes[index.offset]
-        found = self._storage
-        for dim, (start, size) in enumerate(zip(local, box.size, strict=True)):
-            found = found.narrow(dim, start, size)
-        return found
+        return self._views[index.offset]
 
 
-def describe_shards(optimizer: torch.optim.Optimizer) -> Table:
+def describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Table:
     """The layouts of all that may be plain shards in the optimizer. Collective among all ranks.
 
     Raises:
-        Refused: The shards of a tensor-parallel group do not fit together, or something is wrong with those of one
-            rank. On every rank.
+        Refused: The shards of a group do not fit together, or something is wrong with those of one rank. On every rank.
     """
     fault, listed, everyone = Fault(), list[Listed](), tuple(range(num_ranks()))
     with fault:
+        names = names_in(model)
         for index, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
-                name = name_of(group, index, position)
+                name = names.get(id(param)) or name_of(group, index, position)
                 if _may_be_cut(name, param, group):
-                    listed.append(Listed(name, name if names_of(group) else "", param, group, None))
+                    # read as matrices, so that an order of elements that is none of rows and columns is refused
+                    listed.append(Listed(name, names.get(id(param), ""), param, {**group, "use_muon": True}, None))
     table = bind(my_rank(), listed, beyond=(everyone,), before=everyone, fault=fault)
     run_together(lambda: _remember(table))
     return table
@@ -114,29 +106,34 @@ def _remember(table: Table) -> None:
 
 def _may_be_cut(name: str, param: Tensor, group: Mapping[str, Any]) -> bool:
     try:
-        return isinstance(engine_for(param, group), TensorParallelEngine)
+        return isinstance(engine_for(param, group), (TensorParallelEngine, FlatEngine))
     except ValueError as wrong:
         raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
 
 
 def as_global(
-    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, table: Table
+    weights: Mapping[str, Any],
+    state: Mapping[str, Mapping[str, Any]],
+    model: nn.Module,
+    groups: Sequence[Mapping[str, Any]],
+    table: Table,
 ) -> dict[str, Any]:
-    """`state` ("model" and "optimizer", by parameter names) with every plain shard as a `PlainShard`.
+    """A job with every plain shard as a `Shard`, as {"model": weights, "optimizer": {"state": state}}.
 
     Args:
+        weights, state: By parameter names.
+        groups: The optimizer's, or as they will be.
         table: From `describe_shards`.
 
     Raises:
         ValueError: A marked shard is in no group of the optimizer, so that nobody says where it belongs.
     """
-    described = zip(table.params, table.claims, table.layouts, strict=True)
-    layouts = {id(one.param): layout for one, claim, layout in described if isinstance(claim.form[1], Cut)}
-    groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
-    weights, kept = dict(state["model"]), dict(state["optimizer"]["state"])
-    for full_name, param in model.named_parameters():
-        name = clean_name(full_name)
-        group, layout = groups.get(id(param)), layouts.get(id(param))
+    layouts = {id(one.param): layout for one, layout in zip(table.params, table.layouts, strict=True)}
+    owners = {id(p): g for g in groups for p in g["params"]}
+    weights, kept = dict(weights), {name: dict(entry) for name, entry in state.items()}
+    names = names_in(model)
+    for param in model.parameters():
+        name, group, layout = names[id(param)], owners.get(id(param)), layouts.get(id(param))
         if group is None and type(param.data) is Tensor and is_marked(param):
             raise ValueError(
                 f"{name}: it is a plain shard (tensor_model_parallel) that is in no group of the optimizer, so "
@@ -144,17 +141,15 @@ def as_global(
             )
         if group is None or layout is None:
             continue
-        weights[name] = PlainShard(weights[name], layout)
-        if name not in kept:
-            continue
-        kept[name] = dict(kept[name])
-        for key, value in kept[name].items():
+        if not isinstance(engine_of(param), FlatEngine):  # FSDP1 itself has made tensors of its own of these
+            weights[name] = Shard(weights[name], layout)
+        for key, value in kept.get(name, {}).items():
             if key == SCALE:
                 rows = matrix_view(layout.view.shape, **view_options(group)).num_row_dims
-                kept[name][key] = PlainShard(value, _of_scales(layout, rows))
+                kept[name][key] = Shard(value, _of_scales(layout, rows))
             elif isinstance(value, Tensor) and value.shape == param.shape and key not in KEPT_KEYS:
-                kept[name][key] = PlainShard(value, layout)
-    return {"model": weights, "optimizer": {**state["optimizer"], "state": kept}}
+                kept[name][key] = Shard(value, layout)
+    return {"model": weights, "optimizer": {"state": kept}}
 
 
 def _of_scales(layout: ParamLayout, num_row_dims: int) -> ParamLayout:
