@@ -36,7 +36,7 @@ from shardmuon import (
     param_groups,
 )
 from shardmuon.auditing import live, same
-from shardmuon.auditing.report import LAST_DIGIT, AuditReport
+from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
 from shardmuon.comm.vote import Flag, Phase, Verdict
@@ -806,8 +806,7 @@ def test_the_singular_values_that_are_shown_are_those_of_the_applied_update(
     optimizer.step()
     (row,) = check.report.matrices
     applied = torch.linalg.svdvals((before.double() - weight.detach()) / (0.5 * row.expected_scale)).flip(0)
-    off = (torch.tensor(row.applied, dtype=torch.float64) - applied).abs()
-    assert float(off.max()) <= LAST_DIGIT
+    assert [f"{row.sigma_min:.3f}", f"{row.sigma_max:.3f}"] == [f"{float(applied[at]):.3f}" for at in (0, -1)]
 
 
 # ---------------------------------------------------------------------------------------------- routing and idleness
@@ -1175,18 +1174,6 @@ def test_json_holds_all_of_the_report(tmp_path: Path) -> None:
     assert found["ok"] is False
     assert {f["name"] for f in found["findings"]} == _names(report)
     assert [m["name"] for m in found["matrices"]] == ["first", "second"]
-    assert len(found["matrices"][0]["applied"]) == 6
-
-
-def test_a_report_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "audit.png"
-    _report().draw(path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 20_000
-    empty = AuditReport(1, (), (), {}, 0)
-    with pytest.raises(ValueError, match="nothing to draw"):
-        empty.draw(path)
 
 
 def test_one_element_of_any_stride_has_the_fingerprint_of_its_value() -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.auditing import norms
-from shardmuon.auditing.evidence import ALL, Block, Compared
+from shardmuon.auditing.dense import Block
+from shardmuon.auditing.evidence import ALL, Compared
 from shardmuon.auditing.judge import Judged, along, sine
 from shardmuon.auditing.report import Finding
 from shardmuon.auditing.stages import Applied, on_weights
@@ -63,7 +64,7 @@ def name_fault(judged: Judged, others: Sequence[Judged]) -> Finding:
     """
     c, row = judged.compared, judged.row
     assert c is not None
-    spread = max(float((run - c.dense).norm()) for run in c.shaken(ALL, of_order=False))
+    spread = max(float(lengths.norm()) for lengths in c.nudged(ALL))
     near = max(0.1, min(0.3, 2 * spread / max(float(c.dense.norm()), 1e-300)))
     guesses = [*_frozen(c), *_other_length(judged, c, near), *_norms_of_parts(c, near)]
     for guess in (*_clamped(c), *_by_parts(c), *_misplaced(judged, others, c, near), *_not_muon(c)):
@@ -102,8 +103,8 @@ def _other_length(judged: Judged, c: Compared, near: float) -> Iterator[Guess]:
     scaled = c.arrives(ratio * c.dense)
     left = sine(c.update, scaled)
     measure, allowed = c.spread(ALL)
-    explained = max(2 * allowed, _EXPLAINED * measure(c.update - c.arrived))
-    if ratio <= 0 or left > near or measure(c.update - scaled) > explained:
+    explained = max(2 * allowed, _EXPLAINED * measure(c.seen(c.update - c.arrived)))
+    if ratio <= 0 or left > near or measure(c.seen(c.update - scaled)) > explained:
         return
     clipping = "an orthogonalized update must not be clipped, averaged or unscaled"
     for shape, scale in e.scales.items():
@@ -131,15 +132,15 @@ def _other_length(judged: Judged, c: Compared, near: float) -> Iterator[Guess]:
 def _other_norms(c: Compared, left: float) -> Iterator[tuple[float, Guess]]:
     """Lengths that norms of something else would have led to."""
     e = c.evidence
-    right, keys = float(c.step.staged.norm()), {stage.key for stage in on_weights(e.settings.stages)}
-    for stage in (s for s in e.settings.stages if isinstance(s, AfterStage) and s.key in keys):
-        own, others = type(stage).__name__, tuple(s for s in e.settings.stages if s is not stage)
+    right, keys = float(c.step.staged.norm()), {stage.key for stage in on_weights(e.sample.settings.stages)}
+    for stage in (s for s in e.sample.settings.stages if isinstance(s, AfterStage) and s.key in keys):
+        own, others = type(stage).__name__, tuple(s for s in e.sample.settings.stages if s is not stage)
         length = float(Applied(others, e.kept).to_result(c.dense).norm()) / right
         remedy = "The stage did not run on this matrix: look for what replaces it"
         yield length, Guess("variant_wrong", f"its length is that of an update without {own}", remedy, left)
         for what, blocks in e.parts.items():
             for block in blocks:
-                applied = Applied(e.settings.stages, norms.kept_of(e, block))
+                applied = Applied(e.sample.settings.stages, norms.kept_of(e, block))
                 text = f"its length is what {own} makes of the norm of one of its {what}"
                 length = float(applied.to_result(c.dense).norm()) / right
                 yield length, Guess("norm_of_shard", text, norms.OF_SHARD, left)
@@ -147,7 +148,7 @@ def _other_norms(c: Compared, left: float) -> Iterator[tuple[float, Guess]]:
 
 def _norms_of_parts(c: Compared, near: float) -> Iterator[Guess]:
     """Each part of the weights multiplied with a factor of its own norms."""
-    if not on_weights(c.evidence.settings.stages):
+    if not on_weights(c.evidence.sample.settings.stages):
         return
     whole = float((c.update - c.arrived).norm())
     for what, after in norms.by_parts(c):
@@ -188,7 +189,7 @@ def _misplaced(judged: Judged, others: Sequence[Judged], c: Compared, near: floa
     if c.dense.shape[0] == c.dense.shape[1]:
         remedy = "Check dim order and placements of the parameter"
         yield Result("transposed", "it is the transpose of the right update", remedy, c.dense.T)
-    blocks = c.evidence.pieces.blocks()
+    blocks = c.evidence.blocks
     for (i, a), (j, b) in itertools.permutations(enumerate(blocks), 2):
         if c.dense[a].shape == c.dense[b].shape and sine(c.update[a], c.arrived[a]) > near:
             moved = c.dense.clone()

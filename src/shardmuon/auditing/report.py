@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from shardmuon.layout.views import Ints
 
-LAST_DIGIT = 1e-3  # of a singular value as it is printed
 _UNJUDGED = (
     "It is not judged; fp32 weights, Orthogonalizer(dtype=torch.float32), or method='standard' for 'gram', judge it."
 )
@@ -58,11 +57,7 @@ class MatrixRow:
         scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
         sigma_min, sigma_max: Singular values of the applied update.
         band: What the coefficients make of the matrix's own spectrum: smallest and largest.
-        orthogonality, expected_orthogonality: Root mean square over singular values of s^2 - 1.
-        polar_distance, expected_polar_distance: Relative distance (Frobenius) to the exact polar factor.
         momentum_dtype: In which it is stored.
-        sigmas, results, applied: At most 128 singular values (evenly spaced in rank, the ends included): of the
-            normalized input, of the reference, of the applied update.
     """
 
     name: str
@@ -83,14 +78,7 @@ class MatrixRow:
     sigma_min: float = 0.0
     sigma_max: float = 0.0
     band: tuple[float, float] = (0.0, 0.0)
-    orthogonality: float = 0.0
-    expected_orthogonality: float = 0.0
-    polar_distance: float = 0.0
-    expected_polar_distance: float = 0.0
     momentum_dtype: str = ""
-    sigmas: tuple[float, ...] = ()
-    results: tuple[float, ...] = ()
-    applied: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +140,6 @@ class AuditReport:
             Path(path).write_text(text + "\n")
         return text
 
-    def draw(self, path: str | Path) -> None:
-        """Draw singular values and errors by layer to an image. Needs matplotlib: pip install 'shardmuon[demo]'."""
-        try:
-            from shardmuon.auditing.draw import draw
-        except ImportError as error:
-            raise ImportError(f"drawing needs matplotlib ({error}). Write pip install 'shardmuon[demo]'") from error
-        draw(self, Path(path))
-
     def __str__(self) -> str:
         parts = [
             f"audit of step {self.step}",
@@ -209,8 +189,8 @@ def _routing(routes: Sequence[RoutedParam]) -> str:
 def _matrices(matrices: Sequence[MatrixRow]) -> str:
     if not matrices:
         return ""
-    head = "matrix|shape|owner|arithmetic|status|difference|allowed|scale|expected|singular values|band|orthogonality"
-    rows = [[*head.split("|"), "to polar", "momentum"]]
+    head = "matrix|shape|owner|arithmetic|status|difference|allowed|scale|expected|singular values|band|momentum"
+    rows = [head.split("|")]
     for m in matrices:
         row = [m.name, f"{m.rows}x{m.cols}", ",".join(map(str, m.owners)), m.arithmetic, m.status]
         if m.compared:
@@ -221,8 +201,6 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
                 f"{m.expected_scale:.4g}",
                 f"{m.sigma_min:.3f}..{m.sigma_max:.3f}",
                 f"{m.band[0]:.3f}..{m.band[1]:.3f}",
-                f"{m.orthogonality:.3f} ({m.expected_orthogonality:.3f})",
-                f"{m.polar_distance:.3f} ({m.expected_polar_distance:.3f})",
                 m.momentum_dtype,
             ]
         rows.append(row + ["-"] * (len(rows[0]) - len(row)))
