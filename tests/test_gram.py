@@ -209,18 +209,6 @@ def worst_errors(coefficients: Coefficients, dtype: torch.dtype, methods: list[s
     return worst
 
 
-@pytest.mark.parametrize(
-    ("name", "steps", "dtype"),
-    [(*of, (torch.float32, torch.float64)[at % 2]) for at, of in enumerate(ALL)],  # fp32 on all: the next test
-)
-def test_gram_form_is_near_the_dense_steps_on_every_rank(name: str, steps: int, dtype: torch.dtype) -> None:
-    coefficients = schedule(name, steps).triples
-    for x, exact in zip(low_and_full_ranks(), exact_results(coefficients), strict=True):
-        x = x.to(dtype)
-        found = orthogonalize(x[None], coefficients, method="gram", dtype=dtype)[0]
-        near_exact(found, exact, x, coefficients)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("name", "steps"), ALL)
 def test_gram_form_is_as_good_as_the_standard_one_on_every_rank(name: str, steps: int, dtype: torch.dtype) -> None:

@@ -274,11 +274,10 @@ def test_transposing_and_rotating_commute_with_it(method: str) -> None:
     near(f(x.T), f(x).T, x.T, method, torch.float64)
     near(f(-x), -f(x), x, method, torch.float64)
     # rotating rounds as much as six more products of 7 or 12 terms: of the input and of the result, and the QRs
-    restarts = () if method == "gram" else None
     bound = (
         reference_bound(x, torch.float64)
         if method == "reference"
-        else 2 * relative_bound(KELLER, torch.float64, x, restarts=restarts)
+        else 2 * relative_bound(KELLER, torch.float64, x, gram=method == "gram")
     )
     assert_near(f(left @ x @ right), left @ f(x) @ right, (1 + 6 * 12) * bound)
 

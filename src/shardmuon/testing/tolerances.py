@@ -11,9 +11,9 @@
 [Note: rounding of the steps]
     How far rounding moves an orthogonalized matrix hangs on the matrix. So the formula is written out with plain
     products, each rounded to the dtype (sums of half precision in fp32), run on the matrix with each element off by up
-    to a rounding, and compared with fp64: three times the larger of two such errors is allowed, or as many roundings as
-    the steps have products. fp64 has no better arithmetic beside it: its errors are those of fp32, in proportion. The
-    Gram form may lose three bits more (`test_gram.py` holds it to that).
+    to a rounding, and compared with fp64: three times the largest of a few such errors is allowed, or three roundings
+    of the result for each step. fp64 has no better arithmetic beside it: its errors are those of fp32, in proportion. The
+    Gram form loses more on some spectra: 64 times as much is allowed (`test_gram.py` holds its worst case to 8 times).
 
 [Note: polar factors]
     A library's SVD is exact for a matrix that is off by a small multiple of u ||X||; LAPACK calls the factor a modest
@@ -177,11 +177,11 @@ def orthogonalization_bound(
         return 3 * len(coefficients) * math.prod(a for a, _, _ in coefficients) * unit
     low = torch.float32 if dtype == torch.float64 else dtype
     exact, error = steps_written_out(matrix, coefficients), 0.0
-    for seed in range(2):
+    for seed in range(2 if matrix.numel() > 10_000 else 8):  # small ones are off by chance, and cheap
         nudges = torch.rand(matrix.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1
         found = steps_written_out(_double(matrix) * (1 + roundoff(low) * nudges), coefficients, low)
         error = max(error, 3 * float((found - exact).norm()) * unit / roundoff(low))
-    return max(error, 3 * len(coefficients) * unit * float(exact.norm())) * (8 if gram else 1)
+    return max(error, 3 * len(coefficients) * unit * float(exact.norm())) * (64 if gram else 1)
 
 
 def relative_bound(coefficients: Coefficients, dtype: torch.dtype, matrix: Tensor, *, gram: bool = False) -> float:
