@@ -821,20 +821,6 @@ def _backward(model: nn.Module) -> None:
     model(torch.arange(20).view(4, 5)).square().mean().backward()
 
 
-def test_the_report_says_where_each_parameter_goes_and_why() -> None:
-    model = _model()
-    optimizer = Muon(model, lr=0.02)
-    _backward(model)
-    check = audit(optimizer)
-    optimizer.step()
-    assert check.report.ok
-    assert {(r.name, r.optimizer, r.reason) for r in check.report.routing} >= {
-        ("0.weight", "AdamW", "embedding"),
-        ("1.weight", "Muon", "linear"),
-    }
-    assert "most loaded rank" in check.report.plan
-
-
 def test_a_matrix_in_the_wrong_group_is_named() -> None:
     model = _model()
     groups = param_groups(model, lr=0.02)
@@ -1172,6 +1158,7 @@ def test_json_holds_all_of_the_report(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "audit.json").read_text())
     assert found == json.loads(text)
     assert found["ok"] is False
+    assert "most loaded rank" in found["plan"]
     assert {f["name"] for f in found["findings"]} == _names(report)
     assert [m["name"] for m in found["matrices"]] == ["first", "second"]
 

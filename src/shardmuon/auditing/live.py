@@ -23,8 +23,8 @@ from shardmuon.auditing.judge import Judged, judge
 from shardmuon.auditing.naming import name_fault
 from shardmuon.auditing.news import News
 from shardmuon.auditing.replicas import Prints, Replicated, local_prints, said_of_adamws, sharers
-from shardmuon.auditing.report import AuditReport, Finding, MatrixRow, RoutedParam
-from shardmuon.auditing.routing import idle_params, routes_of
+from shardmuon.auditing.report import AuditReport, Finding, MatrixRow
+from shardmuon.auditing.routing import idle_params, misrouted
 from shardmuon.auditing.samples import (
     Found,
     Sample,
@@ -64,7 +64,6 @@ class StepAudit:
         self._rank = my_rank()
         self._news = News()
         self._describer = Describer()
-        self._routes: list[RoutedParam] = []
         self._skipped: list[MatrixRow] = []
         self._ran = optimizer.traffic.orthogonalized
         self._current = self._news.caught("its parameters", self._current_params) or []
@@ -130,9 +129,8 @@ class StepAudit:
         asked = self._schedule.asked
         rows = self._optimizer.routing if asked is None or asked.rows is None else asked.rows
         groups = self._optimizer.param_groups
-        self._routes, findings = routes_of(groups, rows)
         patience = PATIENCE if asked is None else asked.patience
-        return findings + idle_params(groups, self._schedule.kept.idle, patience)
+        return misrouted(groups, rows) + idle_params(groups, self._schedule.kept.idle, patience)
 
     def _take(self, ranks: Ranks, members: Sequence[int]) -> list[Sample]:
         """Choose this set's matrices, exchange descriptions, and copy what the step is about to change."""
@@ -296,8 +294,7 @@ class StepAudit:
         self._news.spread(prints, component)
         self._news.caught("what the next audit compares", self._remember)
         plan = self._binding.plan.unpriced if self._samples else ""
-        logits = () if self._schedule.logits is None else self._schedule.logits()
-        return self._news.report(self._schedule.num_steps, self._routes, plan, logits)
+        return self._news.report(self._schedule.num_steps, plan)
 
     def _judge_group(self, ranks: Ranks) -> list[Judged]:
         judged: list[Judged] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shardmuon.auditing.replicas import Prints, compare_prints
-from shardmuon.auditing.report import AuditReport, Finding, MatrixRow, RoutedParam
+from shardmuon.auditing.report import AuditReport, Finding, MatrixRow
 from shardmuon.comm.component import Ranks
 from shardmuon.comm.groups import my_rank
 from shardmuon.comm.vote import gather
@@ -62,9 +62,7 @@ class News:
         self.merge([theirs for theirs, _ in everyone])
         self.compare([theirs for _, theirs in everyone], component)
 
-    def report(
-        self, step: int, routes: Sequence[RoutedParam], plan: str, logits: tuple[tuple[int, float], ...] = ()
-    ) -> AuditReport:
+    def report(self, step: int, plan: str) -> AuditReport:
         """The same on every rank."""
         return AuditReport(
             step,
@@ -72,9 +70,7 @@ class News:
             tuple(sorted(self.rows, key=lambda r: (r.order, r.name))),
             dict(sorted(self.runs.items())),
             len(self.compared),
-            tuple(routes),
             plan,
-            logits,
         )
 
 

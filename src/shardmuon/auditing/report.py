@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardmuon.layout.views import Ints
-
 _UNJUDGED = (
     "It is not judged; fp32 weights, Orthogonalizer(dtype=torch.float32), or method='standard' for 'gram', judge it."
 )
@@ -81,29 +79,18 @@ class MatrixRow:
     momentum_dtype: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedParam:
-    """Where one parameter of this rank goes, and why if `shardmuon.param_groups` decided."""
-
-    name: str
-    shape: Ints
-    optimizer: str
-    reason: str
-
-
 @dataclass(frozen=True)
 class AuditReport:
     """One audited step.
 
-    Findings, matrices and runs are the same on every rank that shares parameters with this one, directly or through
-    others. Routing and plan are of this rank's parameters.
+    The same on every rank that shares parameters with this one, directly or through others; the plan is of this rank's
+    parameters.
 
     Attributes:
         step: Its number since the optimizer was made.
         runs: rank -> (matrices that went through the orthogonalizer in the step, matrices that the plan gives it).
         num_compared: Parameters whose replicas were compared bit for bit.
-        max_logits: (step, largest attention logit) of the steps before, as counted by the `QKClip` that was given this
-            optimizer; empty without one.
+        plan: As text.
     """
 
     step: int
@@ -111,9 +98,7 @@ class AuditReport:
     matrices: tuple[MatrixRow, ...]
     runs: dict[int, tuple[int, int]]
     num_compared: int
-    routing: tuple[RoutedParam, ...] = field(default=(), compare=False)
     plan: str = field(default="", compare=False)
-    max_logits: tuple[tuple[int, float], ...] = field(default=(), compare=False)
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -141,13 +126,7 @@ class AuditReport:
         return text
 
     def __str__(self) -> str:
-        parts = [
-            f"audit of step {self.step}",
-            _routing(self.routing),
-            _matrices(self.matrices),
-            self._counts(),
-            self._logits(),
-        ]
+        parts = [f"audit of step {self.step}", _matrices(self.matrices), self._counts()]
         parts += [f"{f.severity}: {f}" for f in self.findings] or ["nothing found: this step was Muon's"]
         return "\n".join(part for part in parts if part)
 
@@ -157,10 +136,6 @@ class AuditReport:
             f"Newton-Schulz ran on {found} matrices on {len(self.runs)} rank(s), planned {planned}; "
             f"replicas of {self.num_compared} parameter(s) compared bit for bit"
         )
-
-    def _logits(self) -> str:
-        shown = ", ".join(f"{value:.4g} at {step}" for step, value in self.max_logits[-8:])
-        return f"largest attention logit by step, of {len(self.max_logits)} measured: {shown}" if shown else ""
 
 
 def _finite(value: Any) -> Any:
@@ -176,14 +151,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
-
-
-def _routing(routes: Sequence[RoutedParam]) -> str:
-    if not routes:
-        return ""
-    rows = [["parameter", "shape", "optimizer", "reason"]]
-    rows += [[r.name, "x".join(map(str, r.shape)) or "scalar", r.optimizer, r.reason or "-"] for r in routes]
-    return _table(rows) + "\n"
 
 
 def _matrices(matrices: Sequence[MatrixRow]) -> str:

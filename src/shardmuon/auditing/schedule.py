@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,8 +71,6 @@ class AuditSchedule:
         self.at = NEVER if every is None else 1
         self.kept = Kept()
         self.asked: PendingAudit | None = None  # by `audit()`, for the next step
-        # (step, largest attention logit) of what an attached QKClip has measured
-        self.logits: Callable[[], tuple[tuple[int, float], ...]] | None = None
 
     @property
     def is_due(self) -> bool:
@@ -123,7 +120,7 @@ class AuditSchedule:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to one process."""
-        return {**self.__dict__, "kept": Kept(), "asked": None, "logits": None}
+        return {**self.__dict__, "kept": Kept(), "asked": None}
 
 
 PATIENCE = 3  # audits in a row without a gradient before that is reported: a warm-up starts with lr=0

@@ -12,8 +12,8 @@
     How far rounding moves an orthogonalized matrix hangs on the matrix. So the formula is written out with plain
     products, each rounded to the dtype (sums of half precision in fp32), run on the matrix with each element off by up
     to a rounding, and compared with fp64: three times the largest of a few such errors is allowed, or three roundings
-    of the result for each step. fp64 has no better arithmetic beside it: its errors are those of fp32, in proportion. The
-    Gram form loses more on some spectra: 64 times as much is allowed (`test_gram.py` holds its worst case to 8 times).
+    of the result for each step. fp64 has no better arithmetic beside it: its errors are those of fp32, in proportion.
+    The Gram form loses more on some spectra: 64 times as much is allowed (`test_gram.py` holds its worst case to 8).
 
 [Note: polar factors]
     A library's SVD is exact for a matrix that is off by a small multiple of u ||X||; LAPACK calls the factor a modest
