@@ -7,7 +7,7 @@ Updates are compared, never parameters: a small learning rate hides any error in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from shardmuon.variants import KEPT_KEYS
 
 Whole = Mapping[str, Tensor]
 Make = Callable[[Whole, Mapping[str, Any]], Muon]
-StepsOf = Callable[["_Job", Whole, Sequence[Whole]], "list[_Stepped]"]
+StepsOf = Callable[["_Job", Whole, Sequence[Whole]], "Iterator[_Stepped]"]
 
 STANDARD = Orthogonalizer(method="standard")
 
@@ -105,11 +105,10 @@ class _Stepped(NamedTuple):
     kept: dict[str, dict[str, Tensor]]
 
 
-def _dense_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> list[_Stepped]:
+def _dense_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> Iterator[_Stepped]:
     """shardmuon itself on plain tensors of one process."""
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
     optimizer = Muon(groups_of(params, job.cases), orthogonalizer=job.orthogonalizer, **job.options)
-    found = []
     for of_step in grads:
         for name, grad in of_step.items():
             params[name].grad = grad.clone()
@@ -117,11 +116,10 @@ def _dense_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> list[_Steppe
         states = {name: {key: t.clone() for key, t in optimizer.state[p].items()} for name, p in params.items()}
         weights = {name: p.detach().clone() for name, p in params.items()}
         kept = {name: {key: of[key] for key in KEPT_KEYS if key in of} for name, of in states.items()}
-        found.append(_Stepped(weights, {name: of["momentum_buffer"] for name, of in states.items()}, kept))
-    return found
+        yield _Stepped(weights, {name: of["momentum_buffer"] for name, of in states.items()}, kept)
 
 
-def _torch_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> list[_Stepped]:
+def _torch_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> Iterator[_Stepped]:
     """torch.optim.Muon on one 2-D parameter per logical matrix."""
     cut = {name: partial(cut_matrices, case.view) for name, case in job.cases.items()}
     matrices = {name: [nn.Parameter(m.clone()) for m in cut[name](t)] for name, t in full.items()}
@@ -134,7 +132,6 @@ def _torch_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> list[_Steppe
             whole[places] = value
         return whole.view(numbers.shape)
 
-    found = []
     for of_step in grads:
         for name, grad in of_step.items():
             for p, matrix in zip(matrices[name], cut[name](grad), strict=True):
@@ -142,8 +139,7 @@ def _torch_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> list[_Steppe
         optimizer.step()
         weights = {name: joined(name, [p.detach() for p in of]) for name, of in matrices.items()}
         buffers = {n: joined(n, [optimizer.state[p]["momentum_buffer"] for p in of]) for n, of in matrices.items()}
-        found.append(_Stepped(weights, buffers, {}))
-    return found
+        yield _Stepped(weights, buffers, {})
 
 
 class _LayoutRun:
@@ -223,18 +219,17 @@ class _Job:
         """Step both and look at weights after every step, at momentum after the last."""
         run, full, grads = self._started()
         key = self._key(steps_of) if remember else ""
-        reference = _REMEMBERED.get(key) or steps_of(self, full, grads)
-        if remember:
-            _REMEMBERED[key] = reference
+        reference, passed = iter(_REMEMBERED.get(key) or steps_of(self, full, grads)), list[_Stepped]()
         group = run.optimizer.param_groups[0]
         lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
         bitwise, worst, where, traffic = True, 0.0, "", Traffic()
-        for of_step, wanted in zip(grads, reference, strict=True):
+        for of_step in grads:
             before = run.weights()
             earlier = run.optimizer.traffic.since(Traffic())
             run.step(of_step)
             traffic = run.optimizer.traffic.since(earlier)
-            expected = run.cut(wanted.weights)
+            passed.append(next(reference))
+            expected = run.cut(passed[-1].weights)
             for name, found in run.weights().items():
                 bitwise &= torch.equal(found, expected[name])
                 one, other = (recovered_update(before[name], after, lr, decay) for after in (found, expected[name]))
@@ -242,10 +237,12 @@ class _Job:
                 if difference > worst or math.isnan(difference):  # nothing is larger than a NaN, which so stays
                     worst, where = difference, name
         if isinstance(run, _LayoutRun):  # frameworks' hosts keep state where they like: their weights tell
-            bitwise &= run.keeps(reference[-1].kept)
-        momentum = run.cut({name: t.double() for name, t in reference[-1].momentum.items()})  # exact, also for codes
+            bitwise &= run.keeps(passed[-1].kept)
+        momentum = run.cut({name: t.double() for name, t in passed[-1].momentum.items()})  # exact, also for codes
         for name, found in run.momentum().items():
             bitwise &= torch.equal(found.double(), momentum[name])
+        if remember:
+            _REMEMBERED[key] = passed
         said = about(run.optimizer) if about else None
         run.close()
         num_matrices = sum(len(case.view.matrices) for case in self.cases.values())
