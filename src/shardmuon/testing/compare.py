@@ -26,6 +26,7 @@ from shardmuon.muon import Muon
 from shardmuon.options import OPTION_OBJECTS
 from shardmuon.testing.cases import PARAMS, ParamCase, cut_matrices, groups_of
 from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
+from shardmuon.testing.device import mesh_kind
 from shardmuon.testing.fsdp1 import FSDP1_ROWS, Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.variants import KEPT_KEYS
@@ -188,7 +189,10 @@ class _LayoutRun:
 @lru_cache(maxsize=64)
 def _stored_elements(layout: str, world_size: int, shapes: tuple[tuple[str, torch.Size], ...]) -> dict[str, Tensor]:
     """Which elements of each tensor this rank stores, in the shape in which it does: a row cuts their numbers up."""
-    numbers = {name: torch.arange(shape.numel(), dtype=torch.float64).view(shape) for name, shape in shapes}
+    kind = mesh_kind()
+    numbers = {
+        name: torch.arange(shape.numel(), dtype=torch.float64, device=kind).view(shape) for name, shape in shapes
+    }
     built = LAYOUTS[layout].build(numbers, LAYOUTS[layout].mesh(world_size))
     return {name: _local(t).long() for name, t in built.items()}
 
@@ -254,7 +258,7 @@ class _Job:
 
         def draw() -> dict[str, Tensor]:
             normal = {name: torch.randn(case.shape, generator=generator) for name, case in self.cases.items()}
-            return {name: t.to(self.dtype) for name, t in normal.items()}
+            return {name: t.to(mesh_kind(), self.dtype) for name, t in normal.items()}
 
         def make(params: Mapping[str, Tensor], of_layout: Mapping[str, Any]) -> Muon:
             given = {"lr": 1e-3, **of_layout, **self.options}
