@@ -128,7 +128,7 @@ def _torch_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> Iterator[_St
 
     def joined(name: str, values: Sequence[Tensor]) -> Tensor:
         numbers = torch.arange(math.prod(job.cases[name].shape)).view(job.cases[name].shape)  # where an entry belongs
-        whole = torch.empty(numbers.numel(), dtype=values[0].dtype)
+        whole = values[0].new_empty(numbers.numel())
         for places, value in zip(cut[name](numbers), values, strict=True):
             whole[places] = value
         return whole.view(numbers.shape)
@@ -150,7 +150,7 @@ class _LayoutRun:
         row, world = LAYOUTS[name], dist.get_world_size()
         self._cut: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = lambda whole: row.build(whole, row.mesh(world))
         self._params = parameters(self._cut(full))
-        self._stored = _stored_elements(name, world, tuple((name, t.shape) for name, t in full.items()))
+        self._stored = _stored_elements(name, world, mesh_kind(), tuple((name, t.shape) for name, t in full.items()))
         self.optimizer = make(self._params, row.options(world))
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -187,12 +187,11 @@ class _LayoutRun:
 
 
 @lru_cache(maxsize=64)
-def _stored_elements(layout: str, world_size: int, shapes: tuple[tuple[str, torch.Size], ...]) -> dict[str, Tensor]:
-    """Which elements of each tensor this rank stores, in the shape in which it does: a row cuts their numbers up."""
-    kind = mesh_kind()
-    numbers = {
-        name: torch.arange(shape.numel(), dtype=torch.float64, device=kind).view(shape) for name, shape in shapes
-    }
+def _stored_elements(
+    layout: str, world_size: int, kind: str, shapes: tuple[tuple[str, torch.Size], ...]
+) -> dict[str, Tensor]:
+    """The elements of each tensor that this rank stores, in the shape in which it does: a row cuts their numbers up."""
+    numbers = {name: torch.arange(s.numel(), dtype=torch.float64, device=kind).view(s) for name, s in shapes}
     built = LAYOUTS[layout].build(numbers, LAYOUTS[layout].mesh(world_size))
     return {name: _local(t).long() for name, t in built.items()}
 
@@ -280,7 +279,7 @@ def rows_stored(whole: Tensor, like: Tensor) -> Tensor:
     """The rows of what a stage keeps that this rank stores, by the placements of the state tensor `like`."""
     if not is_dtensor(like) or all(p.is_replicate() for p in like.placements):
         return whole
-    numbers = torch.arange(whole.shape[0])[:, None]  # torch cuts them up as it does the tensor
+    numbers = torch.arange(whole.shape[0], device=whole.device)[:, None]  # torch cuts them up as it does the tensor
     rows = distribute_tensor(numbers, like.device_mesh, like.placements, src_data_rank=None).to_local()
     return whole[rows.view(-1)]
 
