@@ -112,7 +112,7 @@ Change = tuple[str, ast.AST]  # kind, and the node in the place of another
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
-    """What a node may become."""
+    """Every change that a node may undergo."""
     if isinstance(node, ast.Compare):
         yield "comparison", _with(node, lambda new: new.ops.__setitem__(0, COMPARISONS[type(new.ops[0])]()))
     elif isinstance(node, ast.BoolOp):
@@ -195,7 +195,7 @@ def sites(path: Path) -> Iterator[Mutant]:
 
 
 def is_change(mutant: Mutant) -> bool:
-    """It can be parsed, and is not the same in other words."""
+    """True if it can be parsed, and is not the same in other words."""
     data = (ROOT / mutant.file).read_bytes()
     try:
         mutated = ast.parse(data[: mutant.span[0]] + mutant.after.encode() + data[mutant.span[1] :])

@@ -73,7 +73,7 @@ def sent_by(layout: ParamLayout, number: int, rank: int) -> Part:
 
 
 def _lines(view: MatrixView, number: int) -> list[tuple[Tensor, Tensor]]:
-    """Of each dim of the tensor the indices that a matrix takes, and what each adds to an element's place."""
+    """Indices that a matrix takes in each dim of the tensor, and what each adds to an element's place."""
     matrix, split = view.matrices[number], view.split_dim
     found = [
         (torch.arange(start, start + size), torch.arange(size) * stride)

@@ -126,7 +126,7 @@ class Evidence:
         result: Tensor,  # (rows, cols) fp64, of the orthogonalizer
         factor: Tensor | None = None,  # of the stages after the orthogonalizer; default: by their formulas
     ) -> Stepped:
-        """What the step makes of a result: stages, weights, rounding."""
+        """Step the weights with a result: stages, decay, rounding."""
         arithmetic, settings = self.sample.arithmetic, self.sample.settings
         applied = Applied(settings.stages, self.kept, factor)
         staged = applied.to_result(result) if factor is None else result * factor
@@ -188,16 +188,16 @@ class Compared:
 
     @cached_property
     def update(self) -> Tensor:
-        """As it was applied."""
+        """The update that the step applied."""
         return self.recovered(self.evidence.after)
 
     @cached_property
     def arrived(self) -> Tensor:
-        """What of the dense result the weights can hold."""
+        """The part of the dense result that the weights can hold."""
         return self.recovered(self.step.after)
 
     def arrives(self, result: Tensor) -> Tensor:
-        """What would be recovered if this were the result, multiplied with what the dense one is: rounding included."""
+        """Recover this result from weights stepped with it and with the dense result's factors: rounding included."""
         return self.recovered(self.evidence.stepped(result, self.step.applied.factor).after)
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
@@ -274,7 +274,7 @@ class Compared:
 
     @property
     def _spacing(self) -> float:
-        """What one weight, the largest, taken to its next value makes of the update."""
+        """Change of the update when the largest weight goes to its next value."""
         sample, scale, factor = self.evidence.sample, self.evidence.scale, self.step.applied.factor
         spacing = torch.finfo(sample.arithmetic.weight_dtype).eps * float(self.step.after.abs().amax())
         return spacing / abs(sample.settings.lr * scale) / (1.0 if factor is None else float(factor.abs().amin()))
@@ -284,7 +284,7 @@ class Compared:
         return self._beside(self.nudged(count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[Measure, float]:
-        """How a difference is measured beside those that rounding makes, and what is allowed: [Note: the shake].
+        """A measure of differences beside those that rounding makes, and the largest allowed: [Note: the shake].
 
         Args:
             lengths: Of shaken differences.

@@ -78,7 +78,7 @@ def _compared(e: Evidence, live: Tensor) -> Compared:
 
 
 def _judge_still(e: Evidence) -> list[Finding]:
-    """Nothing is orthogonalized, or nothing of it applied: the weights may decay and no more."""
+    """Check a step that applies nothing: the weights may decay and no more."""
     step, eps = e.stepped(torch.zeros_like(e.before), torch.ones(())), torch.finfo(e.sample.arithmetic.weight_dtype).eps
     left = float((e.after - step.after).norm())
     roundings = eps + (2 * norms.EPS if step.applied.on_weights is not None else 0.0)
@@ -108,7 +108,7 @@ def _judge_prepared(e: Evidence, fed: Tensor, live: Tensor) -> list[Finding]:
 
 
 def _judge_kept(c: Compared) -> list[Finding]:
-    """What stages keep after the step beside the formulas'."""
+    """Compare the numbers that stages keep after the step with the formulas'."""
     e, findings = c.evidence, []
     for key, expected in c.step.applied.kept.items():
         found, size = e.kept_after[key], max(float(expected.abs().sum()), 1e-300)

@@ -113,7 +113,7 @@ class StepAudit:
         ]
 
     def _unlike_model(self) -> list[Finding]:
-        """Where the step is on copies of the model's weights: which are not what the model has."""
+        """Find copies that are stepped in place of the model's weights and do not equal them."""
         return [
             Finding(
                 "weights_elsewhere",
@@ -172,7 +172,7 @@ class StepAudit:
         return said_of_adamws(self._optimizer, ranks, self._describer)
 
     def _find(self, index: int, ranks: Ranks) -> Found:
-        """What this rank finds of a parameter; what goes wrong is reported by every rank of the set."""
+        """Describe a parameter here; an exception is reported by every rank of the set."""
         try:
             return self._describe(index, ranks)
         except Exception as error:
@@ -264,12 +264,12 @@ class StepAudit:
         return read_kept(self._optimizer, sample, self._binding.plan.specs[sample.order[0]].kept)
 
     def _unknown(self, sample: Sample, count: int) -> list[Tensor]:
-        """What a rank sends that could not read its part: the others wait for as many elements."""
+        """NaNs in place of a part that could not be read: the others wait for as many elements."""
         size = len(sample.part.places)
         return [torch.full((size,), math.nan, dtype=sample.dtype, device=sample.param.device) for _ in range(count)]
 
     def _part(self, sample: Sample, value: Tensor | None) -> Tensor:
-        """What this rank sends of one quantity; a copy."""
+        """A copy of this rank's elements of one quantity."""
         if value is None:  # a rank that sends nothing of it
             return torch.empty(0, dtype=sample.dtype, device=sample.param.device)
         return sample.part.select(value.to(sample.param.device)).to(sample.dtype)

@@ -1,4 +1,4 @@
-"""What the ranks of a component tell each other of an audit."""
+"""Findings and rows that the ranks of a component tell each other after an audit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass
 class News:
-    """What one rank knows, and in the end all of them."""
+    """Findings of one rank, and in the end of all."""
 
     findings: list[Finding] = field(default_factory=list)
     rows: list[MatrixRow] = field(default_factory=list)
@@ -32,7 +32,7 @@ class News:
             self.compared |= other.compared
 
     def caught(self, what: str, read: Callable[[], T]) -> T | None:
-        """What `read` returns; what it raises becomes a finding, for the other ranks wait for this one."""
+        """Call `read`. An exception becomes a finding, since the other ranks wait for this one."""
         try:
             return read()
         except Exception as error:

@@ -18,7 +18,7 @@ STAGE = "Look for what replaces the stage, or writes to optimizer.state; load a 
 
 
 def started(e: Evidence) -> dict[str, Tensor]:
-    """What stages on weights keep before the step: where that was not known, the norm of the weights."""
+    """Norms of the weights before the step, for stages on weights that had not kept one yet."""
     return {
         stage.key: norm_of(e.before).view(1)
         for stage in on_weights(e.sample.settings.stages)
@@ -83,5 +83,5 @@ def by_parts(c: Compared) -> Iterator[tuple[str, Tensor]]:
 
 
 def kept_of(e: Evidence, block: tuple[slice, slice]) -> dict[str, Tensor]:
-    """What would be kept if this block were the matrix."""
+    """Kept numbers as if this block were the matrix."""
     return {**e.kept, **{stage.key: norm_of(e.before[block]).view(1) for stage in on_weights(e.sample.settings.stages)}}

@@ -1,4 +1,4 @@
-"""What an audit found, as data, as text and as JSON. The same on every rank that shares parameters with the others."""
+"""The report of an audit as data, text and JSON. The same on every rank that shares parameters with the others."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing at all was found."""
+        """True if nothing at all was found."""
         return not self.findings
 
     def message(self) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def misrouted(groups: Sequence[Mapping[str, Any]], rows: Sequence[RoutingRow]) -> list[Finding]:
-    """What contradicts the routing table, if there is one."""
+    """Find parameters whose place contradicts the routing table, if there is one."""
     table = {row.name: row for row in rows}
     findings = []
     for index, group in enumerate(groups):

@@ -26,7 +26,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How a matrix was orthogonalized, and in what it is stored.
+    """The arithmetic of one matrix's step, and the dtypes in which it is stored.
 
     Attributes:
         method, ns_dtype: The orthogonalizer and the dtype of its products.
@@ -55,7 +55,7 @@ class Arithmetic:
 
     @property
     def products(self) -> torch.dtype:
-        """In which they are rounded."""
+        """Dtype to which products are rounded."""
         return _travels(self) if self.by_gram else self.ns_dtype
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def fed(
     a: Arithmetic,
     s: Settings,
 ) -> Tensor:  # (rows, cols) as `run` takes it
-    """What the step hands to the orthogonalizer, bit for bit: `lerp` gives an element the same bits in any shard."""
+    """The orthogonalizer's input, bit for bit as in the step: `lerp` gives an element equal bits in any shard."""
     grad = grad.to(a.grad_dtype)
     if s.weight_decay_mode == "l2" and s.weight_decay:
         weight = weight.to(a.weight_dtype)
@@ -126,7 +126,7 @@ def stepped(
     s: Settings,
     rounding: tuple[Stream, int] | None,  # random bits for half-precision weights, and which matrix of its parameter
 ) -> Tensor:  # (rows, cols), the weights' dtype
-    """What the weights become with this update: decayed, updated and rounded as the step does it."""
+    """Weights after this update: decayed, updated and rounded as the step does it."""
     weights, alpha = before.to(a.weight_dtype), s.lr * scale
     if BACKENDS[a.method].like_torch and rounding is None and s.weight_decay_mode == "decoupled":
         return weights.mul(1 - s.lr * s.weight_decay).add_(update.to(weights.device), alpha=-alpha)

@@ -1,4 +1,4 @@
-"""What an audit takes of a matrix: how it was chosen, what each rank says and holds of it, what is judged."""
+"""Matrices that an audit samples: their choice, and what each rank says and holds of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardmuon.variants import keeping
 
 
 def choose(count: int, samples: int, number: int) -> list[int]:
-    """Which of `count` matrices audit `number` takes: spread over the layers, others each time, all of them in turn."""
+    """Choose matrices of `count` for audit `number`: spread over the layers, others each time, all of them in turn."""
     if not count:
         return []
     stride = max(1, round(0.618 * count))
@@ -39,7 +39,7 @@ def choose(count: int, samples: int, number: int) -> list[int]:
 
 
 def stored_momentum(optimizer: Core, param: Tensor) -> Tensor:  # as the parameter's storage
-    """What is stored of a parameter's momentum on this rank; zeros before its first step."""
+    """A parameter's momentum as this rank stores it; zeros before its first step."""
     engine = engine_of(param)
     buffer = optimizer.state.get(param, {}).get(BUFFER)
     return torch.zeros_like(engine.storage(param)) if buffer is None else engine.storage(buffer)
@@ -61,7 +61,7 @@ def read_gradient(param: Tensor, aligned: Tensor | None) -> Tensor | None:
 
 
 def arithmetic_of(optimizer: Core, binding: Binding, item: Item, grad: Tensor | None) -> Arithmetic:
-    """How a matrix is orthogonalized, by the plan."""
+    """The arithmetic of a matrix by the plan."""
     param, choice = binding.members[item.param].param, Choice.of(item.how)
     stored = stored_momentum(optimizer, param).dtype
     return Arithmetic(
@@ -84,7 +84,7 @@ _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a rank finds of a sampled parameter, before the step.
+    """One rank's description of a sampled parameter before the step.
 
     Attributes:
         trouble: Why it cannot be described, or is not what was planned for; None: it is.
@@ -151,8 +151,7 @@ def keepers_of(kept: Kept, matrix: int) -> Ranks:
 
 
 def read_kept(optimizer: Core, sample: Sample, kept: Sequence[Kept]) -> dict[str, Tensor]:
-    """What stages keep of a matrix on this rank (copies, fp64, 1-D), by key: zeros before its first step, and nothing
-    of what other ranks keep."""
+    """Numbers that stages keep of a matrix on this rank, by key (copies, fp64, 1-D): zeros before its first step."""
     param, matrix = sample.param, sample.order[1]
     engine, found = engine_of(param), {}
     for stage, of_stage in zip(keeping(sample.settings.stages), kept, strict=True):

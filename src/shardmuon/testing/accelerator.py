@@ -1,4 +1,4 @@
-"""What can be asked of a step only on a real accelerator, as functions that take the device.
+"""Checks of a step that need a real accelerator, as functions that take the device.
 
 `tests/test_gpu.py` claims their answers, `benchmarks/gpu.py` writes them down beside timings. On a CPU they run too,
 where they have less to find: so they are known to run.
@@ -37,7 +37,7 @@ class Model(NamedTuple):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """All of them."""
+        """Matrices, then vectors."""
         return [*self.matrices, *self.vectors]
 
     def set_gradients(self, seed: int) -> None:

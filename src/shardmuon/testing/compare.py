@@ -40,7 +40,7 @@ STANDARD = Orthogonalizer(method="standard")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What one rank found. Numbers are over the steps and parameters it holds something of.
+    """The comparison on one rank. Numbers are over the steps and parameters it holds something of.
 
     Attributes:
         max_difference: Largest relative difference of a parameter's local update to the expected one.
@@ -174,7 +174,7 @@ class _LayoutRun:
         return {name: _local(self.optimizer.state[p]["momentum_buffer"]) for name, p in self._params.items()}
 
     def keeps(self, whole: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Whether this rank's copies of what stages keep have the bits of these."""
+        """True if this rank's copies of what stages keep have the bits of these."""
         return all(
             torch.equal(_local(found).view(-1), rows_stored(expected, found).view(-1))
             for name, of_param in whole.items()
@@ -183,7 +183,7 @@ class _LayoutRun:
         )
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Give nothing back: there is nothing to close."""
 
 
 @lru_cache(maxsize=64)
@@ -201,7 +201,7 @@ _REMEMBERED: dict[str, list[_Stepped]] = {}
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What is compared on one layout."""
+    """One comparison on one layout."""
 
     layout: str
     cases: Mapping[str, ParamCase]
