@@ -57,6 +57,19 @@ class Reference:
         """The result; with `longer` that of a matrix that was divided by so many times its norm."""
         return self._whole(self.ratios(longer))
 
+    def settles(self, eps: float) -> bool:
+        """True if rounding leaves at least half of the largest singular value's result: each step may move that value
+        by two spacings of the step's largest. Some schedules nearly cancel large values at first."""
+        exact = self.sigmas[-1] * self.ratios()[-1]
+        for off in (2 * eps, -2 * eps):
+            values = self.sigmas.clone()
+            for a, b, c in self.coefficients or ():
+                values = values * (a + values.square() * (b + c * values.square()))
+                values[-1] += off * values.abs().amax()
+            if self.coefficients is not None and float((values[-1] / exact - 1).abs()) > 0.5:
+                return False
+        return True
+
     @property
     def polar(self) -> Tensor:  # (rows, cols)
         """The polar factor; directions without a singular value stay zero."""
