@@ -136,8 +136,8 @@ def _asked(spread: Callable[[int], tuple[Measure, float]], difference: Tensor) -
 
 
 def _judge_dense(c: Compared) -> list[Finding]:
-    """Compare the same arithmetic's result with the exact one. Where the largest singular value settles its direction, a
-    result that is off by all of it is wrong, even if its shaken runs are, too, each in another way."""
+    """Compare the same arithmetic's result with the exact one. Where the largest singular value settles its direction,
+    a result that is off by all of it is wrong, even if its shaken runs are, too, each in another way."""
     e = c.evidence
     found, allowed = _asked(c.orthogonalizer, c.error)
     if allowed > BLIND:
