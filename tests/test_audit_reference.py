@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.dense import MatrixPieces, pieces_of
+from shardmuon.auditing.dense import block_of, part_of, sent_by
 from shardmuon.auditing.reference import momentum_of, recovered_update, reference_of
 from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.table import ParamLayout
@@ -208,51 +208,44 @@ def test_pieces_of_every_kind_come_together_to_the_matrix(name: str, kind: str) 
     layout = ParamLayout(matrix_view(case.shape, **case.options), (0, 1, 2), held)
     storage = [_stored(full, of_rank) for of_rank in held]
     for index, expected in enumerate(cut_matrices(case.view, full)):
-        pieces = pieces_of(layout, index)
-        found = pieces.assemble([pieces.select(s, rank) for rank, s in enumerate(storage)])
-        assert torch.equal(found, expected)
-        assert (pieces.rows, pieces.cols) == expected.shape
-        for rank in layout.ranks:
-            alone = pieces_of(layout, index, only=rank)
-            part = alone.assemble([alone.select(s, r) for r, s in enumerate(storage)])
-            there = torch.isin(expected, storage[rank])
-            assert torch.equal(part.isfinite(), there)
-            assert torch.equal(part[there], expected[there])
+        sent = torch.full((expected.numel(),), math.nan)
+        for rank, (of_rank, stored) in enumerate(zip(held, storage, strict=True)):
+            alone, part = part_of(layout.view, index, of_rank), sent_by(layout, index, rank)
+            there = torch.isin(expected.reshape(-1), stored).nonzero().flatten()
+            assert torch.equal(alone.select(stored), expected.reshape(-1)[alone.places])
+            assert torch.equal(alone.places.sort().values, there)
+            assert sent[part.places].isnan().all(), "each element is sent once"
+            sent[part.places] = part.select(stored)
+        assert torch.equal(sent.view(expected.shape), expected)
 
 
-def _held_by(pieces: MatrixPieces, rank: int) -> list[list[int]]:
-    """Row and column of every element of a matrix that a rank sends."""
-    marks = [torch.full((pieces.numel(r),), float(r == rank)) for r in pieces.ranks]
-    return (pieces.assemble(marks) == 1.0).nonzero().tolist()
+BLOCKS = {
+    # rows of two matrices alternate: one begins inside of the tensor, one lies in two intervals
+    "whole rows, and parts of others": (
+        matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),  # rows 0-2 and 4-6; rows 3 and 7
+        (Box((0, 0), (2, 6)), Box((2, 0), (6, 2)), Box((2, 2), (6, 4))),
+        [
+            [(slice(0, 2), slice(0, 6)), (slice(2, 6), slice(0, 2)), (slice(2, 6), slice(2, 6))],
+            [None, (slice(0, 2), slice(0, 2)), (slice(0, 2), slice(2, 6))],
+        ],
+    ),
+    "the second interval only": (
+        matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),
+        (Box((0, 0), (5, 6)), Box((5, 0), (3, 6))),  # of the first matrix: rows 0 to 3, and 4 and 5
+        [[(slice(0, 4), slice(0, 6)), (slice(4, 6), slice(0, 6))]],
+    ),
+    "ranges that end inside a row": (
+        matrix_view((6, 4)),
+        (FlatRange(0, 8), FlatRange(8, 14), FlatRange(14, 24)),
+        [[(slice(0, 2), slice(0, 4)), None, None]],
+    ),
+}
 
 
-def test_blocks_are_the_rectangles_that_lie_on_one_rank() -> None:
-    """Blocks of both matrices of a fused tensor: rank 0 holds whole rows, ranks 1 and 2 parts of the others. Rows of
-    the matrices alternate: one of them begins inside of the tensor, one lies in two intervals."""
-    view = matrix_view((8, 6), split_sizes=[3, 1], split_groups=2)  # rows 0-2 and 4-6; rows 3 and 7
-    boxes = (Box((0, 0), (2, 6)), Box((2, 0), (6, 2)), Box((2, 2), (6, 4)))
-    layout = ParamLayout(view, (0, 1, 2), tuple((Held(box, (0, 0)),) for box in boxes))
-    expected = [
-        [(slice(0, 2), slice(0, 6)), (slice(2, 6), slice(0, 2)), (slice(2, 6), slice(2, 6))],
-        [(slice(0, 2), slice(0, 2)), (slice(0, 2), slice(2, 6))],
-    ]
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_the_rectangles_that_lie_on_one_rank(name: str) -> None:
+    view, pieces, expected = BLOCKS[name]
     for matrix, blocks in enumerate(expected):
-        pieces = pieces_of(layout, matrix)
-        assert pieces.blocks() == blocks
-        for rank, (rows, cols) in zip(sorted(pieces.spots), blocks, strict=True):
-            inside = [[i, j] for i in range(rows.start, rows.stop) for j in range(cols.start, cols.stop)]
-            assert _held_by(pieces, rank) == inside
-
-
-def test_the_block_of_a_rank_that_holds_the_second_interval_only_begins_there() -> None:
-    view = matrix_view((8, 6), split_sizes=[3, 1], split_groups=2)
-    boxes = (Box((0, 0), (5, 6)), Box((5, 0), (3, 6)))  # of the first matrix: rows 0 to 3, and 4 and 5
-    layout = ParamLayout(view, (0, 1), tuple((Held(box, (0, 0)),) for box in boxes))
-    assert pieces_of(layout, 0).blocks() == [(slice(0, 4), slice(0, 6)), (slice(4, 6), slice(0, 6))]
-
-
-def test_blocks_of_flat_ranges_are_those_that_end_with_a_row() -> None:
-    view = matrix_view((6, 4))
-    cuts = [0, 8, 14, 24]  # the second ends inside row 3
-    held = tuple((Held(FlatRange(a, b), (0,)),) for a, b in itertools.pairwise(cuts))
-    assert pieces_of(ParamLayout(view, (0, 1, 2), held), 0).blocks() == [(slice(0, 2), slice(0, 4))]
+        for piece, block in zip(pieces, blocks, strict=True):
+            local = (0, 0) if isinstance(piece, Box) else (0,)
+            assert block_of(part_of(view, matrix, [Held(piece, local)]).places, view.matrices[matrix].cols) == block

@@ -29,7 +29,6 @@ from shardmuon import Muon, Orthogonalizer, schedule
 from shardmuon.orthogonalize import Products, orthogonalize, triton_symmetric
 from shardmuon.orthogonalize import choice as choice_module
 from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, work
-from shardmuon.orthogonalize.gram import plan_restarts
 from shardmuon.orthogonalize.reference import polar_factor
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.orthogonalize.triton_symmetric import symmetric_addmm, tile_position
@@ -442,9 +441,8 @@ def test_results_are_as_near_to_the_polar_factor_as_with_torchs_products(
     of_torch, of_triton = interpreted(_errors_then_back, kind, method, dtype, native)
     # each is off the exact steps by its rounding, so they differ by twice the bound
     coefficients = POLAR if method == "gram" else KELLER
-    restarts = plan_restarts(coefficients, dtype) if method == "gram" else None
     x = spectrum(kind, 48, 130).float()
-    bound = orthogonalization_bound(coefficients, dtype, x, restarts=restarts) / 48**0.5  # the polar factor's norm
+    bound = orthogonalization_bound(coefficients, dtype, x, gram=method == "gram") / 48**0.5  # the polar factor's norm
     assert abs(of_triton - of_torch) <= 2 * bound
     steps = schedule("polar_express" if method == "gram" else "keller")
     values = torch.linalg.svdvals(x.double())
@@ -504,8 +502,7 @@ def test_a_step_takes_the_kernel_that_was_measured_fastest(interpreted: Run, tmp
     plain, found, hows, without, available = interpreted(_steps, _file(tmp_path / "t.json"))
     assert not torch.equal(found, plain)
     # the first gradient alone: momentum scales it, which orthogonalizing does not see
-    restarts = plan_restarts(KELLER, FP32)
-    bound = orthogonalization_bound(KELLER, FP32, normal(40, 100, seed=1), restarts=restarts)
+    bound = orthogonalization_bound(KELLER, FP32, normal(40, 100, seed=1), gram=True)
     stored = 2 * roundoff(FP32) * float(plain.norm()) / 0.1  # decay and difference
     assert float((found - plain).norm()) / 0.1 <= 2 * (bound + stored)
     assert hows == ["gram float32 triton"]
@@ -717,5 +714,4 @@ def test_gpu_results_are_as_near_to_the_polar_factor_as_with_torchs_products(met
         float((orthogonalize(x[None].float(), POLAR, method=method, dtype=dtype, kernel=kernel)[0] - exact).norm())
         for kernel in ("torch", "triton")
     )
-    restarts = plan_restarts(POLAR, dtype) if method == "gram" else None
-    assert abs(of_triton - of_torch) <= 2 * orthogonalization_bound(POLAR, dtype, x.float(), restarts=restarts)
+    assert abs(of_triton - of_torch) <= 2 * orthogonalization_bound(POLAR, dtype, x.float(), gram=method == "gram")

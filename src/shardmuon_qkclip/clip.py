@@ -248,17 +248,12 @@ class QKClip:
             optimizer.register_load_state_dict_post_hook(lambda _: self.reset()),
             on_zero_grad(optimizer, self.reset),
         ]
-        if hasattr(optimizer, "audits"):
-            optimizer.audits.logits = self._past
 
     def close(self) -> None:
         """Take the hooks off model and optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        audits = getattr(self._optimizer, "audits", None)
-        if audits is not None and audits.logits == self._past:
-            audits.logits = None
 
     # --------------------------------------------------------------------------------------------------- measuring
 

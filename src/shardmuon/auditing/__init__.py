@@ -1,4 +1,4 @@
-"""Is it really Muon? Compare a live step with a dense reference computed beside it, and name what differs.
+"""Compare a live step with a dense reference computed beside it, and name what differs.
 
 `audit` asks for the next step; `Muon(audit=Audit(every=...))` asks every so many. `live` carries one audit out, `anew`
 describes parameters without the plan, `dense` puts a matrix together from its holders, `same` runs the live arithmetic

@@ -1,4 +1,4 @@
-"""How parameters lie now: described anew on every rank, and agreed without a plan. An audit takes no plan's word."""
+"""The layout of parameters as it is now, described anew on every rank: an audit takes no plan's word."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Said(NamedTuple):
-    """What one rank says of a parameter.
+    """One rank's description of a parameter.
 
     Attributes:
         ties: Who shares it.
@@ -52,7 +52,7 @@ class Describer:
         return Said(self._one(ties), claim._replace(form=self._one(claim.form), text=self._one(claim.text)))
 
     def describe(self, param: Tensor, group: Group) -> Said:
-        """What this rank says.
+        """Describe a parameter on this rank.
 
         Raises:
             ValueError: It cannot be told; without the parameter's name.
@@ -63,7 +63,7 @@ class Describer:
     def layout(
         self, param: Tensor, group: Group, everyone: Mapping[int, Said], view: Mapping[str, Any] | None
     ) -> ParamLayout:
-        """Who stores what, by what each rank of a set says.
+        """Lay a parameter out by the descriptions of all ranks of a set.
 
         Args:
             param, group: This rank's.

@@ -26,24 +26,25 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardmuon.auditing import same
-from shardmuon.auditing.dense import MatrixPieces
+from shardmuon.auditing.dense import Block, block_of
 from shardmuon.auditing.reference import Reference, recovered_update
-from shardmuon.auditing.same import Arithmetic
+from shardmuon.auditing.samples import Sample
 from shardmuon.auditing.stages import Applied
 from shardmuon.momentum.rounding import Stream
-from shardmuon.step.options import Settings
+from shardmuon.momentum.update import lr_scale
 
-Block = tuple[slice, slice]
 Measure = Callable[[Tensor], float]
-FIRST, ALL = 4, 16  # shaken runs: those that are always made, and those before anything is called a fault
+FIRST, ALL = 2, 16  # shaken runs: those that are always made, and those before anything is called a fault
 TIMES = 3.0  # how many times the largest of the shaken differences is allowed
 _FEW = 4  # elements that another order of sums may take to the next value where that weighs most
 _LONGER = 1 / 16  # by how much the norm is enlarged at most
+_TOGETHER = 1 << 22  # elements of shaken runs in one call
 _OWN = 1e-9  # error of the reference, of its largest direction: its Gram matrix squares what is small
 
 
@@ -52,22 +53,14 @@ class Evidence:
     """One whole matrix around a step, in fp64, and how it was meant to be stepped.
 
     Attributes:
-        scale: Factor on lr by the global shape.
-        scales: (rows, cols) that a rank stores -> the scale that it would give, and that must not be used.
+        places: Of each rank that sent elements of it: which.
         rounding: See `same.stepped`.
         kept, kept_after: By stages of its variant, before and after the step; fp64, 1-D.
         fresh: Keys of what had just been made or loaded.
     """
 
-    name: str
-    order: tuple[int, int]
-    owners: tuple[int, ...]
-    route: str
-    arithmetic: Arithmetic
-    settings: Settings
-    scale: float
-    scales: dict[tuple[int, int], float]
-    pieces: MatrixPieces
+    sample: Sample
+    places: list[Tensor]
     before: Tensor  # weights
     buffer: Tensor  # momentum before
     grad: Tensor
@@ -78,12 +71,41 @@ class Evidence:
     kept_after: Mapping[str, Tensor] = field(default_factory=dict)
     fresh: tuple[str, ...] = ()
 
+    def _scale(self, rows: int, cols: int) -> float:
+        s = self.sample.settings
+        return lr_scale(s.adjust_lr_fn, rows, cols, s.extra_scale_factor)
+
+    @cached_property
+    def scale(self) -> float:
+        """The factor on lr by the global shape."""
+        return self._scale(*self.before.shape)
+
+    @cached_property
+    def scales(self) -> dict[tuple[int, int], float]:
+        """(rows, cols) that a rank stores -> the scale that it would give, and that must not be used."""
+        shards = [(rows.stop - rows.start, cols.stop - cols.start) for rows, cols in self.blocks]
+        shards += [(s[0], math.prod(s[1:])) for s in self.sample.shapes if len(s) > 1 and 0 not in s]
+        found = {}
+        for shape in dict.fromkeys(shards):
+            if shape != self.before.shape:
+                try:
+                    found[shape] = self._scale(*shape)
+                except Exception:  # the caller's own scale need not know shapes of shards
+                    continue
+        return found
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """Rectangles of the matrix that lie on one rank; other shapes (kernels cut inside) are left out."""
+        found = [block_of(places, self.before.shape[1]) for places in self.places]
+        return [block for block in found if block is not None]
+
     @cached_property
     def parts(self) -> dict[str, list[Block]]:
         """Shards and halves of the matrix, of which somebody may have taken one for the whole. At least two of each."""
         rows, cols = self.before.shape
         cuts = {
-            "shards": self.pieces.blocks(),
+            "shards": self.blocks,
             "halves of its rows": [(slice(0, rows // 2), slice(0, cols)), (slice(rows // 2, rows), slice(0, cols))],
             "halves of its columns": [(slice(0, rows), slice(0, cols // 2)), (slice(0, rows), slice(cols // 2, cols))],
         }
@@ -93,47 +115,24 @@ class Evidence:
             if len(blocks) > 1 and all(side.stop > side.start for block in blocks for side in block)
         }
 
-    def orthogonalized(self, value: Tensor, *, nudged: bool = False) -> Tensor:  # (rows, cols) fp64
-        """A matrix in the live arithmetic. `nudged`: see `same.run`."""
-        return same.run(value, self.arithmetic, self.settings, nudged=nudged).to(torch.float64)
-
-    def shaken(self, fed: Tensor, reference: Reference | None, seed: int) -> Tensor:  # (rows, cols) fp64
-        """The result of another version of the same input: [Note: the shake].
-
-        Args:
-            fed: The input.
-            reference: Its exact result, for a shake of all elements and of the norm. None: of the order and `_FEW`.
-            seed: Of the shake.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        rows, cols = (torch.randperm(n, generator=generator).to(fed.device) for n in fed.shape)
-        nudges = torch.rand(fed.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
-        longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
-        if reference is None:
-            nudges.view(-1)[torch.randperm(fed.numel(), generator=generator)[_FEW:]] = 0.0
-            nudges, longer = nudges.sign(), 1.0
-        x = fed.to(torch.float64) * (1 + torch.finfo(self.arithmetic.products).eps * nudges.to(fed.device))
-        bordered = torch.nn.functional.pad(x[rows][:, cols], (0, 1, 0, 1))
-        norm = float(x.norm())
-        bordered[-1, -1] = norm * math.sqrt(longer**2 - 1)
-        found = torch.zeros_like(x)
-        if reference is not None:
-            least = self.settings.eps if self.arithmetic.method == "torch" else 0.0
-            found = reference.update() - reference.update(max(longer * norm, least) / max(norm, least))
-        found[rows.unsqueeze(1), cols] += self.orthogonalized(bordered, nudged=True)[:-1, :-1]
-        return found
+    def orthogonalized(self, values: Tensor, *, nudged: bool = False) -> Tensor:  # (..., rows, cols), fp64 out
+        """Matrices in the live arithmetic. `nudged`: see `same.run`."""
+        batch = values.view(-1, *values.shape[-2:])
+        found = same.run(batch, self.sample.arithmetic, self.sample.settings, nudged=nudged)
+        return found.to(torch.float64).view(values.shape)
 
     def stepped(
         self,
         result: Tensor,  # (rows, cols) fp64, of the orthogonalizer
         factor: Tensor | None = None,  # of the stages after the orthogonalizer; default: by their formulas
     ) -> Stepped:
-        """What the step makes of a result: stages, weights, rounding."""
-        applied = Applied(self.settings.stages, self.kept, factor)
+        """Step the weights with a result: stages, decay, rounding."""
+        arithmetic, settings = self.sample.arithmetic, self.sample.settings
+        applied = Applied(settings.stages, self.kept, factor)
         staged = applied.to_result(result) if factor is None else result * factor
         if applied.factor is not None:
-            staged = staged.to(self.arithmetic.wire_dtype).to(torch.float64)
-        updated = same.stepped(self.before, staged, self.scale, self.arithmetic, self.settings, self.rounding)
+            staged = staged.to(arithmetic.wire_dtype).to(torch.float64)
+        updated = same.stepped(self.before, staged, self.scale, arithmetic, settings, self.rounding)
         return Stepped(staged, updated, applied.to_weights(updated).to(torch.float64), applied)
 
 
@@ -147,6 +146,20 @@ class Stepped:
     applied: Applied
 
 
+class Shaken(NamedTuple):
+    """A step of a shaken result.
+
+    Attributes:
+        lengths: (m,) of its update beside the dense one's, in each direction.
+        norm: Of the weights after it.
+        kept: By stages.
+    """
+
+    lengths: Tensor
+    norm: float
+    kept: Mapping[str, Tensor]
+
+
 @dataclass
 class Compared:
     """The update of one matrix beside the same arithmetic run densely, and that beside the exact one.
@@ -155,6 +168,8 @@ class Compared:
         fed: What should have been orthogonalized, as the orthogonalizer takes it.
         dense: The same arithmetic's result.
         step: What the weights become with it.
+        orders: What `in_other_orders` has made so far.
+        errors: What `nudged` has.
     """
 
     evidence: Evidence
@@ -162,75 +177,128 @@ class Compared:
     dense: Tensor
     step: Stepped
     reference: Reference
-    runs: dict[bool, list[Tensor]] = field(default_factory=dict)  # shaken results, by whether of the order alone
+    orders: list[Shaken] = field(default_factory=list)
+    errors: list[Tensor] = field(default_factory=list)
 
     def recovered(self, after: Tensor) -> Tensor:  # (rows, cols) fp64
         """The result of the orthogonalizer that led to these weights, if the stages did what they should."""
         e, applied = self.evidence, self.step.applied
-        update = recovered_update(e.before, applied.undone(after), e.settings, e.scale, self.step.staged)
+        update = recovered_update(e.before, applied.undone(after), e.sample.settings, e.scale, self.step.staged)
         return update if applied.factor is None else update / applied.factor
 
     @cached_property
     def update(self) -> Tensor:
-        """As it was applied."""
+        """The update that the step applied."""
         return self.recovered(self.evidence.after)
 
     @cached_property
     def arrived(self) -> Tensor:
-        """What of the dense result the weights can hold."""
+        """The part of the dense result that the weights can hold."""
         return self.recovered(self.step.after)
 
     def arrives(self, result: Tensor) -> Tensor:
-        """What would be recovered if this were the result, multiplied with what the dense one is: rounding included."""
+        """Recover this result from weights stepped with it and with the dense result's factors: rounding included."""
         return self.recovered(self.evidence.stepped(result, self.step.applied.factor).after)
 
-    def shaken(self, count: int, *, of_order: bool = True) -> list[Tensor]:
-        """So many shaken results."""
-        runs = self.runs.setdefault(of_order, [])
-        while len(runs) < count:
-            runs.append(self.evidence.shaken(self.fed, None if of_order else self.reference, len(runs)))
-        return runs[:count]
+    def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
+        """A matrix in the reference's coordinates, in the precision that its arithmetic needs."""
+        return self.reference.seen(matrix.to(self._wide))
 
     @cached_property
-    def steps(self) -> list[Stepped]:
-        """Of all shaken results."""
-        return [self.evidence.stepped(result) for result in self.shaken(ALL)]
+    def exact(self) -> Tensor:  # (m, n) fp64
+        """The exact result in the reference's coordinates."""
+        return self.reference.ratios().unsqueeze(1) * self.reference.coords
+
+    @cached_property
+    def error(self) -> Tensor:  # (m, n) fp64
+        """The dense result beside exact arithmetic, in the reference's coordinates."""
+        return self.reference.seen(self.dense) - self.exact
+
+    def in_other_orders(self, count: int) -> list[Shaken]:
+        """So many steps of results whose sums were taken in another order: [Note: the shake]."""
+        for seeds in self._batches(len(self.orders), count):
+            made, orders = [], []
+            for seed in seeds:
+                generator, x = torch.Generator().manual_seed(seed), self.fed.to(torch.float64, copy=True)
+                few = torch.randint(x.numel(), (_FEW,), generator=generator)
+                signs = torch.randint(2, (_FEW,), generator=generator) * 2 - 1
+                x.view(-1)[few.to(x.device)] *= (1 + self._eps * signs).to(x.device, x.dtype)
+                orders.append([torch.randperm(n, generator=generator).to(x.device) for n in x.shape])
+                made.append(x[orders[-1][0]][:, orders[-1][1]])
+            results = self.evidence.orthogonalized(torch.stack(made), nudged=True)
+            for result, (rows, cols) in zip(results, orders, strict=True):
+                step = self.evidence.stepped(result[rows.argsort()][:, cols.argsort()])
+                lengths = _lengths(self.seen(self.recovered(step.after) - self.arrived))
+                self.orders.append(Shaken(lengths, float(step.after.norm()), step.applied.kept))
+        return self.orders[:count]
+
+    def nudged(self, count: int) -> list[Tensor]:  # (m,) each
+        """Lengths of so many shaken errors beside exact arithmetic, as differences from the dense result's: [Note: the
+        shake]."""
+        reference, a, s = self.reference, self.evidence.sample.arithmetic, self.evidence.sample.settings
+        for seeds in self._batches(len(self.errors), count):
+            made, longers = [], []
+            for seed in seeds:
+                generator = torch.Generator().manual_seed(seed)
+                nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
+                x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
+                norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
+                longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
+                made.append(torch.nn.functional.pad(x, (0, 1, 0, 1)))
+                made[-1][-1, -1] = norm * math.sqrt(longer**2 - 1)
+                least = s.eps if a.method == "torch" else 0.0
+                longers.append(max(longer * norm, least) / max(norm, least))
+            results = self.evidence.orthogonalized(torch.stack(made), nudged=True)[:, :-1, :-1]
+            for result, longer in zip(results, longers, strict=True):
+                less = (reference.ratios() - reference.ratios(longer)).unsqueeze(1) * reference.coords
+                self.errors.append(_lengths(self.seen(result - self.dense) + less.to(self._wide)))
+        return self.errors[:count]
+
+    def _batches(self, done: int, count: int) -> list[range]:
+        """Seeds of the shaken runs that are still to be made, as many together as memory allows."""
+        together = max(1, _TOGETHER // self.fed.numel())
+        return [range(at, min(at + together, count)) for at in range(done, count, together)]
+
+    @property
+    def _eps(self) -> float:
+        return torch.finfo(self.evidence.sample.arithmetic.products).eps
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.float64 if self.evidence.sample.arithmetic.products == torch.float64 else torch.float32
 
     def spread(self, count: int) -> tuple[Measure, float]:
         """`_beside` the updates of so many steps in another order."""
-        after = [self.evidence.stepped(result).after for result in self.shaken(count)]
-        return self._beside([self.recovered(weights) - self.arrived for weights in after], self.arrived, self._spacing)
+        shaken = [step.lengths for step in self.in_other_orders(count)]
+        return self._beside(shaken, self.seen(self.arrived), self._spacing)
 
     @property
     def _spacing(self) -> float:
-        """What one weight, the largest, taken to its next value makes of the update."""
-        e, factor = self.evidence, self.step.applied.factor
-        spacing = torch.finfo(e.arithmetic.weight_dtype).eps * float(self.step.after.abs().amax())
-        return spacing / abs(e.settings.lr * e.scale) / (1.0 if factor is None else float(factor.abs().amin()))
+        """Change of the update when the largest weight goes to its next value."""
+        sample, scale, factor = self.evidence.sample, self.evidence.scale, self.step.applied.factor
+        spacing = torch.finfo(sample.arithmetic.weight_dtype).eps * float(self.step.after.abs().amax())
+        return spacing / abs(sample.settings.lr * scale) / (1.0 if factor is None else float(factor.abs().amin()))
 
     def orthogonalizer(self, count: int) -> tuple[Measure, float]:
-        """`_beside` so many shaken results."""
-        runs = self.shaken(count, of_order=False)
-        return self._beside([result - self.dense for result in runs], self.reference.update())
+        """`_beside` so many shaken errors."""
+        return self._beside(self.nudged(count), self.exact)
 
-    def _beside(self, differences: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[Measure, float]:
-        """How a difference is measured beside those that rounding makes, and what is allowed: [Note: the shake].
+    def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[Measure, float]:
+        """A measure of differences beside those that rounding makes, and the largest allowed: [Note: the shake].
 
         Args:
-            differences: Of shaken runs.
-            expected: What all these are differences from.
+            lengths: Of shaken differences.
+            expected: What all these are differences from, in the reference's coordinates, as is what is measured.
             least: What no direction is settled better than.
         """
-        eps = torch.finfo(self.evidence.arithmetic.products).eps
-        wide = torch.float64 if self.evidence.arithmetic.products == torch.float64 else torch.float32
-
-        def lengths(matrix: Tensor) -> Tensor:  # (m,)
-            found: Tensor = torch.linalg.vector_norm(self.reference.seen(matrix.to(wide)), dim=1)
-            return found.double()
-
-        own, shaken = lengths(expected), torch.stack([lengths(difference) for difference in differences])
-        floor = (eps * own).square() + (_OWN * own.amax()).square() + least**2 + 1e-300
+        own, shaken = _lengths(expected), torch.stack(list(lengths))
+        floor = (self._eps * own).square() + (_OWN * own.amax()).square() + least**2 + 1e-300
         noise = (shaken.square().mean(0) + floor).sqrt()
         unit = 1 / max(float((own / noise).amax()), 1e-300)
         allowed = TIMES * unit * max(1.0, float((shaken / noise).amax()))
-        return lambda difference: unit * float((lengths(difference) / noise).amax()), allowed
+        return lambda difference: unit * float((_lengths(difference) / noise).amax()), allowed
+
+
+def _lengths(coords: Tensor) -> Tensor:  # (m, n) -> (m,) fp64
+    found: Tensor = torch.linalg.vector_norm(coords, dim=1)
+    return found.double()

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,7 +22,6 @@ from shardmuon.auditing.reference import momentum_of, reference_of, relative_dif
 from shardmuon.auditing.report import Finding, MatrixRow
 
 BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
-_NUM_SHOWN = 128
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound: `_judge_momentum` allows two
 
 
@@ -44,51 +43,52 @@ class Judged:
 def judge(e: Evidence) -> Judged:
     """Compare a step of one matrix with the reference. Names no causes: `naming.name_fault` does."""
     tensors = {"weights": e.before, "momentum": e.buffer, "gradient": e.grad, "updated weights": e.after}
-    bad = [name for name, value in tensors.items() if not bool(value.isfinite().all())]
+    bad = [
+        name for name, value in tensors.items() if not math.isfinite(float(torch.linalg.vector_norm(value, math.inf)))
+    ]
     if bad:
         finding = Finding(
             "not_finite",
-            e.name,
+            e.sample.name,
             f"NaN or infinity in {', '.join(bad)}",
             "finite numbers",
             "Skip steps whose gradients are not finite, and return to a checkpoint from before the first one",
         )
-        return Judged(e, _row(e, "fault"), [finding])
+        return Judged(e, e.sample.row("fault", expected_scale=e.scale), [finding])
     e = replace(e, kept={**e.kept, **norms.started(e)})
-    expected, fed = momentum_of(e.buffer, e.grad, e.before, e.settings)
+    expected, fed = momentum_of(e.buffer, e.grad, e.before, e.sample.settings)
     findings, momentum = _judge_momentum(e, expected, fed)
     findings += norms.judge_before(e)
-    frozen = e.settings.lr * e.scale == 0.0
+    frozen = e.sample.settings.lr * e.scale == 0.0
     if frozen or not bool(fed.any()):
         status = "lr is 0" if frozen else "zero"
-        return Judged(e, _row(e, status, **momentum), findings + _judge_still(e))
-    travelled = same.fed(e.buffer, e.grad, e.before, e.arithmetic, e.settings)
-    live = stages.prepared(travelled, e.settings.stages)
+        return Judged(e, e.sample.row(status, expected_scale=e.scale, **momentum), findings + _judge_still(e))
+    travelled = same.fed(e.buffer, e.grad, e.before, e.sample.arithmetic, e.sample.settings)
+    live = stages.prepared(travelled, e.sample.settings.stages)
     if live is not travelled:
         findings += _judge_prepared(e, travelled, live)
     return _verdict(e, _compared(e, live), findings, momentum)
 
 
 def _compared(e: Evidence, live: Tensor) -> Compared:
-    a, s = e.arithmetic, e.settings
+    a, s = e.sample.arithmetic, e.sample.settings
     reference = reference_of(live, s.coefficients, method="gram" if a.by_gram else a.method, eps=s.eps)
     dense = e.orthogonalized(live)
     return Compared(e, live, dense, e.stepped(dense), reference)
 
 
 def _judge_still(e: Evidence) -> list[Finding]:
-    """Nothing is orthogonalized, or nothing of it applied: the weights may decay and no more."""
-    applied = stages.Applied(e.settings.stages, e.kept)
-    expected = same.stepped(e.before, torch.zeros_like(e.before), e.scale, e.arithmetic, e.settings, e.rounding)
-    left = float((e.after - applied.to_weights(expected).to(torch.float64)).norm())
-    roundings = torch.finfo(e.arithmetic.weight_dtype).eps + (2 * norms.EPS if applied.on_weights is not None else 0.0)
+    """Check a step that applies nothing: the weights may decay and no more."""
+    step, eps = e.stepped(torch.zeros_like(e.before), torch.ones(())), torch.finfo(e.sample.arithmetic.weight_dtype).eps
+    left = float((e.after - step.after).norm())
+    roundings = eps + (2 * norms.EPS if step.applied.on_weights is not None else 0.0)
     allowed = roundings * (float(e.before.norm()) + float(e.after.norm()))
     if left <= allowed + 1e-12:
         return []
     return [
         Finding(
             "update_differs",
-            e.name,
+            e.sample.name,
             f"nothing was to be applied, but the weights differ by {left:.1e} from decayed ones",
             f"{allowed:.1e}",
             "Something else writes to these weights between the beginning and the end of step()",
@@ -98,17 +98,17 @@ def _judge_still(e: Evidence) -> list[Finding]:
 
 def _judge_prepared(e: Evidence, fed: Tensor, live: Tensor) -> list[Finding]:
     """The live stages' input of the orthogonalizer beside the formulas'."""
-    difference = relative_difference(live.double(), stages.by_formula(fed, e.settings.stages))
+    difference = relative_difference(live.double(), stages.by_formula(fed, e.sample.settings.stages))
     # each element: the factor and the product, rounded once for each stage
-    allowed = 2 * torch.finfo(live.dtype).eps * len(e.settings.stages) + 2.0**-45
+    allowed = 2 * torch.finfo(live.dtype).eps * len(e.sample.settings.stages) + 2.0**-45
     if difference <= allowed:
         return []
     text = f"what its variant feeds to the orthogonalizer differs by {difference:.2g} from the formula in fp64"
-    return [Finding("variant_wrong", e.name, text, f"{allowed:.1e}", norms.STAGE)]
+    return [Finding("variant_wrong", e.sample.name, text, f"{allowed:.1e}", norms.STAGE)]
 
 
 def _judge_kept(c: Compared) -> list[Finding]:
-    """What stages keep after the step beside the formulas'."""
+    """Compare the numbers that stages keep after the step with the formulas'."""
     e, findings = c.evidence, []
     for key, expected in c.step.applied.kept.items():
         found, size = e.kept_after[key], max(float(expected.abs().sum()), 1e-300)
@@ -116,11 +116,11 @@ def _judge_kept(c: Compared) -> list[Finding]:
         # a mean of squares and the average, in fp32
         allowed = (math.sqrt(max(e.before.shape) / 6) + 2 * norms.ROUNDINGS) * norms.EPS * size
         if difference > allowed:
-            allowed += TIMES * max(float((step.applied.kept[key] - expected).abs().sum()) for step in c.steps)
+            allowed += TIMES * max(float((run.kept[key] - expected).abs().sum()) for run in c.in_other_orders(ALL))
         if difference > allowed:
             unchanged = ": it is that of before the step" if torch.equal(found, e.kept[key]) else ""
             text = f"its {key} after the step differs by {difference / size:.2g} from the formula in fp64{unchanged}"
-            findings.append(Finding("kept_wrong", e.name, text, f"{allowed / size:.1e}", norms.STAGE))
+            findings.append(Finding("kept_wrong", e.sample.name, text, f"{allowed / size:.1e}", norms.STAGE))
     return findings
 
 
@@ -136,22 +136,23 @@ def _asked(spread: Callable[[int], tuple[Measure, float]], difference: Tensor) -
 
 
 def _judge_dense(c: Compared) -> list[Finding]:
-    """The same arithmetic's result beside the exact one. The largest singular value settles its direction whatever the
-    arithmetic: one that is off by all there is wrong, even if its shaken runs are, too, each in another way."""
-    e, exact = c.evidence, c.reference.update()
-    found, allowed = _asked(c.orthogonalizer, c.dense - exact)
+    """Compare the same arithmetic's result with the exact one. Where the largest singular value settles its direction,
+    a result that is off by all of it is wrong, even if its shaken runs are, too, each in another way."""
+    e = c.evidence
+    found, allowed = _asked(c.orthogonalizer, c.error)
     if allowed > BLIND:
-        top, right = (c.reference.seen(matrix)[-1] for matrix in (c.dense, exact))
-        found, allowed = relative_difference(top, right), 1.0
+        if not c.reference.settles(torch.finfo(e.sample.arithmetic.products).eps):
+            return []
+        found, allowed = float(c.error[-1].norm() / c.exact[-1].norm().clamp(min=1e-30)), 1.0
     if found <= allowed:
         return []
     return [
         Finding(
             "orthogonalizer_wrong",
-            e.name,
-            f"{e.arithmetic} run by itself on the whole matrix differs from exact arithmetic by {found:.2g} in the "
-            "directions that rounding leaves settled",
-            f"{allowed:.1e} ({e.arithmetic}, this very matrix shaken)",
+            e.sample.name,
+            f"{e.sample.arithmetic} run by itself on the whole matrix differs from exact arithmetic by {found:.2g} in "
+            "the directions that rounding leaves settled",
+            f"{allowed:.1e} ({e.sample.arithmetic}, this very matrix shaken)",
             "The orthogonalizer itself is wrong, or what it calls: run `shardmuon verify`, try another "
             "`Orthogonalizer.method`, and look for what replaces torch's products",
         )
@@ -162,7 +163,7 @@ def _status(c: Compared) -> tuple[str, float, float]:
     """The verdict with the difference and what is allowed; of equal bits what is allowed beside exact arithmetic."""
     if torch.equal(c.evidence.after, c.step.after):
         return "ok", 0.0, c.orthogonalizer(FIRST)[1]
-    difference, allowed = _asked(c.spread, c.update - c.arrived)
+    difference, allowed = _asked(c.spread, c.seen(c.update - c.arrived))
     if allowed > BLIND:
         return "inconclusive", difference, allowed
     return ("ok" if difference <= allowed else "fault"), difference, allowed
@@ -172,28 +173,20 @@ def _verdict(e: Evidence, c: Compared, findings: list[Finding], momentum: dict[s
     status, difference, allowed = _status(c)
     of_norm = norms.judge_after(c)
     findings = [*findings, *of_norm, *_judge_dense(c), *_judge_kept(c)]
-    results, polar = c.reference.sigmas * c.reference.ratios(), c.reference.polar
-    applied = singular_values(c.update)
+    results, applied = (c.reference.sigmas * c.reference.ratios()).abs(), singular_values(c.update)
     arrived = along(c.arrived, c.dense)
     if arrived < 1 - BLIND:
         findings.append(_swallowed(e, arrived))
-    row = _row(
-        e,
+    row = e.sample.row(
         status,
         compared=True,
         difference=difference,
         allowed=allowed,
         scale=along(c.update, c.arrived) * e.scale,
+        expected_scale=e.scale,
         sigma_min=float(applied[0]),
         sigma_max=float(applied[-1]),
-        band=(float(results.abs().amin()), float(results.abs().amax())),
-        orthogonality=_orthogonality(applied),
-        expected_orthogonality=_orthogonality(results),
-        polar_distance=relative_difference(c.update, polar),
-        expected_polar_distance=relative_difference(c.reference.update(), polar),
-        sigmas=_shown(c.reference.sigmas),
-        results=_shown(results),
-        applied=_shown(applied),
+        band=(float(results.amin()), float(results.amax())),
         **momentum,
     )
     return Judged(e, row, findings, None if of_norm else c)  # what is named needs no other name
@@ -206,7 +199,7 @@ def along(update: Tensor, expected: Tensor) -> float:
 
 
 def _judge_momentum(e: Evidence, expected: Tensor, fed: Tensor) -> tuple[list[Finding], dict[str, float]]:
-    size, stored = float(expected.norm()), e.arithmetic.stored_dtype
+    size, stored = float(expected.norm()), e.sample.arithmetic.stored_dtype
     # Storing rounds each element once, by at most an eps. 8-bit codes ([Note: 8-bit codes] in momentum/stores.py) step
     # by 2 sqrt(|x| s) / 127 at x in a block of scale s: over a block of 128 with one large element at most 2 / 127 *
     # sqrt(6.2) of its norm. The gradient is rounded to the momentum's dtype, and so are the two terms of its update.
@@ -228,47 +221,20 @@ def _judge_momentum(e: Evidence, expected: Tensor, fed: Tensor) -> tuple[list[Fi
         what = f"its norm went from {size:.3g} to {norm:.3g}: it holds a result of the orthogonalizer"
     remedy = "The orthogonalizer must not write to its input; nothing but the step may write to the momentum"
     return [
-        Finding(name, e.name, f"momentum after the step: {what}", f"a difference of {allowed:.1e}", remedy)
+        Finding(name, e.sample.name, f"momentum after the step: {what}", f"a difference of {allowed:.1e}", remedy)
     ], numbers
 
 
 def _swallowed(e: Evidence, ratio: float) -> Finding:
     return Finding(
         "update_lost_to_rounding",
-        e.name,
-        f"{100 * max(0.0, ratio):.0f}% of the update arrived: {e.arithmetic.weight_dtype} weights are too coarse for "
-        f"lr={e.settings.lr:g}",
+        e.sample.name,
+        f"{100 * max(0.0, ratio):.0f}% of the update arrived: {e.sample.arithmetic.weight_dtype} weights are too "
+        f"coarse for lr={e.sample.settings.lr:g}",
         "at least half of it",
         "Keep the weights in float32 or raise the learning rate",
         "warning",
     )
-
-
-def _row(e: Evidence, status: str, **found: object) -> MatrixRow:
-    return MatrixRow(
-        e.name,
-        e.order,
-        e.pieces.rows,
-        e.pieces.cols,
-        e.owners,
-        e.route,
-        str(e.arithmetic),
-        status,
-        expected_scale=e.scale,
-        momentum_dtype=str(e.arithmetic.stored_dtype).removeprefix("torch."),
-        **found,  # type: ignore[arg-type]
-    )
-
-
-def _orthogonality(sigmas: Tensor) -> float:
-    return float((sigmas.square() - 1).square().mean().sqrt())
-
-
-def _shown(values: Tensor) -> tuple[float, ...]:
-    if len(values) > _NUM_SHOWN:
-        values = values[torch.linspace(0, len(values) - 1, _NUM_SHOWN, device=values.device).round().long()]
-    found: Sequence[float] = values.tolist()
-    return tuple(found)
 
 
 def sine(first: Tensor, second: Tensor) -> float:

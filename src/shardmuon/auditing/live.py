@@ -17,20 +17,19 @@ import torch
 from torch import Tensor
 
 from shardmuon.auditing.anew import Describer, Said
-from shardmuon.auditing.dense import MatrixPieces, collect, pieces_of
+from shardmuon.auditing.dense import collect, sent_by
 from shardmuon.auditing.evidence import Evidence
 from shardmuon.auditing.judge import Judged, judge
 from shardmuon.auditing.naming import name_fault
 from shardmuon.auditing.news import News
 from shardmuon.auditing.replicas import Prints, Replicated, local_prints, said_of_adamws, sharers
-from shardmuon.auditing.report import AuditReport, Finding, MatrixRow, RoutedParam
-from shardmuon.auditing.routing import idle_params, routes_of
+from shardmuon.auditing.report import AuditReport, Finding, MatrixRow
+from shardmuon.auditing.routing import idle_params, misrouted
 from shardmuon.auditing.samples import (
     Found,
     Sample,
     arithmetic_of,
     choose,
-    evidence_of,
     keepers_of,
     read_gradient,
     read_kept,
@@ -65,7 +64,6 @@ class StepAudit:
         self._rank = my_rank()
         self._news = News()
         self._describer = Describer()
-        self._routes: list[RoutedParam] = []
         self._skipped: list[MatrixRow] = []
         self._ran = optimizer.traffic.orthogonalized
         self._current = self._news.caught("its parameters", self._current_params) or []
@@ -115,7 +113,7 @@ class StepAudit:
         ]
 
     def _unlike_model(self) -> list[Finding]:
-        """Where the step is on copies of the model's weights: which are not what the model has."""
+        """Find copies that are stepped in place of the model's weights and do not equal them."""
         return [
             Finding(
                 "weights_elsewhere",
@@ -131,9 +129,8 @@ class StepAudit:
         asked = self._schedule.asked
         rows = self._optimizer.routing if asked is None or asked.rows is None else asked.rows
         groups = self._optimizer.param_groups
-        self._routes, findings = routes_of(groups, rows)
         patience = PATIENCE if asked is None else asked.patience
-        return findings + idle_params(groups, self._schedule.kept.idle, patience)
+        return misrouted(groups, rows) + idle_params(groups, self._schedule.kept.idle, patience)
 
     def _take(self, ranks: Ranks, members: Sequence[int]) -> list[Sample]:
         """Choose this set's matrices, exchange descriptions, and copy what the step is about to change."""
@@ -155,12 +152,15 @@ class StepAudit:
                 lambda i=index, m=matrix, h=heard: self._read(i, m, h),  # type: ignore[misc]
             )
             read.append(sample)
-        there = gather([sample is not None for sample in read], ranks)  # what one could not read, none gathers
-        taken = [s for s, *on in zip(read, *there, strict=True) if s is not None and all(on)]
-        shapes = sorted({(s.pieces.rows, s.pieces.cols) for s in taken})
+        sizes = gather([None if sample is None else len(sample.part.places) for sample in read], ranks)
+        taken = []
+        for at, sample in enumerate(read):
+            of_ranks, has_grad = [theirs[at] for theirs in sizes], [theirs[at].has_grad for theirs, _ in everyone]
+            if sample is not None and self._is_whole(sample, of_ranks, has_grad):
+                taken.append(sample)
+        shapes = sorted({sample.shape for sample in taken})
         for sample in taken:  # matrices of one shape meet on one rank, which can tell if they were swapped
-            where = shapes.index((sample.pieces.rows, sample.pieces.cols)) + self._schedule.num_audits
-            sample.target = ranks[where % len(ranks)]
+            sample.target = ranks[(shapes.index(sample.shape) + self._schedule.num_audits) % len(ranks)]
             index, matrix = sample.order
             for kept in plan.specs[index].kept:  # it must be there to judge by
                 keepers = keepers_of(kept, matrix)
@@ -172,7 +172,7 @@ class StepAudit:
         return said_of_adamws(self._optimizer, ranks, self._describer)
 
     def _find(self, index: int, ranks: Ranks) -> Found:
-        """What this rank finds of a parameter; what goes wrong is reported by every rank of the set."""
+        """Describe a parameter here; an exception is reported by every rank of the set."""
         try:
             return self._describe(index, ranks)
         except Exception as error:
@@ -212,31 +212,19 @@ class StepAudit:
             return None
         if layout.digest != planned.digest:
             self._news.stale(member.name, "its pieces lie on other ranks than the plan says")
-        pieces = pieces_of(layout, matrix)
         item = next(i for i in plan.items if (i.param, i.matrix) == (index, matrix))
-        count = len(layout.view.matrices)
-        name = member.name if count == 1 else f"{member.name}[{matrix}]"
+        name = member.name if len(layout.view.matrices) == 1 else f"{member.name}[{matrix}]"
         if len(layout.ranks) == 1 and len(self._binding.table.sets) > 1:
             name += f" (rank {self._rank})"  # other ranks have one of that name, too
-        settings = settings_of(group)
-        arithmetic = arithmetic_of(
-            self._optimizer, self._binding, item, read_gradient(param, self._proposal.grads[index])
-        )
-        without = unchecked(settings.stages)
-        if without:
-            self._not_checked(name, (index, matrix), pieces, str(arithmetic), without)
-            return None
-        have = [theirs.has_grad for rank, theirs in heard.items() if rank in pieces.spots]
-        if not all(have):
-            self._without_gradient(name, (index, matrix), pieces, str(arithmetic), have)
-            return None
+        grad = read_gradient(param, self._proposal.grads[index])
         sample = Sample(
             name,
             (index, matrix),
             param,
-            settings,
-            arithmetic,
-            pieces,
+            settings_of(group),
+            arithmetic_of(self._optimizer, self._binding, item, grad),
+            layout,
+            sent_by(layout, matrix, self._rank),
             tuple(theirs.claim.stored for theirs in said.values()),
             item.owners,
             item.route,
@@ -245,6 +233,22 @@ class StepAudit:
         sample.before = self._news.caught(name, lambda: self._read_before(sample)) or self._unknown(sample, 3)
         sample.kept = self._news.caught(name, lambda: self._kept_of(sample)) or {}
         return sample
+
+    def _is_whole(self, sample: Sample, sizes: list[Any], has_grad: Sequence[bool]) -> bool:
+        """True if each rank could read its part, there are gradients, and the audit knows its stages."""
+        if None in sizes:
+            return False
+        sample.sizes, without = sizes, unchecked(sample.settings.stages)
+        have = [has for has, size in zip(has_grad, sizes, strict=True) if size]
+        if without or not any(have):
+            if self._rank == sample.layout.ranks[0]:
+                self._skipped.append(sample.row(f"not checked: {without}" if without else "no gradient"))
+            return False
+        if not all(have):
+            text = f"only {sum(have)} of the {len(have)} ranks that hold pieces of it have a gradient"
+            remedy = "Set the missing gradients to zeros"
+            self._news.findings.append(Finding("gradient_missing", sample.name, text, "all or none", remedy))
+        return all(have)
 
     def _read_before(self, sample: Sample) -> list[Tensor]:
         weight = engine_of(sample.param).storage(sample.param)
@@ -257,45 +261,18 @@ class StepAudit:
         return read_momentum(self._optimizer, sample.param)
 
     def _kept_of(self, sample: Sample) -> dict[str, Tensor]:
-        index, matrix = sample.order
-        of_plan = self._binding.plan.specs[index].kept
-        return read_kept(self._optimizer, sample.param, of_plan, sample.settings.stages, matrix)
+        return read_kept(self._optimizer, sample, self._binding.plan.specs[sample.order[0]].kept)
 
     def _unknown(self, sample: Sample, count: int) -> list[Tensor]:
-        """What a rank sends that could not read its part: the others wait for as many elements."""
-        size = sample.pieces.numel(self._rank)
+        """NaNs in place of a part that could not be read: the others wait for as many elements."""
+        size = len(sample.part.places)
         return [torch.full((size,), math.nan, dtype=sample.dtype, device=sample.param.device) for _ in range(count)]
 
     def _part(self, sample: Sample, value: Tensor | None) -> Tensor:
-        """What this rank sends of one quantity; a copy."""
+        """A copy of this rank's elements of one quantity."""
         if value is None:  # a rank that sends nothing of it
             return torch.empty(0, dtype=sample.dtype, device=sample.param.device)
-        return sample.pieces.select(value.to(sample.param.device), self._rank).to(sample.dtype)
-
-    def _not_checked(
-        self, name: str, order: tuple[int, int], pieces: MatrixPieces, arithmetic: str, stage: str
-    ) -> None:
-        row = MatrixRow(name, order, pieces.rows, pieces.cols, (), "", arithmetic, f"not checked: {stage}")
-        if self._rank == min(pieces.ranks):
-            self._skipped.append(row)
-
-    def _without_gradient(
-        self, name: str, order: tuple[int, int], pieces: MatrixPieces, arithmetic: str, have: Sequence[bool]
-    ) -> None:
-        if not any(have):
-            row = MatrixRow(name, order, pieces.rows, pieces.cols, (), "", arithmetic, "no gradient")
-            if self._rank == min(pieces.ranks):
-                self._skipped.append(row)
-            return
-        self._news.findings.append(
-            Finding(
-                "gradient_missing",
-                name,
-                f"only {sum(have)} of the {len(have)} ranks that hold pieces of it have a gradient",
-                "all or none",
-                "Set the missing gradients to zeros",
-            )
-        )
+        return sample.part.select(value.to(sample.param.device)).to(sample.dtype)
 
     # -------------------------------------------------------------------------------------------- after the step
 
@@ -317,17 +294,20 @@ class StepAudit:
         self._news.spread(prints, component)
         self._news.caught("what the next audit compares", self._remember)
         plan = self._binding.plan.unpriced if self._samples else ""
-        logits = () if self._schedule.logits is None else self._schedule.logits()
-        return self._news.report(self._schedule.num_steps, self._routes, plan, logits)
+        return self._news.report(self._schedule.num_steps, plan)
 
     def _judge_group(self, ranks: Ranks) -> list[Judged]:
         judged: list[Judged] = []
         for sample in self._taken.get(ranks, ()):
             after = self._news.caught(sample.name, lambda s=sample: self._read_after(s))  # type: ignore[misc]
             parts = [*sample.before, *(after or self._unknown(sample, 2))]
-            tensors = collect(sample.pieces, parts, sample.target)
+            who = sample.shape, sample.layout.ranks, sample.sizes
+            tensors, places = collect(*who, sample.part.places, parts, sample.target)
             if tensors:
-                verdict = self._news.caught(sample.name, lambda s=sample, t=tensors: judge(self._evidence(s, t)))  # type: ignore[misc]
+                verdict = self._news.caught(
+                    sample.name,
+                    lambda s=sample, t=tensors, p=places: judge(self._evidence(s, t, p)),  # type: ignore[misc]
+                )
                 judged += [] if verdict is None else [verdict]
         for j in judged:
             if j.differs:
@@ -336,12 +316,13 @@ class StepAudit:
                 j.findings += [] if finding is None else [finding]
         return judged
 
-    def _evidence(self, sample: Sample, tensors: Sequence[Tensor]) -> Evidence:
+    def _evidence(self, sample: Sample, tensors: Sequence[Tensor], places: list[Tensor]) -> Evidence:
         index, matrix = sample.order
         how = self._proposal.rounding.get(index)
         rounding = None if how is None or how.weights is None else (how.weights, matrix)
-        fresh = self._proposal.fresh.get(index, ())
-        return evidence_of(sample, tensors, rounding, self._kept_of(sample), fresh)
+        before, buffer, grad, after, buffer_after = (t.to(torch.float64) for t in tensors)
+        kept, fresh = (sample.kept, self._kept_of(sample)), self._proposal.fresh.get(index, ())
+        return Evidence(sample, places, before, buffer, grad, after, buffer_after, rounding, *kept, fresh)
 
     def _read_after(self, sample: Sample) -> list[Tensor]:
         momentum = self._momentum_of(sample)

@@ -1,4 +1,4 @@
-"""What the ranks of a component tell each other of an audit."""
+"""Findings and rows that the ranks of a component tell each other after an audit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shardmuon.auditing.replicas import Prints, compare_prints
-from shardmuon.auditing.report import AuditReport, Finding, MatrixRow, RoutedParam
+from shardmuon.auditing.report import AuditReport, Finding, MatrixRow
 from shardmuon.comm.component import Ranks
 from shardmuon.comm.groups import my_rank
 from shardmuon.comm.vote import gather
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass
 class News:
-    """What one rank knows, and in the end all of them."""
+    """Findings of one rank, and in the end of all."""
 
     findings: list[Finding] = field(default_factory=list)
     rows: list[MatrixRow] = field(default_factory=list)
@@ -32,7 +32,7 @@ class News:
             self.compared |= other.compared
 
     def caught(self, what: str, read: Callable[[], T]) -> T | None:
-        """What `read` returns; what it raises becomes a finding, for the other ranks wait for this one."""
+        """Call `read`. An exception becomes a finding, since the other ranks wait for this one."""
         try:
             return read()
         except Exception as error:
@@ -62,9 +62,7 @@ class News:
         self.merge([theirs for theirs, _ in everyone])
         self.compare([theirs for _, theirs in everyone], component)
 
-    def report(
-        self, step: int, routes: Sequence[RoutedParam], plan: str, logits: tuple[tuple[int, float], ...] = ()
-    ) -> AuditReport:
+    def report(self, step: int, plan: str) -> AuditReport:
         """The same on every rank."""
         return AuditReport(
             step,
@@ -72,9 +70,7 @@ class News:
             tuple(sorted(self.rows, key=lambda r: (r.order, r.name))),
             dict(sorted(self.runs.items())),
             len(self.compared),
-            tuple(routes),
             plan,
-            logits,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.evidence import TIMES, Compared, Evidence
+from shardmuon.auditing.evidence import ALL, TIMES, Compared, Evidence
 from shardmuon.auditing.report import Finding
 from shardmuon.auditing.stages import Applied, norm_of, on_weights
 
@@ -18,10 +18,10 @@ STAGE = "Look for what replaces the stage, or writes to optimizer.state; load a 
 
 
 def started(e: Evidence) -> dict[str, Tensor]:
-    """What stages on weights keep before the step: where that was not known, the norm of the weights."""
+    """Norms of the weights before the step, for stages on weights that had not kept one yet."""
     return {
         stage.key: norm_of(e.before).view(1)
-        for stage in on_weights(e.settings.stages)
+        for stage in on_weights(e.sample.settings.stages)
         if stage.key in e.fresh and not bool(e.kept[stage.key])
     }
 
@@ -30,8 +30,8 @@ def judge_before(e: Evidence) -> list[Finding]:
     """Kept norms beside those of the weights before the step. Half-precision weights can undo a factor near 1
     altogether, so up to half a spacing of each element, all the same way, and half a spacing more for the update."""
     norm, findings = float(e.before.norm()), []
-    share = torch.finfo(e.arithmetic.weight_dtype).eps + ROUNDINGS * EPS
-    for stage in on_weights(e.settings.stages):
+    share = torch.finfo(e.sample.arithmetic.weight_dtype).eps + ROUNDINGS * EPS
+    for stage in on_weights(e.sample.settings.stages):
         kept = float(e.kept[stage.key])
         if not kept or abs(kept - norm) <= share * norm:  # 0: not known, of a matrix of zeros
             continue
@@ -43,7 +43,7 @@ def judge_before(e: Evidence) -> list[Finding]:
         for part, blocks in e.parts.items():
             if any(abs(float(e.before[block].norm()) - kept) <= share * kept for block in blocks):
                 name, text, remedy = "norm_of_shard", f"{text}: that of one of its {part}", OF_SHARD
-        findings.append(Finding(name, e.name, text, f"{share:.1e} of it", remedy))
+        findings.append(Finding(name, e.sample.name, text, f"{share:.1e} of it", remedy))
     return findings
 
 
@@ -51,9 +51,9 @@ def judge_after(c: Compared) -> list[Finding]:
     """The norm after the step beside that of the dense one."""
     e, size, target = c.evidence, float(c.evidence.after.norm()), float(c.step.after.norm())
     allowed = ROUNDINGS * EPS * target
-    if not on_weights(e.settings.stages) or abs(size - target) <= allowed:
+    if not on_weights(e.sample.settings.stages) or abs(size - target) <= allowed:
         return []
-    allowed += TIMES * max(abs(float(step.after.norm()) - target) for step in c.steps)
+    allowed += TIMES * max(abs(run.norm - target) for run in c.in_other_orders(ALL))
     if abs(size - target) <= allowed:
         return []
     name, remedy = "norm_wrong", STAGE
@@ -66,7 +66,7 @@ def judge_after(c: Compared) -> list[Finding]:
     for what, after in by_parts(c):
         if abs(float(after.double().norm()) - size) <= allowed:
             name, text, remedy = "norm_of_shard", f"{text}: what norms of its {what} lead to", OF_SHARD
-    return [Finding(name, e.name, text, f"{allowed:.1e}", remedy)]
+    return [Finding(name, e.sample.name, text, f"{allowed:.1e}", remedy)]
 
 
 def by_parts(c: Compared) -> Iterator[tuple[str, Tensor]]:
@@ -76,12 +76,12 @@ def by_parts(c: Compared) -> Iterator[tuple[str, Tensor]]:
         for of_part in (True, False):
             after = c.step.updated.clone()
             for block in blocks:
-                after[block] = Applied(e.settings.stages, kept_of(e, block) if of_part else e.kept).to_weights(
+                after[block] = Applied(e.sample.settings.stages, kept_of(e, block) if of_part else e.kept).to_weights(
                     after[block]
                 )
             yield what, after
 
 
 def kept_of(e: Evidence, block: tuple[slice, slice]) -> dict[str, Tensor]:
-    """What would be kept if this block were the matrix."""
-    return {**e.kept, **{stage.key: norm_of(e.before[block]).view(1) for stage in on_weights(e.settings.stages)}}
+    """Kept numbers as if this block were the matrix."""
+    return {**e.kept, **{stage.key: norm_of(e.before[block]).view(1) for stage in on_weights(e.sample.settings.stages)}}

@@ -1,4 +1,4 @@
-"""What a step should have done to one dense matrix, in fp64: no plan, no buckets, none of the orthogonalizers.
+"""Muon's step of one dense matrix in fp64: no plan, no buckets, none of the orthogonalizers.
 
 [Note: the steps as a function of singular values]
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X keeps singular vectors and maps each singular value s to
@@ -25,7 +25,7 @@ _FLAT_EXACT = 1e-12  # the same for a singular value decomposition, as in orthog
 
 @dataclass(frozen=True)
 class Reference:
-    """What the steps make of one matrix in exact arithmetic.
+    """One matrix after all steps in exact arithmetic.
 
     Attributes:
         tall: True if the left singular vectors are those of its transpose: of the short side.
@@ -48,7 +48,7 @@ class Reference:
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
-        """What the steps multiply each direction by."""
+        """Factor of each direction after all steps."""
         return (
             self.inverse if self.coefficients is None else _followed(self.sigmas / longer, self.coefficients) / longer
         )
@@ -56,6 +56,19 @@ class Reference:
     def update(self, longer: float = 1.0) -> Tensor:  # (rows, cols)
         """The result; with `longer` that of a matrix that was divided by so many times its norm."""
         return self._whole(self.ratios(longer))
+
+    def settles(self, eps: float) -> bool:
+        """True if rounding leaves at least half of the largest singular value's result: each step may move that value
+        by two spacings of the step's largest. Some schedules nearly cancel large values at first."""
+        exact = self.sigmas[-1] * self.ratios()[-1]
+        for off in (2 * eps, -2 * eps):
+            values = self.sigmas.clone()
+            for a, b, c in self.coefficients or ():
+                values = values * (a + values.square() * (b + c * values.square()))
+                values[-1] += off * values.abs().amax()
+            if self.coefficients is not None and float((values[-1] / exact - 1).abs()) > 0.5:
+                return False
+        return True
 
     @property
     def polar(self) -> Tensor:  # (rows, cols)
@@ -89,7 +102,7 @@ def reference_of(
 
 
 def singular_values(matrix: Tensor) -> Tensor:  # (rows, cols) -> (min(rows, cols),)
-    """By the Gram matrix of the short side, ascending: good to the square root of eps."""
+    """Singular values by the Gram matrix of the short side, ascending: good to the square root of eps."""
     short = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     squares: Tensor = torch.linalg.eigvalsh(short @ short.T)
     return squares.clamp(min=0.0).sqrt()

@@ -37,7 +37,7 @@ def _adamws(optimizer: Core) -> Iterator[tuple[str, Tensor, Mapping[str, Any]]]:
 
 
 def said_of_adamws(optimizer: Core, ranks: Ranks, describer: Describer) -> dict[str, Said]:
-    """What this rank says of AdamW's parameters that no rank outside this set shares with it."""
+    """Describe AdamW's parameters that no rank outside this set shares with this one."""
     found = {}
     for name, param, group in _adamws(optimizer):
         try:
@@ -88,7 +88,7 @@ def local_prints(tensors: Replicated, rank: int) -> Prints:
 
 
 def compare_prints(everyone: Sequence[Prints], ranks: Sequence[int]) -> tuple[list[Finding], set[str]]:
-    """What differs between ranks that hold the same pieces, and the parameters that were compared."""
+    """Differences between ranks that hold the same pieces, and the parameters that were compared."""
     first: dict[tuple[str, str, tuple[Piece, ...]], tuple[int, int]] = {}
     odd: dict[tuple[str, str, int], list[int]] = {}
     for rank, prints in zip(ranks, everyone, strict=True):

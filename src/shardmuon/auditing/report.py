@@ -1,4 +1,4 @@
-"""What an audit found, as data, as text and as JSON. The same on every rank that shares parameters with the others."""
+"""The report of an audit as data, text and JSON. The same on every rank that shares parameters with the others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardmuon.layout.views import Ints
-
-LAST_DIGIT = 1e-3  # of a singular value as it is printed
 _UNJUDGED = (
     "It is not judged; fp32 weights, Orthogonalizer(dtype=torch.float32), or method='standard' for 'gram', judge it."
 )
@@ -58,11 +55,7 @@ class MatrixRow:
         scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
         sigma_min, sigma_max: Singular values of the applied update.
         band: What the coefficients make of the matrix's own spectrum: smallest and largest.
-        orthogonality, expected_orthogonality: Root mean square over singular values of s^2 - 1.
-        polar_distance, expected_polar_distance: Relative distance (Frobenius) to the exact polar factor.
         momentum_dtype: In which it is stored.
-        sigmas, results, applied: At most 128 singular values (evenly spaced in rank, the ends included): of the
-            normalized input, of the reference, of the applied update.
     """
 
     name: str
@@ -83,39 +76,21 @@ class MatrixRow:
     sigma_min: float = 0.0
     sigma_max: float = 0.0
     band: tuple[float, float] = (0.0, 0.0)
-    orthogonality: float = 0.0
-    expected_orthogonality: float = 0.0
-    polar_distance: float = 0.0
-    expected_polar_distance: float = 0.0
     momentum_dtype: str = ""
-    sigmas: tuple[float, ...] = ()
-    results: tuple[float, ...] = ()
-    applied: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedParam:
-    """Where one parameter of this rank goes, and why if `shardmuon.param_groups` decided."""
-
-    name: str
-    shape: Ints
-    optimizer: str
-    reason: str
 
 
 @dataclass(frozen=True)
 class AuditReport:
     """One audited step.
 
-    Findings, matrices and runs are the same on every rank that shares parameters with this one, directly or through
-    others. Routing and plan are of this rank's parameters.
+    The same on every rank that shares parameters with this one, directly or through others; the plan is of this rank's
+    parameters.
 
     Attributes:
         step: Its number since the optimizer was made.
         runs: rank -> (matrices that went through the orthogonalizer in the step, matrices that the plan gives it).
         num_compared: Parameters whose replicas were compared bit for bit.
-        max_logits: (step, largest attention logit) of the steps before, as counted by the `QKClip` that was given this
-            optimizer; empty without one.
+        plan: As text.
     """
 
     step: int
@@ -123,9 +98,7 @@ class AuditReport:
     matrices: tuple[MatrixRow, ...]
     runs: dict[int, tuple[int, int]]
     num_compared: int
-    routing: tuple[RoutedParam, ...] = field(default=(), compare=False)
     plan: str = field(default="", compare=False)
-    max_logits: tuple[tuple[int, float], ...] = field(default=(), compare=False)
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -134,7 +107,7 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing at all was found."""
+        """True if nothing at all was found."""
         return not self.findings
 
     def message(self) -> str:
@@ -152,22 +125,8 @@ class AuditReport:
             Path(path).write_text(text + "\n")
         return text
 
-    def draw(self, path: str | Path) -> None:
-        """Draw singular values and errors by layer to an image. Needs matplotlib: pip install 'shardmuon[demo]'."""
-        try:
-            from shardmuon.auditing.draw import draw
-        except ImportError as error:
-            raise ImportError(f"drawing needs matplotlib ({error}). Write pip install 'shardmuon[demo]'") from error
-        draw(self, Path(path))
-
     def __str__(self) -> str:
-        parts = [
-            f"audit of step {self.step}",
-            _routing(self.routing),
-            _matrices(self.matrices),
-            self._counts(),
-            self._logits(),
-        ]
+        parts = [f"audit of step {self.step}", _matrices(self.matrices), self._counts()]
         parts += [f"{f.severity}: {f}" for f in self.findings] or ["nothing found: this step was Muon's"]
         return "\n".join(part for part in parts if part)
 
@@ -177,10 +136,6 @@ class AuditReport:
             f"Newton-Schulz ran on {found} matrices on {len(self.runs)} rank(s), planned {planned}; "
             f"replicas of {self.num_compared} parameter(s) compared bit for bit"
         )
-
-    def _logits(self) -> str:
-        shown = ", ".join(f"{value:.4g} at {step}" for step, value in self.max_logits[-8:])
-        return f"largest attention logit by step, of {len(self.max_logits)} measured: {shown}" if shown else ""
 
 
 def _finite(value: Any) -> Any:
@@ -198,19 +153,11 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _routing(routes: Sequence[RoutedParam]) -> str:
-    if not routes:
-        return ""
-    rows = [["parameter", "shape", "optimizer", "reason"]]
-    rows += [[r.name, "x".join(map(str, r.shape)) or "scalar", r.optimizer, r.reason or "-"] for r in routes]
-    return _table(rows) + "\n"
-
-
 def _matrices(matrices: Sequence[MatrixRow]) -> str:
     if not matrices:
         return ""
-    head = "matrix|shape|owner|arithmetic|status|difference|allowed|scale|expected|singular values|band|orthogonality"
-    rows = [[*head.split("|"), "to polar", "momentum"]]
+    head = "matrix|shape|owner|arithmetic|status|difference|allowed|scale|expected|singular values|band|momentum"
+    rows = [head.split("|")]
     for m in matrices:
         row = [m.name, f"{m.rows}x{m.cols}", ",".join(map(str, m.owners)), m.arithmetic, m.status]
         if m.compared:
@@ -221,8 +168,6 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
                 f"{m.expected_scale:.4g}",
                 f"{m.sigma_min:.3f}..{m.sigma_max:.3f}",
                 f"{m.band[0]:.3f}..{m.band[1]:.3f}",
-                f"{m.orthogonality:.3f} ({m.expected_orthogonality:.3f})",
-                f"{m.polar_distance:.3f} ({m.expected_polar_distance:.3f})",
                 m.momentum_dtype,
             ]
         rows.append(row + ["-"] * (len(rows[0]) - len(row)))

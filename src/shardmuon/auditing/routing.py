@@ -1,31 +1,27 @@
-"""Where this rank's parameters go, whether that is where they were routed, and which of them never change."""
+"""Parameters that are not where they were routed, and matrices that never change."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardmuon.auditing.report import Finding, RoutedParam
-from shardmuon.layout.engines import engine_for, engine_of
+from shardmuon.auditing.report import Finding
+from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.base import name_of
 
 if TYPE_CHECKING:
     from shardmuon.routing.groups import RoutingRow
 
 
-def routes_of(
-    groups: Sequence[Mapping[str, Any]], rows: Sequence[RoutingRow]
-) -> tuple[list[RoutedParam], list[Finding]]:
-    """Every parameter of the optimizer, and what contradicts the routing table (if there is one)."""
+def misrouted(groups: Sequence[Mapping[str, Any]], rows: Sequence[RoutingRow]) -> list[Finding]:
+    """Find parameters whose place contradicts the routing table, if there is one."""
     table = {row.name: row for row in rows}
-    routes, findings = [], []
+    findings = []
     for index, group in enumerate(groups):
-        for position, p in enumerate(group["params"]):
+        goes = "Muon" if group["use_muon"] else "AdamW"
+        for position in range(len(group["params"])):
             name = name_of(group, index, position)
-            goes = "Muon" if group["use_muon"] else "AdamW"
             row = table.pop(name, None)
-            reason = "" if row is None else row.reason
-            routes.append(RoutedParam(name, engine_for(p, group).shape(p), goes, reason))
             if row is not None and row.optimizer not in (goes, "frozen"):
                 findings.append(
                     Finding(
@@ -36,7 +32,7 @@ def routes_of(
                         "Put it into its group again; loading a checkpoint of other groups may have moved it",
                     )
                 )
-    findings += [
+    return findings + [
         Finding(
             "not_in_optimizer",
             name,
@@ -47,7 +43,6 @@ def routes_of(
         for name, row in table.items()
         if row.optimizer != "frozen"
     ]
-    return routes, findings
 
 
 def idle_params(groups: Sequence[Mapping[str, Any]], idle: dict[str, int], patience: int) -> list[Finding]:

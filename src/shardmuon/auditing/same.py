@@ -26,7 +26,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How a matrix was orthogonalized, and in what it is stored.
+    """The arithmetic of one matrix's step, and the dtypes in which it is stored.
 
     Attributes:
         method, ns_dtype: The orthogonalizer and the dtype of its products.
@@ -55,7 +55,7 @@ class Arithmetic:
 
     @property
     def products(self) -> torch.dtype:
-        """In which they are rounded."""
+        """Dtype to which products are rounded."""
         return _travels(self) if self.by_gram else self.ns_dtype
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def fed(
     a: Arithmetic,
     s: Settings,
 ) -> Tensor:  # (rows, cols) as `run` takes it
-    """What the step hands to the orthogonalizer, bit for bit: `lerp` gives an element the same bits in any shard."""
+    """The orthogonalizer's input, bit for bit as in the step: `lerp` gives an element equal bits in any shard."""
     grad = grad.to(a.grad_dtype)
     if s.weight_decay_mode == "l2" and s.weight_decay:
         weight = weight.to(a.weight_dtype)
@@ -89,44 +89,33 @@ def _travels(a: Arithmetic) -> torch.dtype:
     return torch.float64 if a.wire_dtype == torch.float64 else torch.float32
 
 
-def _widened(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def run(
-    value: Tensor,  # (rows, cols), of the dtype that `fed` gives, or any
+    values: Tensor,  # (B, rows, cols), of the dtype that `fed` gives, or any
     a: Arithmetic,
     s: Settings,
     *,
-    nudged: bool = False,  # the value lies between two that can travel: it is not rounded to the wire
-) -> Tensor:  # (rows, cols)
-    """Orthogonalize one whole matrix alone, in the live arithmetic; rounded as it travels."""
+    nudged: bool = False,  # the values lie between those that can travel: they are not rounded to the wire
+) -> Tensor:  # (B, rows, cols)
+    """Orthogonalize whole matrices in the live arithmetic; rounded as they travel."""
     # stages before the orthogonalizer run where it does, on what has travelled
     staged = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
-    x = value.to(_widened(_travels(a)) if staged else _travels(a)).to(a.device or value.device)
+    wide = torch.promote_types(_travels(a), torch.float32)
+    x = values.to(wide if staged else _travels(a)).to(a.device or values.device).contiguous()
     if a.by_gram:
-        return _by_gram(x, s).to(value.device)
-    out = orthogonalize(
-        x.contiguous().unsqueeze(0),
-        s.coefficients,
-        method=a.method,
-        eps=s.eps,
-        dtype=a.ns_dtype,
-        kernel=a.kernel,
-        alone=a.alone,
-    )[0].to(a.wire_dtype)
-    return out.to(value.device)
+        return _by_gram(x, s).to(values.device)
+    out = orthogonalize(x, s.coefficients, method=a.method, eps=s.eps, dtype=a.ns_dtype, kernel=a.kernel, alone=a.alone)
+    return out.to(a.wire_dtype).to(values.device)
 
 
 def _by_gram(x: Tensor, s: Settings) -> Tensor:
     """[Note: the Gram route] with one shard."""
-    turn = x.shape[0] > x.shape[1]
-    y = normalize((x.T if turn else x).unsqueeze(0))
+    turn = x.shape[-2] > x.shape[-1]
+    y = normalize(x.mT if turn else x)
     with ieee_products(x.device):
         gram = Products(x.device, x.dtype).gram_fp32(y)
         factor = factor_of(gram.double(), s.coefficients, Products(x.device, torch.float64)).to(x.dtype)
-        out = (factor.triu() + factor.triu(1).mT)[0] @ y[0]
-    return out.T if turn else out
+        out = (factor.triu() + factor.triu(1).mT) @ y
+    return out.mT if turn else out
 
 
 def stepped(
@@ -137,7 +126,7 @@ def stepped(
     s: Settings,
     rounding: tuple[Stream, int] | None,  # random bits for half-precision weights, and which matrix of its parameter
 ) -> Tensor:  # (rows, cols), the weights' dtype
-    """What the weights become with this update: decayed, updated and rounded as the step does it."""
+    """Weights after this update: decayed, updated and rounded as the step does it."""
     weights, alpha = before.to(a.weight_dtype), s.lr * scale
     if BACKENDS[a.method].like_torch and rounding is None and s.weight_decay_mode == "decoupled":
         return weights.mul(1 - s.lr * s.weight_decay).add_(update.to(weights.device), alpha=-alpha)

@@ -1,36 +1,35 @@
-"""What an audit takes of a matrix: how it was chosen, what each rank says and holds of it, what is judged."""
+"""Matrices that an audit samples: their choice, and what each rank says and holds of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardmuon.auditing.anew import Said
-from shardmuon.auditing.dense import MatrixPieces, pieces_of
-from shardmuon.auditing.evidence import Evidence
+from shardmuon.auditing.dense import Part, part_of
+from shardmuon.auditing.report import MatrixRow
 from shardmuon.auditing.same import Arithmetic
 from shardmuon.comm.groups import my_rank
 from shardmuon.host import Core
 from shardmuon.layout.engines import engine_of
-from shardmuon.layout.table import Ranks
+from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import BUFFER
-from shardmuon.momentum.rounding import Stream
-from shardmuon.momentum.update import lr_scale
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Item, Kept
 from shardmuon.step.binding import Binding
 from shardmuon.step.options import Settings
-from shardmuon.variants import Stages, keeping
+from shardmuon.variants import keeping
 
 
 def choose(count: int, samples: int, number: int) -> list[int]:
-    """Which of `count` matrices audit `number` takes: spread over the layers, others each time, all of them in turn."""
+    """Choose matrices of `count` for audit `number`: spread over the layers, others each time, all of them in turn."""
     if not count:
         return []
     stride = max(1, round(0.618 * count))
@@ -40,7 +39,7 @@ def choose(count: int, samples: int, number: int) -> list[int]:
 
 
 def stored_momentum(optimizer: Core, param: Tensor) -> Tensor:  # as the parameter's storage
-    """What is stored of a parameter's momentum on this rank; zeros before its first step."""
+    """A parameter's momentum as this rank stores it; zeros before its first step."""
     engine = engine_of(param)
     buffer = optimizer.state.get(param, {}).get(BUFFER)
     return torch.zeros_like(engine.storage(param)) if buffer is None else engine.storage(buffer)
@@ -62,7 +61,7 @@ def read_gradient(param: Tensor, aligned: Tensor | None) -> Tensor | None:
 
 
 def arithmetic_of(optimizer: Core, binding: Binding, item: Item, grad: Tensor | None) -> Arithmetic:
-    """How a matrix is orthogonalized, by the plan."""
+    """The arithmetic of a matrix by the plan."""
     param, choice = binding.members[item.param].param, Choice.of(item.how)
     stored = stored_momentum(optimizer, param).dtype
     return Arithmetic(
@@ -85,7 +84,7 @@ _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a rank finds of a sampled parameter, before the step.
+    """One rank's description of a sampled parameter before the step.
 
     Attributes:
         trouble: Why it cannot be described, or is not what was planned for; None: it is.
@@ -102,81 +101,66 @@ class Found:
 
 @dataclass
 class Sample:
-    """A sampled matrix, read before the step."""
+    """A sampled matrix, read before the step.
+
+    Attributes:
+        order: Number of its parameter, and its own in the parameter.
+        layout: Of its parameter.
+        part: What this rank sends.
+        shapes: Of what ranks store of the parameter.
+        dtype: In which it is gathered.
+        sizes: Elements that each rank sends.
+        target: The rank that judges it.
+        before: What this rank sends of weights, momentum and gradient before the step.
+        kept: By stages, before the step, where this rank keeps it.
+    """
 
     name: str
     order: tuple[int, int]
     param: Tensor
     settings: Settings
     arithmetic: Arithmetic
-    pieces: MatrixPieces
+    layout: ParamLayout
+    part: Part
     shapes: tuple[Ints, ...]
     owners: Ranks
     route: str
-    dtype: torch.dtype  # in which it is gathered
-    before: list[Tensor] = field(default_factory=list)
+    dtype: torch.dtype
+    sizes: list[int] = field(default_factory=list)
     target: int = 0
-    kept: dict[str, Tensor] = field(default_factory=dict)  # by stages, before the step, where this rank keeps it
+    before: list[Tensor] = field(default_factory=list)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        matrix = self.layout.view.matrices[self.order[1]]
+        return matrix.rows, matrix.cols
+
+    def row(self, status: str, **found: Any) -> MatrixRow:
+        """Its line of the report."""
+        arithmetic, stored = str(self.arithmetic), str(self.arithmetic.stored_dtype).removeprefix("torch.")
+        who = self.name, self.order, *self.shape, self.owners, self.route
+        return MatrixRow(*who, arithmetic, status, momentum_dtype=stored, **found)
 
 
 def keepers_of(kept: Kept, matrix: int) -> Ranks:
     """The ranks that keep what a stage keeps of a matrix."""
-    ranks = kept.layout.ranks
-    return tuple(rank for rank in ranks if pieces_of(kept.layout, matrix, only=rank).spots)
+    layout = kept.layout
+    return tuple(r for r in layout.ranks if len(part_of(layout.view, matrix, layout.of_rank(r)).places))
 
 
-def read_kept(optimizer: Core, param: Tensor, kept: Sequence[Kept], stages: Stages, matrix: int) -> dict[str, Tensor]:
-    """What stages keep of a matrix on this rank (copies, fp64, 1-D), by key: zeros before its first step, and nothing
-    of what other ranks keep."""
-    engine, found, rank = engine_of(param), {}, my_rank()
-    for stage, of_stage in zip(keeping(stages), kept, strict=True):
-        pieces = pieces_of(of_stage.layout, matrix, only=rank)
-        if pieces.spots:
+def read_kept(optimizer: Core, sample: Sample, kept: Sequence[Kept]) -> dict[str, Tensor]:
+    """Numbers that stages keep of a matrix on this rank, by key (copies, fp64, 1-D): zeros before its first step."""
+    param, matrix = sample.param, sample.order[1]
+    engine, found = engine_of(param), {}
+    for stage, of_stage in zip(keeping(sample.settings.stages), kept, strict=True):
+        view = of_stage.layout.view
+        part = part_of(view, matrix, of_stage.layout.of_rank(my_rank()))
+        if len(part.places):
+            stored = torch.zeros(view.matrices[matrix].cols, dtype=torch.float64, device=param.device)
             value = optimizer.state.get(param, {}).get(stage.key)
-            stored = torch.zeros(pieces.cols, dtype=torch.float64, device=param.device)
             if value is not None:
-                storage = engine.storage(value)
-                sent = [pieces.select(storage, r) for r in pieces.ranks]
-                stored = pieces.assemble(sent).reshape(-1).to(torch.float64, copy=True)
+                stored[part.places.to(param.device)] = part.select(engine.storage(value)).to(stored)
             found[stage.key] = stored
     return found
-
-
-def evidence_of(
-    sample: Sample,
-    tensors: Sequence[Tensor],
-    rounding: tuple[Stream, int] | None,
-    kept_after: Mapping[str, Tensor],
-    fresh: tuple[str, ...],
-) -> Evidence:
-    before, buffer, grad, after, buffer_after = (t.to(torch.float64) for t in tensors)
-    settings, pieces = sample.settings, sample.pieces
-    shards = [(b[0].stop - b[0].start, b[1].stop - b[1].start) for b in pieces.blocks()]
-    shards += [(s[0], torch.Size(s[1:]).numel()) for s in sample.shapes if len(s) > 1 and 0 not in s]
-    scales = {}
-    for shape in dict.fromkeys(shards):
-        if shape != (pieces.rows, pieces.cols):
-            try:
-                scales[shape] = lr_scale(settings.adjust_lr_fn, *shape, settings.extra_scale_factor)
-            except Exception:  # the caller's own scale need not know shapes of shards
-                continue
-    return Evidence(
-        sample.name,
-        sample.order,
-        sample.owners,
-        sample.route,
-        sample.arithmetic,
-        settings,
-        lr_scale(settings.adjust_lr_fn, pieces.rows, pieces.cols, settings.extra_scale_factor),
-        scales,
-        pieces,
-        before,
-        buffer,
-        grad,
-        after,
-        buffer_after,
-        rounding,
-        sample.kept,
-        kept_after,
-        fresh,
-    )

@@ -1,10 +1,9 @@
-"""When a step is audited, what is kept from one audit to the next, and what happens with what was found."""
+"""The schedule of audits, what one keeps for the next, and the delivery of reports."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +28,7 @@ class AuditError(RuntimeError):
 
 
 class AuditWarning(UserWarning):
-    """What an audit found, with Audit(action="warn")."""
+    """A finding of an audit, with Audit(action="warn")."""
 
 
 class Watched(NamedTuple):
@@ -42,7 +41,7 @@ class Watched(NamedTuple):
 
 @dataclass(slots=True)
 class Kept:
-    """What one audit leaves for the next.
+    """Notes of one audit for the next.
 
     Attributes:
         watched: Momentum that must be the same when the next step begins.
@@ -72,8 +71,6 @@ class AuditSchedule:
         self.at = NEVER if every is None else 1
         self.kept = Kept()
         self.asked: PendingAudit | None = None  # by `audit()`, for the next step
-        # (step, largest attention logit) of what an attached QKClip has measured
-        self.logits: Callable[[], tuple[tuple[int, float], ...]] | None = None
 
     @property
     def is_due(self) -> bool:
@@ -82,13 +79,13 @@ class AuditSchedule:
         return number >= self.at and self._samples(number) is not None
 
     def _samples(self, step: int) -> int | None:
-        """How many matrices an audit of this step samples, 0 if it only looks at the momentum again; None: no audit."""
+        """Number of matrices that an audit of this step samples; 0: it only looks at momentum again; None: no audit."""
         regular = self.every is not None and (step - 1) % self.every == 0
         samples = self.asked.samples if self.asked is not None else self.samples if regular else 0
         return samples if samples or self.kept.step == step - 1 else None
 
     def due_text(self) -> str:
-        """What ranks must agree on in a step with attention: who is audited, and how far the rotation is."""
+        """Text that ranks must agree on in a step with attention: what is audited, and how far the rotation is."""
         asked = None if self.asked is None else (self.asked.samples, self.asked.patience)
         return f" audit(step={self.num_steps + 1}, asked={asked}, number={self.num_audits}, due={self.is_due})"
 
@@ -97,8 +94,7 @@ class AuditSchedule:
         self.asked, self.at = request, self.num_steps + 1
 
     def begin(self) -> int | None:
-        """Before a step that needs attention (`num_steps` is already its number): how many matrices an audit of it
-        samples, 0 if it only looks at the momentum again; None: no audit."""
+        """Begin a step that needs attention (`num_steps` is already its number). Returns as `_samples`."""
         samples = self._samples(self.num_steps)
         self.at = self._next(bool(samples))
         return samples
@@ -123,7 +119,7 @@ class AuditSchedule:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to one process."""
-        return {**self.__dict__, "kept": Kept(), "asked": None, "logits": None}
+        return {**self.__dict__, "kept": Kept(), "asked": None}
 
 
 PATIENCE = 3  # audits in a row without a gradient before that is reported: a warm-up starts with lr=0
@@ -142,7 +138,7 @@ class PendingAudit:
 
     @property
     def report(self) -> AuditReport:
-        """What was found.
+        """The finished audit's report.
 
         Raises:
             RuntimeError: No step has been taken since.

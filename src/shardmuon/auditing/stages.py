@@ -58,7 +58,7 @@ def unchecked(stages: Stages) -> str:
 
 
 def on_weights(stages: Stages) -> list[WeightStage]:
-    """Those on weights, in their order."""
+    """Stages on weights, in their order."""
     return [stage for stage in stages if isinstance(stage, WeightStage)]
 
 
@@ -69,7 +69,7 @@ def norm_of(matrix: Tensor) -> Tensor:
 
 
 def prepared(fed: Tensor, stages: Stages) -> Tensor:  # (rows, cols)
-    """What is orthogonalized, of what momentum makes: in the live arithmetic, as `same.fed`."""
+    """The orthogonalizer's input after the stages before it, in the live arithmetic, from that of `same.fed`."""
     for stage in stages:
         if isinstance(stage, BeforeStage):
             fed = stage.run(fed.clone().unsqueeze(0), fed.new_empty(1, 0))[0]

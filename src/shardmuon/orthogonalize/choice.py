@@ -37,7 +37,7 @@ _MIN_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.1, 5, 50
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How one matrix is orthogonalized.
+    """The orthogonalizer of one matrix.
 
     Attributes:
         method: A key of `BACKENDS`.

@@ -1,4 +1,4 @@
-"""What becomes of a finite matrix whose fast result ("gram") is not finite.
+"""Handling of a finite matrix whose fast result ("gram") is not finite.
 
 Zeros take the place of such a result: the matrix's weights decay and take no update in this step. Nothing waits for a
 device to say whether it came about, which has not been seen: how often travels to the host beside the work, and a later

@@ -64,7 +64,7 @@ def check_gram_dtype(dtype: torch.dtype) -> None:
 
 
 def restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
-    """Whether an m x n matrix (m <= n) restarts by R <- Q R_0 Q, see [Note: restarts]."""
+    """True if an m x n matrix (m <= n) restarts by R <- Q R_0 Q, see [Note: restarts]."""
     return dtype == torch.float16 and n > _LOCAL_ASPECT * m and len(plan_restarts(coefficients, dtype)) == 1
 
 
@@ -100,7 +100,7 @@ def plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def schedule_fault(coefficients: Triples, dtype: torch.dtype) -> str:
-    """Why these steps cannot run on a Gram matrix that was reduced once in `dtype` (fp32 or fp64), or ""."""
+    """The reason why these steps cannot run on a Gram matrix that was reduced once in `dtype` (fp32 or fp64), or ""."""
     if _growth(coefficients, _NOISE[dtype][0]) <= _LARGEST_SPURIOUS:
         return ""
     slope = math.prod(a for a, _, _ in coefficients)
@@ -119,7 +119,7 @@ def _segments(coefficients: Triples, restarts: tuple[int, ...]) -> list[Triples]
 
 
 def _growth(segment: Triples, noise: float) -> float:
-    """How large the spurious eigenvalue becomes."""
+    """Final size of the spurious eigenvalue."""
     r = -noise
     for a, b, c in segment:
         z = a + r * (b + r * c)

@@ -1,4 +1,4 @@
-"""How far rounding takes the Gram form from the steps it stands for: a first-order bound, computed from the schedule.
+"""Distance of the Gram form from the steps it stands for, by rounding: a first-order bound, computed from the schedule.
 
 [Note: amplification]
     In the singular basis of X, rounding adds to R, and to every product, a matrix whose entries are at most u (the unit
@@ -29,7 +29,7 @@ _GRID: Array = np.unique(np.concatenate([[0.0], np.geomspace(1e-5, 1.0, 32), np.
 
 
 def amplification(coefficients: Triples, start: int, stop: int) -> float:
-    """Of the segment of steps [start, stop), see [Note: amplification]."""
+    """Amplification of the segment of steps [start, stop), see [Note: amplification]."""
     sigmas = _GRID
     for a, b, c in coefficients[:start]:
         sigmas = np.abs(sigmas * (a + sigmas**2 * (b + c * sigmas**2)))
@@ -41,7 +41,7 @@ def amplification(coefficients: Triples, start: int, stop: int) -> float:
 
 
 def _after(segment: Triples, eigenvalues: Array) -> tuple[Array, list[Array]]:
-    """After these steps: the eigenvalues of Q, and what each rounding made of Q's entries, in units of u."""
+    """Eigenvalues of Q after these steps, and what each rounding made of Q's entries, in units of u."""
     ones = np.ones((len(eigenvalues), len(eigenvalues)))
     r, q = eigenvalues, np.ones_like(eigenvalues)
     in_gram: list[Array] = [ones * r.max()]  # one array for each rounding; R's and Q's lists go in step
@@ -67,7 +67,7 @@ def _after(segment: Triples, eigenvalues: Array) -> tuple[Array, list[Array]]:
 
 
 def _to_come(sigmas: Array, rest: Triples) -> Array:
-    """What the steps to come make of an entry (i, j) in the basis of these singular values, at worst.
+    """The largest factor of the steps to come on an entry (i, j) in the basis of these singular values.
 
     They are an odd function h: the symmetric part of an entry is multiplied by (h_i - h_j) / (s_i - s_j), the other by
     (h_i + h_j) / (s_i + s_j), and one that leaves the rows' space by h_i / s_i.

@@ -37,7 +37,7 @@ class Schedule:
     source: str
 
     def __call__(self, s: Any) -> Any:
-        """What the steps make of singular values `s` (a float, an array or a tensor)."""
+        """Map singular values `s` by all steps (a float, an array or a tensor)."""
         for a, b, c in self.triples:
             square = s * s
             s = s * (a + square * (b + square * c))
@@ -58,7 +58,7 @@ class Schedule:
 
     @cached_property
     def fault(self) -> str | None:
-        """Why the schedule must not be used, or None."""
+        """The reason why the schedule must not be used, or None."""
         grid = np.linspace(0.0, MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)

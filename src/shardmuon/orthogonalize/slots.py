@@ -65,7 +65,7 @@ def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def lies_in_slots(x: Tensor) -> bool:
-    """Whether a batch (B, rows, cols) in any memory lies as in `empty_batch`."""
+    """True if a batch (B, rows, cols) in any memory lies as in `empty_batch`."""
     row_major = x.stride()[1:] == (x.shape[2], 1)
     aligned = len(x) == 1 or x.stride(0) * x.element_size() % ALIGNMENT == 0
     return row_major and aligned and x.data_ptr() % ALIGNMENT == 0

@@ -114,12 +114,12 @@ def _load() -> tuple[Any, bool]:
 
 
 def is_available() -> bool:
-    """Whether Triton can be imported. Imports it."""
+    """True if Triton can be imported. Imports it."""
     return _load()[0] is not None
 
 
 def obstacle(device: torch.device) -> str | None:
-    """What keeps the kernel from running on a device, as far as can be told without running it; None if nothing does.
+    """Name what keeps the kernel from running on a device, as far as can be told without running it; None: nothing.
 
     NVIDIA GPUs below compute capability 8.0 are left out, as by Triton itself.
     """
@@ -261,7 +261,7 @@ def _check(base: Tensor | None, left: Tensor, right: Tensor, out_dtype: torch.dt
 
 
 def why_not(device: torch.device) -> str | None:
-    """What keeps the Triton kernel from running there; None if nothing does. Compiles a kernel at the first
+    """Name what keeps the Triton kernel from running there; None: nothing. Compiles a kernel at the first
     call: a Triton that is installed may lack a driver, or gcc."""
     return obstacle(device) or _trial(device)
 

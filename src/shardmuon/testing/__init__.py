@@ -1,4 +1,4 @@
-"""For tests of shardmuon and of what is built on it: real ranks that start once and serve many calls."""
+"""Tools for tests of shardmuon and of what is built on it: real ranks that start once and serve many calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be asked of a step only on a real accelerator, as functions that take the device.
+"""Checks of a step that need a real accelerator, as functions that take the device.
 
 `tests/test_gpu.py` claims their answers, `benchmarks/gpu.py` writes them down beside timings. On a CPU they run too,
 where they have less to find: so they are known to run.
@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from shardmuon import Orthogonalizer
-from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.orthogonalize.products import KernelName, Products
 from shardmuon.orthogonalize.triton_symmetric import why_not
-from shardmuon.testing.cases import PARAMS, groups_of
+from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.device import meshes_on
-from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.variants import VARIANTS, names_in
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -40,7 +37,7 @@ class Model(NamedTuple):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """All of them."""
+        """Matrices, then vectors."""
         return [*self.matrices, *self.vectors]
 
     def set_gradients(self, seed: int) -> None:
@@ -196,54 +193,22 @@ class OnLayout(NamedTuple):
 
 def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> OnLayout:
     """Step a row of `LAYOUTS` on real ranks and the same matrices on this rank alone. Collective."""
-    index = torch.cuda.current_device() if kind == "cuda" else None
-    device = torch.device(kind) if index is None else torch.device(kind, index)
-    row, world = LAYOUTS[layout], dist.get_world_size()
-    generator = torch.Generator("cpu").manual_seed(0)
 
-    def draw() -> dict[str, Tensor]:
-        made = {n: torch.randn(c.shape, generator=generator, dtype=torch.float32) for n, c in PARAMS.items()}
-        return {name: t.to(device) for name, t in made.items()}
+    def once_more(optimizer: Muon) -> str:
+        try:
+            with waits_are_errors(torch.device(kind)):
+                optimizer.step()
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        return ""
 
-    full, grads = draw(), [draw() for _ in range(steps)]
-    bitwise, worst, where, waits = True, 0.0, "", ""
+    decay = 0.1 if all(VARIANTS[name].decays for name in names_in(variant)) else 0.0
+    given: dict[str, Any] = {"lr": 0.02, "variant": variant, "weight_decay": decay, "steps": steps, "about": once_more}
     with meshes_on(kind):
-        mesh = row.mesh(world)
-        for products in (torch.float32, torch.bfloat16):
-            given: dict[str, Any] = {"lr": 0.02, "variant": variant}
-            given["weight_decay"] = 0.1 if all(VARIANTS[name].decays for name in names_in(variant)) else 0.0
-            given["orthogonalizer"] = Orthogonalizer("standard", products)
-            params = parameters(row.build(full, mesh))
-            dense = {name: nn.Parameter(t.clone()) for name, t in full.items()}
-            ours = Muon(groups_of(params, PARAMS), **given, **row.options(world))
-            alone = Muon(groups_of(dense, PARAMS), **given)
-            for drawn in grads:
-                _set(params, row.build(drawn, mesh))
-                _set(dense, drawn)
-                ours.step()
-                alone.step()
-            expected = row.build({name: p.detach() for name, p in dense.items()}, mesh)
-            for name, param in params.items():
-                found, wanted = _local(param), _local(expected[name])
-                bitwise = bitwise and torch.equal(found, wanted)
-                moved = float((wanted - _local(row.build(full, mesh)[name])).norm()) if wanted.numel() else 0.0
-                off = float((found - wanted).norm()) / moved if moved else 0.0
-                worst, where = (off, name) if off > worst else (worst, where)
-            try:
-                with waits_are_errors(device):
-                    ours.step()
-            except RuntimeError as error:
-                waits = waits or str(error).splitlines()[0]
-    return OnLayout(bitwise, worst, where, waits)
-
-
-def _set(params: Mapping[str, nn.Parameter], built: Mapping[str, Tensor]) -> None:
-    for name, param in params.items():
-        param.grad = torch.empty_like(param.detach())
-        if _local(built[name]).numel():
-            _local(param.grad).copy_(_local(built[name]))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    storage = engine_of(tensor).storage(tensor)
-    return storage if storage.numel() else storage.new_empty(0)
+        found = [
+            compare_with_dense(layout, orthogonalizer=Orthogonalizer("standard", products), **given)
+            for products in (torch.float32, torch.bfloat16)
+        ]
+    worst = max(found, key=lambda one: one.max_difference)
+    waits = next((one.about for one in found if one.about), "")
+    return OnLayout(all(one.bitwise for one in found), worst.max_difference, worst.worst, waits)

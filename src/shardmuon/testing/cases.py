@@ -1,4 +1,4 @@
-"""What layouts are compared on: shapes that do not divide, stacks, blocks, transposes; and a tensor's matrices."""
+"""Parameters on which layouts are compared (odd shapes, stacks, blocks, transposes), and a tensor's matrices."""
 
 from __future__ import annotations
 

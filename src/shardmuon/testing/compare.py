@@ -7,9 +7,9 @@ Updates are compared, never parameters: a small learning rate hides any error in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,18 +26,21 @@ from shardmuon.muon import Muon
 from shardmuon.options import OPTION_OBJECTS
 from shardmuon.testing.cases import PARAMS, ParamCase, cut_matrices, groups_of
 from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
+from shardmuon.testing.device import mesh_kind
 from shardmuon.testing.fsdp1 import FSDP1_ROWS, Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.variants import KEPT_KEYS
 
-Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
+Whole = Mapping[str, Tensor]
+Make = Callable[[Whole, Mapping[str, Any]], Muon]
+StepsOf = Callable[["_Job", Whole, Sequence[Whole]], "Iterator[_Stepped]"]
 
 STANDARD = Orthogonalizer(method="standard")
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What one rank found. Numbers are over the steps and parameters it holds something of.
+    """The comparison on one rank. Numbers are over the steps and parameters it holds something of.
 
     Attributes:
         max_difference: Largest relative difference of a parameter's local update to the expected one.
@@ -75,8 +78,8 @@ def compare_with_dense(
     the sharded model's optimizer after the last step.
     """
     cases = {name: table[name] for name in params or table}
-    run = _Run(layout, cases, orthogonalizer, dtype, steps, seed, options)
-    return run.compare(_Reference(_Dense(cases, orthogonalizer, options), run, remember), about)
+    job = _Job(layout, cases, orthogonalizer, dtype, steps, seed, options)
+    return job.compare(_dense_steps, remember, about)
 
 
 def compare_with_torch(
@@ -91,82 +94,53 @@ def compare_with_torch(
 ) -> Comparison:
     """The same against torch.optim.Muon, which is given every logical matrix as a parameter of its own."""
     cases = {name: PARAMS[name] for name in params}
-    run = _Run(layout, cases, Orthogonalizer(method="torch"), dtype, steps, seed, options)
-    return run.compare(_Reference(_Torch(cases, options), run, remember))
+    job = _Job(layout, cases, Orthogonalizer(method="torch"), dtype, steps, seed, options)
+    return job.compare(_torch_steps, remember, None)
 
 
-class _Dense:
+class _Stepped(NamedTuple):
+    """Whole weights, momentum, and what stages keep, of a reference after a step."""
+
+    weights: dict[str, Tensor]
+    momentum: dict[str, Tensor]
+    kept: dict[str, dict[str, Tensor]]
+
+
+def _dense_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> Iterator[_Stepped]:
     """shardmuon itself on plain tensors of one process."""
-
-    def __init__(
-        self,
-        cases: Mapping[str, ParamCase],
-        orthogonalizer: Orthogonalizer,
-        options: Mapping[str, Any],
-    ) -> None:
-        self._make: Callable[..., Muon] = lambda params: Muon(
-            groups_of(params, cases), orthogonalizer=orthogonalizer, **options
-        )
-
-    def start(self, full: Mapping[str, Tensor]) -> None:
-        self.params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
-        self.optimizer = self._make(self.params)
-
-    def step(self, grads: Mapping[str, Tensor]) -> None:
-        for name, grad in grads.items():
-            self.params[name].grad = grad.clone()
-        self.optimizer.step()
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.params.items()}
-
-    def momentum(self) -> dict[str, Tensor]:
-        return {name: self.optimizer.state[p]["momentum_buffer"] for name, p in self.params.items()}
-
-    def kept(self) -> dict[str, dict[str, Tensor]]:
-        """What stages of variants keep, by parameter and key."""
-        return {name: _kept(self.optimizer.state[p]) for name, p in self.params.items()}
+    params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
+    optimizer = Muon(groups_of(params, job.cases), orthogonalizer=job.orthogonalizer, **job.options)
+    for of_step in grads:
+        for name, grad in of_step.items():
+            params[name].grad = grad.clone()
+        optimizer.step()
+        states = {name: {key: t.clone() for key, t in optimizer.state[p].items()} for name, p in params.items()}
+        weights = {name: p.detach().clone() for name, p in params.items()}
+        kept = {name: {key: of[key] for key in KEPT_KEYS if key in of} for name, of in states.items()}
+        yield _Stepped(weights, {name: of["momentum_buffer"] for name, of in states.items()}, kept)
 
 
-class _Torch:
+def _torch_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> Iterator[_Stepped]:
     """torch.optim.Muon on one 2-D parameter per logical matrix."""
+    cut = {name: partial(cut_matrices, case.view) for name, case in job.cases.items()}
+    matrices = {name: [nn.Parameter(m.clone()) for m in cut[name](t)] for name, t in full.items()}
+    optimizer = torch.optim.Muon([p for of_tensor in matrices.values() for p in of_tensor], **job.options)
 
-    def __init__(self, cases: Mapping[str, ParamCase], options: Mapping[str, Any]) -> None:
-        self._cases, self._options = cases, options
+    def joined(name: str, values: Sequence[Tensor]) -> Tensor:
+        numbers = torch.arange(math.prod(job.cases[name].shape)).view(job.cases[name].shape)  # where an entry belongs
+        whole = values[0].new_empty(numbers.numel())
+        for places, value in zip(cut[name](numbers), values, strict=True):
+            whole[places] = value
+        return whole.view(numbers.shape)
 
-    def start(self, full: Mapping[str, Tensor]) -> None:
-        self.matrices = {
-            (name, i): nn.Parameter(m.clone())
-            for name, t in full.items()
-            for i, m in enumerate(cut_matrices(self._cases[name].view, t))
-        }
-        self.optimizer = torch.optim.Muon(list(self.matrices.values()), **self._options)
-
-    def _join(self, values: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
-        out = {}
-        for name, case in self._cases.items():
-            numbers = torch.arange(math.prod(case.shape)).view(case.shape)  # of elements: where each entry belongs
-            whole = torch.empty(numbers.numel(), dtype=values[name, 0].dtype)
-            for i, places in enumerate(cut_matrices(case.view, numbers)):
-                whole[places] = values[name, i]
-            out[name] = whole.view(case.shape)
-        return out
-
-    def step(self, grads: Mapping[str, Tensor]) -> None:
-        for name, grad in grads.items():
-            for i, matrix in enumerate(cut_matrices(self._cases[name].view, grad)):
-                self.matrices[name, i].grad = matrix
-        self.optimizer.step()
-
-    def weights(self) -> dict[str, Tensor]:
-        return self._join({key: p.detach() for key, p in self.matrices.items()})
-
-    def momentum(self) -> dict[str, Tensor]:
-        return self._join({key: self.optimizer.state[p]["momentum_buffer"] for key, p in self.matrices.items()})
-
-    def kept(self) -> dict[str, dict[str, Tensor]]:
-        """Nothing."""
-        return {}
+    for of_step in grads:
+        for name, grad in of_step.items():
+            for p, matrix in zip(matrices[name], cut[name](grad), strict=True):
+                p.grad = matrix
+        optimizer.step()
+        weights = {name: joined(name, [p.detach() for p in of]) for name, of in matrices.items()}
+        buffers = {n: joined(n, [optimizer.state[p]["momentum_buffer"] for p in of]) for n, of in matrices.items()}
+        yield _Stepped(weights, buffers, {})
 
 
 class _LayoutRun:
@@ -176,7 +150,7 @@ class _LayoutRun:
         row, world = LAYOUTS[name], dist.get_world_size()
         self._cut: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = lambda whole: row.build(whole, row.mesh(world))
         self._params = parameters(self._cut(full))
-        self._stored = _stored_elements(name, world, tuple((name, t.shape) for name, t in full.items()))
+        self._stored = _stored_elements(name, world, mesh_kind(), tuple((name, t.shape) for name, t in full.items()))
         self.optimizer = make(self._params, row.options(world))
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -200,7 +174,7 @@ class _LayoutRun:
         return {name: _local(self.optimizer.state[p]["momentum_buffer"]) for name, p in self._params.items()}
 
     def keeps(self, whole: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Whether this rank's copies of what stages keep have the bits of these."""
+        """True if this rank's copies of what stages keep have the bits of these."""
         return all(
             torch.equal(_local(found).view(-1), rows_stored(expected, found).view(-1))
             for name, of_param in whole.items()
@@ -209,59 +183,25 @@ class _LayoutRun:
         )
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Give nothing back: there is nothing to close."""
 
 
 @lru_cache(maxsize=64)
-def _stored_elements(layout: str, world_size: int, shapes: tuple[tuple[str, torch.Size], ...]) -> dict[str, Tensor]:
-    """Which elements of each tensor this rank stores, in the shape in which it does: a row cuts their numbers up."""
-    numbers = {name: torch.arange(shape.numel(), dtype=torch.float64).view(shape) for name, shape in shapes}
+def _stored_elements(
+    layout: str, world_size: int, kind: str, shapes: tuple[tuple[str, torch.Size], ...]
+) -> dict[str, Tensor]:
+    """The elements of each tensor that this rank stores, in the shape in which it does: a row cuts their numbers up."""
+    numbers = {name: torch.arange(s.numel(), dtype=torch.float64, device=kind).view(s) for name, s in shapes}
     built = LAYOUTS[layout].build(numbers, LAYOUTS[layout].mesh(world_size))
     return {name: _local(t).long() for name, t in built.items()}
-
-
-class _Stepped(NamedTuple):
-    """Whole weights, momentum, and what stages keep, of the reference after a step."""
-
-    weights: Mapping[str, Tensor]
-    momentum: Mapping[str, Tensor]
-    kept: Mapping[str, Mapping[str, Tensor]]
-
-
-class _Reference:
-    """The steps of a reference, one after the other, or as they were found with the same arguments before."""
-
-    def __init__(self, stepper: _Dense | _Torch, run: _Run, remember: bool) -> None:
-        self._stepper = stepper
-        key = run.key() if remember else None
-        self._found: list[_Stepped] = _REMEMBERED.setdefault(key, []) if key is not None else []
-
-    def start(self, full: Mapping[str, Tensor]) -> None:
-        self._full = full
-
-    def after(self, step: int, grads: Sequence[Mapping[str, Tensor]]) -> _Stepped:
-        """What `grads[:step]` lead to."""
-        if not self._found and step:
-            self._stepper.start(self._full)
-        while len(self._found) < step:
-            self._stepper.step(grads[len(self._found)])
-            weights, momentum = (
-                {name: t.clone() for name, t in value.items()}
-                for value in (self._stepper.weights(), self._stepper.momentum())
-            )
-            kept = {
-                name: {key: t.clone() for key, t in of_param.items()} for name, of_param in self._stepper.kept().items()
-            }
-            self._found.append(_Stepped(weights, momentum, kept))
-        return self._found[step - 1] if step else _Stepped(self._full, {}, {})
 
 
 _REMEMBERED: dict[str, list[_Stepped]] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """What is compared on one layout."""
+class _Job:
+    """One comparison on one layout."""
 
     layout: str
     cases: Mapping[str, ParamCase]
@@ -271,38 +211,41 @@ class _Run:
     seed: int
     options: Mapping[str, Any]
 
-    def key(self) -> str:
+    def _key(self, steps_of: StepsOf) -> str:
         """Everything that the reference depends on; not the layout."""
         simple = (bool, int, float, str, torch.dtype, type(None), *OPTION_OBJECTS.values())
         assert all(isinstance(value, simple) for value in self.options.values()), f"cannot remember {self.options}"
         which = (self.cases, self.orthogonalizer, self.dtype, self.steps, self.seed, self.options)
-        return repr((self.layout in ZERO_ROWS, self.layout in FSDP1_ROWS, *which))
+        return repr((steps_of.__name__, self.layout in ZERO_ROWS, self.layout in FSDP1_ROWS, *which))
 
-    def compare(self, reference: _Reference, about: Callable[[Muon], object] | None = None) -> Comparison:
+    def compare(self, steps_of: StepsOf, remember: bool, about: Callable[[Muon], object] | None) -> Comparison:
         """Step both and look at weights after every step, at momentum after the last."""
         run, full, grads = self._started()
-        reference.start(full)
+        key = self._key(steps_of) if remember else ""
+        reference, passed = iter(_REMEMBERED.get(key) or steps_of(self, full, grads)), list[_Stepped]()
         group = run.optimizer.param_groups[0]
         lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
         bitwise, worst, where, traffic = True, 0.0, "", Traffic()
-        for step in range(self.steps):
+        for of_step in grads:
             before = run.weights()
             earlier = run.optimizer.traffic.since(Traffic())
-            run.step(grads[step])
+            run.step(of_step)
             traffic = run.optimizer.traffic.since(earlier)
-            expected = run.cut(reference.after(step + 1, grads).weights)
+            passed.append(next(reference))
+            expected = run.cut(passed[-1].weights)
             for name, found in run.weights().items():
                 bitwise &= torch.equal(found, expected[name])
                 one, other = (recovered_update(before[name], after, lr, decay) for after in (found, expected[name]))
                 difference = relative_difference(one, other)
                 if difference > worst or math.isnan(difference):  # nothing is larger than a NaN, which so stays
                     worst, where = difference, name
-        last = reference.after(self.steps, grads)
         if isinstance(run, _LayoutRun):  # frameworks' hosts keep state where they like: their weights tell
-            bitwise &= run.keeps(last.kept)
-        momentum = run.cut({name: t.double() for name, t in last.momentum.items()})  # exact, also for codes
+            bitwise &= run.keeps(passed[-1].kept)
+        momentum = run.cut({name: t.double() for name, t in passed[-1].momentum.items()})  # exact, also for codes
         for name, found in run.momentum().items():
             bitwise &= torch.equal(found.double(), momentum[name])
+        if remember:
+            _REMEMBERED[key] = passed
         said = about(run.optimizer) if about else None
         run.close()
         num_matrices = sum(len(case.view.matrices) for case in self.cases.values())
@@ -314,7 +257,7 @@ class _Run:
 
         def draw() -> dict[str, Tensor]:
             normal = {name: torch.randn(case.shape, generator=generator) for name, case in self.cases.items()}
-            return {name: t.to(self.dtype) for name, t in normal.items()}
+            return {name: t.to(mesh_kind(), self.dtype) for name, t in normal.items()}
 
         def make(params: Mapping[str, Tensor], of_layout: Mapping[str, Any]) -> Muon:
             given = {"lr": 1e-3, **of_layout, **self.options}
@@ -336,13 +279,9 @@ def rows_stored(whole: Tensor, like: Tensor) -> Tensor:
     """The rows of what a stage keeps that this rank stores, by the placements of the state tensor `like`."""
     if not is_dtensor(like) or all(p.is_replicate() for p in like.placements):
         return whole
-    numbers = torch.arange(whole.shape[0])[:, None]  # torch cuts them up as it does the tensor
+    numbers = torch.arange(whole.shape[0], device=whole.device)[:, None]  # torch cuts them up as it does the tensor
     rows = distribute_tensor(numbers, like.device_mesh, like.placements, src_data_rank=None).to_local()
     return whole[rows.view(-1)]
-
-
-def _kept(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {key: state[key] for key in KEPT_KEYS if key in state}
 
 
 def _local(tensor: Tensor) -> Tensor:

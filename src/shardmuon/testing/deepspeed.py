@@ -65,7 +65,7 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mappi
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's notices about DeepSpeed's calls."""
+    """Silence torch's notices about DeepSpeed's calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -130,11 +130,11 @@ class ZeroRun:
         return dict(full)
 
     def start(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the reference starts from: DeepSpeed steps fp32 copies."""
+        """The reference's first weights: DeepSpeed steps fp32 copies."""
         return {name: t.float() for name, t in full.items()}
 
     def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of a step, of the dtype that the reference takes."""
+        """Gradients of a step, of the dtype that the reference takes."""
         return {name: (2 * t.float()).round().clamp(-8, 8) / 8 for name, t in drawn.items()}
 
     def step(self, grads: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""On which kind of device the layouts of `layouts.py` are built."""
+"""The kind of device on which the layouts of `layouts.py` are built."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataPar
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's notices: that NO_SHARD and FSDP1's state dicts are about to go, that one rank has no need of
+    """Silence torch's notices: that NO_SHARD and FSDP1's state dicts are about to go, that one rank has no need of
     FSDP1, and what FSDP1's own code calls."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
@@ -112,11 +112,11 @@ class Fsdp1Run:
         return dict(full)
 
     def start(self, full: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What the reference starts from."""
+        """The reference's first weights."""
         return full
 
     def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of a step."""
+        """Gradients of a step."""
         return {name: ((2 * t.float()).round().clamp(-8, 8) / 8).to(t.dtype) for name, t in drawn.items()}
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
@@ -133,4 +133,4 @@ class Fsdp1Run:
         return {name.removeprefix("inner."): state["momentum_buffer"] for name, state in found.items()}
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Give nothing back: there is nothing to close."""

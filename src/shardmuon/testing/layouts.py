@@ -55,12 +55,12 @@ class LayoutCase:
     groups: Callable[[tuple[int, ...]], dict[str, Any]] = lambda shape: {}
 
     def options(self, world: int) -> dict[str, Any]:
-        """What Muon must be told about this layout on `world` ranks."""
+        """Muon's arguments for this layout on `world` ranks."""
         default = {"process_group": dist.group.WORLD} if self.process_group else {}
         return default | self.groups(self.mesh(world))
 
     def build(self, tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """This rank's parameters, as `builder` makes them of full tensors. All ranks of the default group call it."""
+        """Build this rank's parameters from full tensors by `builder`. All ranks of the default group call it."""
         # See [Note: cut once]. Shards of several dtypes may share no buffer, so what is mixed is always built.
         first = next(iter(tensors.values()), None)
         kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
@@ -78,7 +78,7 @@ class LayoutCase:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What a builder left of a tensor on this rank.
+    """A tensor's part that a builder left on this rank.
 
     Attributes:
         elements: Their numbers in the full tensor, in the shape of the local storage.
@@ -217,7 +217,7 @@ def _same_dim(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def _lone_strided(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """What is left of (FSDP, TP) on one dim when TP is gathered: a rank keeps its share of both halves."""
+    """The rest of (FSDP, TP) on one dim when TP is gathered: a rank keeps its share of both halves."""
     mesh = mesh_of(shape)
     out: dict[str, Tensor] = {}
     for name, full in tensors.items():

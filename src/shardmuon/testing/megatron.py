@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 def buffer_layout(shapes: Sequence[Shape], num_shards: int) -> tuple[list[int], int]:
-    """Where each tensor of a unit begins in its flat buffer, and the buffer's size (divisible by `num_shards`).
+    """Start of each tensor of a unit in its flat buffer, and the buffer's size (divisible by `num_shards`).
 
     Shards end at multiples of a chunk, which holds whole rows of every tensor. A tensor that does not fill its
     last chunk leaves a gap: its end takes a later tensor's incomplete chunk, the rest small tensors and padding.
@@ -61,7 +61,7 @@ def buffer_layout(shapes: Sequence[Shape], num_shards: int) -> tuple[list[int], 
 
 
 def row_ranges(shapes: Sequence[Shape], num_shards: int) -> list[list[tuple[int, int]]]:
-    """For each tensor the rows [start, stop) of each shard of the buffer; (0, 0) where it has none."""
+    """Rows [start, stop) of each tensor in each shard of the buffer; (0, 0) where it has none."""
     starts, total = buffer_layout(shapes, num_shards)
     shard = total // num_shards
     table = []
@@ -76,7 +76,7 @@ def row_ranges(shapes: Sequence[Shape], num_shards: int) -> list[list[tuple[int,
 
 
 def _row_ranges_among_others(shapes: Sequence[Shape], num_shards: int) -> list[list[tuple[int, int]]]:
-    """As `row_ranges`, with each tensor in a unit of its own between two other ones with rows of the same size. Units
+    """Rows as in `row_ranges`, with each tensor in a unit of its own between two others with rows of its size. Units
     of odd shapes have chunks so large that the first shard takes all of them."""
     found = []
     for i, shape in enumerate(shapes):
@@ -94,7 +94,7 @@ def shard_like_megatron(
     tensor_parallel: bool = False,  # whether the last axis cuts columns and rows in turn
     attributes: bool = True,  # what Megatron-FSDP writes on parameters; nn.Parameter(...) loses it
 ) -> dict[str, Tensor]:
-    """This rank's DTensors as Megatron-FSDP v1 makes them. Talks to no other rank."""
+    """Make this rank's DTensors as Megatron-FSDP v1 makes them. Talks to no other rank."""
     at = list(mesh.get_coordinate() or ())
     num_parts, part = (mesh.size(mesh.ndim - 1), at.pop()) if tensor_parallel else (1, 0)
     sharding = [Shard(0)] if not outer else [Shard(0) if outer == "shard" else Replicate(), Shard(0)]
@@ -133,7 +133,7 @@ def _chunk(tensor: Tensor, num_parts: int, dim: int) -> list[Tensor]:
 
 
 def flat_ranges(sizes: Sequence[int], num_shards: int, bucket_size: int | None = None) -> list[list[tuple[int, int]]]:
-    """What Megatron-core's distributed optimizer gives each rank of parameters in one gradient buffer.
+    """Elements that Megatron-core's distributed optimizer gives each rank of parameters in one gradient buffer.
 
     Parameters lie in reverse order, each at a multiple of 64 elements. A bucket ends after the first one that fills it,
     and every rank has an equal part of each bucket.

@@ -53,7 +53,7 @@ _MAX_SHARED_POOLS = 3  # live at once from get_pool: a rank takes up to 300 MB
 
 @dataclass(frozen=True, slots=True)
 class RankException:
-    """What went wrong on one rank, as text: the exception itself may not survive the way between processes.
+    """The exception of one rank as text: the exception itself may not survive the way between processes.
 
     Attributes:
         rank: The rank it happened on.
@@ -119,7 +119,7 @@ class RankPool:
 
     @property
     def is_live(self) -> bool:
-        """Whether the processes exist now."""
+        """True if the processes exist now."""
         return self._ranks is not None
 
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:

@@ -1,4 +1,4 @@
-"""What the process imports that the ranks of pools are forked from.
+"""Imports of the process that the ranks of pools are forked from.
 
 [Note: what ranks are forked from]
     The first rank of a parent starts one process (multiprocessing's fork server), which imports what every rank needs,
@@ -34,7 +34,7 @@ def preload(module: str) -> None:
 
 
 def preloaded() -> list[str]:
-    """All of them."""
+    """Names of all modules to import."""
     used = [name for name in sys.modules if name in _IF_USED or name.split(".")[0] == "shardmuon"]
     return [*_ALWAYS, *used, *_MORE]
 
@@ -56,7 +56,7 @@ def path_in_variable() -> Iterator[None]:
 
 
 def begin(path: str | None) -> None:
-    """What a rank does first, given its parent's `path_variable`."""
+    """Begin a rank's process, given its parent's `path_variable`."""
     gc.freeze()
     _set_path_variable(path)
 

@@ -30,7 +30,7 @@
     2. A row in `VARIANTS` (variants/__init__.py): the name that users write, and a function from a group's options to
        the stages. A variant may have several (scale the update at the owner, then the weights).
     3. An option that it reads: a row in `VARIANT_OPTIONS` there, with its default and its check.
-    4. A row in the table of dense references (auditing/variants.py; norm_rules.py of stages on weights): the formula
+    4. A row in the table of dense references (auditing/stages.py): the formula
        once more, in fp64, written anew.
        Without one the audit says which matrices it does not check.
     No step, plan, checkpoint or `shardmuon verify` names a variant: they read what a stage declares.
