@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import shardmuon.layout.calls
 import shardmuon.step.commit
 from shardmuon import Exchange, ExchangeError, Muon
-from shardmuon.step.bucket import BucketRun
+from shardmuon.step import bucket
 from shardmuon.step.weights import WeightSet
 from shardmuon.testing import RankError, RankPool
 from shardmuon.testing.layouts import LAYOUTS
@@ -130,11 +130,11 @@ def _before_vote(end: Callable[[], None]) -> None:
 # its death, to the wait for the first that it never started.
 PHASES: dict[str, tuple[Callable[[Callable[[], None]], None], int, int]] = {
     "vote": (_before_vote, 0, 0),
-    "pack": (lambda end: _after(BucketRun, "pack", 2, end), 2, 5),
+    "pack": (lambda end: _after(bucket, "_momenta", 2, end), 2, 5),
     "gather": (lambda end: _after(shardmuon.step.commit, "start", 2, end), 2, 6),
-    "orthogonalize": (lambda end: _after(BucketRun, "orthogonalize", 2, end), 3, 9),
+    "orthogonalize": (lambda end: _after(bucket, "_results", 2, end), 3, 9),
     "scatter": (lambda end: _after(shardmuon.step.commit, "start", 5, end), 3, 10),
-    "apply": (lambda end: _after(BucketRun, "apply", 2, end), 5, 12),
+    "apply": (lambda end: _after(bucket, "apply_results", 2, end), 5, 12),
 }
 
 
@@ -290,7 +290,7 @@ def _broken_off(store: str) -> list[list[str]]:
         saved, weights = copy.deepcopy(optimizer.state_dict()), whole.detach().clone()
         with pytest.MonkeyPatch.context() as patched:
             if rank == 1:
-                patched.setattr(BucketRun, "orthogonalize", _fail_with(error))
+                patched.setattr(bucket, "_orthogonalize", _fail_with(error))
             with pytest.raises((ExchangeError, error)) as broken:
                 step(10)
         with pytest.raises(ExchangeError) as refused:

@@ -233,7 +233,7 @@ def collect(
     if len(ranks) > 1:
         given = tuple(send.numel() if rank == target else 0 for rank in ranks)
         with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
-            came = start(send, given, sizes if mine else (0,) * len(ranks), group_for(ranks), Traffic()).wait()
+            came = start(group_for(ranks), Traffic(), send, given, sizes if mine else (0,) * len(ranks)).wait()
     if not mine:
         return []
     by_rank = [

@@ -29,6 +29,7 @@ from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
 from shardmuon.plan.machines import machine_of
+from shardmuon.plan.pipeline import Turn, turns
 from shardmuon.plan.plan import Bucket, Plan, Policy, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound
@@ -95,21 +96,20 @@ class Binding(Kept):
     num_bits: int = 0
     ns_device: torch.device | None = None
     said: dict[Ranks, tuple[object, bytes]] = field(default_factory=dict)  # what a set's last digest was made of
-    _bounds: dict[frozenset[int], list[Bound]] = field(default_factory=dict)
+    _bounds: dict[frozenset[int], tuple[list[Bound], list[tuple[Turn, int]]]] = field(default_factory=dict)
     _weights: dict[frozenset[int], list[WeightSet]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__(self.table)
 
-    def bounds(self, missing: frozenset[int]) -> list[Bound]:
-        """The programs of a step in which these parameters have no gradient."""
+    def bounds(self, missing: frozenset[int]) -> tuple[list[Bound], list[tuple[Turn, int]]]:
+        """The programs of a step in which these parameters have no gradient, and their turns."""
         if missing not in self._bounds:
             whole = self._bounds.get(frozenset())
             self._bounds = {} if whole is None else {frozenset(): whole}  # two at most: of all, and the last of some
-            self._bounds[missing] = [
-                Bound(self.plan, make_program(self.plan, bucket, self.rank, missing), self.shapes, self._device(bucket))
-                for bucket in self.buckets
-            ]
+            programs = [make_program(self.plan, bucket, self.rank, missing) for bucket in self.buckets]
+            bounds = [Bound(self.plan, one, self.shapes, self._device(one.bucket)) for one in programs]
+            self._bounds[missing] = bounds, list(turns([one.relay is not None for one in programs]))
         return self._bounds[missing]
 
     def _device(self, bucket: Bucket) -> torch.device:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon.comm.component import in_order
-from shardmuon.comm.exchange import Pending, Traffic, start
+from shardmuon.comm.exchange import Traffic, start
 from shardmuon.comm.groups import group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, naming
 from shardmuon.layout.table import Ranks
-from shardmuon.plan.pipeline import turns
+from shardmuon.plan.pipeline import Turn
 from shardmuon.plan.plan import Bucket
-from shardmuon.step.bucket import Bound, BucketRun, Kernel
-from shardmuon.step.gram import GramRun
+from shardmuon.step.bucket import Bound, Kernel, run_owners
+from shardmuon.step.gram import run_gram
 from shardmuon.step.update import Work
 from shardmuon.step.weights import WeightSet, ZeroWatch
 
@@ -28,54 +28,14 @@ def groups_of(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> list
     return in_order([*moving, *(one.ranks for one in sets)])
 
 
-class InFlight:
-    """One bucket with its exchanges: `begin`, `compute`, `apply`, `finish`, in this order. There are none where
-    nothing moves, as in one process."""
-
-    def __init__(self, bound: Bound, work: Work, kernel: Kernel, traffic: Traffic) -> None:
-        wire = _WIRES[bound.program.bucket.itemsize]
-        kind = GramRun if bound.program.bucket.route == "gram" else BucketRun
-        self._bound, self._run = bound, kind(bound, work, wire, kernel)
-        self._traffic = traffic
-        # The exchange that travels. It is taken out before it is waited for: then nothing here holds what came, nor any
-        # more what was sent.
-        self._under_way: list[Pending] = []
-
-    def begin(self) -> None:
-        """Send what others orthogonalize; meanwhile fill the batches of what is orthogonalized here."""
-        if self._bound.moves:
-            self._group, gather = group_for(self._bound.program.bucket.ranks), self._bound.program.gather
-            sent, came = gather.holder_splits, gather.owner_splits
-            self._under_way.append(start(self._run.pack(), sent, came, self._group, self._traffic))
-            self._traffic.reductions += self._bound.program.bucket.route == "gram"
-        self._run.fill()
-
-    def compute(self) -> None:
-        """Wait for the gather, orthogonalize, and send results back."""
-        scatter = self._bound.program.scatter
-        send = self._run.orthogonalize(self._under_way.pop().wait() if self._bound.moves else None)
-        self._traffic.orthogonalized += self._bound.num_owned
-        if send is not None:
-            sent, came = scatter.owner_splits, scatter.holder_splits
-            self._under_way.append(start(send, sent, came, self._group, self._traffic))
-
-    def apply(self) -> None:
-        """Wait for the scatter, update weights, and pass results on to other replicas."""
-        send = self._run.apply(self._under_way.pop().wait() if self._bound.moves else None)
-        relay = self._bound.program.relay
-        if send is not None and relay is not None:
-            self._under_way.append(start(send, relay.send_splits, relay.recv_splits, self._group, self._traffic))
-
-    def finish(self) -> None:
-        """Wait for what another replica passes on, and update weights. Of a bucket with a relay."""
-        self._run.finish(self._under_way.pop().wait())
-
-
-def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Traffic) -> None:
-    """Run all buckets of a step.
+def run_buckets(
+    bounds: Sequence[Bound], order: Sequence[tuple[Turn, int]], work: Work, kernel: Kernel, traffic: Traffic
+) -> None:
+    """Run all buckets of a step. Collective among the ranks of each.
 
     Args:
         bounds: This rank's, in the plan's order.
+        order: Their turns, see `turns`.
         work: This step's tensors.
         kernel: What orthogonalizes.
         traffic: Counts exchanges and matrices.
@@ -83,11 +43,21 @@ def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Tr
     Raises:
         ExchangeError: Something failed in the middle; names the bucket and the operation.
     """
-    flights = [InFlight(bound, work, kernel, traffic) for bound in bounds]
+    runs: dict[int, Iterator[None]] = {}
     moves = any(bound.moves for bound in bounds)  # else nobody waits for this rank
     with naming(lambda: f"{bounds[i]}, {turn}", HALF_DONE) if moves else nullcontext():
-        for turn, i in turns([bound.program.relay is not None for bound in bounds]):
-            getattr(flights[i], turn)()
+        for turn, i in order:
+            if turn == "begin":
+                runs[i] = _begun(bounds[i], work, kernel, traffic)
+            next(runs[i], None)  # its last turn ends it
+
+
+def _begun(bound: Bound, work: Work, kernel: Kernel, traffic: Traffic) -> Iterator[None]:
+    bucket = bound.program.bucket
+    run = run_gram if bucket.route == "gram" else run_owners
+    traffic.orthogonalized += bound.program.num_owned
+    traffic.reductions += bucket.route == "gram"
+    return run(bound, work, kernel, partial(start, group_for(bucket.ranks) if bound.moves else None, traffic))
 
 
 def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch) -> None:
@@ -126,6 +96,3 @@ def _summed(values: Tensor, ranks: Ranks, traffic: Traffic) -> Tensor:
     traffic.norm_reductions += 1
     traffic.norms_sent += values.numel()
     return sums.to(values.device)
-
-
-_WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

@@ -30,9 +30,8 @@ from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.copies import Place
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import KeptLoad, Load
-from shardmuon.step.sides import Side
 from shardmuon.step.stages import KeptSide
-from shardmuon.step.update import Work
+from shardmuon.step.update import Side, Work
 from shardmuon.variants import Stages, WeightStage, keeping
 
 _PART = 1 << 17  # elements: CPUs copy what they sum to fp64 first, and so many stay in cache
