@@ -28,7 +28,7 @@ from shardmuon.comm.groups import GroupRef, World, group_for, group_ranks, my_ra
 from shardmuon.comm.lane import close_lane
 from shardmuon.comm.vote import Flag, Phase, Verdict
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
-from shardmuon.host import Course, Host, Hosts
+from shardmuon.host import Course, FirstStep, Host, Hosts
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Call, Said, agree, renewed
 from shardmuon.layout.engines.base import MISPLACED, NONE
@@ -69,7 +69,7 @@ class Core:
         component: The ranks that have voted together last.
         broken: Why the last step left the ranks out of step.
         settled: Norms of weights that a step has looked at since they were made or loaded.
-        hosts: Who may call `step`.
+        hosts, first: Who may call `step`, and what a first one tells.
     """
 
     param_groups: list[dict[str, Any]]
@@ -104,7 +104,7 @@ class Core:
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
         self.settled: Settled = WeakIdKeyDictionary()
-        self.hosts = Hosts()
+        self.hosts, self.first = Hosts(), FirstStep()
 
     def unlike_model(self) -> Sequence[str]:
         """Names of the parameters that are not what the model has. Only a host that steps copies can tell."""
@@ -112,18 +112,18 @@ class Core:
 
     # ---------------------------------------------------------------------------------------------- one step
 
-    def take_step(self, early: BaseException | None = None) -> None:
+    def take_step(self, fault: Fault) -> None:
         """Step the groups as they are. Collective among the ranks that share parameters.
 
         Args:
-            early: What was raised on this rank before, of which the others must hear.
+            fault: What is wrong on this rank already.
 
         Raises:
             Refused: All ranks raise it, and nothing has changed.
         """
         changing = False
         try:
-            call, fault = self._call(early)
+            call = self._call(fault)
             binding, verdict = agree(call, fault)
             changing = True
             report = self._carry_out(binding, call.proposal, verdict)
@@ -135,11 +135,11 @@ class Core:
         if report is not None:
             self.audits.deliver(report)
 
-    def let_host_step(self, host: Host, early: BaseException | None) -> None:
+    def let_host_step(self, host: Host, fault: Fault) -> None:
         """Step groups that hold an active host's tensors."""
         course = Course()
         try:
-            host.step(self, course, early)
+            host.step(self, course, fault)
         except Refused:
             raise
         except BaseException as error:
@@ -167,7 +167,8 @@ class Core:
         run_buckets(*binding.bounds(missing), work, kernel, self.traffic)
         if on_weights:
             finish_weights(binding.weight_sets(on_weights), work, self.traffic)
-        self.watch.send()
+        if self.watch.seen:
+            self.watch.send()
         stepped = (member.engine for n, member in enumerate(binding.members) if n not in missing)
         step_adamw(self.param_groups, self.state, lambda: set(stepped), p.adamw)
         report = None if audit is None else audit.finish()
@@ -228,26 +229,22 @@ class Core:
             return f"an earlier step was broken off, and its state is half moved: {self.broken}"
         return None
 
-    def make_plan(self, early: BaseException | None = None) -> Plan:
+    def make_plan(self) -> Plan:
         """Plan now. Collective among the ranks that share parameters.
-
-        Args:
-            early: What was raised on this rank before, of which the others must hear.
 
         Raises:
             ValueError: On every rank.
         """
+        fault = Fault()
         with made_public():
-            return renewed(*self._call(early)).plan
+            return renewed(self._call(fault), fault).plan
 
-    def _call(self, early: BaseException | None) -> tuple[StepCall, Fault]:
-        call, fault = StepCall(self), Fault()
-        if early is not None:
-            fault.note(early)
+    def _call(self, fault: Fault) -> StepCall:
+        call = StepCall(self)
         if self.process_group is not None:
             with fault:  # its ranks wait for this one, also where it has no parameter
                 call.beyond = tuple(sorted(group_ranks(self.process_group)))  # raises if it was destroyed
-        return call, fault
+        return call
 
     def read_options(self) -> list[GroupOptions]:
         """The options of all groups as they are now. See [Note: an lr on the device] in step/options.py."""
@@ -308,8 +305,10 @@ class StepCall(Call[Binding]):
     def read(self, kept: Binding) -> Said:
         """See `Call`."""
         core, self.num_bits = self._core, kept.num_bits
-        core.watch.report()
-        core.zeros.report()
+        if core.watch.coming:
+            core.watch.report()
+        if core.zeros.coming:
+            core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
         if core.audits.num_steps + 1 >= core.audits.at and core.audits.is_due:
             self.flags = Flag.AUDIT

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from shardmuon._torch import before_loading, creates_state_only, default_group, is_dtensor
+from shardmuon._torch import before_loading, default_group, is_dtensor
 from shardmuon.comm.data_parallel import find_ddp, repeated_text
+from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.errors import level_of_the_caller
 from shardmuon.layout.engines.fsdp1 import is_flattened
@@ -98,16 +99,13 @@ class Host:
         """
         return None
 
-    def stepped(self, core: Core) -> None:
-        """The parameters have been stepped, and no host is active."""
-
-    def step(self, core: Core, course: Course, early: BaseException | None) -> None:
+    def step(self, core: Core, course: Course, fault: Fault) -> None:
         """Step the groups of an active host.
 
         Args:
             core: The optimizer.
             course: How far it has come.
-            early: What was raised on this rank before, of which the others must hear.
+            fault: What is wrong on this rank already.
         """
         raise NotImplementedError
 
@@ -150,26 +148,22 @@ class Host:
         return None
 
 
-class PlainHost(Host):
-    """A training loop, and torch's checkpoints."""
+class FirstStep:
+    """What a first step tells, and the making of the optimizer does not: it trains nothing, or its ranks repeat each
+    other's work. Said once.
+
+    Attributes:
+        is_over: Something has been trained.
+    """
 
     def __init__(self) -> None:
         self._made_alone = default_group() is None
-        self._said_idle = self._trained = False
-
-    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
-        if plain and not core.state and creates_state_only():
-            complete: Callable[[], None] = core.complete_state
-            return complete
-        return None
+        self._said_idle = self.is_over = False
 
     def stepped(self, core: Core) -> None:
-        """Say once what a first step tells, and the making of the optimizer does not: it trains nothing, or its ranks
-        repeat each other's work."""
-        if self._trained:
-            return
-        self._trained = _has_gradient(core.param_groups)
-        if self._trained:
+        """The parameters have been stepped, and no host is active."""
+        self.is_over = _has_gradient(core.param_groups)
+        if self.is_over:
             ddp = find_ddp(core, _kept_here(core.param_groups))
             if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
                 warnings.warn(repeated_text(ddp, self._made_alone), stacklevel=level_of_the_caller())
@@ -200,7 +194,7 @@ def _kept_here(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
             yield from (p for p in group["params"] if not is_dtensor(p))
 
 
-_HOSTS: list[type[Host]] = [PlainHost]
+_HOSTS: list[type[Host]] = []
 
 
 def register(host: type[Host]) -> None:

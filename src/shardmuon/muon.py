@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from shardmuon._torch import after_loading, before_loading, never_compiled
+from shardmuon._torch import after_loading, before_loading, creates_state_only, never_compiled
 from shardmuon.checkpoint.state import read_state, without_callables
+from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import GroupRef
 from shardmuon.core import Core
 from shardmuon.errors import ExchangeError, made_public
@@ -218,27 +219,27 @@ class Muon(Core, Optimizer):
 
     def _step(self, plain: bool) -> None:
         """`step` without its closure; `plain`: there is none."""
-        early: BaseException | None = None
+        fault = Fault()
         instead: Callable[[], None] | None = None
         host: Host | None = None
-        present: list[Host] = []
-        try:
-            present = self.hosts.present()
+        with fault:  # the other ranks must hear of it
             complete_changed(self.param_groups, self.defaults)
-            for one in present:
+            for one in self.hosts.present():
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, plain)
-        except BaseException as wrong:  # the other ranks must hear of it
-            early, host = wrong, self.hosts.active
+            if plain and instead is None and not self.state and creates_state_only():
+                instead = self.complete_state
+        if fault.text is not None:
+            host = self.hosts.active
         if instead is not None:
             instead()
         elif host is not None:
-            self.let_host_step(host, early)
+            self.let_host_step(host, fault)
         else:
-            self.take_step(early)
-            for one in present:
-                one.stepped(self)
+            self.take_step(fault)
+            if not self.first.is_over:
+                self.first.stepped(self)
 
     def __repr__(self) -> str:
         """The options that apply: what differs from its default in those of the whole optimizer, and each group's."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
+from shardmuon.comm import faults
 from shardmuon.errors import Refused
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
@@ -98,7 +99,7 @@ class Job:
 
     def step(self) -> None:
         with torch.no_grad():
-            self.optimizer.take_step()
+            self.optimizer.take_step(faults.Fault())
 
     def held(self) -> dict[str, object]:
         """All that a step may change."""

@@ -21,7 +21,7 @@ from shardmuon.layout.engines.base import MISPLACED, NONE, READY, name_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
 from shardmuon.step.adamw import Row
-from shardmuon.step.binding import Binding, Member, signature_of, takes_part
+from shardmuon.step.binding import Binding, signature_of, takes_part
 from shardmuon.step.checks import (
     check_adamw_dtypes,
     check_can_align,
@@ -118,17 +118,33 @@ class Memory(NamedTuple):
 def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupOptions], memory: Memory) -> Proposal:
     """Read gradients and state.
 
+    Most parameters, in nearly every step, are known at a glance: gradient and state lie as they do, and are stored as
+    they are computed. Any other one is looked at closely.
+
     Raises:
         ValueError: One is unusable; with the parameter's name.
     """
-    found = Proposal(len(binding.members))
+    found, name = Proposal(len(binding.members)), ""
     scales: dict[int, _Scales] = {}
-    for number, member in enumerate(binding.members):
-        settings = options[member.group].settings
-        assert settings is not None, "an AdamW group has no matrices"
-        try:
-            said = None if settings.stages or binding.elsewhere else _glance(found, number, member, memory)
-            if said is None:
+    closely = bool(binding.elsewhere)
+    try:
+        for number, member in enumerate(binding.members):
+            name, settings, param = member.name, options[member.group].settings, member.param
+            assert settings is not None, "an AdamW group has no matrices"
+            grad, kept = param.grad, memory.state.get(param, _NOTHING)
+            looked: Sequence[Tensor] | None = None  # storages, if a glance tells enough
+            if grad is not None and not (closely or settings.stages):
+                looked = member.engine.storages(param, grad, kept.get(BUFFER))  # whatever a framework has put there
+            if (
+                looked is not None
+                and memory.keeper.is_kept(kept, looked[2], looked[1])
+                and looked[1].dtype.is_floating_point
+                and _are_writable(looked[0], looked[2])
+            ):
+                found.states[number] = READY
+                found.weights[number], found.grads[number], found.momenta[number] = looked
+                said: tuple[object, ...] = (READY, looked[0].dtype, looked[1].dtype, looked[2].dtype)
+            else:
                 said = _read(found, number, binding, settings, memory)
             if callable(settings.adjust_lr_fn):
                 if member.group not in scales:
@@ -137,11 +153,11 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
                 said = *said, scales[member.group].ask(binding.table.layouts[number])
             found.said.append(said)
             found.settings.append(settings)
-        except OUT_OF_MEMORY as wrong:
-            raised_at(wrong, member.name)
-            raise
-        except Exception as wrong:
-            raise ValueError(f"{member.name}: {fault_text(wrong)}") from wrong
+    except OUT_OF_MEMORY as wrong:
+        raised_at(wrong, name)
+        raise
+    except Exception as wrong:
+        raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
     for number, bit in binding.bits.items():
         if found.states[number] != NONE and number not in binding.elsewhere:
             found.presence |= 1 << bit
@@ -181,26 +197,6 @@ class _Scales:
         if not math.isfinite(value):
             raise ValueError(f"adjust_lr_fn({rows}, {cols}) returned {value}, which is not finite")
         return value
-
-
-def _glance(found: Proposal, number: int, member: Member, memory: Memory) -> tuple[object, ...] | None:
-    """`_read` of a parameter that is as most are in nearly every step: its gradient lies as it does, and its state is a
-    momentum that does, and is stored as it is computed. None: it is not so, or only a closer look can tell."""
-    param, engine = member.param, member.engine
-    grad, kept = param.grad, memory.state.get(param, _NOTHING)
-    if grad is None:
-        return None
-    storages = engine.storages(param, grad, kept.get(BUFFER))  # whatever a framework has put there
-    if storages is None:
-        return None
-    weight, storage, momentum = storages
-    if not memory.keeper.is_kept(kept, momentum, storage):
-        return None
-    if not (_are_writable(weight, momentum) and storage.dtype.is_floating_point):
-        return None
-    found.states[number] = READY
-    found.weights[number], found.grads[number], found.momenta[number] = weight, storage, momentum
-    return READY, weight.dtype, storage.dtype, momentum.dtype
 
 
 def _are_writable(weight: Tensor, *kept: Tensor) -> bool:
@@ -304,36 +300,32 @@ def _adamw_rows(index: int, group: Group, state: State) -> list[Row | None]:
     Raises:
         ValueError: Gradient or state is unusable; with the parameter's name.
     """
-    found = []
-    for position, p in enumerate(group["params"]):
-        try:
-            row = _adamw_row(p, state)
+    found: list[Row | None] = []
+    try:
+        for p in group["params"]:
+            grad, kept, row = p.grad, state.get(p, _NOTHING), None
+            storages = None
+            if grad is not None and len(kept) == 3:
+                storages = engine_of(p).storages(p, grad, kept.get(MOMENTS[0]), kept.get(MOMENTS[1]))
+            if storages is not None:
+                weight, grad, moment, square = storages
+                step, dtype = kept.get(STEP), grad.dtype
+                if (
+                    moment.dtype == square.dtype == p.dtype == dtype
+                    and dtype.is_floating_point
+                    and isinstance(step, Tensor)
+                    and step.numel() == 1
+                    and _are_writable(weight, moment, square)
+                ):
+                    row = Row(weight, grad, moment, square, state[p])
             if row is None:
-                _check_adamw(p, state.get(p, _NOTHING))
+                _check_adamw(p, kept)
             found.append(row)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as wrong:
-            raise ValueError(f"{name_of(group, index, position)}: {fault_text(wrong)}") from wrong
+    except OUT_OF_MEMORY:
+        raise
+    except Exception as wrong:
+        raise ValueError(f"{name_of(group, index, len(found))}: {fault_text(wrong)}") from wrong
     return found
-
-
-def _adamw_row(param: Tensor, state: State) -> Row | None:
-    """What AdamW steps of a parameter that is as most are in nearly every step. None: see `_glance`."""
-    grad, kept = param.grad, state.get(param)
-    if grad is None or kept is None or len(kept) != 3:
-        return None
-    storages = engine_of(param).storages(param, grad, kept.get(MOMENTS[0]), kept.get(MOMENTS[1]))
-    step = kept.get(STEP)
-    if storages is None or not (isinstance(step, Tensor) and step.numel() == 1):
-        return None
-    weight, grad, moment, square = storages
-    dtype = grad.dtype
-    if not (moment.dtype == square.dtype == param.dtype == dtype and dtype.is_floating_point):
-        return None
-    if not _are_writable(weight, moment, square):
-        return None
-    return Row(weight, grad, moment, square, kept)
 
 
 def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
