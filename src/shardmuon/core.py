@@ -43,7 +43,7 @@ from shardmuon.step.binding import Binding, How, bound, counts_of_lacking, group
 from shardmuon.step.bucket import Kernel
 from shardmuon.step.commit import begin_weights, finish_weights, groups_of, run_buckets
 from shardmuon.step.kept import Settled
-from shardmuon.step.options import DeviceRates, Group, GroupOptions, OptionsReader
+from shardmuon.step.options import Group, GroupOptions, OptionsReader
 from shardmuon.step.replicas import fingerprint
 from shardmuon.step.said import Line, difference, digests_of, lines_of
 from shardmuon.step.update import Work
@@ -68,6 +68,7 @@ class Core:
         binding: The plan in force with what this rank knows of it.
         component: The ranks that have voted together last.
         broken: Why the last step left the ranks out of step.
+        options: Reads groups. See [Note: an lr on the device] in step/options.py.
         settled: Norms of weights that a step has looked at since they were made or loaded.
         hosts, first: Who may call `step`, and what a first one tells.
     """
@@ -99,7 +100,7 @@ class Core:
         self.binding: Binding | None = None
         self.component: Ranks | None = None
         self.world = World()  # that it is of
-        self._options, self.rates = OptionsReader(), DeviceRates()
+        self.options = OptionsReader()
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
@@ -176,7 +177,8 @@ class Core:
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
         """Make what validating has made state, and bring gradients to where their parameters lie."""
-        self.rates.agreed()
+        if self.options.rates:
+            self.options.agreed()
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
             for key in kept.keys() - made.keys():  # what it kept as AdamW's, or of another variant
@@ -247,19 +249,9 @@ class Core:
         return call
 
     def read_options(self) -> list[GroupOptions]:
-        """The options of all groups as they are now. See [Note: an lr on the device] in step/options.py."""
-        groups, rates = self.param_groups, dict[int, Tensor]()
-        for at, group in enumerate(groups):
-            lr = group.get("lr")
-            if isinstance(lr, Tensor) and lr.device.type != "cpu":
-                rates[at] = lr
-        read = self._options.read(self.rates.on_host(groups, rates) if rates else groups)
-        for at, lr in rates.items():
-            read[at] = read[at].with_rate(lr)
+        """The options of all groups as they are now, and when ranks audit, which they must do alike."""
         due = self.audits.due_text() if self.audits.num_steps + 1 >= self.audits.at else ""
-        if due:  # ranks must audit alike
-            read = [options._replace(text=f"{options.text}{due}") for options in read]
-        return read
+        return self.options.read(self.param_groups, due)
 
     def complete_state(self) -> None:
         """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
@@ -335,7 +327,7 @@ class StepCall(Call[Binding]):
     def listed(self) -> list[Listed]:
         """See `Call`."""
         core = self._core
-        core.rates = DeviceRates()  # other ranks may have looked in another step
+        core.options.forget_rates()
         self.options = core.read_options()
         self._how = How.of(core.param_groups, core.config)
         listed = listed_of(core.param_groups, self.options, core.config, core.keeper, self._how)

@@ -125,7 +125,7 @@ def _validated(optimizer: Muon) -> dict[str, object]:
     assert binding is not None
     memory = Memory(optimizer.state, optimizer.keeper, optimizer.settled)
     with torch.no_grad():
-        options = optimizer._options.read(optimizer.param_groups)
+        options = optimizer.options.read(optimizer.param_groups)
         try:
             found = vars(validate_module.validate(binding, optimizer.param_groups, options, memory))
         except ValueError as error:

@@ -8,7 +8,7 @@ log2(n) hops of one small message, and two more where n is no power of two.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 
 class Hop(NamedTuple):
@@ -32,23 +32,21 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 
-def driven(asking: Generator[Q, A, R], answer: Callable[[Q], A]) -> R:
-    """Answer all that a generator asks; return what it returns."""
-    try:
-        asked = next(asking)
-        while True:
-            asked = asking.send(answer(asked))
-    except StopIteration as end:
-        found: R = end.value
-        return found
+def driven(asking: Generator[Q | R, A, None], answer: Callable[[Q], A], kind: type[Q]) -> R:
+    """Answer all questions of this kind that a generator asks; return the first other thing that it yields."""
+    asked = next(asking)
+    while isinstance(asked, kind):
+        asked = asking.send(answer(asked))
+    return cast("R", asked)
 
 
-def doubling(me: int, num: int, message: bytes, merge: Merge) -> Generator[Hop, bytes, bytes]:
-    """Yields hops and is sent what was received (b"" if nothing was to be); returns all messages merged into one."""
+def doubling(me: int, num: int, message: bytes, merge: Merge) -> Generator[Hop | bytes, bytes, None]:
+    """Yields hops and is sent what was received (b"" if nothing was to be); at last yields all messages merged."""
     power = 1 << (num.bit_length() - 1)
     if me >= power:
         yield Hop(me - power, message, None)
-        return (yield Hop(None, b"", me - power, tuple(m for m in range(num) if m != me)))
+        yield (yield Hop(None, b"", me - power, tuple(m for m in range(num) if m != me)))
+        return
     if me + power < num:
         message = merge(message, (yield Hop(None, b"", me + power, (me + power,))))
     reach = 1
@@ -60,4 +58,4 @@ def doubling(me: int, num: int, message: bytes, merge: Merge) -> Generator[Hop, 
         reach *= 2
     if me + power < num:
         yield Hop(me + power, message, None)
-    return message
+    yield message

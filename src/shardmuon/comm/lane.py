@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-import weakref
 from collections.abc import Generator
 from datetime import timedelta
 from functools import partial
@@ -16,16 +15,13 @@ from torch import Tensor
 
 from shardmuon._groups import timeout_of
 from shardmuon._torch import default_group
+from shardmuon.comm.groups import made_in
 from shardmuon.comm.hops import Hop, driven
 from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
 
 _LARGEST = 1 << 13  # bytes of a message in hops: receivers need not know how long it is
 _TAG = 7
 _DEFAULT = timedelta(minutes=30)  # where no backend tells its time-out
-
-# default group -> ranks -> their last lane, which may be closed. A lane keeps no default group alive; it goes with the
-# group that it was made in.
-_LANES: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Lane]] = weakref.WeakKeyDictionary()
 
 
 class Lane:
@@ -55,14 +51,14 @@ class Lane:
         self._group: Any = gloo(store, self.me, len(ranks), options)
         self.is_open = True
 
-    def carry(self, hops: Generator[Hop, bytes, bytes], what: str) -> bytes:
+    def carry(self, hops: Generator[Hop | bytes, bytes, None], what: str) -> bytes:
         """Carry hops out and return what they come to. One deadline holds for all of them.
 
         Raises:
             ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
         """
         deadline = time.monotonic() + self._limit.total_seconds()
-        return driven(hops, partial(self._hop, deadline=deadline, what=what))
+        return driven(hops, partial(self._hop, deadline=deadline, what=what), Hop)
 
     def _hop(self, hop: Hop, deadline: float, what: str) -> bytes:
         found, sending = torch.empty(_LARGEST, dtype=torch.uint8, device="cpu"), None
@@ -115,8 +111,8 @@ def lane_of(ranks: tuple[int, ...]) -> Lane:
     world = default_group()
     if world is None:
         raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
-    lanes = _LANES.setdefault(world, {})
-    lane = lanes.get(ranks)
+    lanes = made_in(world).lanes
+    lane: Lane | None = lanes.get(ranks)
     if lane is None or not lane.is_open:
         lane = lanes[ranks] = Lane(ranks, world, 1 if lane is None else lane.number + 1)
     return lane
@@ -126,7 +122,7 @@ def close_lane(ranks: tuple[int, ...]) -> None:
     """Close the lane of these ranks, if they have one: to make one only to close it would leave others with another
     number."""
     world = default_group()
-    lane = None if world is None else _LANES.get(world, {}).get(ranks)
+    lane: Lane | None = None if world is None else made_in(world).lanes.get(ranks)
     if lane is not None:
         lane.close()
 

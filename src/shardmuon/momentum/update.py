@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -122,7 +122,13 @@ def apply_(
         for w, update in zip(weights, updates, strict=True):
             decay_agreeing_(w, update * w, 1 - lr * weight_decay)
     summands = updates if updates[0].dtype == weights[0].dtype else foreach_to(updates, weights)
-    for alpha, (added, of_alpha) in _by_alpha(alphas, weights, summands).items():
+    by_alpha: dict[float, tuple[Sequence[Tensor], Sequence[Tensor]]] = {alphas[0]: (weights, summands)}
+    if len(set(alphas)) > 1:
+        by_alpha = {alpha: ([], []) for alpha in alphas}
+        for alpha, *pair in zip(alphas, weights, summands, strict=True):
+            for column, tensor in zip(by_alpha[alpha], pair, strict=True):
+                cast("list[Tensor]", column).append(tensor)
+    for alpha, (added, of_alpha) in by_alpha.items():
         if isinstance(lr, Tensor):
             foreach_add_(added, foreach_times(of_alpha, lr * -alpha), alpha=1.0)
         else:
@@ -148,20 +154,6 @@ def decay_agreeing_(
         return
     rounded = float(torch.tensor(factor, dtype=weight.dtype, device="cpu"))  # as a product with a number rounds it
     weight.mul_(agreement.gt_(0.0).mul_(rounded - 1.0).add_(1.0))
-
-
-def _by_alpha(
-    alphas: Sequence[float], weights: Sequence[Tensor], updates: Sequence[Tensor]
-) -> dict[float, tuple[Sequence[Tensor], Sequence[Tensor]]]:
-    """The weights, and their updates, of each factor."""
-    if len(set(alphas)) == 1:
-        return {alphas[0]: (weights, updates)}
-    found: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-    for alpha, weight, update in zip(alphas, weights, updates, strict=True):
-        of_alpha = found.setdefault(alpha, ([], []))
-        of_alpha[0].append(weight)
-        of_alpha[1].append(update)
-    return dict(found)
 
 
 def apply_like_torch_(

@@ -47,7 +47,7 @@ class Member(NamedTuple):
         group: Number of its group.
         name, identity: For messages, and the name that all ranks give it.
         engine: Reaches its storage.
-        signature: What its layout and wire depended on when the plan was made, see `signature_of`.
+        signature: Its engine's, when the plan was made.
         kept: Key -> global shape of each state tensor of its stages.
     """
 
@@ -125,11 +125,6 @@ class Binding(Kept):
                 self._weights.clear()
             self._weights[key] = weight_sets(self.plan, stages, self.rank, self.shapes)
         return self._weights[key]
-
-
-def signature_of(engine: Engine, param: Tensor) -> object:
-    """Changes whenever a parameter's layout, wire or device may have."""
-    return engine.signature(param), param.dtype, param.device
 
 
 def takes_part(param: Tensor) -> bool:
@@ -286,16 +281,16 @@ def bound(
     doubles = any(one.param.dtype == torch.float64 for one in table.params)
     wire, notes = Wire.of(config.orthogonalizer, config.exchange, doubles=doubles), _notes(table, how, config)
     of_group = {id(group): number for number, group in enumerate(groups)}
-    members, specs = [], []
+    members, specs, kept_layouts = [], [], dict[tuple[ParamLayout, str], ParamLayout]()
     for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
         number = of_group[id(one.group)]
         engine = engine_for(one.param, one.group)
         remember_shape(engine, one.param, layout)
-        kept = partial(_kept_layout, engine, claim, layout)
+        kept = partial(_kept_layout, kept_layouts, engine, claim, layout)
         spec = make_spec(one.name, layout, options[number], one.param.device, how.chooser, wire, kept)
         keys = [stage.key for stage in keeping(spec_stages(options[number]))]
         shapes = dict(zip(keys, (kept.layout.view.shape for kept in spec.kept), strict=True))
-        signature = signature_of(engine, one.param)
+        signature = engine.signature(one.param)
         members.append(Member(one.param, number, one.name, one.identity, engine, signature, shapes))
         specs.append(spec)
         if keeper.dtype == "int8":
@@ -326,6 +321,13 @@ def spec_stages(options: GroupOptions) -> Stages:
     return () if options.settings is None else options.settings.stages
 
 
-def _kept_layout(engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage) -> ParamLayout:
-    view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])
-    return kept_layout(layout, view, OnMesh(*cast(Any, claim.form[1:])) if engine.believes_placements else None)
+def _kept_layout(
+    known: dict[tuple[ParamLayout, str], ParamLayout], engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage
+) -> ParamLayout:
+    """Who keeps what a stage keeps of a parameter; parameters that lie alike share one object (`known`)."""
+    key = layout, stage.key
+    if key not in known:
+        view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])
+        on_mesh = OnMesh(*cast(Any, claim.form[1:])) if engine.believes_placements else None
+        known[key] = kept_layout(layout, view, on_mesh)
+    return known[key]

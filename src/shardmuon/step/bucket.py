@@ -54,6 +54,7 @@ class Bound:
     Attributes:
         wire: Dtype of what travels, and of batches.
         moves: False if its wires are empty.
+        num_owned: Matrices that are orthogonalized here.
         like_torch: See `apply_results`.
         choices: How each batch is orthogonalized.
     """
@@ -62,6 +63,7 @@ class Bound:
         views = [spec.layout.view for spec in plan.specs]
         self.plan, self.program, self.device = plan, program, device
         self.wire, self.moves = _WIRES[program.bucket.itemsize], program.bucket.exchange
+        self.num_owned = program.num_owned
         self.choices = [Choice.of(plan.items[batch.items[0]].how) for batch in program.batches]
         method = Choice.of(plan.items[program.bucket.items[0]].how).method
         self.like_torch = BACKENDS[method].like_torch

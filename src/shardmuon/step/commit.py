@@ -48,16 +48,13 @@ def run_buckets(
     with naming(lambda: f"{bounds[i]}, {turn}", HALF_DONE) if moves else nullcontext():
         for turn, i in order:
             if turn == "begin":
-                runs[i] = _begun(bounds[i], work, kernel, traffic)
+                bound, bucket = bounds[i], bounds[i].program.bucket
+                exchange = partial(start, group_for(bucket.ranks) if bound.moves else None, traffic)
+                run = run_gram if bucket.route == "gram" else run_owners
+                runs[i] = run(bound, work, kernel, exchange)
+                traffic.orthogonalized += bound.num_owned
+                traffic.reductions += bucket.route == "gram"
             next(runs[i], None)  # its last turn ends it
-
-
-def _begun(bound: Bound, work: Work, kernel: Kernel, traffic: Traffic) -> Iterator[None]:
-    bucket = bound.program.bucket
-    run = run_gram if bucket.route == "gram" else run_owners
-    traffic.orthogonalized += bound.program.num_owned
-    traffic.reductions += bucket.route == "gram"
-    return run(bound, work, kernel, partial(start, group_for(bucket.ranks) if bound.moves else None, traffic))
 
 
 def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch) -> None:

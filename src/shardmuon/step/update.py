@@ -22,7 +22,7 @@ from shardmuon.layout.pieces import Patch, Tile
 from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.momentum.stores import BLOCK, step_coded_, step_rounded_
-from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_, momentum_into_
+from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, momentum_, momentum_into_
 from shardmuon.plan.program import Load
 from shardmuon.step.options import Settings
 
@@ -309,16 +309,15 @@ def apply_results(
         device, dtype = chosen[0].device, chosen[0].dtype
         if any(one.buffer.device != device for one in results):
             added = [update.to(device) for update in added]
-        scales = {shape: lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in set(shapes)}
         rounds = work.rounding.get(first, _NEAREST).weights is not None
         if like_torch and not rounds and s.weight_decay_mode == "decoupled":
             given = s.lr if s.tensor_lr is None else s.tensor_lr
             for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
-                apply_like_torch_(w, u, given, scales[shape], side.patches[i], shape, weight_decay=s.weight_decay)
+                apply_like_torch_(w, u, given, s.scales[shape], side.patches[i], shape, weight_decay=s.weight_decay)
             continue
         lr = s.lr if s.tensor_lr is None else _lr_on(device, s)
         factor = 1.0 if isinstance(lr, Tensor) else lr
-        alphas = [factor * scales[shape] for shape in shapes]
+        alphas = [factor * s.scales[shape] for shape in shapes]
         rounded = [_rounder(side, work, i, dtype) for i in places] if rounds else None
         apply_(chosen, added, alphas, lr, s.weight_decay, s.weight_decay_mode, rounded)
 

@@ -6,7 +6,6 @@ is made here, so that a rank without memory for it says so while all can still s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,10 +17,9 @@ from torch import Tensor
 from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, name_of
-from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
 from shardmuon.step.adamw import Row
-from shardmuon.step.binding import Binding, signature_of, takes_part
+from shardmuon.step.binding import Binding, takes_part
 from shardmuon.step.checks import (
     check_adamw_dtypes,
     check_can_align,
@@ -30,7 +28,7 @@ from shardmuon.step.checks import (
     state_storage,
 )
 from shardmuon.step.kept import Settled, start_kept, stored_kept, unsettled
-from shardmuon.step.options import Group, GroupOptions, Settings
+from shardmuon.step.options import Group, GroupOptions, Scales, Settings
 from shardmuon.step.update import Rounding
 from shardmuon.variants import KEPT_KEYS
 
@@ -96,7 +94,7 @@ def is_current(binding: Binding, groups: Sequence[Group], options: Sequence[Grou
             member = next(members, None)
             if member is None or member.param is not p or member.group != number:
                 return False  # another parameter, or of a group with other settings
-            if signature_of(member.engine, p) != member.signature:
+            if member.engine.signature(p) != member.signature:
                 return False
     return next(members, None) is None
 
@@ -125,7 +123,7 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
         ValueError: One is unusable; with the parameter's name.
     """
     found, name = Proposal(len(binding.members)), ""
-    scales: dict[int, _Scales] = {}
+    asked: dict[int, Settings] = {}
     closely = bool(binding.elsewhere)
     try:
         for number, member in enumerate(binding.members):
@@ -147,10 +145,12 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
             else:
                 said = _read(found, number, binding, settings, memory)
             if callable(settings.adjust_lr_fn):
-                if member.group not in scales:
-                    scales[member.group] = _Scales(settings)
-                settings = scales[member.group].settings
-                said = *said, scales[member.group].ask(binding.table.layouts[number])
+                if member.group not in asked:
+                    anew = Scales(settings.adjust_lr_fn, settings.extra_scale_factor)
+                    asked[member.group] = replace(settings, scales=anew)
+                settings = asked[member.group]
+                shapes = dict.fromkeys((m.rows, m.cols) for m in binding.table.layouts[number].view.matrices)
+                said = *said, " ".join(f"adjust_lr_fn{shape}={settings.scales[shape]!r}" for shape in shapes)
             found.said.append(said)
             found.settings.append(settings)
     except OUT_OF_MEMORY as wrong:
@@ -165,38 +165,6 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
         if options[index].settings is None:
             found.adamw[index] = _adamw_rows(index, group, memory.state)
     return found
-
-
-class _Scales:
-    """What the user's own learning-rate scale returns, asked once a step and before anything has changed.
-
-    Its values count, not its name: two ranks may hold different closures, and one may return something else each time.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        assert callable(settings.adjust_lr_fn)
-        self._function = settings.adjust_lr_fn
-        self._asked: dict[tuple[int, int], float] = {}
-        self.settings = replace(settings, adjust_lr_fn=lambda rows, cols: self._asked[rows, cols])
-
-    def ask(self, layout: ParamLayout) -> str:
-        """The values for the matrices of a parameter."""
-        shapes = dict.fromkeys((m.rows, m.cols) for m in layout.view.matrices)
-        for rows, cols in shapes:
-            if (rows, cols) not in self._asked:
-                self._asked[rows, cols] = self._value(rows, cols)
-        return " ".join(f"adjust_lr_fn{shape}={self._asked[shape]!r}" for shape in shapes)
-
-    def _value(self, rows: int, cols: int) -> float:
-        try:
-            value = float(self._function(rows, cols))
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as error:
-            raise ValueError(f"adjust_lr_fn({rows}, {cols}) raised {type(error).__name__}: {error}") from error
-        if not math.isfinite(value):
-            raise ValueError(f"adjust_lr_fn({rows}, {cols}) returned {value}, which is not finite")
-        return value
 
 
 def _are_writable(weight: Tensor, *kept: Tensor) -> bool:

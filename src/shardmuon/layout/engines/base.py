@@ -127,8 +127,9 @@ class Engine:
         return tuple(param.shape)
 
     def signature(self, param: Tensor) -> object:
-        """Changes whenever the layout may have: comparing it each step tells when to plan anew. Cheap."""
-        return param.shape
+        """What changes whenever layout, wire or device may have: compared in each step, it tells when to plan anew.
+        Cheap."""
+        return param.shape, param.dtype, param.device
 
     # ---------------------------------------------------------------------------------------------- what is stored
 

@@ -60,7 +60,7 @@ class DTensorEngine(Engine):
 
     def signature(self, param: Any) -> object:
         spec = param._spec
-        return spec.shape, spec.mesh, spec.placements, param._local_tensor.shape
+        return spec.shape, spec.mesh, spec.placements, param._local_tensor.shape, param.dtype, param.device
 
     def storage(self, tensor: Any) -> Tensor:
         local: Tensor = tensor._local_tensor  # without the view that `to_local` makes of a Parameter's
