@@ -57,9 +57,8 @@ TRANSPORT = {
     ("core.py", "take_step"),
     ("core.py", "let_host_step"),
     ("core.py", "make_plan"),
-    ("core.py", "_call"),
     ("core.py", "__init__"),
-    ("muon.py", "_step"),
+    ("muon.py", "step"),
     ("muon.py", "prepare"),
     ("layout/engines/dtensor.py", "align"),  # torch's own collective
     ("frameworks/deepspeed/host.py", "step"),

@@ -39,7 +39,16 @@ from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.step.adamw import step_adamw
-from shardmuon.step.binding import Binding, How, bound, counts_of_lacking, groups_of_params, listed_of, number_bits
+from shardmuon.step.binding import (
+    Binding,
+    How,
+    bound,
+    counts_of_lacking,
+    groups_of_params,
+    listed_of,
+    number_bits,
+    takes_part,
+)
 from shardmuon.step.bucket import Kernel
 from shardmuon.step.commit import begin_weights, finish_weights, groups_of, run_buckets
 from shardmuon.step.kept import Settled
@@ -47,7 +56,7 @@ from shardmuon.step.options import Group, GroupOptions, OptionsReader
 from shardmuon.step.replicas import fingerprint
 from shardmuon.step.said import Line, difference, digests_of, lines_of
 from shardmuon.step.update import Work
-from shardmuon.step.validate import Memory, Proposal, is_current, validate
+from shardmuon.step.validate import Memory, Proposal, validate
 from shardmuon.step.weights import ZeroWatch
 from shardmuon.variants import WEIGHT_NORMS, Stages
 
@@ -124,7 +133,7 @@ class Core:
         """
         changing = False
         try:
-            call = self._call(fault)
+            call = StepCall(self, fault)
             binding, verdict = agree(call, fault)
             changing = True
             report = self._carry_out(binding, call.proposal, verdict)
@@ -239,14 +248,7 @@ class Core:
         """
         fault = Fault()
         with made_public():
-            return renewed(self._call(fault), fault).plan
-
-    def _call(self, fault: Fault) -> StepCall:
-        call = StepCall(self)
-        if self.process_group is not None:
-            with fault:  # its ranks wait for this one, also where it has no parameter
-                call.beyond = tuple(sorted(group_ranks(self.process_group)))  # raises if it was destroyed
-        return call
+            return renewed(StepCall(self, fault), fault).plan
 
     def read_options(self) -> list[GroupOptions]:
         """The options of all groups as they are now, and when ranks audit, which they must do alike."""
@@ -276,9 +278,12 @@ class StepCall(Call[Binding]):
     renews = False
     proposal: Proposal
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, fault: Fault) -> None:
         self._core = core
         self.options: list[GroupOptions] = []
+        if core.process_group is not None:
+            with fault:  # its ranks wait for this one, also where it has no parameter
+                self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if it was destroyed
 
     def before(self) -> Ranks | None:
         """See `Call`."""
@@ -291,8 +296,23 @@ class StepCall(Call[Binding]):
 
     def is_current(self, kept: Binding) -> bool:
         """See `Call`."""
-        self.options = self._core.read_options()
-        return is_current(kept, self._core.param_groups, self.options)
+        groups, self.options = self._core.param_groups, self._core.read_options()
+        if len(kept.planned) != len(groups):
+            return False
+        members = iter(kept.members)
+        for number, (group, options) in enumerate(zip(groups, self.options, strict=True)):
+            if options.planned != kept.planned[number]:
+                return False
+            if options.settings is None:
+                continue
+            for p in group["params"]:  # frameworks swap parameters after __init__
+                if takes_part(p):
+                    member = next(members, None)
+                    if member is None or member.param is not p or member.group != number:
+                        return False  # another parameter, or of a group with other settings
+                    if member.engine.signature(p) != member.signature:
+                        return False
+        return next(members, None) is None
 
     def read(self, kept: Binding) -> Said:
         """See `Call`."""

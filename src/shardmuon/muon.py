@@ -20,7 +20,6 @@ from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import GroupRef
 from shardmuon.core import Core
 from shardmuon.errors import ExchangeError, made_public
-from shardmuon.host import Host
 from shardmuon.layout.engines.base import name_of
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
@@ -209,37 +208,31 @@ class Muon(Core, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with made_public():
-            self.in_step = True
-            try:
-                self._step(closure is None)
-            finally:
-                self.in_step = False
-        return loss
-
-    def _step(self, plain: bool) -> None:
-        """`step` without its closure; `plain`: there is none."""
-        fault = Fault()
-        instead: Callable[[], None] | None = None
-        host: Host | None = None
+        fault, instead, host = Fault(), None, None
         with fault:  # the other ranks must hear of it
             complete_changed(self.param_groups, self.defaults)
             for one in self.hosts.present():
                 if host is None and one.is_active:
                     host = one
-                instead = instead or one.instead_of_step(self, plain)
-            if plain and instead is None and not self.state and creates_state_only():
+                instead = instead or one.instead_of_step(self, closure is None)
+            if closure is None and instead is None and not self.state and creates_state_only():
                 instead = self.complete_state
         if fault.text is not None:
             host = self.hosts.active
-        if instead is not None:
-            instead()
-        elif host is not None:
-            self.let_host_step(host, fault)
-        else:
-            self.take_step(fault)
-            if not self.first.is_over:
-                self.first.stepped(self)
+        with made_public():
+            self.in_step = True
+            try:
+                if instead is not None:
+                    instead()
+                elif host is not None:
+                    self.let_host_step(host, fault)
+                else:
+                    self.take_step(fault)
+                    if not self.first.is_over:
+                        self.first.stepped(self)
+            finally:
+                self.in_step = False
+        return loss
 
     def __repr__(self) -> str:
         """The options that apply: what differs from its default in those of the whole optimizer, and each group's."""

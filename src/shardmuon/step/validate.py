@@ -19,7 +19,7 @@ from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, name_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
 from shardmuon.step.adamw import Row
-from shardmuon.step.binding import Binding, takes_part
+from shardmuon.step.binding import Binding
 from shardmuon.step.checks import (
     check_adamw_dtypes,
     check_can_align,
@@ -78,27 +78,6 @@ class Proposal:
                 self.fresh.pop(number, None)
 
 
-def is_current(binding: Binding, groups: Sequence[Group], options: Sequence[GroupOptions]) -> bool:
-    """True if the plan was made for just these parameters and options. Frameworks swap parameters after __init__."""
-    if len(binding.planned) != len(options):
-        return False
-    members = iter(binding.members)
-    for number, group in enumerate(groups):
-        if options[number].planned != binding.planned[number]:
-            return False
-        if options[number].settings is None:
-            continue
-        for p in group["params"]:
-            if not takes_part(p):
-                continue
-            member = next(members, None)
-            if member is None or member.param is not p or member.group != number:
-                return False  # another parameter, or of a group with other settings
-            if member.engine.signature(p) != member.signature:
-                return False
-    return next(members, None) is None
-
-
 class Memory(NamedTuple):
     """What an optimizer keeps from step to step.
 
@@ -137,7 +116,6 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
                 looked is not None
                 and memory.keeper.is_kept(kept, looked[2], looked[1])
                 and looked[1].dtype.is_floating_point
-                and _are_writable(looked[0], looked[2])
             ):
                 found.states[number] = READY
                 found.weights[number], found.grads[number], found.momenta[number] = looked
@@ -165,15 +143,6 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
         if options[index].settings is None:
             found.adamw[index] = _adamw_rows(index, group, memory.state)
     return found
-
-
-def _are_writable(weight: Tensor, *kept: Tensor) -> bool:
-    """True if a storage and state tensors that lie alike surely can be written to, on one device."""
-    device = weight.device
-    for one in kept:
-        if one.device != device or one.is_inference() or not (one.is_contiguous() or 0 not in one.stride()):
-            return False
-    return weight.is_contiguous() or 0 not in weight.stride()
 
 
 def _read(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory) -> tuple[object, ...]:
@@ -283,7 +252,6 @@ def _adamw_rows(index: int, group: Group, state: State) -> list[Row | None]:
                     and dtype.is_floating_point
                     and isinstance(step, Tensor)
                     and step.numel() == 1
-                    and _are_writable(weight, moment, square)
                 ):
                     row = Row(weight, grad, moment, square, state[p])
             if row is None:

@@ -73,7 +73,7 @@ class TensorParallelEngine(Engine):
         return shape, {rank: of_rank for row in grid for rank, of_rank in zip(row, parts, strict=True)}
 
     def signature(self, param: Tensor) -> object:
-        return super().signature(param), self.shards, self.cut(param)
+        return Engine.signature(self, param), self.shards, self.cut(param)  # with slots `super` is another class
 
     def knows_shape(self, param: Tensor) -> bool:
         """True if `shape` is more than an assumption, see [Note: global shape]."""
