@@ -33,8 +33,7 @@ import shardmuon.step.bucket as buckets
 import shardmuon.step.commit as commit
 import shardmuon.step.options
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
-from shardmuon.comm.hops import Hop
-from shardmuon.comm.lane import Lane
+from shardmuon.comm.lane import Hop, Lane
 from shardmuon.orthogonalize import Method
 from shardmuon.orthogonalize.finite import FiniteWatch
 from shardmuon.step import gram

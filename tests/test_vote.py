@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardmuon.comm import lane as lanes
 from shardmuon.comm import vote as voting
 from shardmuon.comm.component import Entry, Known, Ranks, Talk, flood, in_order
-from shardmuon.comm.hops import Hop, doubling
+from shardmuon.comm.lane import Hop, doubling
 from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict, discover, gather, merge, pack, run_together, verdict, vote
 from shardmuon.errors import ExchangeError, Refused, told_by
 from shardmuon.testing import RankPool

@@ -23,12 +23,12 @@ from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing
 from shardmuon.comm.component import Ranks
 from shardmuon.comm.exchange import Traffic
-from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import GroupRef, World, group_for, group_ranks, my_rank
 from shardmuon.comm.lane import close_lane
-from shardmuon.comm.vote import Flag, Phase, Verdict
+from shardmuon.comm.vote import Fault, Flag, Phase, Verdict
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
-from shardmuon.host import Course, FirstStep, Host, Hosts
+from shardmuon.first_step import FirstStep
+from shardmuon.host import Course, Host, Hosts
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Call, Said, agree, renewed
 from shardmuon.layout.engines.base import MISPLACED, NONE
@@ -54,9 +54,8 @@ from shardmuon.step.commit import begin_weights, finish_weights, groups_of, run_
 from shardmuon.step.kept import Settled
 from shardmuon.step.options import Group, GroupOptions, OptionsReader
 from shardmuon.step.replicas import fingerprint
-from shardmuon.step.said import Line, difference, digests_of, lines_of
 from shardmuon.step.update import Work
-from shardmuon.step.validate import Memory, Proposal, validate
+from shardmuon.step.validate import Line, Memory, Proposal, difference, digests_of, lines_of, validate
 from shardmuon.step.weights import ZeroWatch
 from shardmuon.variants import WEIGHT_NORMS, Stages
 
@@ -166,7 +165,9 @@ class Core:
         # ranks that audit tell all ranks of the component what they find
         audit = self._audit(binding, proposal, samples or 0) if verdict.flags & Flag.AUDIT else None
         p = proposal
-        missing = frozenset(n for n, state in enumerate(p.states) if state == NONE)  # parameters without a gradient
+        missing: frozenset[int] = frozenset()  # parameters without a gradient
+        if NONE in p.states:
+            missing = frozenset(n for n, state in enumerate(p.states) if state == NONE)
         work = Work(p.weights, p.grads, p.momenta, p.settings, p.kept, p.rounding)
         on_weights: dict[int, Stages] = {}
         if binding.on_weights:
@@ -174,13 +175,13 @@ class Core:
             new = {n: stages for n, stages in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(p.fresh[n])}
             begin_weights(binding.weight_sets(new) if new else (), work, self.traffic, self.zeros)
         kernel = Kernel(binding.ns_device, self.graphs, self.watch)
-        run_buckets(*binding.bounds(missing), work, kernel, self.traffic)
+        run_buckets(binding.buckets_without(missing), work, kernel, self.traffic)
         if on_weights:
             finish_weights(binding.weight_sets(on_weights), work, self.traffic)
         if self.watch.seen:
             self.watch.send()
-        stepped = (member.engine for n, member in enumerate(binding.members) if n not in missing)
-        step_adamw(self.param_groups, self.state, lambda: set(stepped), p.adamw)
+        members = enumerate(binding.members)
+        step_adamw(self.param_groups, self.state, lambda: {m.engine for n, m in members if n not in missing}, p.adamw)
         report = None if audit is None else audit.finish()
         return None if samples is None else report
 

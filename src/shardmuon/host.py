@@ -6,19 +6,14 @@ A framework's folder registers its `Host` and its engines (`shardmuon.frameworks
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from shardmuon._torch import before_loading, default_group, is_dtensor
-from shardmuon.comm.data_parallel import find_ddp, repeated_text
-from shardmuon.comm.faults import Fault
-from shardmuon.comm.groups import group_ranks, my_rank
-from shardmuon.errors import level_of_the_caller
-from shardmuon.layout.engines.fsdp1 import is_flattened
+from shardmuon._torch import before_loading
+from shardmuon.comm.vote import Fault
 from shardmuon.plan.plan import Plan
 
 Core = Any  # `shardmuon.core.Core`, which stands above all that is handed one
@@ -146,52 +141,6 @@ class Host:
     def clips(cls, params: Iterable[Any]) -> str | None:
         """Why these parameters' gradients cannot be clipped here: this host clips them itself. Else None."""
         return None
-
-
-class FirstStep:
-    """What a first step tells, and the making of the optimizer does not: it trains nothing, or its ranks repeat each
-    other's work. Said once.
-
-    Attributes:
-        is_over: Something has been trained.
-    """
-
-    def __init__(self) -> None:
-        self._made_alone = default_group() is None
-        self._said_idle = self.is_over = False
-
-    def stepped(self, core: Core) -> None:
-        """The parameters have been stepped, and no host is active."""
-        self.is_over = _has_gradient(core.param_groups)
-        if self.is_over:
-            ddp = find_ddp(core, _kept_here(core.param_groups))
-            if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
-                warnings.warn(repeated_text(ddp, self._made_alone), stacklevel=level_of_the_caller())
-        elif not self._said_idle and any(_may_have_gradient(p) for group in core.param_groups for p in group["params"]):
-            self._said_idle = True
-            warnings.warn(
-                "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before "
-                "it. If you did, the model's parameters are other tensors by now: make the optimizer after "
-                "fully_shard(), FSDP() or whatever else replaced them",
-                stacklevel=level_of_the_caller(),
-            )
-
-
-def _may_have_gradient(param: Tensor) -> bool:
-    """Not where FSDP1 keeps nothing of it."""
-    return not is_flattened(param) or param.numel() > 0
-
-
-def _has_gradient(groups: Sequence[Mapping[str, Any]]) -> bool:
-    return any(p.grad is not None for group in groups for p in group["params"])
-
-
-def _kept_here(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
-    """Plain matrices that, by what the groups say, this rank shares with nobody."""
-    for group in groups:
-        shared = group["process_group"] is not None or group["tp_group"] is not None
-        if group["use_muon"] and not shared and not group["rank_local"]:
-            yield from (p for p in group["params"] if not is_dtensor(p))
 
 
 _HOSTS: list[type[Host]] = []

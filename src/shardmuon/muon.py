@@ -16,8 +16,8 @@ from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import after_loading, before_loading, creates_state_only, never_compiled
 from shardmuon.checkpoint.state import read_state, without_callables
-from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import GroupRef
+from shardmuon.comm.vote import Fault
 from shardmuon.core import Core
 from shardmuon.errors import ExchangeError, made_public
 from shardmuon.layout.engines.base import name_of
@@ -229,7 +229,7 @@ class Muon(Core, Optimizer):
                 else:
                     self.take_step(fault)
                     if not self.first.is_over:
-                        self.first.stepped(self)
+                        self.first.stepped(self, self.param_groups)
             finally:
                 self.in_step = False
         return loss

@@ -20,11 +20,10 @@ from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Policy, Spec, make_plan
 from shardmuon.plan.program import Load, make_program
 from shardmuon.step import update as update_module
-from shardmuon.step.bucket import Bound, Kernel, Work
+from shardmuon.step.bucket import Bound, Buckets, Kernel, Work
 from shardmuon.step.commit import groups_of, run_buckets
 from shardmuon.step.options import settings_of
 from shardmuon.step.update import Side
@@ -104,8 +103,7 @@ def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
             grads = [None if i in missing else grad for i, grad in enumerate(grads)]
             bounds = [Bound(plan, make_program(plan, bucket, rank, missing), shapes) for bucket in mine]
             work = Work(weights, grads, momenta, [settings] * len(views))
-            order = list(turns([bound.program.relay is not None for bound in bounds]))
-            run_buckets(bounds, order, work, Kernel(), Traffic())
+            run_buckets(Buckets.of(bounds), work, Kernel(), Traffic())
         found[name] = [torch.empty(0) if w is None else w for w in weights]
     return found
 

@@ -17,19 +17,59 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntFlag
+from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 from shardmuon.comm.component import Entry, Known, Ranks, Talk, faults_of, flood
-from shardmuon.comm.faults import Fault
-from shardmuon.comm.groups import num_ranks
-from shardmuon.comm.hops import doubling, driven
-from shardmuon.comm.lane import lane_of
-from shardmuon.errors import Refused, told_by
+from shardmuon.comm.groups import my_rank, num_ranks
+from shardmuon.comm.lane import doubling, driven, lane_of
+from shardmuon.errors import Refused, fault_text, told_by
 
 T = TypeVar("T")
 VERSION = 1
 _FORM = struct.Struct("<BHBI16s")  # version, phase, flags, number of presence bits, sum of digests
 _MODULUS = 1 << 128
+
+
+class Unlike(ValueError):
+    """A flaw that several ranks find alike in what all of them have said: it is no single rank's."""
+
+
+class Fault:
+    """The first thing that went wrong on this rank since the ranks last settled.
+
+    As a context manager it takes whatever is raised inside, of any class: what follows has to go on to the next talk.
+
+    Attributes:
+        text: For the others; None: nothing is wrong.
+        cause: The exception behind it.
+    """
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+        self.cause: BaseException | None = None
+
+    def add(self, text: str | None, cause: BaseException | None = None, *, own: bool = True) -> None:
+        """Note something, if nothing is noted yet. `own`: it is of this rank, which the others are told."""
+        if text is not None and self.text is None:
+            self.text, self.cause = f"rank {my_rank()}: {text}" if own and num_ranks() > 1 else text, cause
+
+    def note(self, error: BaseException) -> None:
+        """Note an exception of any class."""
+        if isinstance(error, Refused):  # other ranks have raised it, too
+            self.add(str(error), error.cause, own=False)
+        else:
+            self.add(fault_text(error), error, own=not isinstance(error, Unlike))
+
+    def __enter__(self) -> Fault:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None:
+            self.note(error)
+        return True
 
 
 class Phase(IntFlag):

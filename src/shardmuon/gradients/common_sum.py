@@ -23,9 +23,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon.comm.component import Ranks, largest_of
-from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank, num_ranks
-from shardmuon.comm.vote import Phase, gather
+from shardmuon.comm.vote import Fault, Phase, gather
 from shardmuon.errors import Refused, fault_text
 from shardmuon.gradients.norms import combine, norm_of
 from shardmuon.layout.bind import Listed, Table

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from shardmuon._torch import local_if_any
 from shardmuon.comm.component import Entry, Ranks
-from shardmuon.comm.faults import Fault, Unlike
-from shardmuon.comm.vote import Ballot, Flag, Phase, discover, gather, vote
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Unlike, discover, gather, vote
 from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, ranks_text
 from shardmuon.layout.engines import Engine, sharing
 from shardmuon.layout.engines.base import Claim, Group
@@ -138,19 +137,24 @@ def describe(listed: Sequence[Listed]) -> list[Described]:
     return found
 
 
-def ties_of(params: Sequence[tuple[Tensor, Group]], fault: Fault) -> dict[Ties, None]:
-    """Who shares these parameters, but for those of which it cannot be told."""
+def ties_of(params: Callable[[], Sequence[tuple[Tensor, Group]]], fault: Fault) -> tuple[Ties, ...]:
+    """Who shares these parameters, but for those of which it cannot be told. Other ranks wait for this one in these
+    sets, so whatever goes wrong is noted, and what an interrupt has cut off is asked again."""
     found: dict[Ties, None] = {}
-    for param, group in params:
+    for _ in range(2):
         with fault:
-            found[sharing(param, group).ties(param, group)] = None
-    return found
+            for param, group in params():
+                with fault:
+                    found[sharing(param, group).ties(param, group)] = None
+        if fault.text is None:
+            break
+    return tuple(found)
 
 
 def bind(
     rank: int,
     listed: Sequence[Listed],
-    waiting: Sequence[tuple[Tensor, Group]] = (),
+    ties: Sequence[Ties] | None = None,
     *,
     beyond: Sequence[Ranks] = (),
     before: Ranks | None = None,
@@ -164,7 +168,7 @@ def bind(
     Args:
         rank: This one.
         listed: Its parameters.
-        waiting: Those that take no part now; who shares them may wait for this rank all the same.
+        ties: Who may wait for this rank, also of parameters that take no part now. None: the sharers of those listed.
         beyond: Further sets of ranks that this one belongs to, all of which vote together.
         before: The component so far, if there was one.
         stamp: This machine.
@@ -178,18 +182,14 @@ def bind(
     """
     fault = fault or Fault()
     mine: list[Described] = []
-    sets: tuple[Ranks, ...] = tuple(beyond)
-    ties: dict[Ties, None] = {}
     table: Table | None = None
     with fault:
         mine = describe(listed)
-    for _ in range(2):  # the other ranks wait in these sets: what interrupted this rank once may be gone
-        with fault:
-            ties |= ties_of([*((one.param, one.group) for one in listed), *waiting], fault)
-            sets = tuple(dict.fromkeys([*(ranks for tie in ties for ranks in tie.sets), *beyond]))
-        if fault.text is None:
-            break
-    entry = Entry(sets, fault.text, Facts(tuple(ties), stamp, os.urandom(8)))
+    if ties is None:
+        ties = ties_of(lambda: [(one.param, one.group) for one in listed], fault)
+    ties = tuple(dict.fromkeys([*ties, *(one.ties for one in mine)]))
+    sets = tuple(dict.fromkeys([*(ranks for tie in ties for ranks in tie.sets), *beyond]))
+    entry = Entry(sets, fault.text, Facts(ties, stamp, os.urandom(8)))
     known = discover(rank, entry, before, fault.cause)
     sets_here: list[_Set] = []
     with fault:

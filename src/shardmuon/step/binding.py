@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.component import in_order
-from shardmuon.comm.faults import Unlike
 from shardmuon.comm.groups import GroupRef, wire_device
+from shardmuon.comm.vote import Unlike
 from shardmuon.errors import ranks_text
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Kept
@@ -29,10 +29,9 @@ from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
 from shardmuon.plan.machines import machine_of
-from shardmuon.plan.pipeline import Turn, turns
 from shardmuon.plan.plan import Bucket, Plan, Policy, make_plan
 from shardmuon.plan.program import make_program
-from shardmuon.step.bucket import Bound
+from shardmuon.step.bucket import Bound, Buckets
 from shardmuon.step.options import Group, GroupOptions, rates_text
 from shardmuon.step.specs import Wire, check_blocks, make_spec
 from shardmuon.step.weights import WeightSet, weight_sets
@@ -96,21 +95,21 @@ class Binding(Kept):
     num_bits: int = 0
     ns_device: torch.device | None = None
     said: dict[Ranks, tuple[object, bytes]] = field(default_factory=dict)  # what a set's last digest was made of
-    _bounds: dict[frozenset[int], tuple[list[Bound], list[tuple[Turn, int]]]] = field(default_factory=dict)
+    _of_step: dict[frozenset[int], Buckets] = field(default_factory=dict)
     _weights: dict[frozenset[int], list[WeightSet]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__(self.table)
 
-    def bounds(self, missing: frozenset[int]) -> tuple[list[Bound], list[tuple[Turn, int]]]:
-        """The programs of a step in which these parameters have no gradient, and their turns."""
-        if missing not in self._bounds:
-            whole = self._bounds.get(frozenset())
-            self._bounds = {} if whole is None else {frozenset(): whole}  # two at most: of all, and the last of some
+    def buckets_without(self, missing: frozenset[int]) -> Buckets:
+        """The programs of a step in which these parameters have no gradient."""
+        if missing not in self._of_step:
+            whole = self._of_step.get(frozenset())
+            self._of_step = {} if whole is None else {frozenset(): whole}  # two at most: of all, and the last of some
             programs = [make_program(self.plan, bucket, self.rank, missing) for bucket in self.buckets]
             bounds = [Bound(self.plan, one, self.shapes, self._device(one.bucket)) for one in programs]
-            self._bounds[missing] = bounds, list(turns([one.relay is not None for one in programs]))
-        return self._bounds[missing]
+            self._of_step[missing] = Buckets.of(bounds)
+        return self._of_step[missing]
 
     def _device(self, bucket: Bucket) -> torch.device:
         """Where a bucket's wires are."""

@@ -18,6 +18,7 @@ from shardmuon.orthogonalize import BACKENDS, FiniteWatch, default_dtype, orthog
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.copies import Copy
+from shardmuon.plan.pipeline import Turn, turns
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Program
 from shardmuon.step.stages import BatchStages, KeptSide, Result, finish, sides_of_batches
@@ -88,6 +89,25 @@ class Bound:
     def buffer(self, splits: Sequence[int]) -> Tensor:  # 1-D
         """Memory for what goes to each rank."""
         return torch.empty(sum(splits), dtype=self.wire, device=self.device)
+
+
+class Buckets(NamedTuple):
+    """This rank's buckets in a step in which certain parameters have a gradient. Kept from step to step.
+
+    Attributes:
+        bounds: Of each, in the plan's order.
+        order: Their turns, see `shardmuon.plan.pipeline.turns`.
+        moves: Anything travels, so other ranks wait for this one.
+    """
+
+    bounds: list[Bound]
+    order: list[tuple[Turn, int]]
+    moves: bool
+
+    @classmethod
+    def of(cls, bounds: list[Bound]) -> Buckets:
+        order = turns([bound.program.relay is not None for bound in bounds])
+        return cls(bounds, list(order), any(bound.moves for bound in bounds))
 
 
 def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
@@ -181,9 +201,7 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
 def _results(bound: Bound, work: Work, batches: Tensor) -> Tensor:  # 1-D: what the scatter sends
     """Results for those who hold the matrices, and what stages keep."""
     send = bound.buffer(bound.program.scatter.owner_splits)
-    for copy in bound.program.scatter.copies:
-        here, there = _sides(copy, send, batches)
-        here.copy_(there)
+    _copy(bound.program.scatter.copies, send, batches, back=True)
     if bound.program.scatter.told:
         bound.told.tell(work.kept, send)
     return send
@@ -203,14 +221,12 @@ def _heard(bound: Bound, work: Work, came: Tensor, batches: Tensor) -> Tensor | 
     return send
 
 
-def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor) -> None:
+def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = False) -> None:
+    """From `here` to `there`, or back."""
     for copy in copies:
-        source, target = _sides(copy, here, there)
-        target.copy_(source)
-
-
-def _sides(copy: Copy, here: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-    return (
-        here.as_strided(copy.sizes, copy.here.strides, copy.here.start),
-        there.as_strided(copy.sizes, copy.there.strides, copy.there.start),
-    )
+        one = here.as_strided(copy.sizes, copy.here.strides, copy.here.start)
+        other = there.as_strided(copy.sizes, copy.there.strides, copy.there.start)
+        if back:
+            one.copy_(other)
+        else:
+            other.copy_(one)

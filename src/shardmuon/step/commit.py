@@ -14,9 +14,8 @@ from shardmuon.comm.exchange import Traffic, start
 from shardmuon.comm.groups import group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, naming
 from shardmuon.layout.table import Ranks
-from shardmuon.plan.pipeline import Turn
 from shardmuon.plan.plan import Bucket
-from shardmuon.step.bucket import Bound, Kernel, run_owners
+from shardmuon.step.bucket import Buckets, Kernel, run_owners
 from shardmuon.step.gram import run_gram
 from shardmuon.step.update import Work
 from shardmuon.step.weights import WeightSet, ZeroWatch
@@ -28,14 +27,11 @@ def groups_of(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> list
     return in_order([*moving, *(one.ranks for one in sets)])
 
 
-def run_buckets(
-    bounds: Sequence[Bound], order: Sequence[tuple[Turn, int]], work: Work, kernel: Kernel, traffic: Traffic
-) -> None:
+def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) -> None:
     """Run all buckets of a step. Collective among the ranks of each.
 
     Args:
-        bounds: This rank's, in the plan's order.
-        order: Their turns, see `turns`.
+        buckets: This rank's.
         work: This step's tensors.
         kernel: What orthogonalizes.
         traffic: Counts exchanges and matrices.
@@ -44,9 +40,9 @@ def run_buckets(
         ExchangeError: Something failed in the middle; names the bucket and the operation.
     """
     runs: dict[int, Iterator[None]] = {}
-    moves = any(bound.moves for bound in bounds)  # else nobody waits for this rank
-    with naming(lambda: f"{bounds[i]}, {turn}", HALF_DONE) if moves else nullcontext():
-        for turn, i in order:
+    bounds = buckets.bounds
+    with naming(lambda: f"{bounds[i]}, {turn}", HALF_DONE) if buckets.moves else nullcontext():
+        for turn, i in buckets.order:
             if turn == "begin":
                 bound, bucket = bounds[i], bounds[i].program.bucket
                 exchange = partial(start, group_for(bucket.ranks) if bound.moves else None, traffic)

@@ -205,7 +205,9 @@ class OptionsReader:
             if isinstance(lr, Tensor) and lr.device.type != "cpu" and lr.numel() == 1:  # else it is refused
                 rates[index] = lr
                 group = {**group, "lr": self._on_host(index, lr, looks)}
-            said = tuple(_copied(v) if type(v) is list else v for v in map(group.get, _READ))
+            said = tuple(map(group.get, _READ))
+            if list in map(type, said):
+                said = _copied(said)
             if isinstance(said[_LR], Tensor) or self._said[index : index + 1] != [said]:
                 self._options[index : index + 1] = [_options_of(index, group)]
                 self._said[index : index + 1] = [said]
@@ -229,7 +231,7 @@ class OptionsReader:
         self.rates, self._steps, self._agreed = {}, 0, False
 
 
-def _copied(values: list[Any]) -> tuple[object, ...]:
+def _copied(values: Sequence[Any]) -> tuple[object, ...]:
     """Lists as tuples: they may be changed in place."""
     return tuple(_copied(v) if type(v) is list else v for v in values)
 

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.carried import CARRIED, carry, kept_in, missing_fault, take_carried
-from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import group_ranks
-from shardmuon.comm.vote import run_together
+from shardmuon.comm.vote import Fault, run_together
 from shardmuon.core import Core
 from shardmuon.errors import REMEDY, Refused
 from shardmuon.frameworks.deepspeed.nvme import Mark, refuse_params, refuse_swaps, swapped_numel, swapper_of, zero3_of

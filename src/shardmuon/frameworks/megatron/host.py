@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardmuon.carried import carry, kept_in, take_carried
-from shardmuon.comm.faults import Fault
+from shardmuon.comm.vote import Fault
 from shardmuon.host import Course, Host, Weight
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 

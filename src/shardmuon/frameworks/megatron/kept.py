@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardmuon.carried import CARRIED, carry, kept_in
-from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import num_ranks
-from shardmuon.comm.vote import gather
+from shardmuon.comm.vote import Fault, gather
 from shardmuon.muon import Muon
 from shardmuon.variants import KEPT_KEYS
 
