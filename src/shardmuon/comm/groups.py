@@ -29,12 +29,7 @@ class Made:
     lanes: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
 
-_MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # by default group
-
-
-def made_in(world: Any) -> Made:
-    """What was made since this default group was."""
-    return _MADE.setdefault(world, Made())
+MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # by default group
 
 
 def my_rank() -> int:
@@ -153,7 +148,7 @@ def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
     world = default_group()
     if world is None:
         raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
-    made = made_in(world).groups
+    made = MADE.setdefault(world, Made()).groups
     number, ref = made.get(ranks, (0, None))
     kept = None if ref is None else ref()
     if kept is not None and not is_alive(kept):

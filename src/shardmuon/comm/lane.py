@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardmuon._groups import timeout_of
 from shardmuon._torch import default_group
-from shardmuon.comm.groups import made_in
+from shardmuon.comm.groups import MADE, Made
 from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
 
 _LARGEST = 1 << 13  # bytes of a message in hops: receivers need not know how long it is
@@ -167,7 +167,7 @@ def lane_of(ranks: tuple[int, ...]) -> Lane:
     world = default_group()
     if world is None:
         raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
-    lanes = made_in(world).lanes
+    lanes = MADE.setdefault(world, Made()).lanes
     lane: Lane | None = lanes.get(ranks)
     if lane is None or not lane.is_open:
         lane = lanes[ranks] = Lane(ranks, world, 1 if lane is None else lane.number + 1)
@@ -178,7 +178,7 @@ def close_lane(ranks: tuple[int, ...]) -> None:
     """Close the lane of these ranks, if they have one: to make one only to close it would leave others with another
     number."""
     world = default_group()
-    lane: Lane | None = None if world is None else made_in(world).lanes.get(ranks)
+    lane: Lane | None = None if world is None else MADE.setdefault(world, Made()).lanes.get(ranks)
     if lane is not None:
         lane.close()
 
