@@ -48,7 +48,7 @@ TRANSPORT = {
     ("layout/bind.py", "_say"),
     ("layout/calls.py", "agree"),
     ("layout/calls.py", "renewed"),
-    ("layout/bind.py", "ties_of"),
+    ("layout/bind.py", "sharers_of"),
     ("layout/calls.py", "_open"),
     ("layout/calls.py", "_bind"),
     ("layout/calls.py", "_refuse_unless_stale"),

@@ -566,7 +566,7 @@ KINDS: tuple[type[BaseException], ...] = (
     SystemExit,
 )
 # these only hand on
-_TALK = {"agree", "renewed", "ties_of", "_open", "_bind", "_refuse_unless_stale", "bind", "settle", "_say", "start"}
+_TALK = {"agree", "renewed", "sharers_of", "_open", "_bind", "_refuse_unless_stale", "bind", "settle", "_say", "start"}
 _OWN = (
     "/shardmuon/comm/",
     "/shardmuon/errors.py",

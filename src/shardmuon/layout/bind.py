@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,24 +138,28 @@ def describe(listed: Sequence[Listed]) -> list[Described]:
     return found
 
 
-def ties_of(params: Callable[[], Sequence[tuple[Tensor, Group]]], fault: Fault) -> tuple[Ties, ...]:
+Sharers = Mapping[Ties, tuple[Ranks, ...]]  # who shares parameters with this rank -> the sets in which they talk
+
+
+def sharers_of(params: Callable[[], Sequence[tuple[Tensor, Group]]], fault: Fault) -> Sharers:
     """Who shares these parameters, but for those of which it cannot be told. Other ranks wait for this one in these
     sets, so whatever goes wrong is noted, and what an interrupt has cut off is asked again."""
-    found: dict[Ties, None] = {}
+    found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
             for param, group in params():
                 with fault:
-                    found[sharing(param, group).ties(param, group)] = None
+                    ties = sharing(param, group).ties(param, group)
+                    found[ties] = ties.sets
         if fault.text is None:
             break
-    return tuple(found)
+    return found
 
 
 def bind(
     rank: int,
     listed: Sequence[Listed],
-    ties: Sequence[Ties] | None = None,
+    sharers: Sharers | None = None,
     *,
     beyond: Sequence[Ranks] = (),
     before: Ranks | None = None,
@@ -168,7 +173,7 @@ def bind(
     Args:
         rank: This one.
         listed: Its parameters.
-        ties: Who may wait for this rank, also of parameters that take no part now. None: the sharers of those listed.
+        sharers: Who may wait for this rank, also with parameters that take no part now. None: those of the listed ones.
         beyond: Further sets of ranks that this one belongs to, all of which vote together.
         before: The component so far, if there was one.
         stamp: This machine.
@@ -183,18 +188,18 @@ def bind(
     fault = fault or Fault()
     mine: list[Described] = []
     table: Table | None = None
+    if sharers is None:
+        sharers = sharers_of(lambda: [(one.param, one.group) for one in listed], fault)
     with fault:
         mine = describe(listed)
-    if ties is None:
-        ties = ties_of(lambda: [(one.param, one.group) for one in listed], fault)
-    ties = tuple(dict.fromkeys([*ties, *(one.ties for one in mine)]))
-    sets = tuple(dict.fromkeys([*(ranks for tie in ties for ranks in tie.sets), *beyond]))
-    entry = Entry(sets, fault.text, Facts(ties, stamp, os.urandom(8)))
+        sharers = {**sharers, **{one.ties: one.ties.sets for one in mine}}
+    sets = tuple(dict.fromkeys([*itertools.chain.from_iterable(sharers.values()), *beyond]))
+    entry = Entry(sets, fault.text, Facts(tuple(sharers), stamp, os.urandom(8)))
     known = discover(rank, entry, before, fault.cause)
     sets_here: list[_Set] = []
     with fault:
         grids = grids_of({other: said.facts.ties for other, said in known.items()})
-        sets_here = _sets(mine, {tie: grids[tie] for tie in ties}, groups, fault)
+        sets_here = _sets(mine, {ties: grids[ties] for ties in sharers}, groups, fault)
     settle(fault, tuple(known), Phase.PLAN)
     layouts: dict[int, ParamLayout] = {}
     for one in sets_here:

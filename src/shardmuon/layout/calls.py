@@ -13,6 +13,7 @@ in which ranks find out whether they go on.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -24,9 +25,8 @@ from shardmuon.comm.component import Ranks, in_order, largest_of
 from shardmuon.comm.groups import World, my_rank
 from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, gather, vote
 from shardmuon.errors import Refused, ranks_text
-from shardmuon.layout.bind import Listed, Table, bind, ties_of
+from shardmuon.layout.bind import Listed, Sharers, Table, bind, sharers_of
 from shardmuon.layout.engines.base import Group
-from shardmuon.layout.grid import Ties
 
 
 class Kept:
@@ -176,7 +176,7 @@ def agree(call: Call[K], fault: Fault, fresh: K | None = None) -> tuple[K, Verdi
             before = None
         if not verdict.flags & Flag.STALE:
             _refuse_unless_stale(call, kept, said, fault, verdict)
-        fresh = _bind(call, ties_of(call.waiting, fault), before, fault)
+        fresh = _bind(call, sharers_of(call.waiting, fault), before, fault)
 
 
 # ----------------------------------------------------------------------------------------------------- finding a table
@@ -185,21 +185,21 @@ def agree(call: Call[K], fault: Fault, fresh: K | None = None) -> tuple[K, Verdi
 def renewed(call: Call[K], fault: Fault) -> K:
     """A new table, whatever this rank knows. Collective over the component: ranks that have one hear of it in their
     vote."""
-    ties = ties_of(call.waiting, fault)
-    return _bind(call, ties, _open(call, ties, fault), fault)
+    sharers = sharers_of(call.waiting, fault)
+    return _bind(call, sharers, _open(call, sharers, fault), fault)
 
 
-def _open(call: Call[K], ties: Sequence[Ties], fault: Fault) -> Ranks | None:
+def _open(call: Call[K], sharers: Sharers, fault: Fault) -> Ranks | None:
     """Tell those who may have a table that this rank has none, see [Note: who votes]. Collective over each of its
     largest sets; returns the component, if all of it has heard."""
-    before: Ranks | None = None
-    for _ in range(2):  # as in `ties_of`
+    sets: list[Ranks] = []
+    beyond = () if call.beyond is None else (call.beyond,)
+    for _ in range(2):  # as in `sharers_of`
         with fault:
             before = call.before()
+            sets = in_order(itertools.chain(*sharers.values(), beyond)) if before is None else in_order([before])
+            sets = largest_of(sets)
             break
-    beyond = () if call.beyond is None else (call.beyond,)
-    known = [*(ranks for tie in ties for ranks in tie.sets), *beyond] if before is None else [before]
-    sets = largest_of(in_order(known))
     flags, component = Flag.STALE | (Flag.BEYOND if len(sets) > 1 else Flag.NONE), None
     for ranks in sets:
         verdict = vote(Ballot(Phase.DISCOVER, flags, None, 0, call.num_bits), ranks)
@@ -207,7 +207,7 @@ def _open(call: Call[K], ties: Sequence[Ties], fault: Fault) -> Ranks | None:
     return component
 
 
-def _bind(call: Call[K], ties: Sequence[Ties], before: Ranks | None, fault: Fault) -> K:
+def _bind(call: Call[K], sharers: Sharers, before: Ranks | None, fault: Fault) -> K:
     """Make a table, and tell each other what else there is to know. Collective over the component."""
     listed: list[Listed] = []
     kept: K | None = None
@@ -217,7 +217,7 @@ def _bind(call: Call[K], ties: Sequence[Ties], before: Ranks | None, fault: Faul
     table = bind(
         my_rank(),
         listed,
-        ties,
+        sharers,
         beyond=() if call.beyond is None else (call.beyond,),
         before=before,
         stamp=call.stamp,
