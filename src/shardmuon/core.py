@@ -159,7 +159,10 @@ class Core:
         """Change weights and state, as all ranks have agreed. Returns what an audit of the step has found."""
         if binding.elsewhere:
             proposal.hear(binding, verdict.presence)
-        self._take_over(binding, proposal)
+        if self.options.rates:
+            self.options.agreed()
+        if proposal.made or proposal.fresh or MISPLACED in proposal.states:
+            self._take_over(binding, proposal)
         self.audits.num_steps += 1
         samples = self.audits.begin() if self.audits.num_steps >= self.audits.at else None
         # ranks that audit tell all ranks of the component what they find
@@ -187,8 +190,6 @@ class Core:
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
         """Make what validating has made state, and bring gradients to where their parameters lie."""
-        if self.options.rates:
-            self.options.agreed()
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
             for key in kept.keys() - made.keys():  # what it kept as AdamW's, or of another variant
@@ -197,8 +198,6 @@ class Core:
         for number, keys in proposal.fresh.items():
             for key in keys:
                 self.settled[self.state[binding.members[number].param][key]] = True
-        if MISPLACED not in proposal.states:
-            return
         for number in itertools.chain.from_iterable(binding.table.sets.values()):  # as all ranks go through sets
             if proposal.states[number] == MISPLACED:
                 param, engine = binding.members[number].param, binding.members[number].engine

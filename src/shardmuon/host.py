@@ -6,7 +6,7 @@ A framework's folder registers its `Host` and its engines (`shardmuon.frameworks
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -163,6 +163,9 @@ class Hosts:
     def __init__(self) -> None:
         self._all = [host() for host in _HOSTS]
 
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._all)
+
     def take(self, host: Host) -> None:
         """From now on this host steps the optimizer."""
         self._all = [host, *self._all]
@@ -181,24 +184,4 @@ class Hosts:
 
     def find(self, kind: type[Host]) -> Host | None:
         """The host of a kind."""
-        return next((host for host in self._all if isinstance(host, kind)), None)
-
-    def adding(self) -> None:
-        """See `Host`."""
-        for host in self._all:
-            host.adding()
-
-    def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """See `Host`."""
-        for host in self._all:
-            host.added(group, names)
-
-    def saving(self, core: Core) -> None:
-        """See `Host`."""
-        for host in self._all:
-            host.saving(core)
-
-    def saved(self, core: Core, saved: dict[str, Any]) -> None:
-        """See `Host`."""
-        for host in self._all:
-            host.saved(core, saved)
+        return next((host for host in self if isinstance(host, kind)), None)

@@ -278,13 +278,16 @@ class Muon(Core, Optimizer):
         """
         group = new_group.as_group(param_group)
         given = [key for key in param_group if key != "params"]
-        self.hosts.adding()
+        for host in self.hosts:
+            host.adding()
         complete(group, self.defaults)
         new_group.check_param_group(self.param_groups, group, given, self.defaults)
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
         new_group.drop_what_means_nothing(made, given)
-        self.hosts.added(made, [name_of(made, index, position) for position in range(len(made["params"]))])
+        names = [name_of(made, index, position) for position in range(len(made["params"]))]
+        for host in self.hosts:
+            host.added(made, names)
 
     # ----------------------------------------------------------------------------------------- checkpoints
 
@@ -302,9 +305,11 @@ class Muon(Core, Optimizer):
             complete_changed(self.param_groups, self.defaults)
             with torch.no_grad():
                 self.complete_state()
-        self.hosts.saving(self)
+        for host in self.hosts:
+            host.saving(self)
         saved: dict[str, Any] = super().state_dict()
-        self.hosts.saved(self, saved)
+        for host in self.hosts:
+            host.saved(self, saved)
         without_callables(saved.get("param_groups", []))
         for group in saved.get("param_groups", []):
             group.update(dict.fromkeys(PLACE_OPTIONS))
