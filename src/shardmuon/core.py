@@ -159,8 +159,8 @@ class Core:
         """Change weights and state, as all ranks have agreed. Returns what an audit of the step has found."""
         if binding.elsewhere:
             proposal.hear(binding, verdict.presence)
-        if self.options.rates:
-            self.options.agreed()
+        self.options.num_steps += 1
+        self.options.has_agreed = True
         if proposal.made or proposal.fresh or MISPLACED in proposal.states:
             self._take_over(binding, proposal)
         self.audits.num_steps += 1
@@ -183,8 +183,13 @@ class Core:
             finish_weights(binding.weight_sets(on_weights), work, self.traffic)
         if self.watch.seen:
             self.watch.send()
-        members = enumerate(binding.members)
-        step_adamw(self.param_groups, self.state, lambda: {m.engine for n, m in members if n not in missing}, p.adamw)
+        members = binding.members
+        step_adamw(
+            self.param_groups,
+            self.state,
+            lambda: {member.engine for n, member in enumerate(members) if n not in missing},
+            p.adamw,
+        )
         report = None if audit is None else audit.finish()
         return None if samples is None else report
 

@@ -179,13 +179,15 @@ class OptionsReader:
 
     Attributes:
         rates: Number of a group -> what was read last of its lr that lies on a device, under one plan.
+        num_steps: That all ranks have begun under this plan. They count together, so all look in the same one.
+        has_agreed: One was begun since the last look.
     """
 
     def __init__(self) -> None:
         self._said: list[tuple[object, ...]] = []
         self._options: list[GroupOptions] = []
         self.rates: dict[int, float] = {}
-        self._steps, self._agreed = 0, False  # begun by all ranks under this plan; whether one was since the last look
+        self.num_steps, self.has_agreed = 0, False
 
     def read(self, groups: Sequence[Group], due: str = "") -> list[GroupOptions]:
         """The options of each group as they are now.
@@ -198,7 +200,7 @@ class OptionsReader:
             ValueError: One has no meaning; with the group's number.
         """
         del self._said[len(groups) :], self._options[len(groups) :]
-        looks = not self._agreed or (self._steps + 1) % _EVERY == 0
+        looks = not self.has_agreed or (self.num_steps + 1) % _EVERY == 0
         rates: dict[int, Tensor] = {}
         for index, group in enumerate(groups):
             lr = group.get("lr")
@@ -218,17 +220,13 @@ class OptionsReader:
 
     def _on_host(self, index: int, lr: Tensor, looks: bool) -> float:
         if looks and not is_capturing(lr.device):
-            self._agreed = False
+            self.has_agreed = False
             self.rates[index] = float(lr)
         return self.rates.get(index, 0.0)
 
-    def agreed(self) -> None:
-        """All ranks begin the step. They count together, so all look in the same one."""
-        self._steps, self._agreed = self._steps + 1, True
-
     def forget_rates(self) -> None:
         """A new plan is made: other ranks may have looked in another step."""
-        self.rates, self._steps, self._agreed = {}, 0, False
+        self.rates, self.num_steps, self.has_agreed = {}, 0, False
 
 
 def _copied(values: Sequence[Any]) -> tuple[object, ...]:
