@@ -59,8 +59,8 @@ class DTensorEngine(Engine):
         return [*super().groups(param, group), mesh.get_group() if mesh.ndim == 1 else None]
 
     def signature(self, param: Any) -> object:
-        spec = param._spec
-        return spec.shape, spec.mesh, spec.placements, param._local_tensor.shape, param.dtype, param.device
+        spec, local = param._spec, param._local_tensor
+        return spec.shape, spec.mesh, spec.placements, local.shape, local.dtype, local.device
 
     def storage(self, tensor: Any) -> Tensor:
         local: Tensor = tensor._local_tensor  # without the view that `to_local` makes of a Parameter's
