@@ -128,8 +128,7 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
                 said = _read(found, number, binding, settings, memory)
             if callable(settings.adjust_lr_fn):
                 if member.group not in asked:
-                    anew = Scales(settings.adjust_lr_fn, settings.extra_scale_factor)
-                    asked[member.group] = replace(settings, scales=anew)
+                    asked[member.group] = _asked_anew(settings)
                 settings = asked[member.group]
                 shapes = dict.fromkeys((m.rows, m.cols) for m in binding.table.layouts[number].view.matrices)
                 said = *said, " ".join(f"adjust_lr_fn{shape}={settings.scales[shape]!r}" for shape in shapes)
@@ -147,6 +146,14 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
         if options[index].settings is None:
             found.adamw[index] = _adamw_rows(index, group, memory.state)
     return found
+
+
+def _asked_anew(settings: Settings) -> Settings:
+    """Settings whose scales are asked of the user's function once in this step, also for audits of it."""
+    scales = Scales(settings.adjust_lr_fn, settings.extra_scale_factor)
+    return replace(
+        settings, scales=scales, adjust_lr_fn=lambda rows, cols: dict(scales)[rows, cols], extra_scale_factor=1.0
+    )
 
 
 def _read(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory) -> tuple[object, ...]:
