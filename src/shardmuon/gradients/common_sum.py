@@ -264,8 +264,7 @@ class Clipping(Call[Bound]):
         for share, one in zip(kept.shares, self.params, strict=True):
             state, local = NONE, None
             if share.clipped:
-                with self.fault:
-                    state, local = share.read(one.param)
+                state, local = share.read(one.param)
             self.states.append(state)
             if local is not None and local.numel():
                 self.held.append((share, local))
