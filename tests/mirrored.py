@@ -11,7 +11,7 @@ from unittest import mock
 from shardmuon.comm import vote
 from shardmuon.comm.component import Entry, Ranks
 from shardmuon.comm.groups import my_rank
-from shardmuon.comm.hops import Hop
+from shardmuon.comm.lane import Hop
 from shardmuon.layout.grid import Ties
 
 

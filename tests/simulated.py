@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Choice, Chooser, Task
 from shardmuon.plan.plan import Gram, Kept, Plan, Policy, Spec, make_plan
-from shardmuon.plan.program import Program, make_program
-from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
-from shardmuon.step.gram import GramRun
+from shardmuon.plan.program import make_program
+from shardmuon.step.bucket import Bound, Kernel, Work, run_owners
+from shardmuon.step.gram import run_gram
 from shardmuon.step.options import Settings, batch_text, settings_of
 from shardmuon.step.update import Rounding
 from shardmuon.step.weights import WeightSet, ZeroWatch, weight_sets
@@ -309,14 +310,22 @@ class SimulatedRanks:
             for rank, one in of_set.items():
                 one.begin(sums.clone(), self._work[rank], self.watches[rank])
         for bucket in self.plan.buckets:
-            kind = GramRun if bucket.route == "gram" else BucketRun
-            runs, programs = dict[int, BucketRun](), dict[int, Program]()
-            for rank in bucket.ranks:
-                programs[rank] = make_program(self.plan, bucket, rank, missing)
-                bound = Bound(self.plan, programs[rank], self._shapes(rank))
-                runs[rank] = kind(bound, self._work[rank], WIRES[bucket.itemsize], Kernel(self._device))
+            kind = run_gram if bucket.route == "gram" else run_owners
+            programs = {rank: make_program(self.plan, bucket, rank, missing) for rank in bucket.ranks}
+            exchange = SimulatedExchange(bucket.ranks)
+            runs = [
+                kind(
+                    Bound(self.plan, program, self._shapes(rank)),
+                    self._work[rank],
+                    Kernel(self._device),
+                    partial(exchange.start, rank),
+                )
+                for rank, program in programs.items()
+            ]
+            while runs:  # a turn of all ranks
+                runs = [run for run in runs if next(run, run) is not run]
             self.orthogonalized += sum(program.num_owned for program in programs.values())
-            self.exchanges += bucket.exchange * _run(runs, programs)
+            self.exchanges += exchange.num
         for of_set in self._sets(stages):
             sums = self._summed(of_set)
             for rank, one in of_set.items():
@@ -339,34 +348,39 @@ class SimulatedRanks:
         return torch.stack([one.squares(self._work[rank]) for rank, one in of_set.items()]).sum(0)
 
 
-def _run(runs: Mapping[int, BucketRun], programs: Mapping[int, Program]) -> int:
-    """One bucket of all ranks. Returns its number of exchanges."""
-    gathers = next(iter(programs.values())).bucket.gathers
-    came: dict[int, Tensor] = {}
-    if gathers:
-        sends = {rank: run.pack() for rank, run in runs.items()}
-        came = _exchanged(sends, {r: (p.gather.holder_splits, p.gather.owner_splits) for r, p in programs.items()})
-    for run in runs.values():
-        run.fill()
-    results = {rank: run.orthogonalize(came.get(rank)) for rank, run in runs.items()}
-    if gathers:
-        sends = {rank: send for rank, send in results.items() if send is not None}
-        came = _exchanged(sends, {r: (p.scatter.owner_splits, p.scatter.holder_splits) for r, p in programs.items()})
-    relayed = {rank: run.apply(came.get(rank)) for rank, run in runs.items()}
-    relays = {r: (p.relay.send_splits, p.relay.recv_splits) for r, p in programs.items() if p.relay is not None}
-    if not relays:
-        return 2 * gathers
-    for rank, arrived in _exchanged({r: send for r, send in relayed.items() if send is not None}, relays).items():
-        runs[rank].finish(arrived)
-    return 2 * gathers + 1
+class SimulatedExchange:
+    """The all-to-alls of one bucket among simulated ranks, which must agree about every size. All give what they send
+    before any waits.
+
+    Attributes:
+        num: How many there were.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks, self.num = ranks, 0
+        self._sent: dict[int, list[tuple[Tensor, ...]]] = {rank: [] for rank in ranks}
+
+    def start(self, rank: int, send: Tensor, send_splits: Ints, recv_splits: Ints) -> SimulatedPending:
+        """As `shardmuon.comm.exchange.start`."""
+        self._sent[rank].append(send.split(list(send_splits)))
+        self.num = len(self._sent[rank])
+        return SimulatedPending(self, rank, self.num - 1, recv_splits)
+
+    def came(self, rank: int, number: int) -> list[Tensor]:
+        """What others, in order, have sent to a rank."""
+        return [self._sent[other][number][self._ranks.index(rank)] for other in self._ranks]
 
 
-def _exchanged(sends: Mapping[int, Tensor], splits: Mapping[int, tuple[Ints, Ints]]) -> dict[int, Tensor]:
-    """An all-to-all among simulated ranks, which must agree about every size."""
-    parts = {rank: send.split(list(splits[rank][0])) for rank, send in sends.items()}
-    found = {rank: [parts[other][place] for other in sends] for place, rank in enumerate(sends)}
-    assert all(tuple(map(len, found[rank])) == splits[rank][1] for rank in sends), "both ends expect one size"
-    return {rank: torch.cat(of_rank) for rank, of_rank in found.items()}
+class SimulatedPending(NamedTuple):
+    exchange: SimulatedExchange
+    rank: int
+    number: int
+    splits: Ints
+
+    def wait(self) -> Tensor:
+        parts = self.exchange.came(self.rank, self.number)
+        assert tuple(map(len, parts)) == self.splits, "both ends expect one size"
+        return torch.cat(parts)
 
 
 def one_of_equal(settings: Iterable[Settings]) -> list[Settings]:

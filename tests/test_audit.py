@@ -46,8 +46,8 @@ from shardmuon.layout.pieces import Held, Tile
 from shardmuon.layout.views import MatrixView
 from shardmuon.orthogonalize import BACKENDS
 from shardmuon.step import bucket, update
+from shardmuon.step.options import Scales
 from shardmuon.step.replicas import fingerprint
-from shardmuon.step.stages import Result
 from shardmuon.testing import RankPool
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.device import mesh_kind, meshes_on
@@ -255,23 +255,29 @@ def _clamped(update: Tensor) -> Tensor:
 def _rotated(original: Any) -> Any:
     """Results of one shape go to the next matrix of that shape."""
 
-    def finish(results: Sequence[Result]) -> None:
-        original(results)
-        for one in results:
-            one.place.copy_(one.place.roll(-1, 0))
+    def orthogonalize(bound: Any, work: Any, kernel: Any, batches: Tensor) -> None:
+        original(bound, work, kernel, batches)
+        for place in _places(bound, batches):
+            place.copy_(place.roll(-1, 0))
 
-    return finish
+    return orthogonalize
+
+
+def _places(bound: Any, batches: Tensor) -> list[Tensor]:
+    """Where the results of each batch are."""
+    of_batch = bound.program.batches
+    return [batches.as_strided(one.shape, (one.stride, one.shape[2], 1), one.start) for one in of_batch]
 
 
 def _rolled(original: Any) -> Any:
     """The two halves of a result change places."""
 
-    def finish(results: Sequence[Result]) -> None:
-        original(results)
-        for one in results:
-            one.place.copy_(one.place.roll(one.place.shape[1] // 2, 1))
+    def orthogonalize(bound: Any, work: Any, kernel: Any, batches: Tensor) -> None:
+        original(bound, work, kernel, batches)
+        for place in _places(bound, batches):
+            place.copy_(place.roll(place.shape[1] // 2, 1))
 
-    return finish
+    return orthogonalize
 
 
 Tensors = Sequence[Tensor]
@@ -337,7 +343,8 @@ def _other_tensor(job: Job) -> Iterator[None]:
     new = nn.Parameter(old.detach().clone())
     new.grad = old.grad
     job.optimizer.param_groups[0]["params"][0] = new
-    with mock.patch.object(core, "is_current", return_value=True):
+    looks = core.StepCall.is_current
+    with mock.patch.object(core.StepCall, "is_current", lambda call, kept: looks(call, kept) or True):
         yield
 
 
@@ -366,21 +373,24 @@ FAULTS = {
     "clipped after, by norm": Fault(_updates(lambda u: u * 0.36), {"clipped_update"}, ALL, says="0.36 of its length"),
     "clipped after, by value": Fault(_updates(_clamped), {"clipped_update"}, ALL, says="elements are clamped at"),
     "scale of the shard": Fault(
-        _replace(
-            "lr_scale", lambda original: lambda fn, rows, cols, extra: original(fn, rows // 2, cols, extra), update
-        ),
+        _replace("__getitem__", lambda original: lambda self, shape: original(self, (shape[0] // 2, shape[1])), Scales),
         {"scale_from_shard_shape"},
         FOUR,  # the largest size of the others is not cut
         says=" shard, not ",
     ),
     "scaled twice": Fault(
-        _replace("lr_scale", lambda original: lambda *a: 2 * original(*a), update), {"scale_wrong"}, ALL, says="2 times"
+        _replace("__getitem__", lambda original: lambda *a: 2 * original(*a), Scales),
+        {"scale_wrong"},
+        ALL,
+        says="2 times",
     ),
     "results of matrices swapped": Fault(
-        _replace("finish", _rotated), {"results_swapped"}, FOUR, says="it is the update of"
+        _replace("_orthogonalize", _rotated), {"results_swapped"}, FOUR, says="it is the update of"
     ),
     "transposed": Fault(_outputs(lambda o: o.mT if o.shape[-1] == o.shape[-2] else o), {"transposed"}, {"square"}),
-    "fragments swapped": Fault(_replace("finish", _rolled), {"fragments_swapped"}, ALL, says="block 0 of its 2"),
+    "fragments swapped": Fault(
+        _replace("_orthogonalize", _rolled), {"fragments_swapped"}, ALL, says="block 0 of its 2"
+    ),
     "momentum ignored": Fault(_momentum(_ignores_momentum), {"wrong_input"}, ALL, says="the gradient alone"),
     "momentum wrong on one rank": Fault(_momentum(_shifts_momentum, rank=1), {"momentum_wrong"}, ALL),
     "momentum normalized in place": Fault(
@@ -694,7 +704,7 @@ def swapped_alone() -> AuditReport:
     job = Job("fsdp2")
     job.step(1)
     job.gradients(2)
-    with mock.patch.object(bucket, "finish", _rotated(bucket.finish)):
+    with mock.patch.object(bucket, "_orthogonalize", _rotated(bucket._orthogonalize)):
         check = audit(job.optimizer, 1)
         job.optimizer.audits.num_audits = next(n for n in range(6) if choose(6, 1, n) == [0])
         job.optimizer.step()

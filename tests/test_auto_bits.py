@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +23,7 @@ from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.orthogonalize.tuning import FORMAT
 from shardmuon.step import bucket as bucket_module
-from shardmuon.step.bucket import BucketRun
+from shardmuon.step.update import Side, Work
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
 
@@ -139,16 +139,11 @@ WIRES = [  # method, dtype of the products, Exchange.dtype, the wire
 def _travelled(method: Any, dtype: torch.dtype | None, asked: torch.dtype | None) -> tuple[set[torch.dtype], Tensor]:
     """Dtypes of wires and batches, and the whole weight after a step from zeros with lr 1."""
     seen: set[torch.dtype] = set()
-    pack, fill = BucketRun.pack, BucketRun.fill
+    momentum = bucket_module.update_momentum
 
-    def packing(self: BucketRun) -> Tensor:
-        send = pack(self)
-        seen.add(send.dtype)
-        return send
-
-    def filling(self: BucketRun) -> None:
-        fill(self)
-        seen.add(self._batches.dtype)
+    def watched(side: Side, work: Work, targets: Sequence[Tensor] | None) -> None:
+        momentum(side, work, targets)
+        seen.update(target.dtype for target in targets or ())
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
 
@@ -158,7 +153,7 @@ def _travelled(method: Any, dtype: torch.dtype | None, asked: torch.dtype | None
     p = nn.Parameter(cut(torch.zeros(12, 48)))
     p.grad = cut(_normal((12, 48), 3))
     options = {"orthogonalizer": Orthogonalizer(method, dtype), "exchange": Exchange(dtype=asked)}
-    with mock.patch.multiple(BucketRun, pack=packing, fill=filling):
+    with mock.patch.object(bucket_module, "update_momentum", watched):
         Muon([("w", p)], lr=1.0, weight_decay=0.0, adjust_lr_fn="none", **options).step()
     return seen, (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
 

@@ -33,8 +33,7 @@ import shardmuon.step.bucket as buckets
 import shardmuon.step.commit as commit
 import shardmuon.step.options
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
-from shardmuon.comm.hops import Hop
-from shardmuon.comm.lane import Lane
+from shardmuon.comm.lane import Hop, Lane
 from shardmuon.orthogonalize import Method
 from shardmuon.orthogonalize.finite import FiniteWatch
 from shardmuon.step import gram
@@ -61,12 +60,11 @@ def _in_fp32(config: str) -> dict[str, Any]:
 PHASES = {
     "validate": (core, "validate"),
     "vote": (calls, "vote"),
-    "pack": (buckets.BucketRun, "pack"),
-    "fill": (buckets.BucketRun, "fill"),
+    "momentum": (buckets, "update_momentum"),
     "exchange": (commit, "start"),
-    "assemble": (buckets.BucketRun, "orthogonalize"),
+    "assemble": (buckets, "_orthogonalize"),
     "orthogonalize": (buckets, "orthogonalize"),
-    "apply": (buckets.BucketRun, "apply"),
+    "apply": (buckets, "apply_results"),
     "adamw": (core, "step_adamw"),
 }
 
@@ -685,9 +683,8 @@ def test_a_steady_step_waits_for_nothing_and_launches_what_it_must(config: str, 
     assert found.launches <= BUDGETS[config, world], found.by_phase
     n = found.num_buckets
     assert found.by_phase.get("vote", 0) == found.by_phase.get("validate", 0) == 0
-    assert found.by_phase.get("pack", 0) == (3 * n if world > 1 else 0), "momentum, Nesterov's sum, the copy"
     parts = n if world > 1 else 2 * n  # one rank's buckets are of 21 M elements, lists of 2**24 at most
-    assert found.by_phase["fill"] == 3 * parts
+    assert found.by_phase["momentum"] == 3 * parts + (3 * n if world > 1 else 0), "momentum, Nesterov's sum, the copy"
     assert found.by_phase.get("exchange", 0) == (2 * n if world > 1 else 0)
     # decay, one addition for each scale that a bucket has, fp32 of what came in bf16
     assert found.by_phase["apply"] <= parts * (1 + 3 + 1)
@@ -825,8 +822,8 @@ def _one_by_one(targets: Any, grads: Any, buffers: Any, *, momentum: float, nest
         target.copy_(g.lerp(b, momentum))
 
 
-def _strided_send(send: Tensor, *rest: Any) -> Any:
-    return real_start(torch.stack([send, send], 1)[:, 0], *rest)
+def _strided_send(group: Any, traffic: Any, send: Tensor, *splits: Any) -> Any:
+    return real_start(group, traffic, torch.stack([send, send], 1)[:, 0], *splits)
 
 
 def _unsorted(*columns: Any) -> Iterator[tuple[list[int], list[list[Tensor]]]]:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardmuon import Muon, Orthogonalizer, clip_grad_norm_, param_groups
-from shardmuon.comm.data_parallel import find_ddp, repeated_text
+from shardmuon.first_step import find_ddp, repeated_text
 from shardmuon.testing.pool import RankPool
 
 with warnings.catch_warnings():  # torch's own: the package compiles functional optimizers with torch.jit.script

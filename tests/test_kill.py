@@ -25,7 +25,7 @@ import shardmuon.layout.calls
 import shardmuon.step.commit
 from shardmuon import Exchange, ExchangeError, Muon
 from shardmuon.plan.pipeline import turns
-from shardmuon.step.bucket import BucketRun
+from shardmuon.step import bucket
 from shardmuon.step.weights import WeightSet
 from shardmuon.testing import RankError, RankPool
 from shardmuon.testing.layouts import LAYOUTS
@@ -135,12 +135,12 @@ def _before_vote(end: Callable[[], None]) -> None:
 # to pass none on to the other replica.
 PHASES: dict[str, tuple[str, Callable[[Callable[[], None]], None], int, int]] = {
     "vote": ("fsdp2", _before_vote, 0, 0),
-    "pack": ("fsdp2", lambda end: _after(BucketRun, "pack", 2, end), 2, 5),
+    "pack": ("fsdp2", lambda end: _after(bucket, "_momenta", 2, end), 2, 5),
     "gather": ("fsdp2", lambda end: _after(shardmuon.step.commit, "start", 2, end), 2, 6),
-    "orthogonalize": ("fsdp2", lambda end: _after(BucketRun, "orthogonalize", 2, end), 3, 9),
+    "orthogonalize": ("fsdp2", lambda end: _after(bucket, "_results", 2, end), 3, 9),
     "scatter": ("fsdp2", lambda end: _after(shardmuon.step.commit, "start", 5, end), 3, 10),
-    "apply": ("fsdp2", lambda end: _after(BucketRun, "apply", 2, end), 5, 12),
-    "relay": ("hsdp", lambda end: _after(BucketRun, "apply", 2, end), 6, 13),
+    "apply": ("fsdp2", lambda end: _after(bucket, "apply_results", 2, end), 5, 12),
+    "relay": ("hsdp", lambda end: _after(bucket, "apply_results", 2, end), 6, 13),
 }
 
 
@@ -294,7 +294,7 @@ def _broken_off(store: str) -> list[list[str]]:
         saved, weights = copy.deepcopy(optimizer.state_dict()), whole.detach().clone()
         with pytest.MonkeyPatch.context() as patched:
             if rank == 1:
-                patched.setattr(BucketRun, "orthogonalize", _fail_with(error))
+                patched.setattr(bucket, "_orthogonalize", _fail_with(error))
             with pytest.raises((ExchangeError, error)) as broken:
                 step(10)
         with pytest.raises(ExchangeError) as refused:

@@ -56,7 +56,7 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
     optimizer.step()
     peak = peak_of(optimizer.step)
     buckets, work, matrices = [], [], []
-    for bound in optimizer.binding.bounds(frozenset()):
+    for bound in optimizer.binding.buckets_without(frozenset()).bounds:
         program = bound.program
         wires = [sum(w.holder_splits) + sum(w.owner_splits) for w in (program.gather, program.scatter)]
         if program.relay is not None:

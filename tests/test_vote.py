@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardmuon.comm import lane as lanes
 from shardmuon.comm import vote as voting
 from shardmuon.comm.component import Entry, Known, Ranks, Talk, flood, in_order
-from shardmuon.comm.hops import doubling
+from shardmuon.comm.lane import Hop, doubling
 from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict, discover, gather, merge, pack, run_together, verdict, vote
 from shardmuon.errors import ExchangeError, Refused, told_by
 from shardmuon.testing import RankPool
@@ -84,11 +84,12 @@ def flooded(num: int, entries: dict[int, Entry]) -> tuple[dict[int, Known], dict
     talks = dict.fromkeys(range(num), 0)
 
     def go_on(rank: int, heard: list[Known] | None) -> None:
-        try:
-            wishes[rank] = next(runs[rank]) if heard is None else runs[rank].send(heard)
-        except StopIteration as end:
+        asked = next(runs[rank]) if heard is None else runs[rank].send(heard)
+        if isinstance(asked, Talk):
+            wishes[rank] = asked
+        else:
             wishes.pop(rank, None)
-            known[rank] = end.value
+            known[rank] = asked
 
     for rank in range(num):
         go_on(rank, None)
@@ -129,18 +130,16 @@ def doubled(messages: list[bytes], merging: Any) -> list[bytes]:
     waiting: dict[int, int] = {}
 
     def go_on(me: int, found: bytes | None) -> None:
-        try:
-            hop = next(runs[me]) if found is None else runs[me].send(found)
-            while True:
-                if hop.to is not None:
-                    boxes.setdefault((me, hop.to), []).append(hop.message)
-                if hop.source is not None:
-                    assert hop.source in hop.behind and me not in hop.behind
-                    waiting[me] = hop.source
-                    return
-                hop = runs[me].send(b"")
-        except StopIteration as end:
-            results[me] = end.value
+        hop = next(runs[me]) if found is None else runs[me].send(found)
+        while isinstance(hop, Hop):
+            if hop.to is not None:
+                boxes.setdefault((me, hop.to), []).append(hop.message)
+            if hop.source is not None:
+                assert hop.source in hop.behind and me not in hop.behind
+                waiting[me] = hop.source
+                return
+            hop = runs[me].send(b"")
+        results[me] = hop
 
     for me in range(num):
         go_on(me, None)

@@ -23,11 +23,11 @@ from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing
 from shardmuon.comm.component import Ranks
 from shardmuon.comm.exchange import Traffic
-from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import GroupRef, World, group_for, group_ranks, my_rank
 from shardmuon.comm.lane import close_lane
-from shardmuon.comm.vote import Flag, Phase, Verdict
+from shardmuon.comm.vote import Fault, Flag, Phase, Verdict
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
+from shardmuon.first_step import FirstStep
 from shardmuon.host import Course, Host, Hosts
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Call, Said, agree, renewed
@@ -39,15 +39,23 @@ from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.step.adamw import step_adamw
-from shardmuon.step.binding import Binding, How, bound, counts_of_lacking, groups_of_params, listed_of, number_bits
+from shardmuon.step.binding import (
+    Binding,
+    How,
+    bound,
+    counts_of_lacking,
+    groups_of_params,
+    listed_of,
+    number_bits,
+    takes_part,
+)
 from shardmuon.step.bucket import Kernel
 from shardmuon.step.commit import begin_weights, finish_weights, groups_of, run_buckets
 from shardmuon.step.kept import Settled
-from shardmuon.step.options import DeviceRates, Group, GroupOptions, OptionsReader
+from shardmuon.step.options import Group, GroupOptions, OptionsReader
 from shardmuon.step.replicas import fingerprint
-from shardmuon.step.said import Line, difference, digests_of, lines_of
 from shardmuon.step.update import Work
-from shardmuon.step.validate import Memory, Proposal, is_current, validate
+from shardmuon.step.validate import Line, Memory, Proposal, difference, digests_of, lines_of, validate
 from shardmuon.step.weights import ZeroWatch
 from shardmuon.variants import WEIGHT_NORMS, Stages
 
@@ -68,8 +76,9 @@ class Core:
         binding: The plan in force with what this rank knows of it.
         component: The ranks that have voted together last.
         broken: Why the last step left the ranks out of step.
+        options: Reads groups. See [Note: an lr on the device] in step/options.py.
         settled: Norms of weights that a step has looked at since they were made or loaded.
-        hosts: Who may call `step`.
+        hosts, first: Who may call `step`, and what a first one tells.
     """
 
     param_groups: list[dict[str, Any]]
@@ -99,12 +108,12 @@ class Core:
         self.binding: Binding | None = None
         self.component: Ranks | None = None
         self.world = World()  # that it is of
-        self._options, self.rates = OptionsReader(), DeviceRates()
+        self.options = OptionsReader()
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
         self.settled: Settled = WeakIdKeyDictionary()
-        self.hosts = Hosts()
+        self.hosts, self.first = Hosts(), FirstStep()
 
     def unlike_model(self) -> Sequence[str]:
         """Names of the parameters that are not what the model has. Only a host that steps copies can tell."""
@@ -112,18 +121,18 @@ class Core:
 
     # ---------------------------------------------------------------------------------------------- one step
 
-    def take_step(self, early: BaseException | None = None) -> None:
+    def take_step(self, fault: Fault) -> None:
         """Step the groups as they are. Collective among the ranks that share parameters.
 
         Args:
-            early: What was raised on this rank before, of which the others must hear.
+            fault: What is wrong on this rank already.
 
         Raises:
             Refused: All ranks raise it, and nothing has changed.
         """
         changing = False
         try:
-            call, fault = self._call(early)
+            call = StepCall(self, fault)
             binding, verdict = agree(call, fault)
             changing = True
             report = self._carry_out(binding, call.proposal, verdict)
@@ -135,11 +144,11 @@ class Core:
         if report is not None:
             self.audits.deliver(report)
 
-    def let_host_step(self, host: Host, early: BaseException | None) -> None:
+    def let_host_step(self, host: Host, fault: Fault) -> None:
         """Step groups that hold an active host's tensors."""
         course = Course()
         try:
-            host.step(self, course, early)
+            host.step(self, course, fault)
         except Refused:
             raise
         except BaseException as error:
@@ -150,13 +159,18 @@ class Core:
         """Change weights and state, as all ranks have agreed. Returns what an audit of the step has found."""
         if binding.elsewhere:
             proposal.hear(binding, verdict.presence)
-        self._take_over(binding, proposal)
+        self.options.num_steps += 1
+        self.options.has_agreed = True
+        if proposal.made or proposal.fresh or MISPLACED in proposal.states:
+            self._take_over(binding, proposal)
         self.audits.num_steps += 1
         samples = self.audits.begin() if self.audits.num_steps >= self.audits.at else None
         # ranks that audit tell all ranks of the component what they find
         audit = self._audit(binding, proposal, samples or 0) if verdict.flags & Flag.AUDIT else None
         p = proposal
-        missing = frozenset(n for n, state in enumerate(p.states) if state == NONE)  # parameters without a gradient
+        missing: frozenset[int] = frozenset()  # parameters without a gradient
+        if NONE in p.states:
+            missing = frozenset(n for n, state in enumerate(p.states) if state == NONE)
         work = Work(p.weights, p.grads, p.momenta, p.settings, p.kept, p.rounding)
         on_weights: dict[int, Stages] = {}
         if binding.on_weights:
@@ -164,18 +178,23 @@ class Core:
             new = {n: stages for n, stages in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(p.fresh[n])}
             begin_weights(binding.weight_sets(new) if new else (), work, self.traffic, self.zeros)
         kernel = Kernel(binding.ns_device, self.graphs, self.watch)
-        run_buckets(binding.bounds(missing), work, kernel, self.traffic)
+        run_buckets(binding.buckets_without(missing), work, kernel, self.traffic)
         if on_weights:
             finish_weights(binding.weight_sets(on_weights), work, self.traffic)
-        self.watch.send()
-        stepped = (member.engine for n, member in enumerate(binding.members) if n not in missing)
-        step_adamw(self.param_groups, self.state, lambda: set(stepped), p.adamw)
+        if self.watch.seen:
+            self.watch.send()
+        members = binding.members
+        step_adamw(
+            self.param_groups,
+            self.state,
+            lambda: {member.engine for n, member in enumerate(members) if n not in missing},
+            p.adamw,
+        )
         report = None if audit is None else audit.finish()
         return None if samples is None else report
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
         """Make what validating has made state, and bring gradients to where their parameters lie."""
-        self.rates.agreed()
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
             for key in kept.keys() - made.keys():  # what it kept as AdamW's, or of another variant
@@ -184,8 +203,6 @@ class Core:
         for number, keys in proposal.fresh.items():
             for key in keys:
                 self.settled[self.state[binding.members[number].param][key]] = True
-        if MISPLACED not in proposal.states:
-            return
         for number in itertools.chain.from_iterable(binding.table.sets.values()):  # as all ranks go through sets
             if proposal.states[number] == MISPLACED:
                 param, engine = binding.members[number].param, binding.members[number].engine
@@ -228,41 +245,20 @@ class Core:
             return f"an earlier step was broken off, and its state is half moved: {self.broken}"
         return None
 
-    def make_plan(self, early: BaseException | None = None) -> Plan:
+    def make_plan(self) -> Plan:
         """Plan now. Collective among the ranks that share parameters.
-
-        Args:
-            early: What was raised on this rank before, of which the others must hear.
 
         Raises:
             ValueError: On every rank.
         """
+        fault = Fault()
         with made_public():
-            return renewed(*self._call(early)).plan
-
-    def _call(self, early: BaseException | None) -> tuple[StepCall, Fault]:
-        call, fault = StepCall(self), Fault()
-        if early is not None:
-            fault.note(early)
-        if self.process_group is not None:
-            with fault:  # its ranks wait for this one, also where it has no parameter
-                call.beyond = tuple(sorted(group_ranks(self.process_group)))  # raises if it was destroyed
-        return call, fault
+            return renewed(StepCall(self, fault), fault).plan
 
     def read_options(self) -> list[GroupOptions]:
-        """The options of all groups as they are now. See [Note: an lr on the device] in step/options.py."""
-        groups, rates = self.param_groups, dict[int, Tensor]()
-        for at, group in enumerate(groups):
-            lr = group.get("lr")
-            if isinstance(lr, Tensor) and lr.device.type != "cpu":
-                rates[at] = lr
-        read = self._options.read(self.rates.on_host(groups, rates) if rates else groups)
-        for at, lr in rates.items():
-            read[at] = read[at].with_rate(lr)
+        """The options of all groups as they are now, and when ranks audit, which they must do alike."""
         due = self.audits.due_text() if self.audits.num_steps + 1 >= self.audits.at else ""
-        if due:  # ranks must audit alike
-            read = [options._replace(text=f"{options.text}{due}") for options in read]
-        return read
+        return self.options.read(self.param_groups, due)
 
     def complete_state(self) -> None:
         """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
@@ -287,9 +283,12 @@ class StepCall(Call[Binding]):
     renews = False
     proposal: Proposal
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, fault: Fault) -> None:
         self._core = core
         self.options: list[GroupOptions] = []
+        if core.process_group is not None:
+            with fault:  # its ranks wait for this one, also where it has no parameter
+                self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if it was destroyed
 
     def before(self) -> Ranks | None:
         """See `Call`."""
@@ -302,14 +301,31 @@ class StepCall(Call[Binding]):
 
     def is_current(self, kept: Binding) -> bool:
         """See `Call`."""
-        self.options = self._core.read_options()
-        return is_current(kept, self._core.param_groups, self.options)
+        groups, self.options = self._core.param_groups, self._core.read_options()
+        if len(kept.planned) != len(groups):
+            return False
+        members = iter(kept.members)
+        for number, (group, options) in enumerate(zip(groups, self.options, strict=True)):
+            if options.planned != kept.planned[number]:
+                return False
+            if options.settings is None:
+                continue
+            for p in group["params"]:  # frameworks swap parameters after __init__
+                if takes_part(p):
+                    member = next(members, None)
+                    if member is None or member.param is not p or member.group != number:
+                        return False  # another parameter, or of a group with other settings
+                    if member.engine.signature(p) != member.signature:
+                        return False
+        return next(members, None) is None
 
     def read(self, kept: Binding) -> Said:
         """See `Call`."""
         core, self.num_bits = self._core, kept.num_bits
-        core.watch.report()
-        core.zeros.report()
+        if core.watch.coming:
+            core.watch.report()
+        if core.zeros.coming:
+            core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
         if core.audits.num_steps + 1 >= core.audits.at and core.audits.is_due:
             self.flags = Flag.AUDIT
@@ -336,7 +352,7 @@ class StepCall(Call[Binding]):
     def listed(self) -> list[Listed]:
         """See `Call`."""
         core = self._core
-        core.rates = DeviceRates()  # other ranks may have looked in another step
+        core.options.forget_rates()
         self.options = core.read_options()
         self._how = How.of(core.param_groups, core.config)
         listed = listed_of(core.param_groups, self.options, core.config, core.keeper, self._how)

@@ -6,18 +6,14 @@ A framework's folder registers its `Host` and its engines (`shardmuon.frameworks
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from shardmuon._torch import before_loading, creates_state_only, default_group, is_dtensor
-from shardmuon.comm.data_parallel import find_ddp, repeated_text
-from shardmuon.comm.groups import group_ranks, my_rank
-from shardmuon.errors import level_of_the_caller
-from shardmuon.layout.engines.fsdp1 import is_flattened
+from shardmuon._torch import before_loading
+from shardmuon.comm.vote import Fault
 from shardmuon.plan.plan import Plan
 
 Core = Any  # `shardmuon.core.Core`, which stands above all that is handed one
@@ -98,16 +94,13 @@ class Host:
         """
         return None
 
-    def stepped(self, core: Core) -> None:
-        """The parameters have been stepped, and no host is active."""
-
-    def step(self, core: Core, course: Course, early: BaseException | None) -> None:
+    def step(self, core: Core, course: Course, fault: Fault) -> None:
         """Step the groups of an active host.
 
         Args:
             core: The optimizer.
             course: How far it has come.
-            early: What was raised on this rank before, of which the others must hear.
+            fault: What is wrong on this rank already.
         """
         raise NotImplementedError
 
@@ -150,57 +143,7 @@ class Host:
         return None
 
 
-class PlainHost(Host):
-    """A training loop, and torch's checkpoints."""
-
-    def __init__(self) -> None:
-        self._made_alone = default_group() is None
-        self._said_idle = self._trained = False
-
-    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
-        if plain and not core.state and creates_state_only():
-            complete: Callable[[], None] = core.complete_state
-            return complete
-        return None
-
-    def stepped(self, core: Core) -> None:
-        """Say once what a first step tells, and the making of the optimizer does not: it trains nothing, or its ranks
-        repeat each other's work."""
-        if self._trained:
-            return
-        self._trained = _has_gradient(core.param_groups)
-        if self._trained:
-            ddp = find_ddp(core, _kept_here(core.param_groups))
-            if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
-                warnings.warn(repeated_text(ddp, self._made_alone), stacklevel=level_of_the_caller())
-        elif not self._said_idle and any(_may_have_gradient(p) for group in core.param_groups for p in group["params"]):
-            self._said_idle = True
-            warnings.warn(
-                "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before "
-                "it. If you did, the model's parameters are other tensors by now: make the optimizer after "
-                "fully_shard(), FSDP() or whatever else replaced them",
-                stacklevel=level_of_the_caller(),
-            )
-
-
-def _may_have_gradient(param: Tensor) -> bool:
-    """Not where FSDP1 keeps nothing of it."""
-    return not is_flattened(param) or param.numel() > 0
-
-
-def _has_gradient(groups: Sequence[Mapping[str, Any]]) -> bool:
-    return any(p.grad is not None for group in groups for p in group["params"])
-
-
-def _kept_here(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
-    """Plain matrices that, by what the groups say, this rank shares with nobody."""
-    for group in groups:
-        shared = group["process_group"] is not None or group["tp_group"] is not None
-        if group["use_muon"] and not shared and not group["rank_local"]:
-            yield from (p for p in group["params"] if not is_dtensor(p))
-
-
-_HOSTS: list[type[Host]] = [PlainHost]
+_HOSTS: list[type[Host]] = []
 
 
 def register(host: type[Host]) -> None:
@@ -220,6 +163,9 @@ class Hosts:
     def __init__(self) -> None:
         self._all = [host() for host in _HOSTS]
 
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._all)
+
     def take(self, host: Host) -> None:
         """From now on this host steps the optimizer."""
         self._all = [host, *self._all]
@@ -238,24 +184,4 @@ class Hosts:
 
     def find(self, kind: type[Host]) -> Host | None:
         """The host of a kind."""
-        return next((host for host in self._all if isinstance(host, kind)), None)
-
-    def adding(self) -> None:
-        """See `Host`."""
-        for host in self._all:
-            host.adding()
-
-    def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """See `Host`."""
-        for host in self._all:
-            host.added(group, names)
-
-    def saving(self, core: Core) -> None:
-        """See `Host`."""
-        for host in self._all:
-            host.saving(core)
-
-    def saved(self, core: Core, saved: dict[str, Any]) -> None:
-        """See `Host`."""
-        for host in self._all:
-            host.saved(core, saved)
+        return next((host for host in self if isinstance(host, kind)), None)

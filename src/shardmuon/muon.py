@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from shardmuon._torch import after_loading, before_loading, never_compiled
+from shardmuon._torch import after_loading, before_loading, creates_state_only, never_compiled
 from shardmuon.checkpoint.state import read_state, without_callables
 from shardmuon.comm.groups import GroupRef
+from shardmuon.comm.vote import Fault
 from shardmuon.core import Core
 from shardmuon.errors import ExchangeError, made_public
-from shardmuon.host import Host
 from shardmuon.layout.engines.base import name_of
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
@@ -208,37 +208,31 @@ class Muon(Core, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        fault, instead, host = Fault(), None, None
+        with fault:  # the other ranks must hear of it
+            complete_changed(self.param_groups, self.defaults)
+            for one in self.hosts.present():
+                if host is None and one.is_active:
+                    host = one
+                instead = instead or one.instead_of_step(self, closure is None)
+            if closure is None and instead is None and not self.state and creates_state_only():
+                instead = self.complete_state
+        if fault.text is not None:
+            host = self.hosts.active
         with made_public():
             self.in_step = True
             try:
-                self._step(closure is None)
+                if instead is not None:
+                    instead()
+                elif host is not None:
+                    self.let_host_step(host, fault)
+                else:
+                    self.take_step(fault)
+                    if not self.first.is_over:
+                        self.first.stepped(self, self.param_groups)
             finally:
                 self.in_step = False
         return loss
-
-    def _step(self, plain: bool) -> None:
-        """`step` without its closure; `plain`: there is none."""
-        early: BaseException | None = None
-        instead: Callable[[], None] | None = None
-        host: Host | None = None
-        present: list[Host] = []
-        try:
-            present = self.hosts.present()
-            complete_changed(self.param_groups, self.defaults)
-            for one in present:
-                if host is None and one.is_active:
-                    host = one
-                instead = instead or one.instead_of_step(self, plain)
-        except BaseException as wrong:  # the other ranks must hear of it
-            early, host = wrong, self.hosts.active
-        if instead is not None:
-            instead()
-        elif host is not None:
-            self.let_host_step(host, early)
-        else:
-            self.take_step(early)
-            for one in present:
-                one.stepped(self)
 
     def __repr__(self) -> str:
         """The options that apply: what differs from its default in those of the whole optimizer, and each group's."""
@@ -284,13 +278,16 @@ class Muon(Core, Optimizer):
         """
         group = new_group.as_group(param_group)
         given = [key for key in param_group if key != "params"]
-        self.hosts.adding()
+        for host in self.hosts:
+            host.adding()
         complete(group, self.defaults)
         new_group.check_param_group(self.param_groups, group, given, self.defaults)
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
         new_group.drop_what_means_nothing(made, given)
-        self.hosts.added(made, [name_of(made, index, position) for position in range(len(made["params"]))])
+        names = [name_of(made, index, position) for position in range(len(made["params"]))]
+        for host in self.hosts:
+            host.added(made, names)
 
     # ----------------------------------------------------------------------------------------- checkpoints
 
@@ -308,9 +305,11 @@ class Muon(Core, Optimizer):
             complete_changed(self.param_groups, self.defaults)
             with torch.no_grad():
                 self.complete_state()
-        self.hosts.saving(self)
+        for host in self.hosts:
+            host.saving(self)
         saved: dict[str, Any] = super().state_dict()
-        self.hosts.saved(self, saved)
+        for host in self.hosts:
+            host.saved(self, saved)
         without_callables(saved.get("param_groups", []))
         for group in saved.get("param_groups", []):
             group.update(dict.fromkeys(PLACE_OPTIONS))

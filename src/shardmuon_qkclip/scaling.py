@@ -30,10 +30,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardmuon.comm.component import Ranks
-from shardmuon.comm.faults import Fault, Unlike
 from shardmuon.comm.groups import GroupRef, group_for, my_rank, num_ranks, talking_device
 from shardmuon.comm.lane import lane_of
-from shardmuon.comm.vote import Phase
+from shardmuon.comm.vote import Fault, Phase, Unlike
 from shardmuon.errors import (
     OUT_OF_MEMORY,
     RELOAD,

@@ -49,7 +49,7 @@ def _step(optimizer: Muon, seed: int) -> None:
 
 def _fail(how: str, place: str) -> None:
     """Make the next call of a function of the step fail on this rank."""
-    holder: Any = shardmuon.step.commit.InFlight if place != "step_adamw" else shardmuon.core
+    holder: Any = shardmuon.step.bucket if place != "step_adamw" else shardmuon.core
 
     def failing(*args: Any, **kwargs: Any) -> None:
         if how == "die":
@@ -119,10 +119,10 @@ HALF = "Weights and momentum may be half updated. Start the ranks again from the
 @pytest.mark.parametrize(
     ("family", "how", "place"),
     [
-        ("chain", "raise", "compute"),
-        ("nested", "interrupt", "apply"),
-        ("all", "die", "begin"),
-        ("chain", "die", "compute"),
+        ("chain", "raise", "_orthogonalize"),
+        ("nested", "interrupt", "apply_results"),
+        ("all", "die", "update_momentum"),
+        ("chain", "die", "_orthogonalize"),
     ],
 )
 def test_a_rank_that_fails_in_a_bucket_ends_the_others(

@@ -24,10 +24,10 @@ from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Policy, Spec, make_plan
 from shardmuon.plan.program import Load, make_program
 from shardmuon.step import update as update_module
-from shardmuon.step.bucket import Bound, Kernel, Work
+from shardmuon.step.bucket import Bound, Buckets, Kernel, Work
 from shardmuon.step.commit import groups_of, run_buckets
 from shardmuon.step.options import settings_of
-from shardmuon.step.sides import Side
+from shardmuon.step.update import Side
 from shardmuon.testing import RankPool
 
 CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {  # options, dtype, elements in one call
@@ -104,7 +104,8 @@ def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
             ]
             grads = [None if i in missing else grad for i, grad in enumerate(grads)]
             bounds = [Bound(plan, make_program(plan, bucket, rank, missing), shapes) for bucket in mine]
-            run_buckets(bounds, Work(weights, grads, momenta, [settings] * len(views)), Kernel(), Traffic())
+            work = Work(weights, grads, momenta, [settings] * len(views))
+            run_buckets(Buckets.of(bounds), work, Kernel(), Traffic())
         found[name] = [torch.empty(0) if w is None else w for w in weights]
     return found
 

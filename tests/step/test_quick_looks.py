@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from shardmuon import Muon, Storage
+from shardmuon.layout.engines import Engine
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP
 from shardmuon.momentum.update import momentum_, momentum_into_
 from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.step import validate as validate_module
-from shardmuon.step.sides import Portions
+from shardmuon.step.update import dealt
 from shardmuon.step.validate import Memory
 from shardmuon.testing.tolerances import assert_bitwise
 
@@ -125,7 +126,7 @@ def _validated(optimizer: Muon) -> dict[str, object]:
     assert binding is not None
     memory = Memory(optimizer.state, optimizer.keeper, optimizer.settled)
     with torch.no_grad():
-        options = optimizer._options.read(optimizer.param_groups)
+        options = optimizer.options.read(optimizer.param_groups)
         try:
             found = vars(validate_module.validate(binding, optimizer.param_groups, options, memory))
         except ValueError as error:
@@ -154,7 +155,7 @@ def test_a_glance_at_a_matrix_finds_what_a_closer_look_finds(
     p = optimizer.param_groups[0]["params"][1]
     MATRIX_CHANGES[change](p, optimizer.state[p])
     glanced = _validated(optimizer)
-    monkeypatch.setattr(validate_module, "_glance", lambda *args: None)
+    monkeypatch.setattr(Engine, "storages", lambda *args: None)
     assert _same(glanced, _validated(optimizer))
 
 
@@ -164,7 +165,7 @@ def test_a_row_of_adamw_is_refused_where_a_closer_look_refuses_it(change: str, m
     p = optimizer.param_groups[1]["params"][1]
     VECTOR_CHANGES[change](p, optimizer.state[p])
     glanced = _validated(optimizer)
-    monkeypatch.setattr(validate_module, "_adamw_row", lambda *args: None)
+    monkeypatch.setattr(Engine, "storages", lambda *args: None)
     assert _same(glanced, _validated(optimizer))
 
 
@@ -175,7 +176,7 @@ def test_adamw_steps_rows_that_were_seen_with_the_bits_of_others(change: str, mo
         p = optimizer.param_groups[1]["params"][1]
         VECTOR_CHANGES[change](p, optimizer.state[p])
         if at:
-            monkeypatch.setattr(validate_module, "_adamw_row", lambda *args: None)
+            monkeypatch.setattr(Engine, "storages", lambda *args: None)
         with torch.no_grad():
             optimizer.step()
     for mine, theirs in zip(*(optimizer.param_groups[1]["params"] for optimizer in both), strict=True):
@@ -187,20 +188,16 @@ def test_adamw_steps_rows_that_were_seen_with_the_bits_of_others(change: str, mo
 
 def test_portions_hold_alike_tiles_in_order_and_no_more_than_the_limit() -> None:
     draw = random.Random(0)
-    for _ in range(300):
+    for _ in range(900):
         sizes = [draw.randint(1, 9) for _ in range(draw.randint(1, 12))]
-        portions = Portions(sizes)
-        for _ in range(3):  # other kinds: the answer of before does not stay
-            kinds = [[draw.randint(0, 1) for _ in sizes] for _ in range(2)]
-            limit = draw.randint(1, 20)
-            found = portions.of(kinds, limit)
-            names = list(range(100, 100 + len(sizes)))
-            assert sorted(at for portion in found for at in portion.places) == list(range(len(sizes)))
-            for places, of in found:
-                assert places == sorted(places)
-                assert list(of(names)) == [names[at] for at in places]
-                assert len({(kinds[0][at], kinds[1][at]) for at in places}) == 1
-                assert sum(sizes[at] for at in places) <= limit or len(places) == 1
+        kinds = [[draw.randint(0, 1) for _ in sizes] for _ in range(2)]
+        limit = draw.randint(1, 20)
+        found = dealt(sizes, kinds, limit)
+        assert sorted(at for places in found for at in places) == list(range(len(sizes)))
+        for places in found:
+            assert places == sorted(places)
+            assert len({(kinds[0][at], kinds[1][at]) for at in places}) == 1
+            assert sum(sizes[at] for at in places) <= limit or len(places) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
+from shardmuon.comm import vote as votes
 from shardmuon.errors import Refused
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
@@ -98,7 +99,7 @@ class Job:
 
     def step(self) -> None:
         with torch.no_grad():
-            self.optimizer.take_step()
+            self.optimizer.take_step(votes.Fault())
 
     def held(self) -> dict[str, object]:
         """All that a step may change."""
@@ -565,7 +566,7 @@ KINDS: tuple[type[BaseException], ...] = (
     SystemExit,
 )
 # these only hand on
-_TALK = {"agree", "renewed", "_waiting", "_open", "_bind", "_refuse_unless_stale", "bind", "settle", "_say", "start"}
+_TALK = {"agree", "renewed", "sharers_of", "_open", "_bind", "_refuse_unless_stale", "bind", "settle", "_say", "start"}
 _OWN = (
     "/shardmuon/comm/",
     "/shardmuon/errors.py",

@@ -24,7 +24,7 @@ from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import KeptLoad, make_program
 from shardmuon.step import weights as weights_module
-from shardmuon.step.bucket import Bound, Kernel, Work
+from shardmuon.step.bucket import Bound, Buckets, Kernel, Work
 from shardmuon.step.commit import begin_weights, finish_weights, groups_of, run_buckets
 from shardmuon.step.options import settings_of
 from shardmuon.step.stages import BatchStages, KeptSide, Result, finish
@@ -137,7 +137,7 @@ def _three_steps(names: Sequence[str]) -> dict[str, tuple[list[Tensor], list[lis
             work = Work(weights, grads, momenta, [settings] * len(views), kept)
             if step == 0:
                 begin_weights(weight_sets(plan, stepped, rank, shapes), work, Traffic(), ZeroWatch())
-            run_buckets(bounds, work, Kernel(), Traffic())
+            run_buckets(Buckets.of(bounds), work, Kernel(), Traffic())
             finish_weights(weight_sets(plan, stepped, rank, shapes), work, Traffic())
         found[name] = [torch.empty(0) if w is None else w for w in weights], kept
     return found

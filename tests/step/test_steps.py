@@ -174,7 +174,7 @@ def _takes_its_group(common: bool) -> bool:
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     own = pairs[dist.get_rank() // 2]
     ranks = tuple(dist.get_process_group_ranks(own))
-    groups._GROUPS.pop(ranks, None)  # of another test
+    groups.MADE[dist.group.WORLD].groups.pop(ranks, None)  # of another test
     params = [torch.nn.Parameter(torch.ones(6, 8)) for _ in range(3)]
     given = own if common or dist.get_rank() % 2 else ranks
     optimizer = Muon([(f"w{i}", p) for i, p in enumerate(params)], lr=0.1, process_group=given)
@@ -189,7 +189,7 @@ def _takes_the_group_of_its_mesh() -> bool:
     """True if exchanges of DTensors use the process group of their mesh, which has one axis."""
     own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "within"))["within"]
     ranks = tuple(own.mesh.tolist())
-    groups._GROUPS.pop(ranks, None)  # of another test
+    groups.MADE[dist.group.WORLD].groups.pop(ranks, None)  # of another test
     params = [torch.nn.Parameter(DTensor.from_local(torch.ones(3, 8), own, [Shard(0)])) for _ in range(3)]
     optimizer = Muon([(f"w{i}", p) for i, p in enumerate(params)], lr=0.1)
     for p in params:

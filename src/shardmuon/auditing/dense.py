@@ -116,7 +116,7 @@ def collect(
         expected = tuple(size * (len(parts) + 1) for size in sizes) if mine else (0,) * len(ranks)
         given = tuple(send.numel() if rank == target else 0 for rank in ranks)
         with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
-            came = start(send, given, expected, group_for(ranks), Traffic()).wait().split(expected)
+            came = start(group_for(ranks), Traffic(), send, given, expected).wait().split(expected)
         flat = [one.view(len(parts) + 1, -1) for one in came if len(one)]
         heard = [(one[0].view(_BITS[dtype]).to(torch.int64), one[1:]) for one in flat]
     else:

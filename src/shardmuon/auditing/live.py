@@ -46,7 +46,7 @@ from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import NONE
 from shardmuon.layout.table import ParamLayout
 from shardmuon.options import view_options
-from shardmuon.step.binding import Binding, signature_of, takes_part
+from shardmuon.step.binding import Binding, takes_part
 from shardmuon.step.options import settings_of
 from shardmuon.step.replicas import fingerprint
 from shardmuon.step.validate import Proposal
@@ -91,7 +91,7 @@ class StepAudit:
             if p is not member.param:
                 text = "the group holds another tensor than the one that was planned for"
                 self._news.stale(member.name, text)
-            elif signature_of(engine_for(p, group), p) != member.signature:
+            elif engine_for(p, group).signature(p) != member.signature:
                 text = "its shape, mesh, placements or storage are no longer those that were planned for"
                 self._news.stale(member.name, text)
         return found

@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardmuon._torch import names_in
-from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank, num_ranks
-from shardmuon.comm.vote import run_together
+from shardmuon.comm.vote import Fault, run_together
 from shardmuon.errors import fault_text
 from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.engines import engine_for, engine_of

@@ -54,8 +54,8 @@ def largest_of(sets: Sequence[Ranks]) -> list[Ranks]:
     return [ranks for ranks in sets if not any(set(ranks) < set(other) for other in sets)]
 
 
-def flood(rank: int, entry: Entry) -> Generator[Talk, list[Known], Known]:
-    """Yields talks and is sent what was heard; returns the entry of every rank of the component, in order of ranks.
+def flood(rank: int, entry: Entry) -> Generator[Talk | Known, list[Known], None]:
+    """Yields talks and is sent what was heard; at last yields the entry of every rank of the component, in order.
 
     All ranks of a component end after the same round, if each set is known to all of its ranks.
     """
@@ -66,7 +66,7 @@ def flood(rank: int, entry: Entry) -> Generator[Talk, list[Known], Known]:
             for heard in (yield Talk(ranks, dict(known))):
                 known.update(heard)
         done += 1
-    return dict(sorted(known.items()))
+    yield dict(sorted(known.items()))
 
 
 def _complete(known: Known) -> bool:

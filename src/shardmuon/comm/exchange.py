@@ -60,14 +60,14 @@ class Pending(NamedTuple):
         return self.came
 
 
-def start(send: Tensor, send_splits: Ints, recv_splits: Ints, group: Any, traffic: Traffic) -> Pending:
+def start(group: Any, traffic: Traffic, send: Tensor, send_splits: Ints, recv_splits: Ints) -> Pending:
     """Start one packed all-to-all.
 
     Args:
+        group: The process group over the ranks.
+        traffic: Counts it.
         send: 1-D, what goes to each rank side by side.
         send_splits, recv_splits: Elements to and from each rank.
-        group: The process group over them.
-        traffic: Counts it.
     """
     came = torch.empty(sum(recv_splits), dtype=send.dtype, device=send.device)
     work = dist.all_to_all_single(came, send, list(recv_splits), list(send_splits), group=group, async_op=True)

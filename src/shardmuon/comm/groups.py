@@ -13,12 +13,23 @@ import torch.distributed as dist
 from shardmuon._groups import new_group_among
 from shardmuon._torch import default_group, is_alive
 
-# ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
-# exit, when its threads abort the process (seen with gloo). torch itself keeps every live group.
-_GROUPS: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
 
-# default group -> ranks -> how many groups over them were made here
-_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+@dataclass
+class Made:
+    """What was made in the time of one default group, and goes with it.
+
+    Attributes:
+        groups: Ranks -> how many process groups over them were made, and the one in use. A communicator that outlived
+            destroy_process_group() would be torn down at interpreter exit, when its threads abort the process (seen
+            with gloo), so it is kept by torch alone.
+        lanes: Ranks -> their last lane (comm/lane.py), which may be closed. It keeps no default group alive.
+    """
+
+    groups: dict[tuple[int, ...], tuple[int, weakref.ref[Any]]] = field(default_factory=dict)
+    lanes: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+
+MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # by default group
 
 
 def my_rank() -> int:
@@ -48,7 +59,7 @@ class World:
 
 @dataclass(frozen=True)
 class GroupRef:
-    """A process group by its ranks. It does not keep the group alive, for the reason at `_GROUPS`.
+    """A process group by its ranks. It does not keep the group alive, for the reason at `Made`.
 
     Attributes:
         ranks: Global ranks in group-rank order.
@@ -137,23 +148,19 @@ def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
     world = default_group()
     if world is None:
         raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
-    kept = _GROUPS.get(ranks)
+    made = MADE.setdefault(world, Made()).groups
+    number, ref = made.get(ranks, (0, None))
+    kept = None if ref is None else ref()
     if kept is not None and not is_alive(kept):
         kept = None  # destroyed, but someone holds it
     for group in (world, kept, hint):  # kept before hint: ranks that plan anew may hold different hints
         if group is not None and group_ranks(group) == ranks:
             break
     else:
-        group = new_group_among(ranks, _number(world, ranks), hint)
-    _GROUPS[ranks] = group
+        number += 1  # the same on each of them, as making one is collective among them
+        group = new_group_among(ranks, number, hint)
+    made[ranks] = number, weakref.ref(group)
     return group
-
-
-def _number(world: Any, ranks: tuple[int, ...]) -> int:
-    """Of the next group over these ranks: the same on each of them, as making one is collective among them."""
-    made = _MADE.setdefault(world, {})
-    made[ranks] = made.get(ranks, 0) + 1
-    return made[ranks]
 
 
 def backends_of(group: Any) -> dict[str, str]:

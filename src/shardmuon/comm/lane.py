@@ -1,14 +1,20 @@
-"""Lanes: short messages between the hosts of some ranks, beside whatever moves their tensors."""
+"""Lanes: short messages between the hosts of some ranks, beside whatever moves their tensors.
+
+[Note: recursive doubling]
+    How the messages of all ranks become one on every rank. After the hop of reach k a rank has merged the messages of
+    its block of 2k ranks. Ranks beyond the largest power of two hand theirs to a partner first and get the result at
+    the end. Each message is counted once, as a sum must. That is log2(n) hops of one small message, and two more where
+    n is no power of two. `doubling` is pure: whoever drives it communicates.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import time
-import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,16 +22,62 @@ from torch import Tensor
 
 from shardmuon._groups import timeout_of
 from shardmuon._torch import default_group
-from shardmuon.comm.hops import Hop, driven
+from shardmuon.comm.groups import MADE, Made
 from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
 
 _LARGEST = 1 << 13  # bytes of a message in hops: receivers need not know how long it is
 _TAG = 7
 _DEFAULT = timedelta(minutes=30)  # where no backend tells its time-out
 
-# default group -> ranks -> their last lane, which may be closed. A lane keeps no default group alive; it goes with the
-# group that it was made in.
-_LANES: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Lane]] = weakref.WeakKeyDictionary()
+
+class Hop(NamedTuple):
+    """What a member of the group does next. Members are places in the group, not ranks.
+
+    Attributes:
+        to: Whom it sends `message`; None: nobody.
+        source: Whom it receives a message from; None: nobody.
+        behind: Members that the received message waits for; any of them may be the one that is late.
+    """
+
+    to: int | None
+    message: bytes
+    source: int | None
+    behind: tuple[int, ...] = ()
+
+
+Merge = Callable[[bytes, bytes], bytes]
+Q = TypeVar("Q")
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+def driven(asking: Generator[Q | R, A, None], answer: Callable[[Q], A], kind: type[Q]) -> R:
+    """Answer all questions of this kind that a generator asks; return the first other thing that it yields."""
+    asked = next(asking)
+    while isinstance(asked, kind):
+        asked = asking.send(answer(asked))
+    return cast("R", asked)
+
+
+def doubling(me: int, num: int, message: bytes, merge: Merge) -> Generator[Hop | bytes, bytes, None]:
+    """Yields hops and is sent what was received (b"" if nothing was to be); at last yields all messages merged."""
+    power = 1 << (num.bit_length() - 1)
+    if me >= power:
+        yield Hop(me - power, message, None)
+        yield (yield Hop(None, b"", me - power, tuple(m for m in range(num) if m != me)))
+        return
+    if me + power < num:
+        message = merge(message, (yield Hop(None, b"", me + power, (me + power,))))
+    reach = 1
+    while reach < power:
+        other = me ^ reach
+        first = other // reach * reach
+        block = [*range(first, first + reach), *range(first + power, min(first + power + reach, num))]
+        message = merge(message, (yield Hop(other, message, other, tuple(block))))
+        reach *= 2
+    if me + power < num:
+        yield Hop(me + power, message, None)
+    yield message
 
 
 class Lane:
@@ -55,14 +107,14 @@ class Lane:
         self._group: Any = gloo(store, self.me, len(ranks), options)
         self.is_open = True
 
-    def carry(self, hops: Generator[Hop, bytes, bytes], what: str) -> bytes:
+    def carry(self, hops: Generator[Hop | bytes, bytes, None], what: str) -> bytes:
         """Carry hops out and return what they come to. One deadline holds for all of them.
 
         Raises:
             ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
         """
         deadline = time.monotonic() + self._limit.total_seconds()
-        return driven(hops, partial(self._hop, deadline=deadline, what=what))
+        return driven(hops, partial(self._hop, deadline=deadline, what=what), Hop)
 
     def _hop(self, hop: Hop, deadline: float, what: str) -> bytes:
         found, sending = torch.empty(_LARGEST, dtype=torch.uint8, device="cpu"), None
@@ -115,8 +167,8 @@ def lane_of(ranks: tuple[int, ...]) -> Lane:
     world = default_group()
     if world is None:
         raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
-    lanes = _LANES.setdefault(world, {})
-    lane = lanes.get(ranks)
+    lanes = MADE.setdefault(world, Made()).lanes
+    lane: Lane | None = lanes.get(ranks)
     if lane is None or not lane.is_open:
         lane = lanes[ranks] = Lane(ranks, world, 1 if lane is None else lane.number + 1)
     return lane
@@ -126,7 +178,7 @@ def close_lane(ranks: tuple[int, ...]) -> None:
     """Close the lane of these ranks, if they have one: to make one only to close it would leave others with another
     number."""
     world = default_group()
-    lane = None if world is None else _LANES.get(world, {}).get(ranks)
+    lane: Lane | None = None if world is None else MADE.setdefault(world, Made()).lanes.get(ranks)
     if lane is not None:
         lane.close()
 

@@ -3,9 +3,10 @@
 [Note: the message]
     It says the version of its form, in which phase a rank is, flags, a sum of digests and presence bits. Phases, flags
     and bits are merged by "or". Digests must be equal within sets of ranks; that one message tells for all sets at
-    once: rank r adds c(S, r) digest(S) for each of its sets S, where the c of a set are hashes that add up to 0 modulo
-    2^128, so equal digests cancel and unequal ones do not, but by an accident of one in 2^128. Ranks in unlike phases,
-    with unlike numbers of bits or of unlike versions understand each other's message: whoever merges them sets a flag.
+    once: rank r adds c(S, r) digest(S) modulo 2^128 for each of its sets S, where c is the difference of two hashes, of
+    S with the place of r in it and with the next one's. The c of a set add up to 0, so equal digests cancel and unequal
+    ones do not, but by an accident of one in 2^128. Ranks in unlike phases, with unlike numbers of bits or of unlike
+    versions understand each other's message: whoever merges them sets a flag.
 """
 
 from __future__ import annotations
@@ -16,20 +17,59 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntFlag
-from functools import lru_cache
+from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 from shardmuon.comm.component import Entry, Known, Ranks, Talk, faults_of, flood
-from shardmuon.comm.faults import Fault
-from shardmuon.comm.groups import num_ranks
-from shardmuon.comm.hops import doubling, driven
-from shardmuon.comm.lane import lane_of
-from shardmuon.errors import Refused, told_by
+from shardmuon.comm.groups import my_rank, num_ranks
+from shardmuon.comm.lane import doubling, driven, lane_of
+from shardmuon.errors import Refused, fault_text, told_by
 
 T = TypeVar("T")
 VERSION = 1
 _FORM = struct.Struct("<BHBI16s")  # version, phase, flags, number of presence bits, sum of digests
 _MODULUS = 1 << 128
+
+
+class Unlike(ValueError):
+    """A flaw that several ranks find alike in what all of them have said: it is no single rank's."""
+
+
+class Fault:
+    """The first thing that went wrong on this rank since the ranks last settled.
+
+    As a context manager it takes whatever is raised inside, of any class: what follows has to go on to the next talk.
+
+    Attributes:
+        text: For the others; None: nothing is wrong.
+        cause: The exception behind it.
+    """
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+        self.cause: BaseException | None = None
+
+    def add(self, text: str | None, cause: BaseException | None = None, *, own: bool = True) -> None:
+        """Note something, if nothing is noted yet. `own`: it is of this rank, which the others are told."""
+        if text is not None and self.text is None:
+            self.text, self.cause = f"rank {my_rank()}: {text}" if own and num_ranks() > 1 else text, cause
+
+    def note(self, error: BaseException) -> None:
+        """Note an exception of any class."""
+        if isinstance(error, Refused):  # other ranks have raised it, too
+            self.add(str(error), error.cause, own=False)
+        else:
+            self.add(fault_text(error), error, own=not isinstance(error, Unlike))
+
+    def __enter__(self) -> Fault:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None:
+            self.note(error)
+        return True
 
 
 class Phase(IntFlag):
@@ -167,7 +207,7 @@ def discover(rank: int, entry: Entry, before: Ranks | None = None, cause: BaseEx
     if before is not None and len(before) > 1:
         everyone = [pickle.loads(said) for said in lane_of(before).share(pickle.dumps(entry), "comparing groups")]
         _refuse(dict(zip(before, everyone, strict=True)), cause)
-    known = driven(flood(rank, entry), _told)
+    known = driven(flood(rank, entry), _told, Talk)
     _refuse(known, cause)
     return known
 
@@ -189,7 +229,7 @@ def pack(ballot: Ballot, rank: int) -> bytes:
     """A ballot as this rank sends it."""
     total = 0
     for ranks, digest in (ballot.digests or {}).items():
-        total += weights_of(ranks)[ranks.index(rank)] * int.from_bytes(digest, "little")
+        total += weight_of(ranks, rank) * int.from_bytes(digest, "little")
     return _packed(VERSION, ballot.phase, ballot.flags, ballot.num_bits, total, ballot.presence)
 
 
@@ -217,11 +257,12 @@ def verdict(message: bytes) -> Verdict:
     return Verdict(Phase(phase), Flag(flags), total == 0, presence)
 
 
-@lru_cache(maxsize=4096)
-def weights_of(ranks: Ranks) -> tuple[int, ...]:
-    """Of each rank of a set: odd hashes of set and rank, but for the last, which makes their sum 0 modulo 2^128."""
-    found = []
-    for rank in ranks[:-1]:
-        text = f"{ranks} {rank}".encode()
-        found.append(int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little") | 1)
-    return (*found, -sum(found) % _MODULUS)
+def weight_of(ranks: Ranks, rank: int) -> int:
+    """Of a rank of a set, see [Note: the message]."""
+    of_set, at = hashlib.blake2b(repr(ranks).encode(), digest_size=16), ranks.index(rank)
+    hashes = []
+    for place in (at, (at + 1) % len(ranks)):
+        of_place = of_set.copy()
+        of_place.update(b" %d" % place)
+        hashes.append(int.from_bytes(of_place.digest(), "little"))
+    return hashes[0] - hashes[1]

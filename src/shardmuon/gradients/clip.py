@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardmuon._torch import foreach_mul_, local_if_any
-from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import group_ranks, my_rank
+from shardmuon.comm.vote import Fault
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, made_public
 from shardmuon.gradients.common_sum import Clipping, Source, listed_of
 from shardmuon.gradients.norms import by_kind

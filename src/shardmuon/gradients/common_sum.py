@@ -23,10 +23,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon.comm.component import Ranks, largest_of
-from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank, num_ranks
-from shardmuon.comm.vote import Phase, gather
-from shardmuon.errors import Refused, fault_text
+from shardmuon.comm.vote import Fault, Phase, gather
+from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, raised_at
 from shardmuon.gradients.norms import combine, norm_of
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Call, Kept, Said, agree, digest_of
@@ -93,16 +92,22 @@ class Share(NamedTuple):
         """NONE, READY or MISPLACED, and the gradient's local storage if it is ready.
 
         Raises:
-            ValueError: The gradient is unusable; the message lacks the name.
+            ValueError: The gradient is unusable.
         """
-        if self.fault is not None:
-            raise ValueError(self.fault)
-        if param.grad is None:
-            return NONE, None
-        weight = self.engine.storage(param)
-        local = gradient_storage(param, param.grad, self.engine, weight)
-        if local is None:
-            check_can_align(param, weight)
+        try:
+            if self.fault is not None:
+                raise ValueError(self.fault)
+            if param.grad is None:
+                return NONE, None
+            weight = self.engine.storage(param)
+            local = gradient_storage(param, param.grad, self.engine, weight)
+            if local is None:
+                check_can_align(param, weight)
+        except OUT_OF_MEMORY as wrong:
+            raised_at(wrong, self.name)
+            raise
+        except Exception as wrong:
+            raise ValueError(f"{self.name}: {fault_text(wrong)}") from wrong
         return (MISPLACED if local is None else READY), local
 
 
@@ -259,10 +264,7 @@ class Clipping(Call[Bound]):
         for share, one in zip(kept.shares, self.params, strict=True):
             state, local = NONE, None
             if share.clipped:
-                try:
-                    state, local = share.read(one.param)
-                except Exception as wrong:
-                    self.fault.add(f"{share.name}: {fault_text(wrong)}", wrong)
+                state, local = share.read(one.param)
             self.states.append(state)
             if local is not None and local.numel():
                 self.held.append((share, local))

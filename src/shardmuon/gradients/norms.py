@@ -68,7 +68,4 @@ def combine(norms: Iterable[float], norm_type: float) -> float:
     exponent = math.frexp(largest)[1]  # powers of two scale exactly, so that no power overflows
     power = math.fsum(math.ldexp(value, -exponent) ** norm_type for value in values)
     root = math.sqrt(power) if norm_type == 2.0 else power ** (1.0 / norm_type)
-    try:
-        return math.ldexp(root, exponent)
-    except OverflowError:
-        return math.inf
+    return math.ldexp(root, exponent) if math.frexp(root)[1] + exponent <= 1024 else math.inf

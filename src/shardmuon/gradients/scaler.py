@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardmuon._torch import default_group, local_if_any, unscale_and_check_
-from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import group_ranks, my_rank
-from shardmuon.comm.vote import Phase
+from shardmuon.comm.vote import Fault, Phase
 from shardmuon.errors import made_public
 from shardmuon.gradients.norms import by_kind
 from shardmuon.layout.bind import settle

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,7 @@ from torch import Tensor
 
 from shardmuon._torch import local_if_any
 from shardmuon.comm.component import Entry, Ranks
-from shardmuon.comm.faults import Fault, Unlike
-from shardmuon.comm.vote import Ballot, Flag, Phase, discover, gather, vote
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Unlike, discover, gather, vote
 from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, ranks_text
 from shardmuon.layout.engines import Engine, sharing
 from shardmuon.layout.engines.base import Claim, Group
@@ -138,19 +138,28 @@ def describe(listed: Sequence[Listed]) -> list[Described]:
     return found
 
 
-def ties_of(params: Sequence[tuple[Tensor, Group]], fault: Fault) -> dict[Ties, None]:
-    """Who shares these parameters, but for those of which it cannot be told."""
-    found: dict[Ties, None] = {}
-    for param, group in params:
+Sharers = Mapping[Ties, tuple[Ranks, ...]]  # who shares parameters with this rank -> the sets in which they talk
+
+
+def sharers_of(params: Callable[[], Sequence[tuple[Tensor, Group]]], fault: Fault) -> Sharers:
+    """Who shares these parameters, but for those of which it cannot be told. Other ranks wait for this one in these
+    sets, so whatever goes wrong is noted, and what an interrupt has cut off is asked again."""
+    found: dict[Ties, tuple[Ranks, ...]] = {}
+    for _ in range(2):
         with fault:
-            found[sharing(param, group).ties(param, group)] = None
+            for param, group in params():
+                with fault:
+                    ties = sharing(param, group).ties(param, group)
+                    found[ties] = ties.sets
+        if fault.text is None:
+            break
     return found
 
 
 def bind(
     rank: int,
     listed: Sequence[Listed],
-    waiting: Sequence[tuple[Tensor, Group]] = (),
+    sharers: Sharers | None = None,
     *,
     beyond: Sequence[Ranks] = (),
     before: Ranks | None = None,
@@ -164,7 +173,7 @@ def bind(
     Args:
         rank: This one.
         listed: Its parameters.
-        waiting: Those that take no part now; who shares them may wait for this rank all the same.
+        sharers: Who may wait for this rank, also with parameters that take no part now. None: those of the listed ones.
         beyond: Further sets of ranks that this one belongs to, all of which vote together.
         before: The component so far, if there was one.
         stamp: This machine.
@@ -178,23 +187,19 @@ def bind(
     """
     fault = fault or Fault()
     mine: list[Described] = []
-    sets: tuple[Ranks, ...] = tuple(beyond)
-    ties: dict[Ties, None] = {}
     table: Table | None = None
+    if sharers is None:
+        sharers = sharers_of(lambda: [(one.param, one.group) for one in listed], fault)
     with fault:
         mine = describe(listed)
-    for _ in range(2):  # the other ranks wait in these sets: what interrupted this rank once may be gone
-        with fault:
-            ties |= ties_of([*((one.param, one.group) for one in listed), *waiting], fault)
-            sets = tuple(dict.fromkeys([*(ranks for tie in ties for ranks in tie.sets), *beyond]))
-        if fault.text is None:
-            break
-    entry = Entry(sets, fault.text, Facts(tuple(ties), stamp, os.urandom(8)))
+        sharers = {**sharers, **{one.ties: one.ties.sets for one in mine}}
+    sets = tuple(dict.fromkeys([*itertools.chain.from_iterable(sharers.values()), *beyond]))
+    entry = Entry(sets, fault.text, Facts(tuple(sharers), stamp, os.urandom(8)))
     known = discover(rank, entry, before, fault.cause)
     sets_here: list[_Set] = []
     with fault:
         grids = grids_of({other: said.facts.ties for other, said in known.items()})
-        sets_here = _sets(mine, {tie: grids[tie] for tie in ties}, groups, fault)
+        sets_here = _sets(mine, {ties: grids[ties] for ties in sharers}, groups, fault)
     settle(fault, tuple(known), Phase.PLAN)
     layouts: dict[int, ParamLayout] = {}
     for one in sets_here:

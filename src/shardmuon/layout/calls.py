@@ -13,6 +13,7 @@ in which ranks find out whether they go on.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -21,11 +22,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from shardmuon.comm.component import Ranks, in_order, largest_of
-from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import World, my_rank
-from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict, gather, vote
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, gather, vote
 from shardmuon.errors import Refused, ranks_text
-from shardmuon.layout.bind import Listed, Table, bind, ties_of
+from shardmuon.layout.bind import Listed, Sharers, Table, bind, sharers_of
 from shardmuon.layout.engines.base import Group
 
 
@@ -176,7 +176,7 @@ def agree(call: Call[K], fault: Fault, fresh: K | None = None) -> tuple[K, Verdi
             before = None
         if not verdict.flags & Flag.STALE:
             _refuse_unless_stale(call, kept, said, fault, verdict)
-        fresh = _bind(call, _waiting(call, fault), before, fault)
+        fresh = _bind(call, sharers_of(call.waiting, fault), before, fault)
 
 
 # ----------------------------------------------------------------------------------------------------- finding a table
@@ -185,28 +185,20 @@ def agree(call: Call[K], fault: Fault, fresh: K | None = None) -> tuple[K, Verdi
 def renewed(call: Call[K], fault: Fault) -> K:
     """A new table, whatever this rank knows. Collective over the component: ranks that have one hear of it in their
     vote."""
-    waiting = _waiting(call, fault)
-    return _bind(call, waiting, _open(call, waiting, fault), fault)
+    sharers = sharers_of(call.waiting, fault)
+    return _bind(call, sharers, _open(call, sharers, fault), fault)
 
 
-def _waiting(call: Call[K], fault: Fault) -> list[tuple[Tensor, Group]]:
-    found: list[tuple[Tensor, Group]] = []
-    for _ in range(2):  # the other ranks wait for this one: what interrupted it once may be gone
-        with fault:
-            found = call.waiting()
-            break
-    return found
-
-
-def _open(call: Call[K], waiting: Sequence[tuple[Tensor, Group]], fault: Fault) -> Ranks | None:
+def _open(call: Call[K], sharers: Sharers, fault: Fault) -> Ranks | None:
     """Tell those who may have a table that this rank has none, see [Note: who votes]. Collective over each of its
     largest sets; returns the component, if all of it has heard."""
     sets: list[Ranks] = []
-    for _ in range(2):  # as in `_waiting`
+    beyond = () if call.beyond is None else (call.beyond,)
+    for _ in range(2):  # as in `sharers_of`
         with fault:
             before = call.before()
-            sets = _largest_sets(call, waiting, fault) if before is None else in_order([before])
-        if fault.text is None:
+            sets = in_order(itertools.chain(*sharers.values(), beyond)) if before is None else in_order([before])
+            sets = largest_of(sets)
             break
     flags, component = Flag.STALE | (Flag.BEYOND if len(sets) > 1 else Flag.NONE), None
     for ranks in sets:
@@ -215,12 +207,7 @@ def _open(call: Call[K], waiting: Sequence[tuple[Tensor, Group]], fault: Fault) 
     return component
 
 
-def _largest_sets(call: Call[K], waiting: Sequence[tuple[Tensor, Group]], fault: Fault) -> list[Ranks]:
-    beyond = () if call.beyond is None else (call.beyond,)
-    return largest_of(in_order([*(ranks for tie in ties_of(waiting, fault) for ranks in tie.sets), *beyond]))
-
-
-def _bind(call: Call[K], waiting: Sequence[tuple[Tensor, Group]], before: Ranks | None, fault: Fault) -> K:
+def _bind(call: Call[K], sharers: Sharers, before: Ranks | None, fault: Fault) -> K:
     """Make a table, and tell each other what else there is to know. Collective over the component."""
     listed: list[Listed] = []
     kept: K | None = None
@@ -230,7 +217,7 @@ def _bind(call: Call[K], waiting: Sequence[tuple[Tensor, Group]], before: Ranks 
     table = bind(
         my_rank(),
         listed,
-        waiting,
+        sharers,
         beyond=() if call.beyond is None else (call.beyond,),
         before=before,
         stamp=call.stamp,

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from shardmuon.layout.extents import AxisCut, Extent, pieces_of_extents
@@ -45,7 +44,6 @@ class _Cut(NamedTuple):
     factor: int
 
 
-@lru_cache(maxsize=4096)  # layers are alike
 def readings(shape: Ints, mesh: Ints, placements: Placements) -> tuple[tuple[OfRank, ...], ...]:
     """What each place of a mesh stores by these placements, in row-major order of places; likeliest reading first.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -161,7 +160,6 @@ def _dot(a: Sequence[int], b: Sequence[int]) -> int:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-@lru_cache(maxsize=1 << 16)  # replicas and layers share theirs
 def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
     """The tiles that a piece makes of each matrix, in order of matrices and, within one, of elements stored."""
     spans = [fine for coarse in spans_of(held.piece, view.shape) for fine in _refined(coarse, view)]

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from shardmuon.layout.pieces import Box, FlatRange, Held
@@ -21,7 +20,6 @@ class Cut(NamedTuple):
     stride: int
 
 
-@lru_cache(maxsize=4096)  # layers are alike
 def parts_of(shape: Ints, cut: Cut, sizes: Ints) -> tuple[tuple[Held, ...], ...]:
     """The pieces of each part, whose sizes along the cut dim may differ.
 

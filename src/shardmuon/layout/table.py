@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,9 +43,11 @@ class ParamLayout:
     @cached_property
     def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
         """Of each matrix: rank -> its tiles in storage order, of the ranks that store any. Ranks ascend."""
+        distinct = set(itertools.chain.from_iterable(self.held))  # replicas share theirs
+        of_held = {held: tiles_of(held, self.view) for held in distinct}
         found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
         for rank, of_rank in zip(self.ranks, self.held, strict=True):
-            for tile in (tile for held in of_rank for tile in tiles_of(held, self.view)):
+            for tile in itertools.chain.from_iterable(map(of_held.__getitem__, of_rank)):
                 found[tile.matrix].setdefault(rank, []).append(tile)
         return tuple({rank: tuple(tiles) for rank, tiles in of_matrix.items()} for of_matrix in found)
 

@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 Ints = tuple[int, ...]
@@ -122,32 +121,19 @@ def matrix_view(
         raise ValueError(f"split_sizes={split_sizes} has no order, and blocks lie one after the other. Write a tuple")
     dims = tuple(int(size) for size in shape)
     sizes = None if split_sizes is None else tuple(int(size) for size in split_sizes)
-    return _matrix_view(dims, view, sizes, split_groups, num_heads, split_dim, bool(transposed))
-
-
-@lru_cache(maxsize=4096)  # layers are alike, and a stack of experts has hundreds of matrices
-def _matrix_view(
-    dims: Ints,
-    view: ViewKind,
-    split_sizes: Ints | None,
-    split_groups: int,
-    num_heads: int | None,
-    split_dim: int,
-    transposed: bool,
-) -> MatrixView:
     of_rows = row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
-    sizes, groups = blocks_of((height, cols), split_dim, split_sizes, split_groups, num_heads)
-    if len(sizes) == 1:  # repeats of one block are that side as it is
-        sizes, groups = (sizes[0] * groups,), 1
+    blocks, groups = blocks_of((height, cols), split_dim, sizes, split_groups, num_heads)
+    if len(blocks) == 1:  # repeats of one block are that side as it is
+        blocks, groups = (blocks[0] * groups,), 1
     refined_dim = of_rows + split_dim if groups > 1 else -1
     matrices = []
     for expert in range(dims[0] if of_rows else 1):
-        for first, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
-            matrices.append(_block(dims, of_rows, split_dim, (expert, first, size), groups, transposed))
+        for first, size in zip(itertools.accumulate(blocks, initial=0), blocks, strict=False):
+            matrices.append(_block(dims, of_rows, split_dim, (expert, first, size), groups, bool(transposed)))
     fine = dims
     if refined_dim >= 0:
-        fine = (*dims[:refined_dim], groups, sum(sizes), *dims[refined_dim + 1 :])
+        fine = (*dims[:refined_dim], groups, sum(blocks), *dims[refined_dim + 1 :])
     return MatrixView(dims, fine, refined_dim, tuple(matrices), of_rows + 1)
 
 

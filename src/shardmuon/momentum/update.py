@@ -153,6 +153,20 @@ def apply_(
             foreach_copy_(stored, weights if rounded is None else [r(w) for r, w in zip(rounded, weights, strict=True)])
 
 
+def _by_alpha(
+    alphas: Sequence[float], weights: Sequence[Tensor], updates: Sequence[Tensor]
+) -> dict[float, tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """The weights, and their updates, of each factor."""
+    if len(set(alphas)) == 1:
+        return {alphas[0]: (weights, updates)}
+    found: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+    for alpha, weight, update in zip(alphas, weights, updates, strict=True):
+        of_alpha = found.setdefault(alpha, ([], []))
+        of_alpha[0].append(weight)
+        of_alpha[1].append(update)
+    return dict(found)
+
+
 def decay_agreeing_(
     weight: Tensor,  # updated in place
     agreement: Tensor,  # same shape: positive where weight and update agree; overwritten
@@ -170,20 +184,6 @@ def decay_agreeing_(
         return
     rounded = float(torch.tensor(factor, dtype=weight.dtype, device="cpu"))  # as a product with a number rounds it
     weight.mul_(agreement.gt_(0.0).mul_(rounded - 1.0).add_(1.0))
-
-
-def _by_alpha(
-    alphas: Sequence[float], weights: Sequence[Tensor], updates: Sequence[Tensor]
-) -> dict[float, tuple[Sequence[Tensor], Sequence[Tensor]]]:
-    """The weights, and their updates, of each factor."""
-    if len(set(alphas)) == 1:
-        return {alphas[0]: (weights, updates)}
-    found: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-    for alpha, weight, update in zip(alphas, weights, updates, strict=True):
-        of_alpha = found.setdefault(alpha, ([], []))
-        of_alpha[0].append(weight)
-        of_alpha[1].append(update)
-    return dict(found)
 
 
 def apply_like_torch_(

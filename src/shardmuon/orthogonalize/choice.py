@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -54,7 +54,6 @@ class Choice:
     reason: str = field(default="", compare=False)
 
     @classmethod
-    @lru_cache(maxsize=256)
     def of(cls, text: str) -> Choice:
         """The choice with this text (`str`), without its reason."""
         method, *rest = text.split()

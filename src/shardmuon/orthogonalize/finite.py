@@ -20,8 +20,8 @@ class FiniteWatch:
     """Keeps results finite, and warns a step or more later. One for each optimizer."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[str, Tensor, Tensor]] = []  # of this step: what was run, and `_zero_or_nan` of both ends
-        self._coming: deque[tuple[list[tuple[str, int]], Later]] = deque()
+        self.seen: list[tuple[str, Tensor, Tensor]] = []  # of this step: what was run, and `_zero_or_nan` of both ends
+        self.coming: deque[tuple[list[tuple[str, int]], Later]] = deque()
 
     def keep_finite(
         self,
@@ -34,23 +34,23 @@ class FiniteWatch:
         if x.device.type == "cpu" and not bool(spoiled.isnan().any()):  # a look that costs no wait
             return out
         given = _zero_or_nan(torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True))
-        self._seen.append((text, spoiled, given))
+        self.seen.append((text, spoiled, given))
         return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
 
     def send(self) -> None:
         """A step has ended: what it has seen goes on its way to the host."""
-        seen, self._seen = self._seen, []
+        seen, self.seen = self.seen, []
         if not seen or is_capturing(seen[0][1].device):  # a graph's replays do not come by here
             return
         spoiled = torch.cat([s.flatten() for _, s, _ in seen])
         given = torch.cat([g.flatten() for _, _, g in seen])
         replaced = spoiled.isnan().logical_and_(given == 0)
-        self._coming.append(([(text, len(s)) for text, s, _ in seen], Later(replaced)))
+        self.coming.append(([(text, len(s)) for text, s, _ in seen], Later(replaced)))
 
     def report(self) -> None:
         """Warn of what has arrived by now."""
-        while self._coming and self._coming[0][1].has_arrived():
-            seen, replaced = self._coming.popleft()
+        while self.coming and self.coming[0][1].has_arrived():
+            seen, replaced = self.coming.popleft()
             for (text, count), flags in zip(seen, replaced.value().split([n for _, n in seen]), strict=True):
                 if flags.any():
                     warnings.warn(

@@ -45,27 +45,53 @@ def step_adamw(
     engines: Callable[[], set[Engine]],  # of the Muon parameters that have gradients in this step
     seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # number of a group -> its rows, as far as known
 ) -> None:
-    """Step the groups with use_muon=False."""
-    others = {number: group for number, group in enumerate(groups) if not group["use_muon"]}
+    """Step the groups with use_muon=False. Element-wise, so no rank needs another. Waits for no accelerator."""
+    for number, group in enumerate(groups):
+        if group["use_muon"]:
+            continue
+        rows = seen.get(number, ())
+        if None in rows or len(rows) < len(group["params"]):
+            rows = _completed(groups, group["params"], rows, state, engines)
+        of_devices: dict[torch.device, list[Row]] = {}
+        for row in rows:
+            assert row is not None, "all are complete"
+            param, step = row.param, row.state[STEP]
+            if not param.numel():  # a rank may hold nothing; it still counts, so that checkpoints see all ranks alike
+                step += 1
+                continue
+            device = param.device
+            if step.device != device:  # made, or loaded
+                row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
+            of_devices.setdefault(device, []).append(row)
+        for device, alike in of_devices.items():
+            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # a group may have been Muon's before
+
+
+def _completed(
+    groups: Sequence[Mapping[str, Any]],
+    params: Sequence[Tensor],
+    rows: Sequence[Row | None],
+    state: MutableMapping[Tensor, dict[str, Any]],
+    engines: Callable[[], set[Engine]],
+) -> list[Row]:
+    """The rows of a group's parameters that have a gradient, or lack it only because nothing of them is stored here."""
+    found: list[Row] = []
     stepped: set[Engine] | None = None  # engines of which some parameter is stepped, once anybody asks
-    for number, group in others.items():
-        params, rows = group["params"], list[Row]()
-        for p, row in zip(params, seen.get(number) or [None] * len(params), strict=True):
-            if row is None:
-                grad, engine = p.grad, engine_of(p)
-                if grad is None:
-                    if not (p.requires_grad and engine.lacks_gradient(p)):
-                        continue
-                    if stepped is None:
-                        all_others = itertools.chain.from_iterable(other["params"] for other in others.values())
-                        stepped = engines() | {engine_of(one) for one in all_others if one.grad is not None}
-                    if engine not in stepped:
-                        continue
-                    grad = engine.wrap(torch.zeros_like(engine.storage(p)), p)
-                row = _row(p, grad, engine, state[p])
-            rows.append(row)
-        if rows:
-            adamw_(rows, {**ADAMW_DEFAULTS, **group})  # a group may have been Muon's before
+    for p, row in itertools.zip_longest(params, rows):
+        if row is None:
+            grad, engine = p.grad, engine_of(p)
+            if grad is None:
+                if not (p.requires_grad and engine.lacks_gradient(p)):
+                    continue
+                if stepped is None:
+                    others = (one for group in groups if not group["use_muon"] for one in group["params"])
+                    stepped = engines() | {engine_of(one) for one in others if one.grad is not None}
+                if engine not in stepped:
+                    continue
+                grad = engine.wrap(torch.zeros_like(engine.storage(p)), p)
+            row = _row(p, grad, engine, state[p])
+        found.append(row)
+    return found
 
 
 def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> Row:
@@ -96,91 +122,55 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
 
-def adamw_(
-    rows: Sequence[Row],  # updated in place
-    group: Mapping[str, Any],  # lr, betas, eps, weight_decay, adamw
-) -> None:
-    """One AdamW step on local shards. Element-wise, so no rank needs another. Waits for no accelerator."""
-    of_devices: dict[torch.device, _Lines] = {}
-    for row in rows:
-        param, step = row.param, row.state[STEP]
-        if not param.numel():  # a rank may hold nothing; it still counts, so that checkpoints see all ranks alike
-            step += 1
-            continue
-        device = param.device
-        if step.device != device:  # made, or loaded
-            step = row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
-        lines = of_devices.get(device)
-        if lines is None:
-            lines = of_devices[device] = _Lines(device.type == "cpu")
-        lines.add(row[:4], step)
-    for device, lines in of_devices.items():
-        copies = lines.copies()
-        _update_([*lines.rows, *(copied for copied, _ in copies)], group, _rate(group["lr"], device))
-        for copied, targets in copies:
-            _copy_back(copied, targets)
-        if lines.uncounted:
-            torch._foreach_add_(lines.uncounted, 1)
-
-
 _Tensors = Sequence[Tensor]  # weight, gradient, moments
+_Line = tuple[_Tensors, Tensor]  # what the kernel walks, and its count of steps
 
 
-class _Lines:
-    """What the kernel walks on one device. See [Note: one form of AdamW].
+def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], list[tuple[_Line, list[_Tensors]]]]:
+    """What the kernel walks on one device, see [Note: one form of AdamW].
 
-    Attributes:
-        rows: What is stepped where it lies, and its count of steps.
-        uncounted: Counts of what is stepped in copies alone.
+    Args:
+        rows: Of one device.
+        cuts: The end of a tensor is rounded in another way.
+
+    Returns:
+        What is stepped where it lies; counts of what is stepped in copies alone; copies, and of which tensors.
     """
-
-    def __init__(self, cuts: bool) -> None:
-        self._cuts = cuts  # whether the end of a tensor is rounded in another way
-        self.rows: list[tuple[_Tensors, Tensor]] = []
-        self.uncounted: list[Tensor] = []
-        self._copied: dict[tuple[object, ...], tuple[Tensor, list[_Tensors]]] = {}
-
-    def add(self, tensors: _Tensors, step: Tensor) -> None:
-        """One parameter."""
-        param = tensors[0]
-        if not all(map(Tensor.is_contiguous, tensors)):
-            strides = param.stride()
-            if not (is_dense(param) and all(t.stride() == strides for t in tensors)):
-                self.uncounted.append(step)
-                self._copy(tensors, step)
-                return
-            tensors = [t.as_strided((t.numel(),), (1,)) for t in tensors]  # the kernel looks at no strides
-        numel = param.numel()
-        rest = numel % (_VECTOR // param.element_size()) if self._cuts else 0
-        if not rest:
-            self.rows.append((tensors, step))
-            return
-        if numel < _SMALL:
-            self.uncounted.append(step)
-            self._copy(tensors, step)
-            return
-        flats, whole = [t.view(-1) for t in tensors], numel - rest
-        self._copy([t[whole:] for t in flats], step)
-        self.rows.append(([t[:whole] for t in flats], step))
-
-    def _copy(self, tensors: _Tensors, step: Tensor) -> None:
-        """Side by side with others of their dtypes and number of steps, where that can be read without a wait."""
-        key = (*(t.dtype for t in tensors), float(step) if self._cuts else len(self._copied))
-        self._copied.setdefault(key, (step, []))[1].append(tensors)
-
-    def copies(self) -> list[tuple[tuple[_Tensors, Tensor], list[_Tensors]]]:
-        """What to step besides, and of which tensors it is a copy; zeros behind fill the last vector."""
-        made: list[tuple[tuple[_Tensors, Tensor], list[_Tensors]]] = []
-        for step, several in self._copied.values():
-            first = several[0][0]
-            missing = -sum(row[0].numel() for row in several) % (_VECTOR // first.element_size())
-            columns = zip(*several, strict=True)
-            line = [flattened([*column, column[0].new_zeros(missing)]) for column in columns]
-            made.append(((line, step.clone()), several))
-        return made
+    lines: list[_Line] = []
+    uncounted: list[Tensor] = []
+    copied: dict[tuple[object, ...], tuple[Tensor, list[_Tensors]]] = {}
+    for *tensors, state in rows:
+        step, param = state[STEP], tensors[0]
+        end: _Tensors | None = None
+        numel, strides = param.numel(), param.stride()
+        rest = numel % (_VECTOR // param.element_size()) if cuts else 0
+        dense = all(map(Tensor.is_contiguous, tensors))
+        if not dense and is_dense(param) and all(t.stride() == strides for t in tensors):
+            tensors, dense = [t.as_strided((numel,), (1,)) for t in tensors], True  # the kernel looks at no strides
+        if not dense or (rest and numel < _SMALL):
+            uncounted.append(step)
+            end = tensors
+        elif rest:
+            flats, whole = [t.view(-1) for t in tensors], numel - rest
+            lines.append(([t[:whole] for t in flats], step))
+            end = [t[whole:] for t in flats]
+        else:
+            lines.append((tensors, step))
+        if end is not None:  # side by side with others of their dtypes and number of steps, if no wait tells that
+            key = (*(t.dtype for t in end), float(step) if cuts else len(copied))
+            copied.setdefault(key, (step, []))[1].append(end)
+    return lines, uncounted, [(_side_by_side(several, step), several) for step, several in copied.values()]
 
 
-def _copy_back(copied: tuple[_Tensors, Tensor], targets: Sequence[_Tensors]) -> None:
+def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
+    """Copies; zeros behind fill the last vector."""
+    first = several[0][0]
+    missing = -sum(row[0].numel() for row in several) % (_VECTOR // first.element_size())
+    columns = zip(*several, strict=True)
+    return [flattened([*column, column[0].new_zeros(missing)]) for column in columns], step.clone()
+
+
+def _copy_back(copied: _Line, targets: Sequence[_Tensors]) -> None:
     """Weights and moments."""
     for number in (0, 2, 3):
         column = [row[number] for row in targets]
@@ -189,12 +179,17 @@ def _copy_back(copied: tuple[_Tensors, Tensor], targets: Sequence[_Tensors]) -> 
         foreach_copy_(column, [p if t.dim() == 1 else p.view(t.shape) for p, t in zip(parts, column, strict=True)])
 
 
-def _update_(rows: Sequence[tuple[_Tensors, Tensor]], group: Mapping[str, Any], lr: float | Tensor) -> None:
-    """Whole vectors, in place."""
-    columns = zip(*(tensors for tensors, _ in rows), strict=True)
-    params, grads, exp_avgs, exp_avg_sqs = (list(column) for column in columns)
+def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device) -> None:
+    """One AdamW step of parameters on one device, in place; `group`: lr, betas, eps, weight_decay, adamw."""
+    lines, uncounted, copies = _lines(rows, device.type == "cpu")
+    lines += [line for line, _ in copies]
+    params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*(tensors for tensors, _ in lines), strict=True))
     beta1, beta2 = group["betas"]
-    decay = group["weight_decay"]
+    lr, decay = group["lr"], group["weight_decay"]
+    if isinstance(lr, Tensor) and lr.device.type != "cpu" and lr.device == device:
+        lr = lr.reshape(()).float()  # stays there: reading it would wait. The kernel reads fp32
+    else:
+        lr = float(lr)
     if decay and group.get("adamw") == "cautious":
         _decay_cautiously_(params, grads, exp_avgs, beta1, lr * decay)
         decay = 0.0
@@ -204,7 +199,7 @@ def _update_(rows: Sequence[tuple[_Tensors, Tensor]], group: Mapping[str, Any], 
         exp_avgs,
         exp_avg_sqs,
         [],
-        [step for _, step in rows],
+        [step for _, step in lines],
         fused=True,
         amsgrad=False,
         beta1=beta1,
@@ -214,6 +209,10 @@ def _update_(rows: Sequence[tuple[_Tensors, Tensor]], group: Mapping[str, Any], 
         eps=group["eps"],
         maximize=False,
     )
+    for copied, targets in copies:
+        _copy_back(copied, targets)
+    if uncounted:
+        torch._foreach_add_(uncounted, 1)
 
 
 def _decay_cautiously_(
@@ -230,10 +229,3 @@ def _decay_cautiously_(
     for param, grad, exp_avg in zip(params, grads, exp_avgs, strict=True):
         ahead = torch.lerp(exp_avg, grad, 1 - beta1)
         decay_agreeing_(param, ahead.sign_().mul_(param), 1 - rate)  # the sign, for a product could underflow
-
-
-def _rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
-    """An lr that lies with the parameters on an accelerator stays there: reading it would wait for the device."""
-    if isinstance(lr, Tensor) and lr.device.type != "cpu" and lr.device == device:
-        return lr.reshape(()).float()  # the kernel reads fp32
-    return float(lr)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.component import in_order
-from shardmuon.comm.faults import Unlike
 from shardmuon.comm.groups import GroupRef, wire_device
+from shardmuon.comm.vote import Unlike
 from shardmuon.errors import ranks_text
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Kept
@@ -31,7 +31,7 @@ from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
 from shardmuon.plan.machines import machine_of
 from shardmuon.plan.plan import Bucket, Plan, Policy, make_plan
 from shardmuon.plan.program import make_program
-from shardmuon.step.bucket import Bound
+from shardmuon.step.bucket import Bound, Buckets
 from shardmuon.step.options import Group, GroupOptions, rates_text
 from shardmuon.step.specs import Wire, check_blocks, make_spec
 from shardmuon.step.weights import WeightSet, weight_sets
@@ -46,7 +46,7 @@ class Member(NamedTuple):
         group: Number of its group.
         name, identity: For messages, and the name that all ranks give it.
         engine: Reaches its storage.
-        signature: What its layout and wire depended on when the plan was made, see `signature_of`.
+        signature: Its engine's, when the plan was made.
         kept: Key -> global shape of each state tensor of its stages.
     """
 
@@ -95,22 +95,21 @@ class Binding(Kept):
     num_bits: int = 0
     ns_device: torch.device | None = None
     said: dict[Ranks, tuple[object, bytes]] = field(default_factory=dict)  # what a set's last digest was made of
-    _bounds: dict[frozenset[int], list[Bound]] = field(default_factory=dict)
+    _of_step: dict[frozenset[int], Buckets] = field(default_factory=dict)
     _weights: dict[frozenset[int], list[WeightSet]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__(self.table)
 
-    def bounds(self, missing: frozenset[int]) -> list[Bound]:
+    def buckets_without(self, missing: frozenset[int]) -> Buckets:
         """The programs of a step in which these parameters have no gradient."""
-        if missing not in self._bounds:
-            whole = self._bounds.get(frozenset())
-            self._bounds = {} if whole is None else {frozenset(): whole}  # two at most: of all, and the last of some
-            self._bounds[missing] = [
-                Bound(self.plan, make_program(self.plan, bucket, self.rank, missing), self.shapes, self._device(bucket))
-                for bucket in self.buckets
-            ]
-        return self._bounds[missing]
+        if missing not in self._of_step:
+            whole = self._of_step.get(frozenset())
+            self._of_step = {} if whole is None else {frozenset(): whole}  # two at most: of all, and the last of some
+            programs = [make_program(self.plan, bucket, self.rank, missing) for bucket in self.buckets]
+            bounds = [Bound(self.plan, one, self.shapes, self._device(one.bucket)) for one in programs]
+            self._of_step[missing] = Buckets.of(bounds)
+        return self._of_step[missing]
 
     def _device(self, bucket: Bucket) -> torch.device:
         """Where a bucket's wires are."""
@@ -125,11 +124,6 @@ class Binding(Kept):
                 self._weights.clear()
             self._weights[key] = weight_sets(self.plan, stages, self.rank, self.shapes)
         return self._weights[key]
-
-
-def signature_of(engine: Engine, param: Tensor) -> object:
-    """Changes whenever a parameter's layout, wire or device may have."""
-    return engine.signature(param), param.dtype, param.device
 
 
 def takes_part(param: Tensor) -> bool:
@@ -286,16 +280,16 @@ def bound(
     doubles = any(one.param.dtype == torch.float64 for one in table.params)
     wire, notes = Wire.of(config.orthogonalizer, config.exchange, doubles=doubles), _notes(table, how, config)
     of_group = {id(group): number for number, group in enumerate(groups)}
-    members, specs = [], []
+    members, specs, kept_layouts = [], [], dict[tuple[ParamLayout, str], ParamLayout]()
     for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
         number = of_group[id(one.group)]
         engine = engine_for(one.param, one.group)
         remember_shape(engine, one.param, layout)
-        kept = partial(_kept_layout, engine, claim, layout)
+        kept = partial(_kept_layout, kept_layouts, engine, claim, layout)
         spec = make_spec(one.name, layout, options[number], one.param.device, how.chooser, wire, kept)
         keys = [stage.key for stage in keeping(spec_stages(options[number]))]
         shapes = dict(zip(keys, (kept.layout.view.shape for kept in spec.kept), strict=True))
-        signature = signature_of(engine, one.param)
+        signature = engine.signature(one.param)
         members.append(Member(one.param, number, one.name, one.identity, engine, signature, shapes))
         specs.append(spec)
         if keeper.dtype == "int8":
@@ -326,6 +320,13 @@ def spec_stages(options: GroupOptions) -> Stages:
     return () if options.settings is None else options.settings.stages
 
 
-def _kept_layout(engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage) -> ParamLayout:
-    view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])
-    return kept_layout(layout, view, OnMesh(*cast(Any, claim.form[1:])) if engine.believes_placements else None)
+def _kept_layout(
+    known: dict[tuple[ParamLayout, str], ParamLayout], engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage
+) -> ParamLayout:
+    """Who keeps what a stage keeps of a parameter; parameters that lie alike share one object (`known`)."""
+    key = layout, stage.key
+    if key not in known:
+        view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])
+        on_mesh = OnMesh(*cast(Any, claim.form[1:])) if engine.believes_placements else None
+        known[key] = kept_layout(layout, view, on_mesh)
+    return known[key]

@@ -1,30 +1,33 @@
-"""One bucket in one step on one rank: momentum, batches, weights. It never communicates.
+"""One bucket in one step on one rank, from momentum to weights: gather, orthogonalize, scatter, relay.
 
-It fills buffers and is handed what came, so real ranks and simulated ones run the same lines: `pack`, and `fill` while
-the gather travels, `orthogonalize`, `apply` what the scatter brought, `finish` what the relay brought.
+Exchanges are handed in, so real ranks and simulated ones run the same lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardmuon.comm.exchange import Pending
 from shardmuon.errors import ranks_text
 from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import BACKENDS, FiniteWatch, default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.copies import Copy
+from shardmuon.plan.pipeline import Turn, turns
 from shardmuon.plan.plan import Plan
-from shardmuon.plan.program import Batch, Program
-from shardmuon.step.sides import Side
-from shardmuon.step.stages import NO_STAGES, BatchStages, KeptSide, Result, finish, sides_of_batches
-from shardmuon.step.update import Results, Work, apply_results, update_momentum
+from shardmuon.plan.program import Program, Relay
+from shardmuon.step.stages import BatchStages, KeptSide, Result, finish, sides_of_batches
+from shardmuon.step.update import Results, Side, Work, apply_results, update_momentum
 
 _CPU = torch.device("cpu")
+_WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+Exchange = Callable[[Tensor, Ints, Ints], Pending]  # what goes to each rank, and how much to and from each
 
 
 class Kernel(NamedTuple):
@@ -50,21 +53,25 @@ class Bound:
         device: Of its wires.
 
     Attributes:
+        wire: Dtype of what travels, and of batches.
         gathers: See `Bucket`.
         num_owned: Matrices that are orthogonalized here.
         like_torch: See `apply_results`.
+        choices: How each batch is orthogonalized.
     """
 
     def __init__(self, plan: Plan, program: Program, shapes: Sequence[Ints], device: torch.device = _CPU) -> None:
         views = [spec.layout.view for spec in plan.specs]
         self.plan, self.program, self.device = plan, program, device
-        self.gathers, self.num_owned = program.bucket.gathers, program.num_owned
+        self.wire, self.gathers = _WIRES[program.bucket.itemsize], program.bucket.gathers
+        self.num_owned = program.num_owned
+        self.choices = [Choice.of(plan.items[batch.items[0]].how) for batch in program.batches]
         method = Choice.of(plan.items[program.bucket.items[0]].how).method
         self.like_torch = BACKENDS[method].like_torch
         self.own, self.foreign, self.returned, self.idle = (
             Side(loads, views, shapes) for loads in (program.own, program.foreign, program.returned, program.idle)
         )
-        self.held = Side((*program.own, *program.returned), views, shapes)  # what `BucketRun.apply` changes at once
+        self.held = Side((*program.own, *program.returned), views, shapes)  # what the scatter changes at once
         self.kept = sides_of_batches(plan, program)
         scatter, relay = program.scatter, program.relay
         self.told, self.heard = KeptSide(plan, scatter.told), KeptSide(plan, scatter.heard)
@@ -79,74 +86,91 @@ class Bound:
         which = f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)}"
         return f"{which} (ranks {ranks_text(bucket.ranks)}: {', '.join(named + more)})"
 
+    def buffer(self, splits: Sequence[int]) -> Tensor:  # 1-D
+        """Memory for what goes to each rank."""
+        return torch.empty(sum(splits), dtype=self.wire, device=self.device)
 
-class BucketRun:
-    """Carries a bucket out.
 
-    Args:
-        bound: What to do.
-        work: With which tensors.
-        wire: Dtype of what travels, and of batches.
-        kernel: How.
+class Buckets(NamedTuple):
+    """This rank's buckets in a step in which certain parameters have a gradient. Kept from step to step.
+
+    Attributes:
+        bounds: Of each, in the plan's order.
+        order: Their turns, see `shardmuon.plan.pipeline.turns`.
+        moves: Anything travels, so other ranks wait for this one.
     """
 
-    def __init__(self, bound: Bound, work: Work, wire: torch.dtype, kernel: Kernel) -> None:
-        self._bound, self._program, self._work = bound, bound.program, work
-        self._wire, self._kernel = wire, kernel
-        self._device = kernel.device or bound.device  # of batches
+    bounds: list[Bound]
+    order: list[tuple[Turn, int]]
+    moves: bool
 
-    def _buffer(self, splits: Sequence[int]) -> Tensor:
-        return torch.empty(sum(splits), dtype=self._wire, device=self._bound.device)
+    @classmethod
+    def of(cls, bounds: list[Bound]) -> Buckets:
+        order = turns([bound.program.relay is not None for bound in bounds])
+        return cls(bounds, list(order), any(bound.program.bucket.exchange for bound in bounds))
 
-    def pack(self) -> Tensor:  # 1-D: the gather's send buffer
-        """Update the momentum of what other ranks orthogonalize."""
-        send = self._buffer(self._program.gather.holder_splits)
-        update_momentum(self._bound.foreign, self._work, self._bound.foreign.on(send))
-        return send
 
-    def fill(self) -> None:
-        """Update the momentum of what this rank orthogonalizes, in its batches, and of what another replica does."""
-        self._batches = torch.empty(self._program.batch_numel, dtype=self._wire, device=self._device)
-        self._own = self._bound.own.on(self._batches)
-        update_momentum(self._bound.own, self._work, self._own)
-        if self._bound.idle.loads:
-            update_momentum(self._bound.idle, self._work, None)
+def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
+    """Carry a bucket out, whose matrices each have an owner. Yields while something travels (and where it would, if
+    nothing moves), so that another bucket's turn comes: see `shardmuon.plan.pipeline.turns`.
 
-    def orthogonalize(self, came: Tensor | None) -> Tensor | None:  # 1-D: from the gather, the scatter's send buffer
-        """Complete the matrices owned here, orthogonalize them, pack the results for those who hold them. None: nothing
-        was gathered, and nothing goes back."""
-        gathered = came is not None
-        if came is not None:
-            _copy(self._program.gather.copies, came, self._batches)
-        del came  # frees it: nobody else holds it, and products need room
-        waiting: list[Result] = []
-        for batch, sides in zip(self._program.batches, self._bound.kept, strict=True):
-            result = self._orthogonalize(batch, sides)
-            if result.stages.after and self._device.type != "cpu":
-                waiting.append(result)  # a launch for all costs less than one for each
-            else:
-                finish([result])
-            del result  # it may be wider than the wire, and the next batch needs room
-        if waiting:
-            finish(waiting)
-        if not gathered:
-            return None
-        scatter = self._program.scatter
-        send = self._buffer(scatter.owner_splits)
-        for copy in scatter.copies:
-            here, there = _sides(copy, send, self._batches)
-            here.copy_(there)
-        if scatter.told:
-            self._bound.told.tell(self._work.kept, send)
-        return send
+    What came and what was sent is let go of as soon as it has been read: products need room.
+    """
+    program, gathers = bound.program, bound.gathers
+    gather, scatter, relay = program.gather, program.scatter, program.relay
+    pending: list[Pending] = []  # taken out before it is waited for: then nothing here holds what was sent
+    if gathers:
+        pending.append(exchange(_momenta(bound, work), gather.holder_splits, gather.owner_splits))
+    batches = torch.empty(program.batch_numel, dtype=bound.wire, device=kernel.device or bound.device)
+    own = bound.own.on(batches)
+    update_momentum(bound.own, work, own)
+    if bound.idle.loads:  # of what another replica sends on
+        update_momentum(bound.idle, work, None)
+    yield
+    if gathers:
+        _copy(gather.copies, pending.pop().wait(), batches)
+    _orthogonalize(bound, work, kernel, batches)
+    if gathers:
+        pending.append(exchange(_results(bound, work, batches), scatter.owner_splits, scatter.holder_splits))
+    yield
+    sources = [Results(bound.own, batches, own)]
+    came: Tensor | None = None
+    if gathers:
+        came = pending.pop().wait()
+        bound.heard.hear(came, work.kept)
+        sources.append(Results(bound.returned, came))
+    passed = None if relay is None else _passed_on(bound, relay, work, came, batches)
+    apply_results(bound.held, work, sources, like_torch=bound.like_torch)
+    if passed is None or relay is None:
+        return
+    pending.append(exchange(passed, relay.send_splits, relay.recv_splits))
+    del batches, own, sources, passed, came
+    yield
+    came = pending.pop().wait()
+    bound.heard_late.hear(came, work.kept)
+    apply_results(bound.idle, work, [Results(bound.idle, came)], like_torch=bound.like_torch)
 
-    def _orthogonalize(self, batch: Batch, sides: Sequence[KeptSide]) -> Result:
-        item = self._bound.plan.items[batch.items[0]]
-        settings, choice = self._work.settings[item.param], Choice.of(item.how)
-        x = self._batches.as_strided(batch.shape, (batch.stride, item.cols, 1), batch.start)
-        stages, fed, unit, overwrite = NO_STAGES, x, False, True
+
+def _momenta(bound: Bound, work: Work) -> Tensor:  # 1-D: what the gather sends
+    """Update the momentum of what other ranks orthogonalize."""
+    send = bound.buffer(bound.program.gather.holder_splits)
+    update_momentum(bound.foreign, work, bound.foreign.on(send))
+    return send
+
+
+def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) -> None:
+    """Put orthogonalized matrices in the place of those owned here."""
+    waiting: list[Result] = []
+    for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
+        item = bound.plan.items[batch.items[0]]
+        settings, x = (
+            work.settings[item.param],
+            batches.as_strided(batch.shape, (batch.stride, item.cols, 1), batch.start),
+        )
+        stages: BatchStages | None = None
+        fed, unit, overwrite = x, False, True
         if settings.stages:
-            stages = BatchStages(settings.stages, sides, self._work.kept, x.device)
+            stages = BatchStages(settings.stages, sides, work.kept, x.device)
             products = choice.dtype or default_dtype(choice.method, x.device)
             takes_unit = BACKENDS[choice.method].iteration is not None
             fed, unit = stages.before(x, products if takes_unit else None)
@@ -159,46 +183,54 @@ class BucketRun:
             dtype=choice.dtype,
             kernel=choice.kernel,
             alone=choice.alone,
-            watch=self._kernel.watch,
-            graphs=self._kernel.graphs,
+            watch=kernel.watch,
+            graphs=kernel.graphs,
             overwrite=overwrite,
             unit=unit,
         )
-        return Result(stages, x, out)
-
-    def apply(self, came: Tensor | None) -> Tensor | None:  # 1-D: from the scatter; 1-D: the relay's send buffer
-        """Update the weights whose results are here. None: the bucket has no relay."""
-        bound, relay, send = self._bound, self._program.relay, None
-        results = [Results(bound.own, self._batches, self._own)]
-        if came is not None:
-            if self._program.scatter.heard:
-                bound.heard.hear(came, self._work.kept)
-            results.append(Results(bound.returned, came))
-        if relay is not None:
-            send = self._buffer(relay.send_splits)
-            if came is not None:
-                _copy(relay.from_wire, came, send)
-            _copy(relay.from_batch, self._batches, send)
-            bound.told_on.tell(self._work.kept, send)
-        apply_results(bound.held, self._work, results, like_torch=bound.like_torch)
-        del self._batches, self._own
-        return send
-
-    def finish(self, came: Tensor) -> None:  # 1-D: from the relay
-        """Update the weights whose results another replica has passed on."""
-        bound = self._bound
-        bound.heard_late.hear(came, self._work.kept)
-        apply_results(bound.idle, self._work, [Results(bound.idle, came)], like_torch=bound.like_torch)
+        if stages is None:
+            if out is not x:
+                x.copy_(out)
+        elif stages.after and x.device.type != "cpu":
+            waiting.append(Result(stages, x, out))  # a launch for all costs less than one for each
+        else:
+            finish([Result(stages, x, out)])
+        del fed, out  # may be wider than the wire, and the next batch needs room
+    if waiting:
+        finish(waiting)
 
 
-def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor) -> None:
+def _results(bound: Bound, work: Work, batches: Tensor) -> Tensor:  # 1-D: what the scatter sends
+    """Results for those who hold the matrices, and what stages keep."""
+    send = bound.buffer(bound.program.scatter.owner_splits)
+    _copy(bound.program.scatter.copies, send, batches, back=True)
+    if bound.program.scatter.told:
+        bound.told.tell(work.kept, send)
+    return send
+
+
+def _passed_on(
+    bound: Bound,
+    relay: Relay,
+    work: Work,
+    came: Tensor | None,  # 1-D: from the scatter, if there was one
+    batches: Tensor,
+) -> Tensor:  # 1-D: what the relay sends
+    """Results for other replicas, and what stages keep."""
+    send = bound.buffer(relay.send_splits)
+    if came is not None:
+        _copy(relay.from_wire, came, send)
+    _copy(relay.from_batch, batches, send)
+    bound.told_on.tell(work.kept, send)
+    return send
+
+
+def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = False) -> None:
+    """From `here` to `there`, or back."""
     for copy in copies:
-        source, target = _sides(copy, here, there)
-        target.copy_(source)
-
-
-def _sides(copy: Copy, here: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-    return (
-        here.as_strided(copy.sizes, copy.here.strides, copy.here.start),
-        there.as_strided(copy.sizes, copy.there.strides, copy.there.start),
-    )
+        one = here.as_strided(copy.sizes, copy.here.strides, copy.here.start)
+        other = there.as_strided(copy.sizes, copy.there.strides, copy.there.start)
+        if back:
+            one.copy_(other)
+        else:
+            other.copy_(one)

@@ -82,7 +82,7 @@ def state_storage(param: Tensor, buffer: Tensor, key: str, engine: Engine, weigh
         ValueError: It does not, or may not; the message lacks the name.
     """
     quick = engine.storages(param, buffer)
-    if quick is not None and not quick[1].is_inference():
+    if quick is not None:
         return quick[1]
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon.comm.component import in_order
-from shardmuon.comm.exchange import Pending, Traffic, start
+from shardmuon.comm.exchange import Traffic, start
 from shardmuon.comm.groups import group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, naming
 from shardmuon.layout.table import Ranks
-from shardmuon.layout.views import Ints
-from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Bucket
-from shardmuon.step.bucket import Bound, BucketRun, Kernel
-from shardmuon.step.gram import GramRun
+from shardmuon.step.bucket import Buckets, Kernel, run_owners
+from shardmuon.step.gram import run_gram
 from shardmuon.step.update import Work
 from shardmuon.step.weights import WeightSet, ZeroWatch
 
@@ -29,56 +27,11 @@ def groups_of(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> list
     return in_order([*moving, *(one.ranks for one in sets)])
 
 
-class InFlight:
-    """One bucket with its exchanges: `begin`, `compute`, `apply`, `finish`, in this order. There are none where
-    nothing moves, as in one process."""
-
-    def __init__(self, bound: Bound, work: Work, kernel: Kernel, traffic: Traffic) -> None:
-        wire = _WIRES[bound.program.bucket.itemsize]
-        kind = GramRun if bound.program.bucket.route == "gram" else BucketRun
-        self._bound, self._run = bound, kind(bound, work, wire, kernel)
-        self._traffic = traffic
-        # The exchange that travels. It is taken out before it is waited for: then nothing here holds what came, nor any
-        # more what was sent.
-        self._under_way: list[Pending] = []
-
-    def begin(self) -> None:
-        """Send what others orthogonalize; meanwhile fill the batches of what is orthogonalized here."""
-        if self._bound.gathers:
-            gather = self._bound.program.gather
-            self._start(self._run.pack(), gather.holder_splits, gather.owner_splits)
-            self._traffic.reductions += self._bound.program.bucket.route == "gram"
-        self._run.fill()
-
-    def compute(self) -> None:
-        """Wait for the gather, orthogonalize, and send results back."""
-        scatter = self._bound.program.scatter
-        send = self._run.orthogonalize(self._under_way.pop().wait() if self._bound.gathers else None)
-        self._traffic.orthogonalized += self._bound.num_owned
-        if send is not None:
-            self._start(send, scatter.owner_splits, scatter.holder_splits)
-
-    def apply(self) -> None:
-        """Wait for the scatter, update weights, and pass results on to other replicas."""
-        send = self._run.apply(self._under_way.pop().wait() if self._bound.gathers else None)
-        relay = self._bound.program.relay
-        if send is not None and relay is not None:
-            self._start(send, relay.send_splits, relay.recv_splits)
-
-    def finish(self) -> None:
-        """Wait for what another replica passes on, and update weights. Of a bucket with a relay."""
-        self._run.finish(self._under_way.pop().wait())
-
-    def _start(self, send: Tensor, sent: Ints, came: Ints) -> None:
-        group = group_for(self._bound.program.bucket.ranks)
-        self._under_way.append(start(send, sent, came, group, self._traffic))
-
-
-def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Traffic) -> None:
-    """Run all buckets of a step.
+def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) -> None:
+    """Run all buckets of a step. Collective among the ranks of each.
 
     Args:
-        bounds: This rank's, in the plan's order.
+        buckets: This rank's.
         work: This step's tensors.
         kernel: What orthogonalizes.
         traffic: Counts exchanges and matrices.
@@ -86,11 +39,18 @@ def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Tr
     Raises:
         ExchangeError: Something failed in the middle; names the bucket and the operation.
     """
-    flights = [InFlight(bound, work, kernel, traffic) for bound in bounds]
-    moves = any(bound.program.bucket.exchange for bound in bounds)  # else nobody waits for this rank
-    with naming(lambda: f"{bounds[i]}, {turn}", HALF_DONE) if moves else nullcontext():
-        for turn, i in turns([bound.program.relay is not None for bound in bounds]):
-            getattr(flights[i], turn)()
+    runs: dict[int, Iterator[None]] = {}
+    bounds = buckets.bounds
+    with naming(lambda: f"{bounds[i]}, {turn}", HALF_DONE) if buckets.moves else nullcontext():
+        for turn, i in buckets.order:
+            if turn == "begin":
+                bound, bucket = bounds[i], bounds[i].program.bucket
+                exchange = partial(start, group_for(bucket.ranks) if bucket.exchange else None, traffic)
+                run = run_gram if bucket.route == "gram" else run_owners
+                runs[i] = run(bound, work, kernel, exchange)
+                traffic.orthogonalized += bound.num_owned
+                traffic.reductions += bucket.route == "gram"
+            next(runs[i], None)  # its last turn ends it
 
 
 def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch) -> None:
@@ -129,6 +89,3 @@ def _summed(values: Tensor, ranks: Ranks, traffic: Traffic) -> Tensor:
     traffic.norm_reductions += 1
     traffic.norms_sent += values.numel()
     return sums.to(values.device)
-
-
-_WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

@@ -1,4 +1,4 @@
-"""One bucket of the Gram route in one step on one rank: the operations of `BucketRun`, on shards that stay.
+"""One bucket of the Gram route in one step on one rank, on shards that stay.
 
 See plan/cuts.py, [Note: the Gram route]. Its tensors are fp32 (fp64 where wires are), whatever the products of other
 buckets.
@@ -6,7 +6,7 @@ buckets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from shardmuon.orthogonalize import Products
 from shardmuon.orthogonalize.newton_schulz import normalize_into
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.plan.gram import GramProgram, Message, Shard
-from shardmuon.step.bucket import Bound, BucketRun, Kernel
+from shardmuon.step.bucket import Bound, Exchange, Kernel
 from shardmuon.step.update import Results, Work, apply_results, update_momentum
 
 
@@ -30,22 +30,34 @@ class _Scaled(NamedTuple):
     norm: Tensor  # 0-dim fp64
 
 
-class GramRun(BucketRun):
-    """Carries a bucket of the Gram route out; its program is a `GramProgram`."""
+def run_gram(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
+    """Carry a bucket out, see `shardmuon.step.bucket.run_owners`. Shards stay where they are, whatever the kernel's
+    device."""
+    run, gather, scatter = GramRun(bound, work), bound.program.gather, bound.program.scatter
+    pending = [exchange(run.pack(), gather.holder_splits, gather.owner_splits)]
+    run.fill()
+    yield
+    send = run.iterate(pending.pop().wait())
+    pending.append(exchange(send, scatter.owner_splits, scatter.holder_splits))
+    del send
+    yield
+    run.apply(pending.pop().wait())
 
-    _program: GramProgram
 
-    def __init__(self, bound: Bound, work: Work, wire: torch.dtype, kernel: Kernel) -> None:
-        """Args: see `BucketRun`."""
-        super().__init__(bound, work, wire, kernel)
-        self._device = bound.device  # shards stay where they are
+class GramRun:
+    """This rank's shards of a bucket, and what it knows of their matrices in one step."""
+
+    def __init__(self, bound: Bound, work: Work) -> None:
+        assert isinstance(bound.program, GramProgram), "of a bucket of this route"
+        self._bound, self._program, self._work = bound, bound.program, work
+        self._wire, self._device = bound.wire, bound.device
         self._norms: dict[int, Tensor] = {}  # item -> norm of this rank's shard
         self._parts: dict[int, list[_Scaled]] = {}  # owned item -> parts of its Gram matrix, this rank's first
         self._factors: dict[int, _Scaled] = {}
 
     def pack(self) -> Tensor:  # 1-D: the gather's send buffer
         """Update the momentum of what other ranks add up, and send its Gram matrices."""
-        self._shards = self._buffer([self._program.batch_numel])
+        self._shards = self._bound.buffer([self._program.batch_numel])
         update_momentum(self._bound.foreign, self._work, self._bound.foreign.on(self._shards))
         sent = {message.item for message in self._program.parts_sent}
         parts = {shard.item: self._part(shard) for shard in self._program.shards if shard.item in sent}
@@ -72,7 +84,7 @@ class GramRun(BucketRun):
         return _Scaled(Products(self._device, self._wire).multiply(None, x, x.mT, symmetric=True), norm)
 
     def _packed(self, messages: Sequence[Message], splits: Ints, values: Mapping[int, _Scaled]) -> Tensor:
-        send = self._buffer(splits)
+        send = self._bound.buffer(splits)
         for message in messages:
             target, (matrix, norm) = send.narrow(0, message.start, message.size), values[message.item]
             bits = norm.reshape(1).view(self._wire)  # the fp64 norm, bit for bit
@@ -86,11 +98,8 @@ class GramRun(BucketRun):
         norm = source[-tail:].clone().view(torch.float64)[0]
         return _Scaled(unpack_symmetric(source[:-tail], self._bound.plan.items[message.item].short), norm)
 
-    def orthogonalize(
-        self, came: Tensor | None
-    ) -> Tensor | None:  # 1-D, 1-D: from the gather, the scatter's send buffer
+    def iterate(self, came: Tensor) -> Tensor:  # 1-D, 1-D: from the gather, the scatter's send buffer
         """Add up and iterate the Gram matrices owned here; pack the factors for those who hold the matrices."""
-        assert came is not None, "parts always move"
         for message in self._program.parts_came:
             self._parts[message.item].append(self._read(came, message))
         for items in self._program.iterated:
@@ -106,9 +115,8 @@ class GramRun(BucketRun):
         for number, factor, whole in zip(items, factors.to(self._wire), sums, strict=True):
             self._factors[number] = _Scaled(factor.triu() + factor.triu(1).mT, whole.norm)  # as the others will see it
 
-    def apply(self, came: Tensor | None) -> Tensor | None:  # 1-D: from the scatter; None: there is no relay
+    def apply(self, came: Tensor) -> None:  # 1-D: from the scatter
         """Update the weights of all that is held here."""
-        assert came is not None, "factors always move"
         bound = self._bound
         for message in self._program.factors_came:
             self._factors[message.item] = self._read(came, message)
@@ -118,8 +126,6 @@ class GramRun(BucketRun):
                 x.copy_((factor.matrix * _ratio(self._norms.pop(shard.item), factor.norm)) @ x)
         results = [Results(side, self._shards) for side in (bound.own, bound.returned)]
         apply_results(bound.held, self._work, results, like_torch=bound.like_torch)
-        del self._shards
-        return None
 
 
 def _normalize(x: Tensor) -> Tensor:  # (short side, columns), divided in place; 0-dim fp64

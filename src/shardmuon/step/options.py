@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -47,6 +48,31 @@ _READ = (
 )
 
 
+class Scales(dict[tuple[int, int], float]):
+    """Factor on the learning rate of matrices of each shape (rows, cols), asked of the options when first needed.
+
+    Of a function of the user's the values count, not the name: two ranks may hold different closures, and one may
+    return something else each time. So each step has new ones, and asks before anything has changed.
+    """
+
+    def __init__(self, adjust_lr_fn: LrScale, extra_scale_factor: float) -> None:
+        super().__init__()
+        self._options = adjust_lr_fn, extra_scale_factor
+
+    def __missing__(self, shape: tuple[int, int]) -> float:
+        function, extra = self._options
+        try:
+            value = float(lr_scale(function, *shape, extra))
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as error:
+            raise ValueError(f"adjust_lr_fn{shape} raised {type(error).__name__}: {error}") from error
+        if not math.isfinite(value):
+            raise ValueError(f"adjust_lr_fn{shape} returned {value}, which is not finite")
+        self[shape] = value
+        return value
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Options of one parameter group, read afresh at every step."""
@@ -62,6 +88,7 @@ class Settings:
     weight_decay_mode: WeightDecayMode
     stages: Stages = ()  # of its variant
     tensor_lr: Tensor | None = field(default=None, compare=False, repr=False)  # as the user gave it; lr is its value
+    scales: Scales = field(default_factory=lambda: Scales(None, 1.0), compare=False, repr=False)
 
 
 def settings_of(group: Mapping[str, Any]) -> Settings:
@@ -78,6 +105,7 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
         group["weight_decay_mode"],
         stages_of(group),
         group["lr"] if isinstance(group["lr"], Tensor) else None,
+        Scales(group["adjust_lr_fn"], float(group["extra_scale_factor"])),
     )
 
 
@@ -143,29 +171,65 @@ class GroupOptions(NamedTuple):
         return self._replace(settings=settings, text=settings_text(settings))
 
 
+_EVERY = 100  # steps
+
+
 class OptionsReader:
-    """Reads the groups of an optimizer. Keeps what each has said last."""
+    """Reads the groups of an optimizer. Keeps what each has said last, and what the host knows of rates on devices.
+
+    Attributes:
+        rates: Number of a group -> what was read last of its lr that lies on a device, under one plan.
+        num_steps: That all ranks have begun under this plan. They count together, so all look in the same one.
+        has_agreed: One was begun since the last look.
+    """
 
     def __init__(self) -> None:
         self._said: list[tuple[object, ...]] = []
         self._options: list[GroupOptions] = []
+        self.rates: dict[int, float] = {}
+        self.num_steps, self.has_agreed = 0, False
 
-    def read(self, groups: Sequence[Group]) -> list[GroupOptions]:
+    def read(self, groups: Sequence[Group], due: str = "") -> list[GroupOptions]:
         """The options of each group as they are now.
+
+        Args:
+            groups: The optimizer's.
+            due: More that ranks must have alike in this step.
 
         Raises:
             ValueError: One has no meaning; with the group's number.
         """
         del self._said[len(groups) :], self._options[len(groups) :]
+        looks = not self.has_agreed or (self.num_steps + 1) % _EVERY == 0
+        rates: dict[int, Tensor] = {}
         for index, group in enumerate(groups):
-            said = tuple(_copied(v) if type(v) is list else v for v in map(group.get, _READ))
+            lr = group.get("lr")
+            if isinstance(lr, Tensor) and lr.device.type != "cpu" and lr.numel() == 1:  # else it is refused
+                rates[index] = lr
+                group = {**group, "lr": self._on_host(index, lr, looks)}
+            said = tuple(map(group.get, _READ))
+            if list in map(type, said):
+                said = _copied(said)
             if isinstance(said[_LR], Tensor) or self._said[index : index + 1] != [said]:
                 self._options[index : index + 1] = [_options_of(index, group)]
                 self._said[index : index + 1] = [said]
-        return list(self._options)
+        found = list(self._options)
+        for index, lr in rates.items():
+            found[index] = found[index].with_rate(lr)
+        return [options._replace(text=f"{options.text}{due}") for options in found] if due else found
+
+    def _on_host(self, index: int, lr: Tensor, looks: bool) -> float:
+        if looks and not is_capturing(lr.device):
+            self.has_agreed = False
+            self.rates[index] = float(lr)
+        return self.rates.get(index, 0.0)
+
+    def forget_rates(self) -> None:
+        """A new plan is made: other ranks may have looked in another step."""
+        self.rates, self.num_steps, self.has_agreed = {}, 0, False
 
 
-def _copied(values: list[Any]) -> tuple[object, ...]:
+def _copied(values: Sequence[Any]) -> tuple[object, ...]:
     """Lists as tuples: they may be changed in place."""
     return tuple(_copied(v) if type(v) is list else v for v in values)
 
@@ -193,36 +257,6 @@ def _read(index: int, group: Group) -> GroupOptions:
     return GroupOptions(settings, settings_text(settings), alike, planned, batch, view)
 
 
-# ------------------------------------------------------------------------------------- learning rates on devices
-
-_EVERY = 100  # steps
-
-
-class DeviceRates:
-    """What the host knows of them. One for each plan, and it counts what ranks do together, so all look alike."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, float] = {}  # group -> what was read last
-        self._steps = 0  # that all ranks have begun
-        self._agreed = False  # whether a step has begun since the last look
-
-    def on_host(self, groups: Sequence[Group], rates: Mapping[int, Tensor]) -> Sequence[Group]:
-        """The groups with numbers in place of such tensors. `rates`: number of a group -> its tensor."""
-        found = list(groups)
-        looks = not self._agreed or (self._steps + 1) % _EVERY == 0
-        for index, lr in rates.items():
-            if lr.numel() == 1:  # else it is refused
-                if looks and not is_capturing(lr.device):
-                    self._agreed = False
-                    self._values[index] = float(lr)
-                found[index] = {**groups[index], "lr": self._values.get(index, 0.0)}
-        return found
-
-    def agreed(self) -> None:
-        """All ranks begin the step."""
-        self._steps, self._agreed = self._steps + 1, True
-
-
 def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:
     """Lines for the printed plan: the lr of matrices times its scale. A function of the user's is left to the step.
 
@@ -236,7 +270,7 @@ def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:
         assert s is not None, "a group of matrices"
         if callable(s.adjust_lr_fn):
             continue
-        scale = lr_scale(s.adjust_lr_fn, item.rows, item.cols, s.extra_scale_factor)
+        scale = s.scales[item.rows, item.cols]
         shapes.setdefault((s.lr, scale), {})[f"{item.rows}x{item.cols}"] = None
     return [
         f"lr {lr:.4g} when planned, x {scale:.4g} = {lr * scale:.4g}: {', '.join(those)}"

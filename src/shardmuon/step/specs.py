@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardmuon.comm.faults import Unlike
+from shardmuon.comm.vote import Unlike
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import tiles_cut
 from shardmuon.momentum.stores import BLOCK

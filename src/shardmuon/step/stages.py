@@ -19,10 +19,8 @@ from shardmuon.orthogonalize.slots import empty_batch
 from shardmuon.plan.copies import Place
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import KeptLoad, Load, Program
-from shardmuon.step.sides import Side
+from shardmuon.step.update import Side, Stored
 from shardmuon.variants import AfterStage, BeforeStage, Stages, WeightStage, keeping, scaled_
-
-Stored = Sequence[Sequence[Tensor]]  # of each parameter and each of its `Spec.kept`, what this rank stores of it; fp32
 
 
 class KeptSide:
@@ -114,10 +112,8 @@ class BatchStages:
         x: Tensor,  # (B, rows, cols) in slots; may be overwritten
         products: torch.dtype | None,  # if the orthogonalizer takes matrices of norm 1 as they are
     ) -> tuple[Tensor, bool]:  # (B, rows, cols) in slots, and True if their norms are 1
-        """Run the stages before; the batch itself without any.
-
-        On a CPU one matrix after the other, into memory that there is.
-        """
+        """Run the stages before; the batch itself without any. On a CPU one matrix after the other, into memory that
+        there is."""
         if not self._before:
             return x, False
         narrow = x.dtype in (torch.bfloat16, torch.float16)
@@ -155,9 +151,6 @@ class BatchStages:
             foreach_copy_(stored, here)
 
 
-NO_STAGES = BatchStages((), (), (), torch.device("cpu"))  # of plain Muon's batches, wherever they are
-
-
 class Result(NamedTuple):
     """An orthogonalized batch whose stages after have not run.
 
@@ -192,4 +185,4 @@ def finish(results: Sequence[Result]) -> None:
             one.stages.keep()
 
 
-__all__ = ["NO_STAGES", "BatchStages", "KeptSide", "Result", "Stored", "finish", "sides_of_batches"]
+__all__ = ["BatchStages", "KeptSide", "Result", "finish", "sides_of_batches"]

@@ -1,7 +1,8 @@
-"""Momentum and weights of a side's tiles: element by element in this rank's storages, alike tiles in one call.
+"""Tiles of a program as views of this step's tensors and of a buffer, and what is done to each element of them.
 
-Nothing is communicated or orthogonalized here. Each of weights, gradients and momentum may have its own dtype and lie
-on another device than the buffers.
+Momentum and weights are updated in this rank's storages, alike tiles in one call. Nothing is communicated or
+orthogonalized here. Each of weights, gradients and momentum may have its own dtype and lie on another device than the
+buffers.
 """
 
 from __future__ import annotations
@@ -9,34 +10,175 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
-from shardmuon.layout.pieces import Tile
-from shardmuon.layout.views import MatrixView
+from shardmuon.layout.pieces import Patch, Tile
+from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.momentum.stores import BLOCK, step_coded_, step_rounded_
-from shardmuon.momentum.update import (
-    PORTION,
-    apply_,
-    apply_like_torch_,
-    l2_gradient,
-    lr_scale,
-    momentum_,
-    momentum_into_,
-)
+from shardmuon.momentum.update import PORTION, apply_, apply_like_torch_, l2_gradient, momentum_, momentum_into_
+from shardmuon.plan.program import Load
 from shardmuon.step.options import Settings
-from shardmuon.step.sides import Portion, Portions, Side
-from shardmuon.step.stages import Stored
 
 # Elements: what momentum makes on its way to a buffer, and an update on its way to half-precision weights, is at most
 # this, or one tile: so much that a list fills a launch. On a CPU what fits a cache.
 PORTION_ELSEWHERE = 1 << 24
+
+Stored = Sequence[Sequence[Tensor]]  # of each parameter and each of its `Spec.kept`, what this rank stores of it; fp32
+
+
+class _Row(NamedTuple):
+    """Neighbouring tiles of one form at equal distances in a buffer: one view with a dim more."""
+
+    sizes: Ints
+    strides: Ints
+    start: int
+
+
+class Portion(NamedTuple):
+    """Tiles that one call of a list operation takes.
+
+    Attributes:
+        places: Of each among all tiles of a side.
+        of: Takes them out of a list of something of all tiles.
+    """
+
+    places: list[int]
+    of: Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class Portions:
+    """A side's tiles in portions: those of the same settings that are alike, at most so many elements. Keeps its last
+    answer."""
+
+    def __init__(self, params: Sequence[int], sizes: Sequence[int]) -> None:
+        """
+        Args:
+            params: Number of the parameter of each tile.
+            sizes: Elements of each.
+        """
+        self._params, self._sizes = params, sizes
+        self._last: tuple[object, list[Portion]] = (None, [])
+
+    def of(self, work: Work, *columns: Sequence[Tensor]) -> list[Portion]:
+        """The tiles that one call takes: of the same settings, and of one dtype and device in each column."""
+        settings = map(id, map(work.settings.__getitem__, self._params))
+        first: dict[int, int] = {}  # settings, made anew whenever one changes -> the first tile that has them
+        kinds: list[Sequence[object]] = [list(map(first.setdefault, settings, itertools.count()))]
+        for column in columns:
+            kinds += list(map(_dtype_of, column)), list(map(_device_of, column))
+        if work.rounding:
+            roundings = [work.rounding.get(param, _NEAREST) for param in self._params]
+            kinds.append([(one.momentum is None, one.weights is None) for one in roundings])
+        limit = PORTION if columns[0][0].device.type == "cpu" else PORTION_ELSEWHERE
+        if self._last[0] != (kinds, limit):
+            self._last = (kinds, limit), [Portion(at, _picker(at)) for at in dealt(self._sizes, kinds, limit)]
+        return self._last[1]
+
+
+_dtype_of, _device_of = operator.attrgetter("dtype"), operator.attrgetter("device")
+
+
+def dealt(sizes: Sequence[int], kinds: Sequence[Sequence[object]], limit: int) -> list[list[int]]:
+    """Tiles of these sizes in portions of at most so many elements (or one tile), alike in each of these columns."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for at, kind in enumerate(zip(*kinds, strict=True)):
+        alike.setdefault(kind, []).append(at)
+    found: list[list[int]] = []
+    for places in alike.values():
+        room = 0
+        for at in places:
+            if sizes[at] > room or at == places[0]:
+                found.append([])
+                room = limit
+            found[-1].append(at)
+            room -= sizes[at]
+    return found
+
+
+def _picker(places: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    first, last = places[0], places[-1]
+    return operator.itemgetter(slice(first, last + 1)) if last - first < len(places) else operator.itemgetter(*places)
+
+
+class Side:
+    """The tiles that a rank has in one buffer: a wire, or its batches.
+
+    A storage is asked for its strides whenever it is touched: a gradient may lie otherwise than the one before it, and
+    otherwise than its parameter.
+
+    Attributes:
+        loads: The tiles and their places.
+        params: Number of the parameter of each.
+        views: Of the parameter of each.
+        shapes: (rows, cols) of the matrix of each.
+        in_momentum, in_weights: How lists of them are dealt.
+    """
+
+    def __init__(self, loads: Sequence[Load], views: Sequence[MatrixView], shapes: Sequence[Ints]) -> None:
+        """
+        Args:
+            loads: Of a program.
+            views: Of each parameter.
+            shapes: Of what this rank stores of each parameter.
+        """
+        self.loads = tuple(loads)
+        self.views = [views[load.param] for load in loads]
+        matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
+        self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
+        self.params = [load.param for load in loads]
+        # a tile that is all of a storage is that storage, whatever its strides
+        self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
+        self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]  # strides of a storage -> those of a tile
+        self._rows = _rows(loads)
+        sizes = [load.tile.numel for load in loads]
+        self.in_momentum, self.in_weights = Portions(self.params, sizes), Portions(self.params, sizes)
+
+    @cached_property
+    def patches(self) -> list[Patch]:
+        """The rows and columns of each tile."""
+        return [load.tile.patch(view) for load, view in zip(self.loads, self.views, strict=True)]
+
+    def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
+        """Each tile as a view of its parameter's storage (of weights, gradients or momentum)."""
+        found = list(map(storages.__getitem__, self.params))
+        for at in self._parts:
+            storage = found[at]
+            assert storage is not None, "parameters without a gradient are in no program"
+            strides, tile = storage.stride(), self.loads[at].tile
+            known = self._known[at].get(strides)
+            if known is None:
+                known = self._known[at][strides] = tile.in_storage(self.views[at], strides)
+            found[at] = storage.as_strided(tile.sizes, known[1], storage.storage_offset() + known[0])
+        return cast("list[Tensor]", found)
+
+    def on(self, buffer: Tensor) -> list[Tensor]:
+        """Each tile as a view of the buffer, in the shape that `of` gives it."""
+        found: list[Tensor] = []
+        for row in self._rows:
+            found += buffer.as_strided(row.sizes, row.strides, row.start).unbind(0)
+        return found
+
+
+def _rows(loads: Sequence[Load]) -> list[_Row]:
+    rows: list[_Row] = []
+    for load in loads:
+        sizes, strides, start = load.tile.sizes, load.place.strides, load.place.start
+        if rows:
+            last = rows[-1]
+            count, step = last.sizes[0], start - last.start
+            alike = (last.sizes[1:], last.strides[1:]) == (sizes, strides)
+            if alike and step > 0 and (count == 1 or step == count * last.strides[0]):
+                rows[-1] = _Row((count + 1, *sizes), (step // count, *strides), last.start)
+                continue
+        rows.append(_Row((1, *sizes), (0, *strides), start))
+    return rows
 
 
 class Rounding(NamedTuple):
@@ -51,6 +193,9 @@ class Rounding(NamedTuple):
     momentum: Stream | None = None
     scales: Tensor | None = None
     weights: Stream | None = None
+
+
+_NEAREST = Rounding()
 
 
 class Work(NamedTuple):
@@ -95,7 +240,7 @@ def update_momentum(
         return
     grads, momenta = side.of(work.grads), side.of(work.momenta)
     weights: list[Tensor] = []
-    for places, of in _portions(side.in_momentum, side, work, grads, momenta):
+    for places, of in side.in_momentum.of(work, grads, momenta):
         first = side.params[places[0]]
         s, given, kept, out = work.settings[first], of(grads), of(momenta), None if targets is None else of(targets)
         if s.weight_decay and s.weight_decay_mode == "l2":
@@ -155,23 +300,22 @@ def apply_results(
     for part, buffer, views in results:
         if part.loads:
             updates += views or part.on(buffer)
-    for places, of in _portions(side.in_weights, side, work, weights):
+    for places, of in side.in_weights.of(work, weights):
         first = side.params[places[0]]
         s, chosen, added = work.settings[first], of(weights), of(updates)
         shapes: Sequence[tuple[int, int]] = of(side.shapes)
         device, dtype = chosen[0].device, chosen[0].dtype
         if any(one.buffer.device != device for one in results):
             added = [update.to(device) for update in added]
-        scales = {shape: lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in set(shapes)}
         rounds = work.rounding.get(first, _NEAREST).weights is not None
         if like_torch and not rounds and s.weight_decay_mode == "decoupled":
             given = s.lr if s.tensor_lr is None else s.tensor_lr
             for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
-                apply_like_torch_(w, u, given, scales[shape], side.patches[i], shape, weight_decay=s.weight_decay)
+                apply_like_torch_(w, u, given, s.scales[shape], side.patches[i], shape, weight_decay=s.weight_decay)
             continue
         lr = s.lr if s.tensor_lr is None else _lr_on(device, s)
         factor = 1.0 if isinstance(lr, Tensor) else lr
-        alphas = [factor * scales[shape] for shape in shapes]
+        alphas = [factor * s.scales[shape] for shape in shapes]
         rounded = [_rounder(side, work, i, dtype) for i in places] if rounds else None
         apply_(chosen, added, alphas, lr, s.weight_decay, s.weight_decay_mode, rounded)
 
@@ -189,22 +333,3 @@ def _rounder(side: Side, work: Work, at: int, dtype: torch.dtype) -> Callable[[T
     stream = work.rounding[side.params[at]].weights
     assert stream is not None, "of one portion all are rounded, or none"
     return partial(round_patch, stream, side.patches[at], dtype)
-
-
-_NEAREST = Rounding()
-
-
-def _portions(portions: Portions, side: Side, work: Work, *columns: Sequence[Tensor]) -> list[Portion]:
-    """The tiles that one call takes: of the same settings, and alike in each column."""
-    settings = map(id, map(work.settings.__getitem__, side.params))
-    first: dict[int, int] = {}  # settings, made anew whenever one changes -> the first tile that has them
-    kinds: list[Sequence[object]] = [list(map(first.setdefault, settings, itertools.count()))]
-    for column in columns:
-        kinds += list(map(_dtype_of, column)), list(map(_device_of, column))
-    if work.rounding:
-        roundings = [work.rounding.get(param, _NEAREST) for param in side.params]
-        kinds.append([(one.momentum is None, one.weights is None) for one in roundings])
-    return portions.of(kinds, PORTION if columns[0][0].device.type == "cpu" else PORTION_ELSEWHERE)
-
-
-_dtype_of, _device_of = operator.attrgetter("dtype"), operator.attrgetter("device")

@@ -1,4 +1,5 @@
-"""Everything that a step depends on, read once and without changing anything that is in use.
+"""Everything that a step depends on, read once and without changing anything that is in use, and what of it ranks must
+have alike: as a digest in each vote, in words when digests differ.
 
 It may fail in any way: its one caller turns that into what this rank says in the vote. Momentum that is not there yet
 is made here, so that a rank without memory for it says so while all can still stop; it becomes state once all agree.
@@ -6,7 +7,7 @@ is made here, so that a rank without memory for it says so while all can still s
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -15,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at
+from shardmuon.comm.component import Ranks
+from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at, ranks_text
+from shardmuon.layout.calls import digest_of
 from shardmuon.layout.engines import Engine, engine_of
-from shardmuon.layout.engines.base import MISPLACED, NONE, READY, name_of
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
 from shardmuon.step.adamw import Row
-from shardmuon.step.binding import Binding, Member, signature_of, takes_part
+from shardmuon.step.binding import Binding
 from shardmuon.step.checks import (
     check_adamw_dtypes,
     check_can_align,
@@ -30,7 +32,7 @@ from shardmuon.step.checks import (
     state_storage,
 )
 from shardmuon.step.kept import Settled, start_kept, stored_kept, unsettled
-from shardmuon.step.options import Group, GroupOptions, Settings
+from shardmuon.step.options import Group, GroupOptions, Scales, Settings
 from shardmuon.step.update import Rounding
 from shardmuon.variants import KEPT_KEYS
 
@@ -80,27 +82,6 @@ class Proposal:
                 self.fresh.pop(number, None)
 
 
-def is_current(binding: Binding, groups: Sequence[Group], options: Sequence[GroupOptions]) -> bool:
-    """True if the plan was made for just these parameters and options. Frameworks swap parameters after __init__."""
-    if len(binding.planned) != len(options):
-        return False
-    members = iter(binding.members)
-    for number, group in enumerate(groups):
-        if options[number].planned != binding.planned[number]:
-            return False
-        if options[number].settings is None:
-            continue
-        for p in group["params"]:
-            if not takes_part(p):
-                continue
-            member = next(members, None)
-            if member is None or member.param is not p or member.group != number:
-                return False  # another parameter, or of a group with other settings
-            if signature_of(member.engine, p) != member.signature:
-                return False
-    return next(members, None) is None
-
-
 class Memory(NamedTuple):
     """What an optimizer keeps from step to step.
 
@@ -118,30 +99,46 @@ class Memory(NamedTuple):
 def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupOptions], memory: Memory) -> Proposal:
     """Read gradients and state.
 
+    Most parameters, in nearly every step, are known at a glance: gradient and state lie as they do, and are stored as
+    they are computed. Any other one is looked at closely.
+
     Raises:
         ValueError: One is unusable; with the parameter's name.
     """
-    found = Proposal(len(binding.members))
-    scales: dict[int, _Scales] = {}
-    for number, member in enumerate(binding.members):
-        settings = options[member.group].settings
-        assert settings is not None, "an AdamW group has no matrices"
-        try:
-            said = None if settings.stages or binding.elsewhere else _glance(found, number, member, memory)
-            if said is None:
+    found, name = Proposal(len(binding.members)), ""
+    asked: dict[int, Settings] = {}
+    closely = bool(binding.elsewhere)
+    try:
+        for number, member in enumerate(binding.members):
+            name, settings, param = member.name, options[member.group].settings, member.param
+            assert settings is not None, "an AdamW group has no matrices"
+            grad, kept = param.grad, memory.state.get(param, _NOTHING)
+            looked: Sequence[Tensor] | None = None  # storages, if a glance tells enough
+            if grad is not None and not (closely or settings.stages):
+                looked = member.engine.storages(param, grad, kept.get(BUFFER))  # whatever a framework has put there
+            if (
+                looked is not None
+                and memory.keeper.is_kept(kept, looked[2], looked[1])
+                and looked[1].dtype.is_floating_point
+            ):
+                found.states[number] = READY
+                found.weights[number], found.grads[number], found.momenta[number] = looked
+                said: tuple[object, ...] = (READY, looked[0].dtype, looked[1].dtype, looked[2].dtype)
+            else:
                 said = _read(found, number, binding, settings, memory)
             if callable(settings.adjust_lr_fn):
-                if member.group not in scales:
-                    scales[member.group] = _Scales(settings)
-                settings = scales[member.group].settings
-                said = *said, scales[member.group].ask(binding.table.layouts[number])
+                if member.group not in asked:
+                    asked[member.group] = _asked_anew(settings)
+                settings = asked[member.group]
+                shapes = dict.fromkeys((m.rows, m.cols) for m in binding.table.layouts[number].view.matrices)
+                said = *said, " ".join(f"adjust_lr_fn{shape}={settings.scales[shape]!r}" for shape in shapes)
             found.said.append(said)
             found.settings.append(settings)
-        except OUT_OF_MEMORY as wrong:
-            raised_at(wrong, member.name)
-            raise
-        except Exception as wrong:
-            raise ValueError(f"{member.name}: {fault_text(wrong)}") from wrong
+    except OUT_OF_MEMORY as wrong:
+        raised_at(wrong, name)
+        raise
+    except Exception as wrong:
+        raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
     for number, bit in binding.bits.items():
         if found.states[number] != NONE and number not in binding.elsewhere:
             found.presence |= 1 << bit
@@ -151,65 +148,12 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
     return found
 
 
-class _Scales:
-    """What the user's own learning-rate scale returns, asked once a step and before anything has changed.
-
-    Its values count, not its name: two ranks may hold different closures, and one may return something else each time.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        assert callable(settings.adjust_lr_fn)
-        self._function = settings.adjust_lr_fn
-        self._asked: dict[tuple[int, int], float] = {}
-        self.settings = replace(settings, adjust_lr_fn=lambda rows, cols: self._asked[rows, cols])
-
-    def ask(self, layout: ParamLayout) -> str:
-        """The values for the matrices of a parameter."""
-        shapes = dict.fromkeys((m.rows, m.cols) for m in layout.view.matrices)
-        for rows, cols in shapes:
-            if (rows, cols) not in self._asked:
-                self._asked[rows, cols] = self._value(rows, cols)
-        return " ".join(f"adjust_lr_fn{shape}={self._asked[shape]!r}" for shape in shapes)
-
-    def _value(self, rows: int, cols: int) -> float:
-        try:
-            value = float(self._function(rows, cols))
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as error:
-            raise ValueError(f"adjust_lr_fn({rows}, {cols}) raised {type(error).__name__}: {error}") from error
-        if not math.isfinite(value):
-            raise ValueError(f"adjust_lr_fn({rows}, {cols}) returned {value}, which is not finite")
-        return value
-
-
-def _glance(found: Proposal, number: int, member: Member, memory: Memory) -> tuple[object, ...] | None:
-    """`_read` of a parameter that is as most are in nearly every step: its gradient lies as it does, and its state is a
-    momentum that does, and is stored as it is computed. None: it is not so, or only a closer look can tell."""
-    param, engine = member.param, member.engine
-    grad, kept = param.grad, memory.state.get(param, _NOTHING)
-    if grad is None:
-        return None
-    storages = engine.storages(param, grad, kept.get(BUFFER))  # whatever a framework has put there
-    if storages is None:
-        return None
-    weight, storage, momentum = storages
-    if not memory.keeper.is_kept(kept, momentum, storage):
-        return None
-    if not (_are_writable(weight, momentum) and storage.dtype.is_floating_point):
-        return None
-    found.states[number] = READY
-    found.weights[number], found.grads[number], found.momenta[number] = weight, storage, momentum
-    return READY, weight.dtype, storage.dtype, momentum.dtype
-
-
-def _are_writable(weight: Tensor, *kept: Tensor) -> bool:
-    """True if a storage and state tensors that lie alike surely can be written to, on one device."""
-    device = weight.device
-    for one in kept:
-        if one.device != device or one.is_inference() or not (one.is_contiguous() or 0 not in one.stride()):
-            return False
-    return weight.is_contiguous() or 0 not in weight.stride()
+def _asked_anew(settings: Settings) -> Settings:
+    """Settings whose scales are asked of the user's function once in this step, also for audits of it."""
+    scales = Scales(settings.adjust_lr_fn, settings.extra_scale_factor)
+    return replace(
+        settings, scales=scales, adjust_lr_fn=lambda rows, cols: dict(scales)[rows, cols], extra_scale_factor=1.0
+    )
 
 
 def _read(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory) -> tuple[object, ...]:
@@ -304,36 +248,31 @@ def _adamw_rows(index: int, group: Group, state: State) -> list[Row | None]:
     Raises:
         ValueError: Gradient or state is unusable; with the parameter's name.
     """
-    found = []
-    for position, p in enumerate(group["params"]):
-        try:
-            row = _adamw_row(p, state)
+    found: list[Row | None] = []
+    try:
+        for p in group["params"]:
+            grad, kept, row = p.grad, state.get(p, _NOTHING), None
+            storages = None
+            if grad is not None and len(kept) == 3:
+                storages = engine_of(p).storages(p, grad, kept.get(MOMENTS[0]), kept.get(MOMENTS[1]))
+            if storages is not None:
+                weight, grad, moment, square = storages
+                step, dtype = kept.get(STEP), grad.dtype
+                if (
+                    moment.dtype == square.dtype == p.dtype == dtype
+                    and dtype.is_floating_point
+                    and isinstance(step, Tensor)
+                    and step.numel() == 1
+                ):
+                    row = Row(weight, grad, moment, square, state[p])
             if row is None:
-                _check_adamw(p, state.get(p, _NOTHING))
+                _check_adamw(p, kept)
             found.append(row)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as wrong:
-            raise ValueError(f"{name_of(group, index, position)}: {fault_text(wrong)}") from wrong
+    except OUT_OF_MEMORY:
+        raise
+    except Exception as wrong:
+        raise ValueError(f"{name_of(group, index, len(found))}: {fault_text(wrong)}") from wrong
     return found
-
-
-def _adamw_row(param: Tensor, state: State) -> Row | None:
-    """What AdamW steps of a parameter that is as most are in nearly every step. None: see `_glance`."""
-    grad, kept = param.grad, state.get(param)
-    if grad is None or kept is None or len(kept) != 3:
-        return None
-    storages = engine_of(param).storages(param, grad, kept.get(MOMENTS[0]), kept.get(MOMENTS[1]))
-    step = kept.get(STEP)
-    if storages is None or not (isinstance(step, Tensor) and step.numel() == 1):
-        return None
-    weight, grad, moment, square = storages
-    dtype = grad.dtype
-    if not (moment.dtype == square.dtype == param.dtype == dtype and dtype.is_floating_point):
-        return None
-    if not _are_writable(weight, moment, square):
-        return None
-    return Row(weight, grad, moment, square, kept)
 
 
 def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
@@ -354,3 +293,74 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
     steps = kept.get(STEP)
     if STEP in kept and not (isinstance(steps, Tensor) and steps.numel() == 1):
         raise ValueError(f"its {STEP} is {steps!r}, not a tensor of one element. {_LOAD}")
+
+
+# ------------------------------------------------------------------------------------ what ranks must have alike
+
+
+def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions]) -> dict[Ranks, bytes]:
+    """Set of ranks -> what its ranks must have alike in this step."""
+    found = {}
+    for ranks, numbers in binding.alike.items():
+        if len(ranks) > 1:
+            said = tuple((proposal.said[n], options[binding.members[n].group].text) for n in numbers)
+            last = binding.said.get(ranks)
+            if last is None or last[0] != said:  # in most steps as in the one before
+                runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
+                digest = digest_of(binding.digests.get(ranks, b"") + repr(runs).encode())
+                last = binding.said[ranks] = said, digest
+            found[ranks] = last[1]
+    return found
+
+
+class Line(NamedTuple):
+    """What a rank is about to do with one parameter, in words.
+
+    Attributes:
+        name: Of the parameter.
+        gradient: Whether there is one, see `STATES`.
+        text: Dtypes, state and options, apart by spaces.
+    """
+
+    name: str
+    gradient: str
+    text: str
+
+
+def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks) -> list[Line]:
+    """The same of one set in words, a line for each parameter; the first one is the plan's."""
+    lines = [Line("", binding.digests.get(ranks, b"").hex(), "")]
+    for number in binding.alike[ranks]:
+        member, said = binding.members[number], proposal.said[number][1:]
+        named = [f"{what}={dtype}" for what, dtype in zip(("weights", "gradient", BUFFER), said, strict=False)]
+        more = [str(value).replace(" ", "") for value in said[3:]]
+        text = " ".join([*named, *more, options[member.group].text])
+        lines.append(Line(member.name, STATES[proposal.states[number]], text))
+    return lines
+
+
+def difference(ranks: Ranks, everyone: Sequence[Sequence[Line] | None]) -> str:
+    """Where what the ranks of a set are about to do differs first. None: a rank has no such set in its plan."""
+    told = [lines for lines in everyone if lines is not None]
+    plans, *lines = zip(*told, strict=False)
+    if len(told) < len(ranks) or len(set(plans)) > 1:
+        return (
+            f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
+            "ranks; else call optimizer.prepare() on every rank"
+        )
+    for said in lines:  # of one parameter, by each rank
+        found: dict[str, list[int]] = {}
+        for rank, line in zip(ranks, said, strict=True):
+            found.setdefault(line.gradient, []).append(rank)
+        if len(found) > 1:
+            parts = (f"ranks {found[word]} have {word}" for word in STATES if word in found)
+            return (
+                f"{said[0].name}: {', '.join(parts)}. Every rank that shares a parameter must have its gradient, or "
+                "none. Set the missing ones to zeros"
+            )
+        words = [line.text.split(" ") for line in said]
+        if any(mine != words[0] for mine in words):
+            own = (" ".join(word for word in mine if any(word not in theirs for theirs in words)) for mine in words)
+            texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, own, strict=True))
+            return f"{said[0].name}: ranks {ranks} are about to step with different options or state: {texts}"
+    return f"ranks {ranks_text(ranks)} are about to do different things"

@@ -30,9 +30,8 @@ from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.copies import Place
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import KeptLoad, Load
-from shardmuon.step.sides import Side
 from shardmuon.step.stages import KeptSide
-from shardmuon.step.update import Work
+from shardmuon.step.update import Side, Work
 from shardmuon.variants import Stages, WeightStage, keeping
 
 _PART = 1 << 17  # elements: CPUs copy what they sum to fp64 first, and so many stay in cache
@@ -176,7 +175,7 @@ class ZeroWatch:
     """Which matrices had no norm when their stages first asked for it. One for each optimizer."""
 
     def __init__(self) -> None:
-        self._coming: deque[tuple[str, str, Tensor | Later]] = deque()  # parameter, its stage, which are zero
+        self.coming: deque[tuple[str, str, Tensor | Later]] = deque()  # parameter, its stage, which are zero
 
     def add(
         self,
@@ -185,18 +184,18 @@ class ZeroWatch:
         zero: Tensor,  # (matrices of the parameter,), bool
     ) -> None:
         """Of one parameter. Waits for nothing."""
-        self._coming.append((name, type(stage).__name__, zero if zero.device.type == "cpu" else Later(zero)))
+        self.coming.append((name, type(stage).__name__, zero if zero.device.type == "cpu" else Later(zero)))
 
     def report(self) -> None:
         """Warn of what has arrived by now: once for each kind of stage."""
         found: dict[str, list[str]] = {}
-        while self._coming:
-            name, stage, zero = self._coming[0]
+        while self.coming:
+            name, stage, zero = self.coming[0]
             if isinstance(zero, Later):
                 if not zero.has_arrived():
                     break
                 zero = zero.value()
-            self._coming.popleft()
+            self.coming.popleft()
             which = zero.nonzero().flatten().tolist()
             if which:
                 found.setdefault(stage, []).append(name if len(which) == len(zero) else f"{name}{which}")

@@ -7,7 +7,6 @@ weights), and at one place in the order in which they are written.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardmuon.variants.base import AfterStage, BeforeStage, Stage, WeightStage, scaled_
@@ -104,14 +103,9 @@ def stages_of(group: Mapping[str, Any]) -> Stages:
     variant = group.get("variant")
     if variant is None:
         return ()
-    values = tuple((key, float(group.get(key, option.default))) for key, option in VARIANT_OPTIONS.items())
-    return _stages(names_in(variant), values)
-
-
-@lru_cache(maxsize=256)
-def _stages(names: tuple[str, ...], values: tuple[tuple[str, float], ...]) -> Stages:
-    options = dict(values)
-    found = [stage for name in names for stage in VARIANTS[name].stages(*(options[k] for k in VARIANTS[name].options))]
+    options = {key: float(group.get(key, option.default)) for key, option in VARIANT_OPTIONS.items()}
+    rows = [VARIANTS[name] for name in names_in(variant)]
+    found = [stage for row in rows for stage in row.stages(*(options[key] for key in row.options))]
     places = (BeforeStage, AfterStage, WeightStage)
     return tuple(stage for place in places for stage in found if isinstance(stage, place))
 

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
-from shardmuon.variants.norms import Cut, Norms, cut_of, measured
+from shardmuon.variants.norms import Cut, Norms, measured
 from shardmuon.variants.passes import wide_of
 
 
@@ -126,7 +126,7 @@ def scaled_(
 ) -> None:
     """Run stages one after the other: one read for the norms, one pass that scales. Zeros stay zeros."""
     lines = any(stage.of_lines for stage in stages)
-    cut = cut_of(tuple((x.shape[0], x.shape[1], x.shape[2]) for x in xs))
+    cut = Cut(tuple((x.shape[0], x.shape[1], x.shape[2]) for x in xs))
     norms = measured(xs, cut, lines, one_by_one or xs[0].device.type == "cpu")
     total: Tensor | None = None
     of_lines = False

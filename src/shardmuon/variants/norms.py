@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -105,12 +104,6 @@ def _times_(numbers: Tensor, sizes: Sequence[int], factors: Sequence[float]) -> 
     return numbers
 
 
-@lru_cache(maxsize=256)
-def cut_of(shapes: Shapes) -> Cut:
-    """Made once: a plan has few."""
-    return Cut(shapes)
-
-
 class Norms:
     """What stages are told of matrices: all in at least fp32, and found from one read of each.
 
@@ -172,4 +165,4 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 64 == 0 else x.clone()
 
 
-__all__ = ["Cut", "Norms", "cut_of", "measured"]
+__all__ = ["Cut", "Norms", "measured"]

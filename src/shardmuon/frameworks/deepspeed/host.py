@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardmuon.carried import CARRIED, carry, kept_in, missing_fault, take_carried
 from shardmuon.comm.groups import group_ranks
-from shardmuon.comm.vote import run_together
+from shardmuon.comm.vote import Fault, run_together
 from shardmuon.core import Core
 from shardmuon.errors import REMEDY, Refused
 from shardmuon.frameworks.deepspeed.nvme import Mark, refuse_params, refuse_swaps, swapped_numel, swapper_of, zero3_of
@@ -298,16 +298,16 @@ class DeepSpeedHost(Host):
 
         return check
 
-    def step(self, core: Core, course: Course, early: BaseException | None) -> None:
+    def step(self, core: Core, course: Course, fault: Fault) -> None:
         """Step those of the groups that DeepSpeed has put into `core.param_groups` for this call."""
         try:
             if self._num_stepped in (0, len(self._flats)):  # see [Note: one vote before the first call]
                 self._num_stepped = 0
-                self._ranks = core.component = run_together(lambda: self._begin(core, early), self._ranks)
+                self._ranks = core.component = run_together(lambda: self._begin(core, fault), self._ranks)
                 self._unchecked = False
             course.changing = True
-            if early is not None:
-                raise early
+            if fault.cause is not None:
+                raise fault.cause
             self._step_flats(core)
             step_adamw(core.param_groups, core.state, set)
         except BaseException as error:
@@ -317,10 +317,10 @@ class DeepSpeedHost(Host):
             self._num_stepped = 0
             raise
 
-    def _begin(self, core: Core, early: BaseException | None) -> Ranks:
+    def _begin(self, core: Core, fault: Fault) -> Ranks:
         """Raise what is wrong with any flat on this rank, and change nothing. Returns the ranks that share any flat."""
-        if early is not None:
-            raise early
+        if fault.cause is not None:
+            raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
         with known_insides():
             swapper = swapper_of(self._params)
@@ -410,13 +410,11 @@ class DeepSpeedHost(Host):
             for flat in group["params"]:
                 inner = self._flats[id(flat)].core
                 if inner is not None:
-                    inner.broken = wrong = None
-                    try:
+                    inner.broken, fault = None, Fault()
+                    with fault:
                         inner.show(group, self._state(core, inner.known)["exp_avg"])
-                    except BaseException as error:
-                        wrong = error
                     try:
-                        inner.take_step(wrong)
+                        inner.take_step(fault)
                     finally:
                         core.broken = inner.broken
                     core.state[flat]["step"] += 1

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardmuon.carried import carry, kept_in, take_carried
+from shardmuon.comm.vote import Fault
 from shardmuon.host import Course, Host, Weight
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
@@ -110,8 +111,8 @@ class ShardHost(Host):
             if not weight.stored.numel():
                 weight.stored.grad = torch.empty_like(weight.stored)
 
-    def step(self, core: Core, course: Course, early: BaseException | None) -> None:
-        core.take_step(early)
+    def step(self, core: Core, course: Course, fault: Fault) -> None:
+        core.take_step(fault)
         self._count += 1
         for weight in self.weights(core):
             core.state[weight.stored]["step"] += 1

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.carried import CARRIED, carry_by_position
-from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import num_ranks
-from shardmuon.comm.vote import gather
+from shardmuon.comm.vote import Fault, gather
 from shardmuon.frameworks.stack import caller
 from shardmuon.host import Core, Host
 from shardmuon.variants import KEPT_KEYS

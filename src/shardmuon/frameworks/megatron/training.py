@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import group_ranks, num_ranks
-from shardmuon.comm.vote import gather
+from shardmuon.comm.vote import Fault, gather
 from shardmuon.errors import made_public
 from shardmuon.frameworks.megatron.buffers import check_shards, distributed_optimizer
 from shardmuon.frameworks.megatron.kept import WholeHost

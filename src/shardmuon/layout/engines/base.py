@@ -127,8 +127,9 @@ class Engine:
         return tuple(param.shape)
 
     def signature(self, param: Tensor) -> object:
-        """Changes whenever the layout may have: comparing it each step tells when to plan anew. Cheap."""
-        return param.shape
+        """What changes whenever layout, wire or device may have: compared in each step, it tells when to plan anew.
+        Cheap."""
+        return param.shape, param.dtype, param.device
 
     # ---------------------------------------------------------------------------------------------- what is stored
 
@@ -138,13 +139,15 @@ class Engine:
 
     def storages(self, param: Tensor, *others: Any) -> Sequence[Tensor] | None:
         """The local storages of a parameter and of its gradient or state tensors if a quick look tells that these lie
-        as it does, as nearly all do: dense, of its shapes and placements. None: `is_aligned` looks closer, and has the
-        words. For steps, which compute no gradients."""
-        shape = param.shape
+        as it does and can be written to, as nearly all do and can: dense, of its shapes and placements, on its device.
+        None: `is_aligned` looks closer, and has the words. For steps, which compute no gradients."""
+        shape, device = param.shape, param.device
         for one in others:
             if type(one) is not Tensor or one.shape != shape or one.layout is not torch.strided:
                 return None
-        return param, *others
+            if one.device != device or one.is_inference() or not (one.is_contiguous() or 0 not in one.stride()):
+                return None
+        return (param, *others) if param.is_contiguous() or 0 not in param.stride() else None
 
     def wrap(self, storage: Tensor, param: Tensor, shape: Ints | None = None) -> Tensor:
         """A state tensor in the parameter's own form around local storage (the inverse of `storage`), on the storage's

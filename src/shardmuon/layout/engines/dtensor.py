@@ -59,8 +59,8 @@ class DTensorEngine(Engine):
         return [*super().groups(param, group), mesh.get_group() if mesh.ndim == 1 else None]
 
     def signature(self, param: Any) -> object:
-        spec = param._spec
-        return spec.shape, spec.mesh, spec.placements, param._local_tensor.shape
+        spec, local = param._spec, param._local_tensor
+        return spec.shape, spec.mesh, spec.placements, local.shape, local.dtype, local.device
 
     def storage(self, tensor: Any) -> Tensor:
         local: Tensor = tensor._local_tensor  # without the view that `to_local` makes of a Parameter's
@@ -68,6 +68,9 @@ class DTensorEngine(Engine):
 
     def storages(self, param: Any, *others: Any) -> Sequence[Tensor] | None:
         expected, found = param._spec, [param._local_tensor]
+        shape, device = found[0].shape, found[0].device
+        if not found[0].is_contiguous() and 0 in found[0].stride():
+            return None
         for tensor in others:
             if type(tensor) is not type(param):
                 return None
@@ -80,7 +83,9 @@ class DTensorEngine(Engine):
                 or spec.tensor_meta.shape != expected.tensor_meta.shape
             ):
                 return None
-            if local.shape != found[0].shape or local.layout is not torch.strided:
+            if local.shape != shape or local.layout is not torch.strided:
+                return None
+            if local.device != device or local.is_inference() or not (local.is_contiguous() or 0 not in local.stride()):
                 return None
             found.append(local)
         return found

@@ -114,7 +114,7 @@ class FlatEngine(Engine):
         return self.info(param).shape
 
     def signature(self, param: Tensor) -> object:
-        return tuple(param.shape), self.info(param)
+        return super().signature(param), self.info(param)
 
 
 def home_of(param: Tensor) -> torch.device | None:

@@ -58,8 +58,7 @@ class Place(NamedTuple):
         return unit is not None and unit._handle.flat_param._params[self.number] is param
 
 
-_PLACES: Any = WeakTensorKeyDictionary()  # parameter -> Place
-_MISSED: Any = WeakTensorKeyDictionary()  # parameter -> when its model was looked for in vain
+_PLACES: Any = WeakTensorKeyDictionary()  # parameter -> Place, or when its model was looked for in vain
 _PATIENCE = 5.0  # seconds until it is looked for again: a search takes 0.1 s
 
 
@@ -109,18 +108,18 @@ def place_of(param: Tensor) -> Place | None:
     """Where FSDP1 keeps a parameter; None: it is not FSDP1's, or its model cannot be found."""
     if not is_flattened(param):
         return None
-    found = _known(param)
-    if found is None and time.monotonic() >= _MISSED.get(param, 0.0) + _PATIENCE:
+    found, last = _known(param), _PLACES.get(param)
+    if found is None and not (isinstance(last, float) and time.monotonic() < last + _PATIENCE):
         know(gc.get_objects(), param)  # a parameter does not know its unit
         found = _known(param)
         if found is None:
-            _MISSED[param] = time.monotonic()
+            _PLACES[param] = time.monotonic()
     return found
 
 
 def _known(param: Tensor) -> Place | None:
-    found: Place | None = _PLACES.get(param)
-    return found if found is not None and found.holds(param) else None
+    found = _PLACES.get(param)
+    return found if isinstance(found, Place) and found.holds(param) else None
 
 
 def shape_of(param: Tensor) -> Ints | None:

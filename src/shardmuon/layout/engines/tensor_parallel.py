@@ -5,8 +5,8 @@ attributes say (`tensor_model_parallel`, `partition_dim`, `partition_stride`) or
 shape is the sum of the shards, whose sizes the ranks tell each other.
 
 [Note: global shape]
-    A rank sees its own shard only. Whoever has made a layout table notes the shape of the whole here. Until then shards
-    are taken to be equal.
+    A rank sees its own shard only. Whoever has made a layout table notes the shape of the whole in the parameter, with
+    what its shard was then. Until then shards are taken to be equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import GroupRef
@@ -26,8 +25,6 @@ from shardmuon.layout.pieces import whole
 from shardmuon.layout.shards import Cut, at_dim, parts_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
-
-_SHAPES: Any = WeakTensorKeyDictionary()  # parameter -> (its signature, shape of the whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,7 @@ class TensorParallelEngine(Engine):
         return shape, {rank: of_rank for row in grid for rank, of_rank in zip(row, parts, strict=True)}
 
     def signature(self, param: Tensor) -> object:
-        return tuple(param.shape), self.shards, self.cut(param)
+        return Engine.signature(self, param), self.shards, self.cut(param)  # with slots `super` is another class
 
     def knows_shape(self, param: Tensor) -> bool:
         """True if `shape` is more than an assumption, see [Note: global shape]."""
@@ -89,14 +86,14 @@ class TensorParallelEngine(Engine):
         return self._known(param) or at_dim(shape, cut.dim, shape[cut.dim] * len(self.shards.ranks))
 
     def _known(self, param: Tensor) -> Ints | None:
-        signature, shape = _SHAPES.get(param, (None, None))
-        return shape if signature == self.signature(param) else None
+        found: tuple[object, Ints] | None = getattr(param, "_shardmuon_whole", None)
+        return found[1] if found is not None and found[0] == self.signature(param) else None
 
 
 def remember_shape(engine: Engine, param: Tensor, layout: ParamLayout) -> None:
     """Remember the shape of which a parameter is a shard."""
     if isinstance(engine, TensorParallelEngine):
-        _SHAPES[param] = engine.signature(param), layout.view.shape
+        param._shardmuon_whole = engine.signature(param), layout.view.shape  # type: ignore[attr-defined]
 
 
 def tensor_parallel_engine(param: Tensor, group: Group) -> TensorParallelEngine | None:

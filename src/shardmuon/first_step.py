@@ -1,16 +1,64 @@
-"""DistributedDataParallel around parameters whose optimizer was not told of it."""
+"""What a first step tells, and the making of an optimizer does not: it trains nothing, or its ranks repeat each other's
+work, as DistributedDataParallel keeps parameters equal of which the optimizer was not told.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from shardmuon._torch import default_group
-from shardmuon.comm.groups import group_ranks
+from shardmuon._torch import default_group, is_dtensor
+from shardmuon.comm.groups import group_ranks, my_rank
+from shardmuon.errors import level_of_the_caller
+from shardmuon.layout.engines.fsdp1 import is_flattened
+
+
+class FirstStep:
+    """Says it once.
+
+    Attributes:
+        is_over: Something has been trained.
+    """
+
+    def __init__(self) -> None:
+        self._made_alone = default_group() is None
+        self._said_idle = self.is_over = False
+
+    def stepped(self, optimizer: object, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Look at the groups of an optimizer, which have been stepped."""
+        self.is_over = any(p.grad is not None for group in groups for p in group["params"])
+        if self.is_over:
+            ddp = find_ddp(optimizer, _kept_here(groups))
+            if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
+                warnings.warn(repeated_text(ddp, self._made_alone), stacklevel=level_of_the_caller())
+        elif not self._said_idle and any(_may_have_gradient(p) for group in groups for p in group["params"]):
+            self._said_idle = True
+            warnings.warn(
+                "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before "
+                "it. If you did, the model's parameters are other tensors by now: make the optimizer after "
+                "fully_shard(), FSDP() or whatever else replaced them",
+                stacklevel=level_of_the_caller(),
+            )
+
+
+def _may_have_gradient(param: Tensor) -> bool:
+    """Not where FSDP1 keeps nothing of it."""
+    return not is_flattened(param) or param.numel() > 0
+
+
+def _kept_here(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
+    """Plain matrices that, by what the groups say, this rank shares with nobody."""
+    for group in groups:
+        shared = group["process_group"] is not None or group["tp_group"] is not None
+        if group["use_muon"] and not shared and not group["rank_local"]:
+            yield from (p for p in group["params"] if not is_dtensor(p))
+
 
 WORTH_IT = 2**20
 
