@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon, Orthogonalizer
+from shardmuon.comm.exchange import Pending
 from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Policy
 from shardmuon.plan.program import make_program
-from shardmuon.step.bucket import Bound, BucketRun, Kernel
+from shardmuon.step.bucket import Bound, Kernel, run_owners
 from shardmuon.step.options import settings_of
 from shardmuon.step.update import Work
 from shardmuon.testing import RankPool
@@ -155,14 +157,12 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
     assert program.num_owned <= 2
     bound = Bound(plan, program, [tuple(p.shape) for p in parts])
 
+    def exchange(send: Tensor, sent: Sequence[int], came: Sequence[int]) -> Pending:
+        return Pending(SimpleNamespace(wait=lambda: None), torch.zeros(sum(came)), send)
+
     def step() -> None:
-        run = BucketRun(bound, work, torch.float32, Kernel())
-        run.pack()
-        run.fill()
-        run.orthogonalize(torch.zeros(sum(program.gather.owner_splits)))
-        run.apply(torch.zeros(sum(program.scatter.holder_splits)))
-        if program.relay is not None:
-            run.finish(torch.zeros(sum(program.relay.recv_splits)))
+        for _ in run_owners(bound, work, Kernel(), exchange):
+            pass
 
     step()
     with Operations() as operations:

@@ -205,10 +205,10 @@ def _watching() -> Iterator[Seen]:
     """Look at every step of Muon in this process, whoever calls it."""
     import torch.optim.optimizer as hooks
 
-    import shardmuon.comm.data_parallel
+    import shardmuon.first_step
     from shardmuon import Muon, audit
 
-    shardmuon.comm.data_parallel.WORTH_IT = 0  # tiny models are worth the warning, too
+    shardmuon.first_step.WORTH_IT = 0  # tiny models are worth the warning, too
     seen = Seen()
     before = 0
     checks: list[Any] = []

@@ -169,12 +169,19 @@ def test_a_rank_that_stores_some_and_lacks_the_gradient_is_named(world4: RankPoo
 # ------------------------------------------------------------------------------------------------------ process groups
 
 
+def _forget(ranks: tuple[int, ...]) -> None:
+    """Let go of the group that another test has made. The number of groups that were made stays: their names differ."""
+    made = groups.MADE.setdefault(dist.group.WORLD, groups.Made()).groups
+    if ranks in made:
+        made[ranks] = made[ranks][0], lambda: None
+
+
 def _takes_its_group(common: bool) -> bool:
     """True if exchanges use the process group that the optimizer was given. `common`: all of its ranks were."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     own = pairs[dist.get_rank() // 2]
     ranks = tuple(dist.get_process_group_ranks(own))
-    groups.MADE[dist.group.WORLD].groups.pop(ranks, None)  # of another test
+    _forget(ranks)
     params = [torch.nn.Parameter(torch.ones(6, 8)) for _ in range(3)]
     given = own if common or dist.get_rank() % 2 else ranks
     optimizer = Muon([(f"w{i}", p) for i, p in enumerate(params)], lr=0.1, process_group=given)
@@ -189,7 +196,7 @@ def _takes_the_group_of_its_mesh() -> bool:
     """True if exchanges of DTensors use the process group of their mesh, which has one axis."""
     own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "within"))["within"]
     ranks = tuple(own.mesh.tolist())
-    groups.MADE[dist.group.WORLD].groups.pop(ranks, None)  # of another test
+    _forget(ranks)
     params = [torch.nn.Parameter(DTensor.from_local(torch.ones(3, 8), own, [Shard(0)])) for _ in range(3)]
     optimizer = Muon([(f"w{i}", p) for i, p in enumerate(params)], lr=0.1)
     for p in params:
