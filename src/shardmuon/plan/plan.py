@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
+from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
 
 from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
-from shardmuon.plan.balance import fitted
+from shardmuon.plan.balance import UNEVEN, fitted, handed_on
 from shardmuon.plan.cuts import cut_faults
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 from shardmuon.plan.price import Cut, Priced, Products, bucket_work, cut_of, products_of, step_ns
@@ -308,7 +309,8 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
         if item.route != "local":
             of_param[item.param].append(number)
     for ranks, numbers in sets.items():
-        for number, owner in _owners(specs, items, ranks, numbers):
+        owners = dict(_owners(specs, items, ranks, numbers, policy.machine.per_node))
+        for number, owner in (owners | _handed_on(specs, items, ranks, owners, policy.machine)).items():
             items[number] = _placed(specs[items[number].param], items[number], owner)
     buckets, chosen = _buckets(specs, items, policy)
     return Plan(tuple(specs), tuple(items), tuple(buckets), chosen=tuple(chosen), machine=policy.machine)
@@ -350,14 +352,14 @@ def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequen
 
 
 def _owners(
-    specs: Sequence[Spec], items: Sequence[Item], ranks: Ranks, numbers: Sequence[int]
+    specs: Sequence[Spec], items: Sequence[Item], ranks: Ranks, numbers: Sequence[int], per_node: int
 ) -> list[tuple[int, int]]:
     """Pairs of an item of a set and its owner: those without a choice first, then the costliest to the least loaded."""
-    balance = _Balance()
+    balance = _Balance(per_node)
     ordered = sorted(numbers, key=lambda n: (len(items[n].owners) > 1, -items[n].cost, n))
     found = [(n, balance.least(specs[items[n].param].layout, items[n])) for n in ordered]
     loads = balance.loads(ranks)
-    if max(loads) * len(loads) <= _UNEVEN * sum(loads):
+    if max(loads) * len(loads) <= UNEVEN * sum(loads):
         return found
     fixed = [(n, owner) for n, owner in found if len(items[n].owners) == 1]
     place = {rank: at for at, rank in enumerate(ranks)}
@@ -370,7 +372,23 @@ def _owners(
     return [*fixed, *zip(free, (ranks[at] for at in better), strict=True)] if better else found
 
 
-_UNEVEN = 1.03  # load of the most loaded rank over the mean from which on better owners are searched for
+def _handed_on(
+    specs: Sequence[Spec], items: Sequence[Item], ranks: Ranks, owners: Mapping[int, int], machine: Machine
+) -> dict[int, int]:
+    """Other owners in the node for matrices that late ranks alone store: all have experts, and few a dense matrix.
+
+    Only what takes longer at the machine's peak than its way there and back, and of which stages keep nothing.
+    """
+    loads = dict.fromkeys(ranks, 0)
+    alone: dict[int, list[tuple[int, int]]] = {}
+    for number, owner in owners.items():
+        item, spec = items[number], specs[items[number].param]
+        loads[owner] += item.cost
+        itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
+        worth = item.cost * machine.link > 2 * itemsize * item.rows * item.cols * machine.half * 1000
+        if worth and not spec.kept and len(item.owners) == 1 and len(spec.layout.tiles[item.matrix]) == 1:
+            alone.setdefault(owner, []).append((item.cost, number))
+    return handed_on(loads, alone, machine.per_node)
 
 
 def _placed(spec: Spec, item: Item, owner: int) -> Item:
@@ -383,22 +401,24 @@ def _placed(spec: Spec, item: Item, owner: int) -> Item:
 class _Balance:
     """What the owners of one set of sharers have to do so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, per_node: int) -> None:
+        self._per_node = per_node
         self._work: dict[int, int] = {}  # rank -> operations
         self._moved: dict[int, int] = {}  # replica -> elements that it has to pass on
-        self._queues: dict[tuple[ParamLayout, int], list[tuple[int, int, int]]] = {}  # of a matrix: loads and rank
+        self._queues: dict[tuple[ParamLayout, int], list[tuple[int, int, int, int]]] = {}  # of a matrix: loads and rank
 
     def loads(self, ranks: Ranks) -> list[int]:
         """Operations of each of these ranks."""
         return [self._work.get(rank, 0) for rank in ranks]
 
     def least(self, layout: ParamLayout, item: Item) -> int:
-        """The candidate with least work; of equal ones that in the replica that passes on least."""
+        """The candidate with least work; of equal ones that in the replica that passes on least, then of another node
+        than the one before."""
         replica = layout.replica_of
-        queue = self._queues.setdefault((layout, item.matrix), [(0, 0, rank) for rank in item.owners])
+        queue = self._queues.setdefault((layout, item.matrix), sorted((0, 0, rank % self._per_node, rank) for rank in item.owners))
         while True:  # what stands there may be of an earlier day: loads only grow
-            owner = queue[0][2]
-            found = self._work.get(owner, 0), self._moved.get(replica[owner], 0), owner
+            *_, place, owner = queue[0]
+            found = self._work.get(owner, 0), self._moved.get(replica[owner], 0), place, owner
             if found == queue[0]:
                 break
             heapq.heapreplace(queue, found)
@@ -407,9 +427,10 @@ class _Balance:
         return owner
 
 
-_MOST_BUCKETS = 16  # that are tried
+_BUCKETS = (*range(1, 17), 20, 24, 32, 48, 64)  # that are tried
+_TAILS = (1, 2, 4, 8)
 _LEAST_BYTES = 32 * 2**20
-_OF_MOMENTUM = 8  # a bucket may have one part of so many
+_OF_MOMENTUM = 32  # a bucket may have one part of so many
 _NO_DEARER = 102  # percent of the cheapest that a plan which takes less memory may cost
 
 
@@ -427,7 +448,7 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tu
         itemsize = max(itemsize, 4) if item.route == "gram" else itemsize
         ranks = spec.layout.ranks if moves else item.owners
         together.setdefault((moves, ranks, item.route, spec.kind, itemsize), []).append(number)
-    found, chosen = list[Bucket](), list[Chosen]()
+    first, moving, rest, chosen = list[Bucket](), list[Bucket](), list[Bucket](), list[Chosen]()
     cutter = _Cutter(specs, items, policy)
     for (moves, ranks, route, kind, itemsize), numbers in sorted(together.items()):
         if moves:
@@ -435,8 +456,13 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tu
             chosen.append(why)
         else:
             shares = cutter.local(numbers, itemsize)
-        found += [Bucket(ranks, tuple(sorted(share)), kind, itemsize, route) for share in shares]
-    return found, chosen
+        made = [Bucket(ranks, tuple(sorted(share)), kind, itemsize, route) for share in shares]
+        if moves:
+            moving += made
+        else:
+            first += made[:max(1,len(made)//2)]
+            rest += made[max(1,len(made)//2):]
+    return [*first, *moving, *rest], chosen
 
 
 class _Cutter:
@@ -458,22 +484,52 @@ class _Cutter:
         items, machine = self._items, self._policy.machine
         sizes = {n: _size(items[n], len(ranks)) for n in numbers}
         priced = {n: self._priced(n) for n in numbers}
-        most = self._most(sum(sizes[n] // priced[n].cut.holders for n in numbers), itemsize)
-        found: dict[int, tuple[Option, list[list[int]]]] = {}
-        for least in range(1, _MOST_BUCKETS + 1):
-            shares = self._shares(sizes, most, least)
-            if len(shares) not in found:
-                works = [bucket_work([priced[n] for n in share], itemsize, machine) for share in shares]
-                owned = Counter[tuple[int, Ranks]]()
-                for at, share in enumerate(shares):
-                    for n in share:
-                        owned[at, items[n].owners] += itemsize * sizes[n]
-                found[len(shares)] = Option(max(owned.values()), len(shares), step_ns(works)), shares
-        limit = min(option.ns for option, _ in found.values()) * _NO_DEARER
-        best = min(option for option, _ in found.values() if option.ns * 100 <= limit)
-        others = [option for option, _ in found.values() if option != best]
-        other = min(others, key=lambda option: option.ns, default=None)
-        return found[best.num][1], Chosen(ranks, best, other)
+        most = (self._policy.bucket_bytes or sum(sizes.values()) * itemsize) // itemsize or 1
+        found: dict[Option, list[list[int]]] = {}
+        tails = _TAILS if any(one.cut.replicas > 1 for one in priced.values()) else (1,)
+        known = 0
+        for least in _BUCKETS:
+            waves = self._shares(sizes, most, least)
+            for tail, step in product(tails, (1, -1)) if len(waves) > known else ():
+                shares = self._narrowed(waves, tail)[::step]
+                buckets = [bucket_work([priced[n] for n in share], itemsize, machine) for share in shares]
+                taken = max(self._taken(share, priced) for share in shares)
+                found[Option(itemsize * taken, len(shares), step_ns(buckets))] = shares
+            known = len(waves)
+        limit = min(option.ns for option in found) * _NO_DEARER
+        best = min(option for option in found if option.ns * 100 <= limit)
+        other = min((option for option in found if option != best), key=lambda option: option.ns, default=None)
+        return found[best], Chosen(ranks, best, other)
+
+    def _narrowed(self, waves: Sequence[Sequence[int]], tail: int) -> list[list[int]]:
+        """The waves cut once more, by owners: each replica has equal parts of its owners in each share. So relays
+        begin sooner, and the last of them, with nothing to pass by, is short: of the last wave in `tail` parts."""
+        found = []
+        for wave in waves:
+            parts = tail if wave is waves[-1] else max(1, tail // 2)
+            of_owner: dict[tuple[int, int], list[int]] = {}
+            for number in wave:
+                item = self._items[number]
+                replica = self._specs[item.param].layout.replica_of[item.owners[0]]
+                of_owner.setdefault((replica, item.owners[0]), []).append(number)
+            shares: list[list[int]] = [[] for _ in range(parts)]
+            dealt = Counter[int]()  # owners, by replica
+            for (replica, _), numbers in sorted(
+                of_owner.items(), key=lambda pair: (-sum(self._items[n].cost for n in pair[1]), pair[0])
+            ):
+                shares[dealt[replica] % parts] += numbers
+                dealt[replica] += 1
+            found += [share for share in shares if share]
+        return found
+
+    def _taken(self, share: Sequence[int], priced: Mapping[int, Priced]) -> int:
+        """Elements that a rank has in a bucket at most: of matrices of its own, and of what a relay brings."""
+        owned, relayed = Counter[Ranks](), 0
+        for n in share:
+            owned[self._items[n].owners] += _size(self._items[n], 0)
+            one = priced[n]
+            relayed += (one.numel - one.numel // one.cut.replicas) // one.cut.holders
+        return max(owned.values()) + relayed
 
     def _shares(self, sizes: Mapping[int, int], most: int, least: int) -> list[list[int]]:
         items = self._items

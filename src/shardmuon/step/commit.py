@@ -86,7 +86,8 @@ def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Tr
     flights = [InFlight(bound, work, kernel, traffic) for bound in bounds]
     moves = any(bound.moves for bound in bounds)  # else nobody waits for this rank
     with naming(lambda: f"{bounds[i]}, {turn}", HALF_DONE) if moves else nullcontext():
-        for turn, i in turns([bound.program.relay is not None for bound in bounds]):
+        relays = [bound.program.relay is not None for bound in bounds]
+        for turn, i in turns(relays, [bound.program.bucket.ranks for bound in bounds]):
             getattr(flights[i], turn)()
 
 
