@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
-from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
 
 from shardmuon.errors import ranks_text
@@ -21,7 +20,7 @@ from shardmuon.layout.table import ParamLayout, Ranks, digest_of
 from shardmuon.plan.balance import UNEVEN, fitted, handed_on
 from shardmuon.plan.cuts import cut_faults
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
-from shardmuon.plan.price import Cut, Priced, Products, bucket_work, cut_of, products_of, step_ns
+from shardmuon.plan.price import Cut, Priced, Products, bucket_work, cut_of, products_of, step_ns, taken_by
 
 Route = Literal["local", "owner", "gram"]
 RouteOption = Literal["auto", "owner", "local", "gram"]
@@ -89,9 +88,9 @@ class Policy(NamedTuple):
             every rank that stores it whole does, replicas redundantly, and nothing moves. "gram": the Gram route (see
             cuts.py) for matrices that are cut along their long side only, "auto" for the others.
         bucket_bytes: Most bytes (of the wire) of whole matrices that one owner has in a bucket. A larger matrix makes
-            a bucket of its own. None: 32 MiB, or an eighth of what the momentum takes on a rank in fp32, if that is
-            more.
-        machine: By whose rates the number of buckets is chosen.
+            a bucket of its own. None: what is hardly dearer than the cheapest; of what moves nowhere 32 MiB, or a
+            thirty-second part of what its momentum takes on a rank in fp32, if that is more.
+        machine: By whose rates buckets are chosen.
     """
 
     route: RouteOption = "auto"
@@ -100,10 +99,10 @@ class Policy(NamedTuple):
 
 
 class Option(NamedTuple):
-    """A number of buckets for the matrices of one set that move together.
+    """Buckets for the matrices of one set that move together.
 
     Attributes:
-        most: Bytes of whole matrices that one owner has in one of them, at most.
+        most: Bytes that a rank has in one of them at most, see `price.taken_by`.
         num: Buckets.
         ns: Nanoseconds of a step of these alone, see price.py.
     """
@@ -415,7 +414,9 @@ class _Balance:
         """The candidate with least work; of equal ones that in the replica that passes on least, then of another node
         than the one before."""
         replica = layout.replica_of
-        queue = self._queues.setdefault((layout, item.matrix), sorted((0, 0, rank % self._per_node, rank) for rank in item.owners))
+        queue = self._queues.setdefault(
+            (layout, item.matrix), sorted((0, 0, rank % self._per_node, rank) for rank in item.owners)
+        )
         while True:  # what stands there may be of an earlier day: loads only grow
             *_, place, owner = queue[0]
             found = self._work.get(owner, 0), self._moved.get(replica[owner], 0), place, owner
@@ -427,19 +428,19 @@ class _Balance:
         return owner
 
 
-_BUCKETS = (*range(1, 17), 20, 24, 32, 48, 64)  # that are tried
-_TAILS = (1, 2, 4, 8)
+_BUCKETS = (*range(1, 21), 24, 32)  # that are tried
+_TAILS = (1, 2, 4)
 _LEAST_BYTES = 32 * 2**20
-_OF_MOMENTUM = 32  # a bucket may have one part of so many
+_OF_MOMENTUM = 32  # a bucket of what moves nowhere may have one part of so many
 _NO_DEARER = 102  # percent of the cheapest that a plan which takes less memory may cost
 
 
 def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tuple[list[Bucket], list[Chosen]]:
     """All buckets, and what was chosen.
 
-    Of the matrices that move together those that take least go first, so that links are busy soon. What a rank
-    orthogonalizes where it lies comes before all that moves: between buckets of one set, of which its other ranks have
-    nothing in between, ranks would post the exchanges of that set in unlike orders.
+    Half of what a rank orthogonalizes where it lies comes before all that moves, and half behind it, for gathers and
+    scatters to pass by. Nothing of it comes in between: ranks that have nothing there would post the exchanges of a set
+    in another order.
     """
     together: dict[tuple[bool, Ranks, Route, str, int], list[int]] = {}
     for number, item in enumerate(items):
@@ -448,7 +449,7 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tu
         itemsize = max(itemsize, 4) if item.route == "gram" else itemsize
         ranks = spec.layout.ranks if moves else item.owners
         together.setdefault((moves, ranks, item.route, spec.kind, itemsize), []).append(number)
-    first, moving, rest, chosen = list[Bucket](), list[Bucket](), list[Bucket](), list[Chosen]()
+    moving, before, behind, chosen = list[Bucket](), list[Bucket](), list[Bucket](), list[Chosen]()
     cutter = _Cutter(specs, items, policy)
     for (moves, ranks, route, kind, itemsize), numbers in sorted(together.items()):
         if moves:
@@ -457,12 +458,10 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tu
         else:
             shares = cutter.local(numbers, itemsize)
         made = [Bucket(ranks, tuple(sorted(share)), kind, itemsize, route) for share in shares]
-        if moves:
-            moving += made
-        else:
-            first += made[:max(1,len(made)//2)]
-            rest += made[max(1,len(made)//2):]
-    return [*first, *moving, *rest], chosen
+        half = len(made) if moves else (len(made) + 1) // 2
+        (moving if moves else before).extend(made[:half])
+        behind += made[half:]
+    return [*before, *moving, *behind], chosen
 
 
 class _Cutter:
@@ -476,25 +475,26 @@ class _Cutter:
     def local(self, numbers: Sequence[int], itemsize: int) -> list[list[int]]:
         """The shares of what moves nowhere: as few as memory allows."""
         sizes = {n: self._items[n].rows * self._items[n].cols for n in numbers}
-        return self._shares(sizes, self._most(sum(sizes.values()), itemsize), 1)
+        bound = self._policy.bucket_bytes or max(_LEAST_BYTES, 4 * sum(sizes.values()) // _OF_MOMENTUM)
+        return self._shares(sizes, max(1, bound // itemsize), 1)
 
     def cheapest(self, ranks: Ranks, numbers: Sequence[int], itemsize: int) -> tuple[list[list[int]], Chosen]:
-        """The shares of what moves: of those numbers of buckets that are hardly dearer than the cheapest, the one that
-        takes least memory."""
+        """The shares of what moves: of those that are hardly dearer than the cheapest, what takes least memory."""
         items, machine = self._items, self._policy.machine
         sizes = {n: _size(items[n], len(ranks)) for n in numbers}
         priced = {n: self._priced(n) for n in numbers}
-        most = (self._policy.bucket_bytes or sum(sizes.values()) * itemsize) // itemsize or 1
-        found: dict[Option, list[list[int]]] = {}
+        bound = self._policy.bucket_bytes or itemsize * sum(sizes.values())
         tails = _TAILS if any(one.cut.replicas > 1 for one in priced.values()) else (1,)
+        found: dict[Option, list[list[int]]] = {}
         known = 0
         for least in _BUCKETS:
-            waves = self._shares(sizes, most, least)
-            for tail, step in product(tails, (1, -1)) if len(waves) > known else ():
-                shares = self._narrowed(waves, tail)[::step]
+            waves = self._shares(sizes, max(1, bound // itemsize), least)
+            for tail in tails if len(waves) > known else ():
+                shares = self._narrowed(waves, tail)
                 buckets = [bucket_work([priced[n] for n in share], itemsize, machine) for share in shares]
-                taken = max(self._taken(share, priced) for share in shares)
-                found[Option(itemsize * taken, len(shares), step_ns(buckets))] = shares
+                taken = itemsize * max(taken_by([priced[n] for n in share]) for share in shares)
+                for step in (1, -1)[: len(shares)]:  # those with least first, or last
+                    found[Option(taken, len(shares), step_ns(buckets[::step]))] = shares[::step]
             known = len(waves)
         limit = min(option.ns for option in found) * _NO_DEARER
         best = min(option for option in found if option.ns * 100 <= limit)
@@ -502,34 +502,21 @@ class _Cutter:
         return found[best], Chosen(ranks, best, other)
 
     def _narrowed(self, waves: Sequence[Sequence[int]], tail: int) -> list[list[int]]:
-        """The waves cut once more, by owners: each replica has equal parts of its owners in each share. So relays
-        begin sooner, and the last of them, with nothing to pass by, is short: of the last wave in `tail` parts."""
-        found = []
+        """The waves cut by owners, the last one in `tail` parts, others in half as many, so that relays begin early and
+        the last of them is short. Owners of each replica are dealt out alike, since it relays what they own."""
+        found: list[list[int]] = []
         for wave in waves:
-            parts = tail if wave is waves[-1] else max(1, tail // 2)
-            of_owner: dict[tuple[int, int], list[int]] = {}
-            for number in wave:
-                item = self._items[number]
-                replica = self._specs[item.param].layout.replica_of[item.owners[0]]
-                of_owner.setdefault((replica, item.owners[0]), []).append(number)
-            shares: list[list[int]] = [[] for _ in range(parts)]
-            dealt = Counter[int]()  # owners, by replica
-            for (replica, _), numbers in sorted(
-                of_owner.items(), key=lambda pair: (-sum(self._items[n].cost for n in pair[1]), pair[0])
-            ):
-                shares[dealt[replica] % parts] += numbers
+            lines: dict[tuple[int, int], list[int]] = {}  # of replica and owner
+            for n in wave:
+                owner, layout = self._items[n].owners[0], self._specs[self._items[n].param].layout
+                lines.setdefault((layout.replica_of[owner], owner), []).append(n)
+            shares: list[list[int]] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
+            dealt = Counter[int]()  # of each replica
+            for replica, owner in sorted(lines, key=lambda at: (-sum(self._items[n].cost for n in lines[at]), at)):
+                shares[dealt[replica] % len(shares)] += lines[replica, owner]
                 dealt[replica] += 1
             found += [share for share in shares if share]
         return found
-
-    def _taken(self, share: Sequence[int], priced: Mapping[int, Priced]) -> int:
-        """Elements that a rank has in a bucket at most: of matrices of its own, and of what a relay brings."""
-        owned, relayed = Counter[Ranks](), 0
-        for n in share:
-            owned[self._items[n].owners] += _size(self._items[n], 0)
-            one = priced[n]
-            relayed += (one.numel - one.numel // one.cut.replicas) // one.cut.holders
-        return max(owned.values()) + relayed
 
     def _shares(self, sizes: Mapping[int, int], most: int, least: int) -> list[list[int]]:
         items = self._items
@@ -537,11 +524,6 @@ class _Cutter:
         for number in sorted(sizes, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)):
             lines.setdefault(items[number].owners, []).append(number)
         return _shares(list(lines.values()), items, sizes, most, least)[::-1]
-
-    def _most(self, held: int, itemsize: int) -> int:
-        """Elements that an owner may have in a bucket, of so many that a rank holds."""
-        bound = max(_LEAST_BYTES, 4 * held // _OF_MOMENTUM)
-        return max(1, (self._policy.bucket_bytes or bound) // itemsize)
 
     def _priced(self, number: int) -> Priced:
         item = self._items[number]

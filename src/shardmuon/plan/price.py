@@ -15,11 +15,8 @@ from typing import NamedTuple
 
 from shardmuon.layout.table import ParamLayout
 from shardmuon.plan import pipeline
-from shardmuon.plan.machines import Machine
+from shardmuon.plan.machines import SIDES, Machine
 
-# Thousandths of the peak that products reach, by the short side up to which they do: middle values of an H100's table.
-_SHARES = ((128, 20), (256, 40), (512, 110), (1024, 320), (2048, 560))
-_LARGE = 600
 _FULL = 3 << 20  # elements of Gram matrices that run together, see `orthogonalize.slots`
 _LAUNCHES = 30  # of five steps
 _PACKS, _APPLIES, _FILLS = 30, 26, 12  # bytes that pass through memory for an element, see `foresight.hardware`
@@ -85,17 +82,15 @@ def products_of(short: int, how: str, flops: int, machine: Machine) -> Products:
     size = 1 if "alone" in words or not machine.launch else min(max(_FULL // short**2, 1), 64)
     size = 1 << (size.bit_length() - 1)
     filled = next(side for side in range(short, 5 * short) if side**3 >= size * short**3)  # as large as all together
-    share = isqrt(_share(short) * _share(filled))
+    share = isqrt(_share(short, machine) * _share(filled, machine))
     return Products(size, max(size * flops * 1000 // (rate * share), _LAUNCHES * machine.launch))
 
 
-def _share(short: int) -> int:
-    return next((share for side, share in _SHARES if short <= side), _LARGE)
+def _share(short: int, machine: Machine) -> int:
+    return next((share for side, share in zip(SIDES, machine.shares, strict=True) if short <= side), machine.shares[-1])
 
 
-def bucket_work(
-    matrices: Sequence[Priced], itemsize: int, machine: Machine
-) -> tuple[pipeline.Work, Mapping[int, int]]:
+def bucket_work(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> tuple[pipeline.Work, Mapping[int, int]]:
     """A bucket of the owner route on a rank that owns nothing of it, and what products and copies take on its owners.
 
     Args:
@@ -142,6 +137,14 @@ def bucket_work(
     return work, computed
 
 
+def taken_by(matrices: Sequence[Priced]) -> int:
+    """Elements that a rank has of a bucket at most: matrices of its own, and what a relay brings."""
+    owned = Counter[int]()
+    for one in matrices:
+        owned[one.owner] += one.numel
+    return max(owned.values()) + sum((one.numel - one.numel // one.cut.replicas) // one.cut.holders for one in matrices)
+
+
 def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
     """An exchange in which a rank moves so many bytes, alike to all of so many ranks, some of them in its node."""
     others = max(1, ranks - 1)
@@ -154,7 +157,10 @@ def step_ns(buckets: Sequence[tuple[pipeline.Work, Mapping[int, int]]]) -> int:
     """A step of these buckets, in their order, see [Note: the price of buckets]."""
     slowest = dict.fromkeys(max(computed, key=lambda rank: (computed[rank], rank)) for _, computed in buckets)
     ranks = [
-        [work._replace(key=number, orthogonalize=computed.get(rank, 0)) for number, (work, computed) in enumerate(buckets)]
+        [
+            work._replace(key=number, orthogonalize=computed.get(rank, 0))
+            for number, (work, computed) in enumerate(buckets)
+        ]
         for rank in slowest
     ]
     return int(max(course.end for course in pipeline.run(ranks, 0, [0] * len(ranks), 0.5)))
