@@ -414,9 +414,9 @@ class _Balance:
         """The candidate with least work; of equal ones that in the replica that passes on least, then of another node
         than the one before."""
         replica = layout.replica_of
-        queue = self._queues.setdefault(
-            (layout, item.matrix), sorted((0, 0, rank % self._per_node, rank) for rank in item.owners)
-        )
+        queue = self._queues.setdefault((layout, item.matrix), [])
+        if not queue:
+            queue += sorted((0, 0, rank % self._per_node, rank) for rank in item.owners)
         while True:  # what stands there may be of an earlier day: loads only grow
             *_, place, owner = queue[0]
             found = self._work.get(owner, 0), self._moved.get(replica[owner], 0), place, owner
