@@ -494,7 +494,7 @@ class _Cutter:
                 buckets = [bucket_work([priced[n] for n in share], itemsize, machine) for share in shares]
                 taken = itemsize * max(taken_by([priced[n] for n in share]) for share in shares)
                 for step in (1, -1)[: len(shares)]:  # those with least first, or last
-                    found[Option(taken, len(shares), step_ns(buckets[::step]))] = shares[::step]
+                    found.setdefault(Option(taken, len(shares), step_ns(buckets[::step])), shares[::step])
             known = len(waves)
         limit = min(option.ns for option in found) * _NO_DEARER
         best = min(option for option in found if option.ns * 100 <= limit)
