@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from frozen_price import frozen_price
 from simulated import SimulatedRanks, sharded, spec
 
@@ -25,6 +26,7 @@ from shardmuon.layout.views import matrix_view
 from shardmuon.plan.machines import MACHINES, Machine, machine_of
 from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Plan, Policy, Spec, _Cutter, make_plan
+from shardmuon.testing import RankPool
 
 # Percent of a training step of 4 M tokens on H100s that a step takes beside AdamW's: what was promised, and what it is.
 TABLE = {
@@ -100,7 +102,7 @@ def test_no_other_buckets_are_cheaper_by_three_percent(seed: int, monkeypatch: p
 @pytest.mark.parametrize("mesh", ["dp=8 shard=8", "dp=2 shard=64"])
 @pytest.mark.parametrize("gpu", ["a100", "h100"])
 def test_replicas_share_work_for_less_than_each_takes_for_itself(gpu: str, mesh: str) -> None:
-    """So there is nothing to choose: no machine of the table has a network slow enough for it."""
+    """Of a model this large. Of small ones with many replicas it may be the other way, see ADR 30."""
     together = plan("gpt2-xl", mesh, gpu=gpu, advice=False).price.step.mid
     alone = plan("gpt2-xl", mesh.partition(" ")[2], gpu=gpu, advice=False).price.step.mid
     assert together < 1.03 * alone
@@ -226,3 +228,19 @@ def test_a_machine_of_ones_own_is_an_option_that_ranks_compare() -> None:
     own = Machine("mine", (500,) * 7, 100, 50, 25, 20_000, 900, 100, 4, 10**6, 10**6, 0, 0, 0, 0)
     assert "Machine(name='mine'" in repr(Exchange(machine=own))
     assert make_plan(_job(2)[0], Policy(machine=own)).machine == own
+
+
+def _unlike_rates() -> tuple[str, bool]:
+    p = torch.nn.Parameter(torch.ones(6, 8))
+    p.grad = torch.ones(6, 8)
+    machine = MACHINES["h100"]._replace(network=41413 + dist.get_rank())
+    optimizer = Muon([("w", p)], lr=0.1, process_group=dist.group.WORLD, exchange=Exchange(machine=machine))
+    with pytest.raises(ValueError, match="network=41413") as refused:
+        optimizer.step()
+    return str(refused.value), torch.equal(p, torch.ones(6, 8))
+
+
+def test_rates_that_differ_between_ranks_are_refused_on_all(world2: RankPool) -> None:
+    for message, unchanged in world2.run(_unlike_rates):
+        assert unchanged
+        assert "network=41413" in message and "network=41414" in message
