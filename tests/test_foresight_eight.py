@@ -26,6 +26,7 @@ from shardmuon.layout.mesh import Shard
 from shardmuon.layout.shards import Cut, parts_of
 from shardmuon.layout.table import ParamLayout, Ranks, replicated
 from shardmuon.layout.views import MatrixView, matrix_view
+from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.plan import Policy, make_plan
 from shardmuon.testing.cases import PARAMS, ParamCase, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
@@ -159,7 +160,7 @@ def _digests(row: str, exchange: str) -> dict[Ranks, str]:
     layouts, gram = _layouts(row), exchange == "gram"
     how: dict[str, Any] = {"orthogonalizer": STANDARD} if gram else {"orthogonalizer": Orthogonalizer("standard")}
     alone = Muon(groups_of(parameters(_full()), PARAMS), lr=1e-3, exchange=EXCHANGES[exchange], **how)
-    policy = Policy(EXCHANGES[exchange].route, EXCHANGES[exchange].bucket_bytes)
+    policy = Policy(EXCHANGES[exchange].route, EXCHANGES[exchange].bucket_bytes, MACHINES["cpu-gloo"])
     specs = alone.prepare().specs
     return digests_of(make_plan([spec._replace(layout=layouts[spec.name]) for spec in specs], policy))
 

@@ -259,13 +259,13 @@ def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_
 
 
 def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
-    """The result of a relay is applied before the bucket after the next; its rank waits for the scatter first."""
+    """A relay is given when the next bucket is computed, and what it brings is applied at the end."""
     works = [Work(i, 0.0, 0.0, 10.0, 0.0, 0.0, 0.0, 8.0, 1.0) for i in range(3)]
     (course,) = pipeline.run([works], 0.0, [0.0], 1.0)
-    assert course.end == 3 * 10.0 + 1.0 + 8.0 + 1.0  # the last relay is seen, and the one before it passes with it
-    assert course.waited == 7.0
     relays = [e for e in course.events if e.phase == "relay"]
-    assert [e.start for e in relays] == [10.0, 20.0, 31.0]
+    assert [e.start for e in relays] == [20.0, 30.0, 38.0]  # the last one waits for the one before it
+    assert course.end == 38.0 + 8.0 + 1.0
+    assert course.waited == 14.0
 
 
 def test_events_follow_each_other_and_fill_the_step() -> None:

@@ -4,39 +4,43 @@ choices must not change."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import time
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from frozen_price import frozen_price
 from simulated import SimulatedRanks, sharded, spec
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.foresight import plan
 from shardmuon.foresight.hardware_files import load, names
-from shardmuon.foresight.live import exact_of
-from shardmuon.layout.table import Ranks
+from shardmuon.foresight.live import exact_of, price_plan
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.machines import MACHINES, Machine, machine_of
 from shardmuon.plan.pipeline import turns
-from shardmuon.plan.plan import Chosen, Option, Plan, Policy, Spec, _Cutter, make_plan
+from shardmuon.plan.plan import Plan, Policy, Spec, _Cutter, make_plan
+from shardmuon.testing import RankPool
 
 # Percent of a training step of 4 M tokens on H100s that a step takes beside AdamW's: what was promised, and what it is.
-# Two rows are above what was promised, see docs/adr/0030-choosing-by-price.md.
 TABLE = {
     ("llama3-8b", "shard=8"): (0.19, 0.183),
     ("llama3-8b", "shard=64"): (0.30, 0.275),
-    ("llama3-8b", "dp=8 shard=8"): (0.60, 0.690),
+    ("llama3-8b", "dp=8 shard=8"): (0.60, 0.597),
     ("llama3-8b", "shard=1024"): (4.5, 3.70),
     ("llama3-8b", "dp=16 shard=64"): (5.0, 4.22),
     ("llama3-70b", "shard=1024"): (3.0, 1.74),
     ("llama3-70b", "shard=64 tp=8"): (1.5, 0.86),
-    ("kimi-k2", "pp=4 shard=64 ep=64"): (3.5, 3.70),
+    ("kimi-k2", "pp=4 shard=64 ep=64"): (3.5, 3.48),
 }
-MISSED = {("llama3-8b", "dp=8 shard=8"), ("kimi-k2", "pp=4 shard=64 ep=64")}
+# GiB at the peak of a step beyond what is kept, of the rank with most; before choices by price 1.23, 2.19 and 1.22.
+PEAKS = {("llama3-8b", "shard=8"): 1.2, ("llama3-8b", "dp=8 shard=8"): 1.9, ("kimi-k2", "pp=4 shard=64 ep=64"): 2.5}
 
 
 @pytest.mark.parametrize(("model", "mesh"), TABLE)
@@ -45,8 +49,9 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
     promised, stated = TABLE[model, mesh]
     percent = 100 * frozen_price(found["exact"], 4e6, turns).share
     assert 0.98 * stated < percent <= stated
-    assert (percent <= promised) == ((model, mesh) not in MISSED)
+    assert percent <= promised
     assert 100 * found["overhead_over_adamw"][1] <= 1.01 * percent  # the pricer in use is at most as dear
+    assert max(of_class["peak"] for of_class in found["exact"]["classes"]) <= PEAKS.get((model, mesh), 2.3) * 2**30
 
 
 def _job(seed: int) -> tuple[list[Spec], int]:
@@ -66,31 +71,38 @@ def _seconds(made: Plan) -> float:
     return frozen_price(json.loads(json.dumps(exact)), 1.0, turns).step
 
 
-def _fixed(num: int) -> Any:
-    def cheapest(self: Any, ranks: Ranks, numbers: list[int], itemsize: int) -> tuple[list[list[int]], Chosen]:
-        items = self._items
-        sizes = {n: items[n].rows * items[n].cols for n in numbers}
-        most = self._most(sum(sizes[n] // self._priced(n).cut.holders for n in numbers), itemsize)
-        return self._shares(sizes, most, num), Chosen(ranks, Option(0, num, 0), None)
-
-    return cheapest
+def _others(made: Plan) -> Iterator[Plan]:
+    """The plan with every other number of buckets up to 16, whole or cut by owners, and either order."""
+    moving = [bucket for bucket in made.buckets if bucket.exchange]
+    numbers = sorted(number for bucket in moving for number in bucket.items)
+    cutter = _Cutter(made.specs, made.items, Policy())
+    sizes = {n: made.items[n].rows * made.items[n].cols for n in numbers}
+    tails = (1, 2, 4, 8) if made.specs[0].layout.has_replicas else (1,)
+    seen = set()
+    for num, tail, step in itertools.product(range(1, 17), tails, (1, -1)):
+        shares = cutter._narrowed(cutter._shares(sizes, sum(sizes.values()), num), tail)[::step]
+        cut = tuple(moving[0]._replace(items=tuple(sorted(share))) for share in shares)
+        if cut not in seen and len(cut) <= 16:
+            seen.add(cut)
+            yield dataclasses.replace(made, buckets=cut)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_number_of_buckets_within_memory_is_cheaper_by_three_percent(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_other_buckets_are_cheaper_by_three_percent(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are owners that were given out without a search."""
     specs, _ = _job(seed)
-    ours = _seconds(make_plan(specs, Policy()))
-    for num in range(1, 17):
-        monkeypatch.setattr(_Cutter, "cheapest", _fixed(num))
-        assert ours < 1.03 * _seconds(make_plan(specs, Policy())), num
+    made = make_plan(specs, Policy())
+    ours = _seconds(made)
+    for other in _others(made):
+        assert ours < 1.03 * _seconds(other), [bucket.items for bucket in other.buckets]
+    monkeypatch.setattr("shardmuon.plan.plan.fitted", lambda *given: [])
+    assert ours < 1.03 * _seconds(make_plan(specs, Policy()))
 
 
 @pytest.mark.parametrize("mesh", ["dp=8 shard=8", "dp=2 shard=64"])
 @pytest.mark.parametrize("gpu", ["a100", "h100"])
 def test_replicas_share_work_for_less_than_each_takes_for_itself(gpu: str, mesh: str) -> None:
-    """Nothing is to be chosen: no machine of the table has a network slow enough for it."""
+    """Working together pays for a model this large. Of small ones with many replicas it may be the other way (ADR 30)."""
     together = plan("gpt2-xl", mesh, gpu=gpu, advice=False).price.step.mid
     alone = plan("gpt2-xl", mesh.partition(" ")[2], gpu=gpu, advice=False).price.step.mid
     assert together < 1.03 * alone
@@ -149,21 +161,48 @@ def test_a_plan_whose_products_the_machine_has_no_rate_for_says_no_seconds() -> 
     assert set(made.unpriced.splitlines()) < set(lines)
 
 
-def test_buckets_stay_within_the_stated_memory() -> None:
-    for seed in range(20):
-        specs, shards = _job(seed)
-        made = make_plan(specs, Policy())
-        held = sum(m.rows * m.cols for s in specs for m in s.layout.view.matrices) // shards
-        largest = 2 * max(item.rows * item.cols for item in made.items)
-        bound = max(32 * 2**20, 4 * held // 8, largest)
-        assert all(chosen.option.most <= bound for chosen in made.chosen)
+def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
+    """A dense matrix on one of four ranks that have eight experts each: others take those, with the same bits."""
+    view = matrix_view((32, 48, 32), view="stack")
+    experts, dense = sharded(view, [range(4)], 0), sharded(matrix_view((96, 32)), [range(4)], 0)
+    specs = [spec("experts", experts)._replace(costs=(10**9,) * 32), spec("dense", dense)._replace(costs=(12 * 10**9,))]
+    weights = [torch.randn(one.layout.view.shape, generator=torch.Generator().manual_seed(0)) for one in specs]
+    groups = Muon([torch.nn.Parameter(weights[1])], lr=0.02, orthogonalizer=Orthogonalizer(method="standard"))
+    found, moved = [], []
+    for per_node in (4, 1):
+        made = make_plan(specs, Policy(machine=MACHINES["cpu-gloo"]._replace(per_node=per_node)))
+        simulated = SimulatedRanks(made, [weight.clone() for weight in weights])
+        simulated.step([weight.flip(0) for weight in weights], groups.param_groups * 2)
+        found.append(simulated.full_weights())
+        moved.append([item.owners for item in made.items if item.param == 0 and item.route == "owner"])
+        assert max(made.loads().values()) == (12 if per_node == 4 else 20) * 10**9
+    assert len(moved[0]) == 8 and not moved[1]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    kept = [specs[0]._replace(kept=spec("", experts, stages=1).kept), specs[1]]
+    assert max(make_plan(kept, Policy(machine=MACHINES["cpu-gloo"])).loads().values()) == 20 * 10**9
+
+
+@pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])
+def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: int, ranks: int) -> None:
+    """Of matrices that move, without the vote and what a step takes in any case."""
+    layouts = [sharded(matrix_view(shape), [range(ranks)], 0) for shape in ((dim, dim), (4 * dim, dim), (dim, 4 * dim))]
+    specs = [
+        spec(str(i), layout, itemsize=2)._replace(hows=("standard bfloat16",)) for i, layout in enumerate(layouts * 8)
+    ]
+    made = make_plan(specs, Policy(machine=MACHINES[name]))
+    step = price_plan(made, name).step
+    assert 0.8 * step.lo < made.chosen[0].option.ns / 1e9 < 1.1 * step.mid
 
 
 def test_a_bound_that_a_user_gives_holds() -> None:
     specs, _ = _job(1)
     made = make_plan(specs, Policy(bucket_bytes=2**20))
     largest = 2 * max(item.rows * item.cols for item in made.items)
-    assert all(chosen.option.most <= max(2**20, largest) for chosen in made.chosen)
+    for bucket in made.buckets:
+        owned = Counter[Any]()
+        for item in (made.items[number] for number in bucket.items):
+            owned[item.owners] += 2 * item.rows * item.cols
+        assert max(owned.values()) <= max(2**20, largest)
 
 
 def test_plans_take_the_optimizers_option_objects() -> None:
@@ -186,6 +225,22 @@ def test_choosing_takes_half_a_second_at_most() -> None:
 
 
 def test_a_machine_of_ones_own_is_an_option_that_ranks_compare() -> None:
-    own = Machine("mine", 100, 50, 25, 20_000, 900, 100, 4, 10**6, 10**6, 0, 0, 0, 0)
+    own = Machine("mine", (500,) * 7, 100, 50, 25, 20_000, 900, 100, 4, 10**6, 10**6, 0, 0, 0, 0)
     assert "Machine(name='mine'" in repr(Exchange(machine=own))
     assert make_plan(_job(2)[0], Policy(machine=own)).machine == own
+
+
+def _unlike_rates() -> tuple[str, bool]:
+    p = torch.nn.Parameter(torch.ones(6, 8))
+    p.grad = torch.ones(6, 8)
+    machine = MACHINES["h100"]._replace(network=41413 + dist.get_rank())
+    optimizer = Muon([("w", p)], lr=0.1, process_group=dist.group.WORLD, exchange=Exchange(machine=machine))
+    with pytest.raises(ValueError, match="network=41413") as refused:
+        optimizer.step()
+    return str(refused.value), torch.equal(p, torch.ones(6, 8))
+
+
+def test_rates_that_differ_between_ranks_are_refused_on_all(world2: RankPool) -> None:
+    for message, unchanged in world2.run(_unlike_rates):
+        assert unchanged
+        assert "network=41413" in message and "network=41414" in message

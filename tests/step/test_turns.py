@@ -17,7 +17,7 @@ POSTS = {"begin": "gather", "compute": "scatter", "apply": "relay", "finish": No
 CROSSED: list[Bucket] = [((0, 2, 3), True), ((1, 2), False), ((1, 2), False), ((1, 2), False), ((2, 3), False)]
 
 
-def _late(relays: Sequence[bool]) -> Iterator[tuple[str, int]]:
+def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str, int]]:
     """A relay is posted and waited for after the next bucket has been computed."""
     for at in range(len(relays)):
         yield from [("begin", at)] * (at == 0) + [("begin", at + 1)] * (at + 1 < len(relays)) + [("compute", at)]
@@ -29,7 +29,10 @@ def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[i
     """Simulate all ranks. Returns True if every one comes to its end, and what each has posted."""
     ranks = sorted({rank for of_bucket, _ in buckets for rank in of_bucket})
     mine = {rank: [number for number, (of_bucket, _) in enumerate(buckets) if rank in of_bucket] for rank in ranks}
-    left = {rank: list(order([buckets[number][1] for number in mine[rank]])) for rank in ranks}  # type: ignore[operator]
+    left = {
+        rank: list(order([buckets[n][1] for n in of_rank], [buckets[n][0] for n in of_rank]))  # type: ignore[operator]
+        for rank, of_rank in mine.items()
+    }
     posted: dict[int, list[Exchange]] = {rank: [] for rank in ranks}
     moved = True
     while moved:

@@ -28,7 +28,7 @@ import torch
 from shardmuon.foresight.tables import Curve, Found, Surface
 from shardmuon.foresight.times import NOTHING, Time
 from shardmuon.orthogonalize.slots import batch_size
-from shardmuon.plan.machines import Machine
+from shardmuon.plan.machines import SIDES, Machine
 
 # facts that a `Machine` has in nanoseconds, in its order
 _NANOSECONDS = ("latency_inside", "latency_across", "latency_peer", "host_bucket", "host_matrix", "launch")
@@ -131,7 +131,10 @@ class Hardware:
             self.gpus_per_node,
             *(1e9 * facts[name] for name in _NANOSECONDS),
         )
-        return Machine(self.name, *map(round, rates))
+        surface = _table_of(self, "standard bfloat16", "bfloat16")[1].surface
+        assert surface is not None, "products are tables over shapes"
+        shares = tuple(round(1000 * surface.at(side, 1.0).mid) for side in SIDES)
+        return Machine(self.name, shares, *map(round, rates))
 
     def peak(self, dtype: str) -> Fact:
         """FLOP/s of dense products in a dtype.

@@ -135,11 +135,11 @@ def summary(plan: Plan) -> list[str]:
             lines += _splitting(plan, load(known), found)
     for chosen in plan.chosen:
         option, other = chosen.option, chosen.other
-        beside = "no other number is possible"
+        beside = "there are no others"
         if other is not None:
             beside = f"next best {other.num}, {other.ns / option.ns:.3g}x as long, {other.most / 2**20:.3g} MiB"
         lines.append(
             f"ranks {ranks_text(chosen.ranks)}: {option.num} buckets by price ({machine.name}), of "
-            f"{option.most / 2**20:.3g} MiB an owner at most; {beside}"
+            f"{option.most / 2**20:.3g} MiB a rank at most; {beside}"
         )
     return lines

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 _BISECTIONS = 12
+UNEVEN = 1.03  # load of the most loaded rank over the mean from which on better owners are searched for
 _GOOD_ENOUGH = 1.01  # of the lower bound; not worth a search below
 
 
@@ -52,3 +53,27 @@ def _first_fit(
         owners[item] = int(ids[item][fits.argmax()])
         load[owners[item]] += costs[item]
     return owners
+
+
+def handed_on(
+    loads: Mapping[int, int], alone: Mapping[int, Sequence[tuple[int, int]]], per_node: int
+) -> dict[int, int]:
+    """Pairs of an item and a rank of the same node that takes it from one with more to do.
+
+    Args:
+        loads: Rank -> what it has to do.
+        alone: Rank -> cost and number of each item that it may hand on.
+        per_node: Ranks of a node.
+    """
+    found, left = dict[int, int](), dict(loads)
+    late = UNEVEN * sum(left.values()) / len(left)
+    for node in {rank // per_node for rank in alone if left[rank] > late}:
+        mates = [rank for rank in left if rank // per_node == node]
+        items = {rank: sorted(alone.get(rank, ())) for rank in mates}
+        while True:
+            mate, rank = (of(mates, key=lambda rank: (left[rank], rank)) for of in (min, max))
+            if left[rank] <= late or not items[rank] or left[mate] + items[rank][-1][0] >= left[rank]:
+                break
+            cost, number = items[rank].pop()
+            found[number], left[mate], left[rank] = mate, left[mate] + cost, left[rank] - cost
+    return found

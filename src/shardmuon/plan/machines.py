@@ -11,6 +11,7 @@ class Machine(NamedTuple):
 
     Attributes:
         name: In plans.
+        shares: Thousandths of the peak that products reach, by short side, see `SIDES`.
         half, single, double: GFLOP/s of dense products in 16, 32 and 64 bits.
         memory: MB/s that a pass reads and writes.
         link, network: MB/s of an all-to-all, one way, inside a node and between nodes.
@@ -21,6 +22,7 @@ class Machine(NamedTuple):
     """
 
     name: str
+    shares: tuple[int, ...]
     half: int
     single: int
     double: int
@@ -36,19 +38,28 @@ class Machine(NamedTuple):
     launch: int
 
 
+SIDES = (64, 128, 256, 512, 1024, 2048, 4096)  # up to which each share holds; the last one beyond, too
+
 # From the hardware files of foresight, their middle values: a test holds them equal.
-MACHINES = {
-    row.name: row
-    for row in (
-        Machine("a100", 312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421, 8944, 3464),
-        Machine("b200", 2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
-        Machine("cpu-gloo", 174, 103, 47, 24954, 951, 238, 4, 1136265, 1136265, 0, 0, 15699, 0),
-        Machine("gb300", 2500000, 75000, 1250, 6454766, 615649, 82825, 72, 15811, 34641, 1000, 141421, 8944, 3464),
-        Machine("h100", 989400, 66900, 66900, 2702933, 336694, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
-        Machine("h200", 989400, 66900, 66900, 3872859, 336694, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
-        Machine("mi300x", 1307000, 163400, 163400, 4276282, 253674, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
-    )
+_RATES = {
+    "a100": (312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421, 8944, 3464),
+    "b200": (2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
+    "cpu-gloo": (174, 103, 47, 24954, 951, 238, 4, 1136265, 1136265, 0, 0, 15699, 0),
+    "gb300": (2500000, 75000, 1250, 6454766, 615649, 82825, 72, 15811, 34641, 1000, 141421, 8944, 3464),
+    "h100": (989400, 66900, 66900, 2702933, 336694, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
+    "h200": (989400, 66900, 66900, 3872859, 336694, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
+    "mi300x": (1307000, 163400, 163400, 4276282, 253674, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
 }
+_SHARES = {
+    "a100": (63, 63, 63, 165, 431, 594, 736),
+    "b200": (22, 22, 22, 67, 200, 424, 581),
+    "cpu-gloo": (70, 354, 701, 949, 949, 949, 949),
+    "gb300": (22, 22, 22, 67, 200, 424, 581),
+    "h100": (39, 39, 39, 112, 323, 561, 603),
+    "h200": (39, 39, 39, 112, 323, 561, 603),
+    "mi300x": (32, 32, 32, 77, 187, 354, 439),
+}
+MACHINES = {name: Machine(name, _SHARES[name], *rates) for name, rates in _RATES.items()}
 DEFAULT = "h100"  # for an accelerator that is in no row
 
 

@@ -19,18 +19,22 @@ Turn = Literal["begin", "compute", "apply", "finish"]
 Phase = Literal["begin", "pack", "gather", "fill", "orthogonalize", "scatter", "apply", "relay", "finish", "adamw"]
 
 
-def turns(relays: Sequence[bool]) -> Iterator[tuple[Turn, int]]:
+_BESIDE = 4  # buckets that a relay has to pass by: it is the longest exchange, as a rule over the network
+
+
+def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tuple[Turn, int]]:
     """The order in which a rank carries its buckets out: pairs of an operation and a bucket's number.
 
-    While bucket i is orthogonalized, i + 1 is gathered and i - 1 scattered. A relay is the longest exchange, as a rule
-    over the network, so it has the next two buckets to pass by. [Note: no circle of waits] Number the exchanges of all
-    ranks' buckets, in the order that all plan alike: the gather of bucket b is b, its scatter b + 1/4, its relay
-    b + 1/2. A rank posts an exchange after waits for exchanges with smaller numbers only, so the one with the smallest
-    number that anybody waits for has been posted by all. A relay is posted by whoever has waited for the scatter, and
-    must not wait for the next bucket's gather too: some ranks have other buckets in between.
+    While bucket i is orthogonalized, i + 1 is gathered and i - 1 scattered, and what was computed before is relayed.
+    [Note: no circle of waits] Number the exchanges of all ranks' buckets, in the order that all plan alike: the gather
+    of bucket b is b, its scatter b + 1/4, its relay b + 1/2. A rank posts an exchange after waits for exchanges with
+    smaller numbers only, so the one with the smallest number that anybody waits for has been posted by all. There is
+    one exception: the relay of b is posted after the wait for the gather of b + 1, if that is of the same set, whose
+    ranks have both and nothing in between. Before a bucket of another set relays are posted first.
 
     Args:
         relays: Of each bucket of this rank, in the plan's order, True if it has a relay.
+        sets: The ranks of each. Empty: they are the same everywhere.
     """
     last = len(relays) - 1
     for i in range(len(relays)):
@@ -38,17 +42,17 @@ def turns(relays: Sequence[bool]) -> Iterator[tuple[Turn, int]]:
             yield "begin", i
         if i < last:
             yield "begin", i + 1
-        before = i > 0 and relays[i - 1]
-        if before:
+        early = i > 0 and relays[i - 1] and bool(sets) and sets[i] != sets[i - 1]
+        if early:
             yield "apply", i - 1
         yield "compute", i
-        if i > 0 and not before:
+        if i > 0 and not early:
             yield "apply", i - 1
-        if i > 1 and relays[i - 2]:
-            yield "finish", i - 2
+        if i >= _BESIDE and relays[i - _BESIDE]:
+            yield "finish", i - _BESIDE
     if relays:
         yield "apply", last
-    for i in range(max(0, last - 1), last + 1):
+    for i in range(max(0, last - _BESIDE + 1), last + 1):
         if relays[i]:
             yield "finish", i
 

@@ -18,10 +18,10 @@ from typing import Any, Literal, NamedTuple, get_args
 from shardmuon._tables import table
 from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
-from shardmuon.plan.balance import fitted
+from shardmuon.plan.balance import UNEVEN, fitted, handed_on
 from shardmuon.plan.cuts import cut_faults
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
-from shardmuon.plan.price import Cut, Priced, Products, bucket_work, cut_of, products_of, step_ns
+from shardmuon.plan.price import Cut, Priced, Products, bucket_work, cut_of, products_of, step_ns, taken_by
 
 Route = Literal["local", "owner", "gram"]
 RouteOption = Literal["auto", "owner", "local", "gram"]
@@ -89,9 +89,9 @@ class Policy(NamedTuple):
             every rank that stores it whole does, replicas redundantly, and nothing moves. "gram": the Gram route (see
             cuts.py) for matrices that are cut along their long side only, "auto" for the others.
         bucket_bytes: Most bytes (of the wire) of whole matrices that one owner has in a bucket. A larger matrix makes
-            a bucket of its own. None: 32 MiB, or an eighth of what the momentum takes on a rank in fp32, if that is
-            more.
-        machine: By whose rates the number of buckets is chosen.
+            a bucket of its own. None: what is hardly dearer than the cheapest; of what moves nowhere 32 MiB, or a
+            thirty-second part of what its momentum takes on a rank in fp32, if that is more.
+        machine: By whose rates buckets are chosen.
     """
 
     route: RouteOption = "auto"
@@ -100,10 +100,10 @@ class Policy(NamedTuple):
 
 
 class Option(NamedTuple):
-    """A number of buckets for the matrices of one set that move together.
+    """Buckets for the matrices of one set that move together.
 
     Attributes:
-        most: Bytes of whole matrices that one owner has in one of them, at most.
+        most: Bytes that a rank has in one of them at most, see `price.taken_by`.
         num: Buckets.
         ns: Nanoseconds of a step of these alone, see price.py.
     """
@@ -309,7 +309,8 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
         if item.route != "local":
             of_param[item.param].append(number)
     for ranks, numbers in sets.items():
-        for number, owner in _owners(specs, items, ranks, numbers):
+        owners = dict(_owners(specs, items, ranks, numbers, policy.machine.per_node))
+        for number, owner in (owners | _handed_on(specs, items, ranks, owners, policy.machine)).items():
             items[number] = _placed(specs[items[number].param], items[number], owner)
     buckets, chosen = _buckets(specs, items, policy)
     return Plan(tuple(specs), tuple(items), tuple(buckets), chosen=tuple(chosen), machine=policy.machine)
@@ -351,14 +352,14 @@ def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequen
 
 
 def _owners(
-    specs: Sequence[Spec], items: Sequence[Item], ranks: Ranks, numbers: Sequence[int]
+    specs: Sequence[Spec], items: Sequence[Item], ranks: Ranks, numbers: Sequence[int], per_node: int
 ) -> list[tuple[int, int]]:
     """Pairs of an item of a set and its owner: those without a choice first, then the costliest to the least loaded."""
-    balance = _Balance()
+    balance = _Balance(per_node)
     ordered = sorted(numbers, key=lambda n: (len(items[n].owners) > 1, -items[n].cost, n))
     found = [(n, balance.least(specs[items[n].param].layout, items[n])) for n in ordered]
     loads = balance.loads(ranks)
-    if max(loads) * len(loads) <= _UNEVEN * sum(loads):
+    if max(loads) * len(loads) <= UNEVEN * sum(loads):
         return found
     fixed = [(n, owner) for n, owner in found if len(items[n].owners) == 1]
     place = {rank: at for at, rank in enumerate(ranks)}
@@ -371,7 +372,23 @@ def _owners(
     return [*fixed, *zip(free, (ranks[at] for at in better), strict=True)] if better else found
 
 
-_UNEVEN = 1.03  # load of the most loaded rank over the mean from which on better owners are searched for
+def _handed_on(
+    specs: Sequence[Spec], items: Sequence[Item], ranks: Ranks, owners: Mapping[int, int], machine: Machine
+) -> dict[int, int]:
+    """Other owners in the node for matrices that late ranks alone store: all have experts, and few a dense matrix.
+
+    Only what takes longer at the machine's peak than its way there and back, and of which stages keep nothing.
+    """
+    loads = dict.fromkeys(ranks, 0)
+    alone: dict[int, list[tuple[int, int]]] = {}
+    for number, owner in owners.items():
+        item, spec = items[number], specs[items[number].param]
+        loads[owner] += item.cost
+        itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
+        worth = item.cost * machine.link > 2 * itemsize * item.rows * item.cols * machine.half * 1000
+        if worth and not spec.kept and len(item.owners) == 1 and len(spec.layout.tiles[item.matrix]) == 1:
+            alone.setdefault(owner, []).append((item.cost, number))
+    return handed_on(loads, alone, machine.per_node)
 
 
 def _placed(spec: Spec, item: Item, owner: int) -> Item:
@@ -384,22 +401,26 @@ def _placed(spec: Spec, item: Item, owner: int) -> Item:
 class _Balance:
     """What the owners of one set of sharers have to do so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, per_node: int) -> None:
+        self._per_node = per_node
         self._work: dict[int, int] = {}  # rank -> operations
         self._moved: dict[int, int] = {}  # replica -> elements that it has to pass on
-        self._queues: dict[tuple[ParamLayout, int], list[tuple[int, int, int]]] = {}  # of a matrix: loads and rank
+        self._queues: dict[tuple[ParamLayout, int], list[tuple[int, int, int, int]]] = {}  # of a matrix: loads and rank
 
     def loads(self, ranks: Ranks) -> list[int]:
         """Operations of each of these ranks."""
         return [self._work.get(rank, 0) for rank in ranks]
 
     def least(self, layout: ParamLayout, item: Item) -> int:
-        """The candidate with least work; of equal ones that in the replica that passes on least."""
+        """The candidate with least work; of equal ones that in the replica that passes on least, then of another node
+        than the one before."""
         replica = layout.replica_of
-        queue = self._queues.setdefault((layout, item.matrix), [(0, 0, rank) for rank in item.owners])
+        queue = self._queues.setdefault((layout, item.matrix), [])
+        if not queue:
+            queue += sorted((0, 0, rank % self._per_node, rank) for rank in item.owners)
         while True:  # what stands there may be of an earlier day: loads only grow
-            owner = queue[0][2]
-            found = self._work.get(owner, 0), self._moved.get(replica[owner], 0), owner
+            *_, place, owner = queue[0]
+            found = self._work.get(owner, 0), self._moved.get(replica[owner], 0), place, owner
             if found == queue[0]:
                 break
             heapq.heapreplace(queue, found)
@@ -408,19 +429,20 @@ class _Balance:
         return owner
 
 
-_MOST_BUCKETS = 16  # that are tried
+_BUCKETS = (*range(1, 21), 24, 32)  # that are tried
+_TAILS = (1, 2, 4)
 _LEAST_BYTES = 32 * 2**20
 _IN_CACHE = 4 * 2**20  # bytes of a bucket on a CPU that moves nowhere: what is made for it stays in a cache
-_OF_MOMENTUM = 8  # a bucket may have one part of so many
+_OF_MOMENTUM = 32  # a bucket of what moves nowhere may have one part of so many
 _NO_DEARER = 102  # percent of the cheapest that a plan which takes less memory may cost
 
 
 def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tuple[list[Bucket], list[Chosen]]:
     """All buckets, and what was chosen.
 
-    Of the matrices that move together those that take least go first, so that links are busy soon. What a rank
-    orthogonalizes where it lies comes before all that moves: between buckets of one set, of which its other ranks have
-    nothing in between, ranks would post the exchanges of that set in unlike orders.
+    Half of what a rank orthogonalizes where it lies comes before all that moves, and half behind it, for gathers and
+    scatters to pass by. Nothing of it comes in between: ranks that have nothing there would post the exchanges of a set
+    in another order.
     """
     together: dict[tuple[bool, Ranks, Route, str, int], list[int]] = {}
     for number, item in enumerate(items):
@@ -429,7 +451,7 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tu
         itemsize = max(itemsize, 4) if item.route == "gram" else itemsize
         ranks = spec.layout.ranks if moves else item.owners
         together.setdefault((moves, ranks, item.route, spec.kind, itemsize), []).append(number)
-    found, chosen = list[Bucket](), list[Chosen]()
+    moving, before, behind, chosen = list[Bucket](), list[Bucket](), list[Bucket](), list[Chosen]()
     cutter = _Cutter(specs, items, policy)
     for (moves, ranks, route, kind, itemsize), numbers in sorted(together.items()):
         if moves:
@@ -437,10 +459,14 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tu
             chosen.append(why)
         else:
             shares = cutter.local(numbers, itemsize, kind)
+        made = []
         for share in shares:
             gathers = moves and any(_gathered(specs[items[n].param], items[n]) for n in share)
-            found.append(Bucket(ranks, tuple(sorted(share)), kind, itemsize, route, gathers))
-    return found, chosen
+            made.append(Bucket(ranks, tuple(sorted(share)), kind, itemsize, route, gathers))
+        half = len(made) if moves else (len(made) + 1) // 2
+        (moving if moves else before).extend(made[:half])
+        behind += made[half:]
+    return [*before, *moving, *behind], chosen
 
 
 def _gathered(spec: Spec, item: Item) -> bool:
@@ -460,33 +486,48 @@ class _Cutter:
     def local(self, numbers: Sequence[int], itemsize: int, kind: str) -> list[list[int]]:
         """The shares of what moves nowhere: as few as memory allows, and small ones on a CPU."""
         sizes = {n: self._items[n].rows * self._items[n].cols for n in numbers}
-        most = self._most(sum(sizes.values()), itemsize)
-        if kind == "cpu" and self._policy.bucket_bytes is None:
-            most = _IN_CACHE // itemsize
-        return self._shares(sizes, most, 1)
+        least = _IN_CACHE if kind == "cpu" else max(_LEAST_BYTES, 4 * sum(sizes.values()) // _OF_MOMENTUM)
+        return self._shares(sizes, max(1, (self._policy.bucket_bytes or least) // itemsize), 1)
 
     def cheapest(self, ranks: Ranks, numbers: Sequence[int], itemsize: int) -> tuple[list[list[int]], Chosen]:
-        """The shares of what moves: of those numbers of buckets that are hardly dearer than the cheapest, the one that
-        takes least memory."""
+        """The shares of what moves: of those that are hardly dearer than the cheapest, what takes least memory."""
         items, machine = self._items, self._policy.machine
         sizes = {n: _size(items[n], len(ranks)) for n in numbers}
         priced = {n: self._priced(n) for n in numbers}
-        most = self._most(sum(sizes[n] // priced[n].cut.holders for n in numbers), itemsize)
-        found: dict[int, tuple[Option, list[list[int]]]] = {}
-        for least in range(1, _MOST_BUCKETS + 1):
-            shares = self._shares(sizes, most, least)
-            if len(shares) not in found:
-                works = [bucket_work([priced[n] for n in share], itemsize, machine) for share in shares]
-                owned = Counter[tuple[int, Ranks]]()
-                for at, share in enumerate(shares):
-                    for n in share:
-                        owned[at, items[n].owners] += itemsize * sizes[n]
-                found[len(shares)] = Option(max(owned.values()), len(shares), step_ns(works)), shares
-        limit = min(option.ns for option, _ in found.values()) * _NO_DEARER
-        best = min(option for option, _ in found.values() if option.ns * 100 <= limit)
-        others = [option for option, _ in found.values() if option != best]
-        other = min(others, key=lambda option: option.ns, default=None)
-        return found[best.num][1], Chosen(ranks, best, other)
+        bound = self._policy.bucket_bytes or itemsize * sum(sizes.values())
+        tails = _TAILS if any(one.cut.replicas > 1 for one in priced.values()) else (1,)
+        found: dict[Option, list[list[int]]] = {}
+        known = 0
+        for least in _BUCKETS:
+            waves = self._shares(sizes, max(1, bound // itemsize), least)
+            for tail in tails if len(waves) > known else ():
+                shares = self._narrowed(waves, tail)
+                buckets = [bucket_work([priced[n] for n in share], itemsize, machine) for share in shares]
+                taken = itemsize * max(taken_by([priced[n] for n in share]) for share in shares)
+                for step in (1, -1)[: len(shares)]:  # those with least first, or last
+                    found.setdefault(Option(taken, len(shares), step_ns(buckets[::step])), shares[::step])
+            known = len(waves)
+        limit = min(option.ns for option in found) * _NO_DEARER
+        best = min(option for option in found if option.ns * 100 <= limit)
+        other = min((option for option in found if option != best), key=lambda option: option.ns, default=None)
+        return found[best], Chosen(ranks, best, other)
+
+    def _narrowed(self, waves: Sequence[Sequence[int]], tail: int) -> list[list[int]]:
+        """The waves cut by owners, the last one in `tail` parts, others in half as many, so that relays begin early and
+        the last of them is short. Owners of each replica are dealt out alike, since it relays what they own."""
+        found: list[list[int]] = []
+        for wave in waves:
+            lines: dict[tuple[int, int], list[int]] = {}  # of replica and owner
+            for n in wave:
+                owner, layout = self._items[n].owners[0], self._specs[self._items[n].param].layout
+                lines.setdefault((layout.replica_of[owner], owner), []).append(n)
+            shares: list[list[int]] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
+            dealt = Counter[int]()  # of each replica
+            for replica, owner in sorted(lines, key=lambda at: (-sum(self._items[n].cost for n in lines[at]), at)):
+                shares[dealt[replica] % len(shares)] += lines[replica, owner]
+                dealt[replica] += 1
+            found += [share for share in shares if share]
+        return found
 
     def _shares(self, sizes: Mapping[int, int], most: int, least: int) -> list[list[int]]:
         items = self._items
@@ -494,11 +535,6 @@ class _Cutter:
         for number in sorted(sizes, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)):
             lines.setdefault(items[number].owners, []).append(number)
         return _shares(list(lines.values()), items, sizes, most, least)[::-1]
-
-    def _most(self, held: int, itemsize: int) -> int:
-        """Elements that an owner may have in a bucket, of so many that a rank holds."""
-        bound = max(_LEAST_BYTES, 4 * held // _OF_MOMENTUM)
-        return max(1, (self._policy.bucket_bytes or bound) // itemsize)
 
     def _priced(self, number: int) -> Priced:
         item = self._items[number]

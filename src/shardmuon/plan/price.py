@@ -1,25 +1,22 @@
 """The price of buckets: nanoseconds of a step on a machine, in whole numbers, so that all ranks find the same. Pure.
 
 [Note: the price of buckets]
-    A step of buckets is timed by the loop that carries them out (pipeline.py), on one rank that stands for all: in each
-    bucket it has the products of the owner that has most, and its exchanges move what the rank moves that sends or gets
-    most. Half of an exchange passes beside products, which nobody knows better.
+    A step of buckets is timed by the loop that carries them out (pipeline.py), on those ranks that have most to compute
+    in any of them. Exchanges move what the rank moves that sends or gets most. Half of an exchange passes beside
+    products, which nobody knows better.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isqrt
 from typing import NamedTuple
 
 from shardmuon.layout.table import ParamLayout
 from shardmuon.plan import pipeline
-from shardmuon.plan.machines import Machine
+from shardmuon.plan.machines import SIDES, Machine
 
-# Thousandths of the peak that products reach, by the short side up to which they do: middle values of an H100's table.
-_SHARES = ((128, 20), (256, 40), (512, 110), (1024, 320), (2048, 560))
-_LARGE = 600
 _FULL = 3 << 20  # elements of Gram matrices that run together, see `orthogonalize.slots`
 _LAUNCHES = 30  # of five steps
 _PACKS, _APPLIES, _FILLS = 30, 26, 12  # bytes that pass through memory for an element, see `foresight.hardware`
@@ -85,20 +82,26 @@ def products_of(short: int, how: str, flops: int, machine: Machine) -> Products:
     size = 1 if "alone" in words or not machine.launch else min(max(_FULL // short**2, 1), 64)
     size = 1 << (size.bit_length() - 1)
     filled = next(side for side in range(short, 5 * short) if side**3 >= size * short**3)  # as large as all together
-    share = isqrt(_share(short) * _share(filled))
+    share = isqrt(_share(short, machine) * _share(filled, machine))
     return Products(size, max(size * flops * 1000 // (rate * share), _LAUNCHES * machine.launch))
 
 
-def _share(short: int) -> int:
-    return next((share for side, share in _SHARES if short <= side), _LARGE)
+def _share(short: int, machine: Machine) -> int:
+    return next((share for side, share in zip(SIDES, machine.shares, strict=True) if short <= side), machine.shares[-1])
 
 
-def bucket_work(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> pipeline.Work:
-    """A bucket of the owner route on the rank that stands for all. `itemsize`: bytes of an element on the wire."""
+def bucket_work(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> tuple[pipeline.Work, Mapping[int, int]]:
+    """A bucket of the owner route on a rank that owns nothing of it, and what products and copies take on its owners.
+
+    Args:
+        matrices: What moves in it.
+        itemsize: Bytes of an element on the wire.
+        machine: By whose rates.
+    """
     alike = Counter((one.owner, one.products) for one in matrices)
-    products, came = Counter[int](), Counter[int]()  # by owner
+    computed, came = Counter[int](), Counter[int]()  # by owner
     for (owner, of_batch), count in alike.items():
-        products[owner] += -(-count // of_batch.size) * of_batch.ns
+        computed[owner] += -(-count // of_batch.size) * of_batch.ns
     sent = relayed = 0  # elements of one rank
     held = 1
     for owner, numel, _, cut in matrices:
@@ -106,6 +109,8 @@ def bucket_work(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> 
         held += numel // cut.holders
         sent += numel // (cut.holders * cut.replicas)
         relayed += (numel - numel // cut.replicas) // cut.holders
+    for owner, elements in came.items():
+        computed[owner] += 4 * itemsize * elements * 1000 // machine.memory
     most = max(one.cut for one in matrices)
     gather = relay = None
     if most.holders > 1:
@@ -119,18 +124,26 @@ def bucket_work(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> 
     def passed(each: int, elements: int) -> int:  # bytes for each of them; and its share of the host's work
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 
-    copies = 4 * itemsize * max(came.values()) * 1000 // machine.memory
-    return pipeline.Work(
+    work = pipeline.Work(
         key=0,
         pack=half + passed(_PACKS, sent),
         gather=gather,
-        orthogonalize=max(products.values()) + copies,
+        orthogonalize=0,
         scatter=gather,
         apply=half + passed(_APPLIES, held - idle),
         fill=passed(_PACKS, own) + passed(_FILLS, idle),
         relay=relay,
         finish=0 if relay is None else half + passed(_APPLIES, idle),
     )
+    return work, computed
+
+
+def taken_by(matrices: Sequence[Priced]) -> int:
+    """Elements that a rank has of a bucket at most: matrices of its own, and what a relay brings."""
+    owned = Counter[int]()
+    for one in matrices:
+        owned[one.owner] += one.numel
+    return max(owned.values()) + sum((one.numel - one.numel // one.cut.replicas) // one.cut.holders for one in matrices)
 
 
 def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
@@ -141,8 +154,14 @@ def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
     return latency + max(near * 1000 // machine.link, far * 1000 // machine.network)
 
 
-def step_ns(works: Sequence[pipeline.Work]) -> int:
+def step_ns(buckets: Sequence[tuple[pipeline.Work, Mapping[int, int]]]) -> int:
     """A step of these buckets, in their order, see [Note: the price of buckets]."""
-    each = [work._replace(key=number) for number, work in enumerate(works)]
-    (course,) = pipeline.run([each], 0, [0], 0.5)
-    return int(course.end)
+    slowest = dict.fromkeys(max(computed, key=lambda rank: (computed[rank], rank)) for _, computed in buckets)
+    ranks = [
+        [
+            work._replace(key=number, orthogonalize=computed.get(rank, 0))
+            for number, (work, computed) in enumerate(buckets)
+        ]
+        for rank in slowest
+    ]
+    return int(max(course.end for course in pipeline.run(ranks, 0, [0] * len(ranks), 0.5)))

@@ -106,7 +106,8 @@ class Buckets(NamedTuple):
 
     @classmethod
     def of(cls, bounds: list[Bound]) -> Buckets:
-        order = turns([bound.program.relay is not None for bound in bounds])
+        relays = [bound.program.relay is not None for bound in bounds]
+        order = turns(relays, [bound.program.bucket.ranks for bound in bounds])
         return cls(bounds, list(order), any(bound.program.bucket.exchange for bound in bounds))
 
 
