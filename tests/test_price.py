@@ -102,7 +102,7 @@ def test_no_other_buckets_are_cheaper_by_three_percent(seed: int, monkeypatch: p
 @pytest.mark.parametrize("mesh", ["dp=8 shard=8", "dp=2 shard=64"])
 @pytest.mark.parametrize("gpu", ["a100", "h100"])
 def test_replicas_share_work_for_less_than_each_takes_for_itself(gpu: str, mesh: str) -> None:
-    """Working together pays for a model this large. Of small ones with many replicas it may be the other way (ADR 30)."""
+    """Working together pays for a model this large; for small ones with many replicas it may not (ADR 30)."""
     together = plan("gpt2-xl", mesh, gpu=gpu, advice=False).price.step.mid
     alone = plan("gpt2-xl", mesh.partition(" ")[2], gpu=gpu, advice=False).price.step.mid
     assert together < 1.03 * alone
