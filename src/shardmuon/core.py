@@ -235,7 +235,7 @@ class Core:
             close_lane(component)  # whoever waits for this rank fails at once
 
     def torn(self) -> str | None:
-        """Why the state is that of no step, if it is none; ends with what to do."""
+        """The reason why the state is half moved, with what to do about it; None if it is that of a finished step."""
         if self.in_step:
             return (
                 "a step is under way, and its state is half moved. Save when step() has returned: set a flag in the "
@@ -272,11 +272,11 @@ class Core:
 
 
 class StepCall(Call[Binding]):
-    """This rank's side of a step, or of a plan without one: see layout/calls.py, which asks all this in a guard.
+    """Call of one rank for a step, or for a plan without a step: answers the questions that layout/calls.py asks.
 
     Attributes:
-        options: Of each group.
-        proposal: What this rank would do.
+        options: Options of each group.
+        proposal: The step as this rank would make it.
     """
 
     phase = Phase.STEP

@@ -215,7 +215,8 @@ class Compared:
         return self.reference.seen(self.dense) - self.exact
 
     def in_other_orders(self, count: int) -> list[Shaken]:
-        """So many steps of results whose sums were taken in another order: [Note: the shake]."""
+        """The first `count` steps that the same arithmetic makes with rows and columns in another order and a few
+        elements nudged: see [Note: the shake]."""
         for seeds in self._batches(len(self.orders), count):
             made, orders = [], []
             for seed in seeds:

@@ -190,7 +190,7 @@ def _misplaced(judged: Judged, others: Sequence[Judged], c: Compared, near: floa
 
 
 def _not_muon(c: Compared) -> Iterator[Guess]:
-    """Not orthogonalized, or not from momentum and gradient as the options say."""
+    """Guesses that the update is not orthogonalized, or is made from another input than the options ask for."""
     e = c.evidence
     plain = {
         "parallel to the momentum (plain SGD)": c.fed.to(torch.float64),

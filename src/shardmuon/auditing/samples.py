@@ -138,7 +138,7 @@ class Sample:
         return matrix.rows, matrix.cols
 
     def row(self, status: str, **found: Any) -> MatrixRow:
-        """Its line of the report."""
+        """The report's line for this matrix."""
         arithmetic, stored = str(self.arithmetic), str(self.arithmetic.stored_dtype).removeprefix("torch.")
         who = self.name, self.order, *self.shape, self.owners, self.route
         return MatrixRow(*who, arithmetic, status, momentum_dtype=stored, **found)

@@ -74,7 +74,8 @@ def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> No
 
 
 def placed_like(whole: Tensor, like: Any) -> Tensor:
-    """This rank's part of a whole tensor as another one is placed; itself where that is whole. Communicates nothing."""
+    """Place a whole tensor as `like` is placed, and return this rank's part; the whole tensor unless `like` is a
+    DTensor. Communicates nothing."""
     if not is_dtensor(like):
         return whole
     from torch.distributed.tensor import distribute_tensor

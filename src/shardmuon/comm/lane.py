@@ -31,11 +31,12 @@ _DEFAULT = timedelta(minutes=30)  # where no backend tells its time-out
 
 
 class Hop(NamedTuple):
-    """What a member of the group does next. Members are places in the group, not ranks.
+    """One move of a member in an exchange of messages: a send, a receive, or both. Members are places in the group, not
+    ranks.
 
     Attributes:
-        to: Whom it sends `message`; None: nobody.
-        source: Whom it receives a message from; None: nobody.
+        to: The member that gets `message`; None: nobody.
+        source: The member that sends this one a message; None: nobody.
         behind: Members that the received message waits for; any of them may be the one that is late.
     """
 

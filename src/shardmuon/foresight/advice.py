@@ -1,7 +1,7 @@
-"""What only the user can change: memory for speed, a route, a mesh; each planned in earnest, and priced.
+"""Advice on what only the user can change: memory for speed, a route, a mesh; each planned in earnest, and priced.
 
-What a plan chooses itself is no advice. Nothing is guessed from formulas: a candidate is a plan like the one that was
-asked for, with one thing changed.
+Choices that a plan makes itself are no advice. Nothing is guessed from formulas: a candidate is a plan like the one
+that was asked for, with one thing changed.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Advice:
 
     @property
     def helps(self) -> bool:
-        """Whether it can be had and is worth it."""
+        """True if the user can write the change and it saves time."""
         return bool(self.write) and self.gain > 0.0
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What Muon takes of a job, in numbers.
+    """The cost of Muon in a training job, in numbers.
 
     Attributes:
         exact: Counts; nothing of it is estimated.
-        hardware: What it was priced on.
+        hardware: The machine that it was priced on.
         price: Seconds, shares, money.
         advice: Changes that were planned and priced; empty if none were asked for.
         adamw: Seconds of AdamW's step on the same mesh.
@@ -67,7 +67,7 @@ class Findings:
 
     @property
     def overhead(self) -> tuple[float, float, float]:
-        """How much longer a training step is than with AdamW: least, middle, most; fractions. Zeros without tokens.
+        """Extra time of a training step over one with AdamW: least, middle, most; fractions. Zeros without tokens.
 
         Both optimizers' passes over memory are uncertain by the same factors, so ends are paired.
         """
@@ -81,7 +81,7 @@ class Findings:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: everything but the hardware's tables."""
+        """Plain data for JSON: everything but the hardware's tables."""
         found = asdict(self.price)
         found["step"] = self.price.step._asdict()
         found["parts"] = {name: time._asdict() for name, time in self.price.parts.items()}
@@ -97,7 +97,8 @@ class Findings:
 
 
 def candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
-    """(what, what to write, changes) of what is tried, the smallest change first."""
+    """Changes to try, the smallest first: a description, what the user writes for it ("": nothing can), and the
+    keywords for planning anew."""
     found: list[tuple[str, str, dict[str, Any]]] = []
     exchanged = any(bucket.exchange for c in exact.classes for bucket in c.buckets)
     gram = "route='gram'" in exact.options.get("exchange", "")

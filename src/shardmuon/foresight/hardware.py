@@ -1,4 +1,4 @@
-"""What a machine can do, as data: peaks, memory, links, latencies, and how much of the peaks real shapes reach.
+"""Data of machines: peaks, memory, links, latencies, and how much of the peaks real shapes reach.
 
 A `Hardware` answers how long products, exchanges and passes over memory take, as `Time`s. Where the numbers come from
 stands in its file (`data/hardware/`), each with a source and whether it was checked; what was not, every answer that
@@ -65,7 +65,7 @@ class Fact:
 
     @property
     def time(self) -> Time:
-        """As seconds."""
+        """The number as an interval of seconds."""
         return Time(self.lo, self.mid, self.hi)
 
 
@@ -115,12 +115,13 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> float:
-        """Of one device."""
+        """Memory of one device, in bytes."""
         return self.facts["memory_bytes"].hi
 
     @property
     def machine(self) -> Machine:
-        """What the optimizer's own choices need of it: middle values, as whole numbers."""
+        """The numbers by which the optimizer itself chooses between plans on this machine: middle values, as whole
+        numbers."""
         facts = {name: fact.mid for name, fact in self.facts.items()}
         network = facts["nic"] * min(1.0, facts["nics_per_node"] / facts["gpus_per_node"]) * facts["nic_efficiency"]
         rates = (
@@ -176,11 +177,11 @@ SCALARS = {
 
 @dataclass
 class Uses:
-    """What an answer rests on: collected while prices are made.
+    """Facts and tables that an answer rests on and that are uncertain, collected while prices are made.
 
     Attributes:
-        unverified: What was not checked: name and source.
-        extrapolated: What lies beyond a table.
+        unverified: Name -> source of each number that was not checked.
+        extrapolated: Names of tables that were read beyond their end, and where.
     """
 
     unverified: dict[str, str] = field(default_factory=dict)
@@ -362,7 +363,7 @@ def memory_seconds(hardware: Hardware, size: int, uses: Uses) -> Time:
 
 
 def slowdown(hardware: Hardware, ranks_on_node: int, uses: Uses) -> Time:
-    """What computing takes longer where so many ranks of a node compute at once: a factor."""
+    """Factor by which computing takes longer if this many ranks of a node compute at once."""
     if hardware.together is None:
         return Time(1.0, 1.0, 1.0)
     assert hardware.together.curve is not None, "a factor over ranks"

@@ -315,7 +315,7 @@ def _layers(module: nn.Module) -> dict[int, int]:
 
 
 def quiet(function: Callable[[], Any]) -> Any:
-    """Its result, without warnings: what routing is unsure of, it says when the job is built."""
+    """Call a function without warnings and return its result: routing repeats its doubts when the job is built."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return function()

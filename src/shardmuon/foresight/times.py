@@ -24,7 +24,7 @@ class Time(NamedTuple):
         return Time(self.lo + other.lo, self.mid + other.mid, self.hi + other.hi)
 
     def times(self, factor: float) -> Time:
-        """So many of them, one after the other."""
+        """Time of `factor` such things, one after the other."""
         return Time(self.lo * factor, self.mid * factor, self.hi * factor)
 
     def at_least(self, other: Time) -> Time:
@@ -32,11 +32,11 @@ class Time(NamedTuple):
         return Time(max(self.lo, other.lo), max(self.mid, other.mid), max(self.hi, other.hi))
 
     def holds(self, seconds: float) -> bool:
-        """Whether a measured time lies inside."""
+        """True if a measured time lies inside the interval."""
         return self.lo <= seconds <= self.hi
 
     def __str__(self) -> str:
-        """As "1.2 .. 3.4 ms"."""
+        """Text like "1.2 .. 3.4 ms"."""
         scale, unit = _unit(self.hi)
         return f"{_short(self.lo * scale)} .. {_short(self.hi * scale)} {unit}"
 
@@ -46,7 +46,7 @@ NOTHING = Time(0.0, 0.0, 0.0)
 
 
 def seconds(value: float) -> str:
-    """As "3.4 ms"."""
+    """Text like "3.4 ms"."""
     scale, unit = _unit(value)
     return f"{_short(value * scale)} {unit}"
 

@@ -327,7 +327,7 @@ class Exact:
 
     @property
     def heaviest(self) -> RankClass:
-        """Whose products take longest; the first of those."""
+        """The class of ranks whose products take longest; the first of several."""
         return max(self.classes, key=lambda c: c.flops)
 
     @property

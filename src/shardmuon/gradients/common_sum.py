@@ -1,11 +1,11 @@
-"""What all ranks sum together: one norm, the same bits on each of them, or one error.
+"""One sum over all ranks for a common norm: the same bits on each of them, or one error.
 
 [Note: who sums with whom]
     Of the ranks that keep the same data one counts it. Each rank's groups are the sets of ranks that share one of its
     parameters. One of them must contain the others: all of its ranks sum the same numbers. A group that is largest for
     one of its ranks is so for all of them. A `process_group` goes beyond that. It contains the groups of each of its
-    ranks, and then it is what sums; or it takes one rank of each (pipeline stages), and then what each group summed is
-    summed over it.
+    ranks, and then it is the group that sums; or it takes one rank of each (pipeline stages), and then the groups'
+    sums are summed over it.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ class Bound(Kept):
 
 
 def _key_of(listed: Sequence[Listed]) -> list[object]:
-    """By ids: of a tensor of another time that lies as this one did, the table is as right."""
+    """Key under which a table for these parameters is kept, by ids: if an id is used again by a tensor that lies in the
+    same way, the table fits that one as well."""
     found: list[object] = []
     for one in listed:
         engine = engine_for(one.param, one.group)
@@ -209,12 +210,12 @@ _BOUND: Any = WeakTensorKeyDictionary()
 
 @dataclass
 class Clipping(Call[Bound]):
-    """This rank's side of the sum.
+    """Call of one rank for clipping by a common norm, or for that norm alone.
 
     Attributes:
-        params: Its parameters.
+        params: This rank's parameters.
         norm_type: p of the p-norm.
-        text: Arguments, which must be equal on all ranks.
+        text: The caller's arguments, which must be equal on all ranks.
         fault: What is wrong on this rank already.
         beyond: The ranks of `process_group`, ascending; None if it has no other than this one.
         held: What this rank keeps of the gradients that are clipped.
@@ -285,8 +286,8 @@ class Clipping(Call[Bound]):
         return Counted(norm_of(own, self.norm_type), combine(norms, self.norm_type), code, wide)
 
     def _said(self, kept: Bound, ranks: Ranks) -> list[Any]:
-        """What the ranks of a set must have alike: arguments; where they share parameters whom they sum with, and of
-        which of these there are gradients."""
+        """Values that the ranks of a set must have alike: arguments; if they share parameters, also the ranks that they
+        sum with, and which of these parameters have gradients."""
         numbers = kept.sets.get(ranks)
         states = None if numbers is None else bytes(self.states[n] for n in numbers if kept.shares[n].compared)
         return [self.text, *(() if states is None else (kept.reaches[my_rank()].text, states))]

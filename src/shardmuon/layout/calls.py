@@ -49,7 +49,7 @@ K = TypeVar("K", bound=Kept)
 
 
 class Said(NamedTuple):
-    """What a rank says in the vote.
+    """Contents of a rank's vote, beside phase and flags.
 
     Attributes:
         digests: Set of ranks -> digest of what these ranks must have alike.
@@ -105,7 +105,7 @@ class Call(ABC, Generic[K]):
 
     @abstractmethod
     def made(self, table: Table) -> tuple[K, Any]:
-        """What is to be kept of a new table, and what all other ranks are told of it."""
+        """Make what is to be kept of a new table, and what all other ranks are told of it."""
 
     @abstractmethod
     def heard(self, kept: K, everyone: Sequence[Any]) -> None:
@@ -117,10 +117,10 @@ class Call(ABC, Generic[K]):
 
     @abstractmethod
     def lines(self, kept: K, ranks: Ranks) -> list[Any]:
-        """What was said to a set, in words."""
+        """Lines of text for whatever went into the digest of a set: shown where digests differ."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
-        """Where these lines of the ranks of a set differ first."""
+        """Message on the first line in which the ranks of a set differ."""
         for rank, theirs in zip(ranks, everyone, strict=True):
             first, theirs = everyone[0] or ["nothing to say"], theirs or ["nothing to say"]
             for one, other in zip(first, theirs, strict=False):

@@ -19,11 +19,11 @@ UNKNOWN = -1
 
 
 class Extent(NamedTuple):
-    """What one rank stores of a tensor.
+    """The storage that one rank has of a tensor.
 
     Attributes:
-        shape: Of the storage: with the tensor's dims, of which dim 0 is cut anywhere, or of a 1-D run of elements.
-        start: The element at which it begins in the tensor-parallel part, as the engine says, or UNKNOWN.
+        shape: Shape of the storage: that of the tensor with dim 0 cut anywhere, or 1-D for a run of elements.
+        start: Number of its first element in the tensor-parallel part, as the engine says, or UNKNOWN.
     """
 
     shape: Ints
@@ -90,8 +90,8 @@ def pieces_of_extents(
 
 
 def _lines(mesh: Ints, cuts: Sequence[AxisCut], parallel: int) -> list[list[list[int]]]:
-    """Of each replica, of each tensor-parallel part: the numbers of its places, in the order in which they follow each
-    other."""
+    """Numbers of mesh places, for each replica and each tensor-parallel part in it, in the order in which the places'
+    shares follow each other."""
     places = list(itertools.product(*map(range, mesh)))
     axes = [cut.axis for cut in cuts]
     lines: dict[Ints, dict[int, list[int]]] = {}
@@ -103,7 +103,7 @@ def _lines(mesh: Ints, cuts: Sequence[AxisCut], parallel: int) -> list[list[list
 
 
 def _size(shapes: Sequence[Ints], dim: int) -> int:
-    """Of a tensor-parallel part along the dim that is cut, from what ranks store of it."""
+    """Size of a tensor-parallel part along the dim that is cut, found from what ranks store of it."""
     sizes = [shape[dim] for shape in shapes]
     return sum(sizes) if dim == 0 else max(sizes, default=0)
 

@@ -68,7 +68,8 @@ class MatrixView:
 
     @property
     def num_stacked(self) -> int:
-        """How many matrices, or blocks that are split alike, lie along the first dim of a stack; else 1."""
+        """Number of matrices, or of blocks that are split alike, along the first dim of a stack; 1 for other
+        tensors."""
         return self.shape[0] if self.matrices and self.matrices[0].strides[0] == 0 else 1
 
     def refined(self, strides: Sequence[int]) -> Ints:

@@ -1,7 +1,7 @@
-"""How parameters are kept: one file for each way, which says how such a tensor lies and reaches its storage.
+"""Engines: one file for each way to keep a parameter, which says how such a tensor lies and reaches its storage.
 
-`ENGINES` is asked in order; what none recognizes is a plain tensor. Engines of frameworks stand in their folders and
-are registered.
+The classes of `ENGINES` are asked in order; a tensor that none recognizes is a plain one. Engines of frameworks stand
+in their folders and are registered.
 """
 
 from __future__ import annotations

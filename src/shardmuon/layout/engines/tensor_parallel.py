@@ -40,7 +40,7 @@ class TensorParallelEngine(Engine):
     options: tuple[Any, Any]
 
     def cut(self, param: Tensor) -> Cut | None:
-        """How the tensor is cut over the group. None: every rank has it whole.
+        """The dim and stride by which the tensor is cut over the group; None: every rank has it whole.
 
         Raises:
             ValueError: See `cut_of`.
@@ -109,11 +109,11 @@ def tensor_parallel_engine(param: Tensor, group: Group) -> TensorParallelEngine 
 
 
 def cut_of(param: Tensor, dim: Any = None, stride: Any = None) -> Cut | None:
-    """How a plain tensor is cut by `partition_dim` and `partition_stride` of its group, else by its own attributes.
-    None: it is not.
+    """The dim and stride by which a plain tensor is cut: from `partition_dim` and `partition_stride` of its group, else
+    from its own attributes. None: it is not cut.
 
     Raises:
-        ValueError: They name no dim or stride of the tensor.
+        ValueError: These name no dim or stride of the tensor.
     """
     where = "the option partition_dim"
     if dim is None:
