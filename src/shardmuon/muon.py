@@ -292,8 +292,8 @@ class Muon(Core, Optimizer):
     # ----------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with two differences: once there is state, every trainable parameter has an entry on every rank;
-        and functions among the options are saved by name only (loading keeps the optimizer's own).
+        """State dict as torch makes it, with two differences: once there is state, every trainable parameter has an
+        entry on every rank; and functions among the options are saved by name only (loading keeps the optimizer's own).
 
         Raises:
             ExchangeError: A step was broken off, or is under way: this state must not replace the last good one.

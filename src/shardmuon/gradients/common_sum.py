@@ -210,7 +210,7 @@ _BOUND: Any = WeakTensorKeyDictionary()
 
 @dataclass
 class Clipping(Call[Bound]):
-    """Call of one rank for clipping by a common norm, or for that norm alone.
+    """Call of one rank for the norm of all gradients, by which it then clips its own.
 
     Attributes:
         params: This rank's parameters.

@@ -42,7 +42,7 @@ class ParamLayout:
 
     @cached_property
     def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
-        """For each matrix, the ranks that store any of it, ascending -> their tiles in storage order."""
+        """Tiles of each matrix: rank -> its tiles in storage order. Ranks that store any of it, ascending."""
         distinct = set(itertools.chain.from_iterable(self.held))  # replicas share theirs
         of_held = {held: tiles_of(held, self.view) for held in distinct}
         found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
@@ -90,7 +90,7 @@ class ParamLayout:
 
     @cached_property
     def whole_on(self) -> tuple[Ranks, ...]:
-        """For each matrix, the ranks that store every element of it."""
+        """The ranks that store every element of a matrix, for each matrix."""
         return tuple(
             tuple(rank for rank, tiles in of_matrix.items() if sum(t.numel for t in tiles) == m.rows * m.cols)
             for m, of_matrix in zip(self.view.matrices, self.tiles, strict=True)

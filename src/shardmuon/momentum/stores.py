@@ -121,7 +121,7 @@ def decode(
     codes: Tensor,  # (..., cols) int8
     scale: Tensor,  # (..., blocks) fp32
 ) -> Tensor:  # (..., cols) fp32
-    """What codes stand for."""
+    """Values that 8-bit codes and their scales stand for."""
     k = _blocks(codes.float())
     scale = scale.to(SCALE_DTYPE)  # a file may hold another
     return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).flatten(-2)[..., : codes.shape[-1]]

@@ -166,7 +166,7 @@ class Products:
 
 @lru_cache(maxsize=1024)
 def row_blocks(rows: int, inner: int, dtype: torch.dtype, num_threads: int) -> int:
-    """Into how many row blocks a CPU cuts a symmetric product (rows x inner) @ (inner x rows).
+    """Number of row blocks in which a CPU computes a symmetric product (rows x inner) @ (inner x rows).
 
     Depends on the shape, the dtype, the kind of CPU and the number of threads, as the bits of any product do.
     """

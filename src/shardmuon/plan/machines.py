@@ -1,4 +1,4 @@
-"""What choices between plans need of a machine, in whole numbers, so that all ranks choose alike."""
+"""The numbers of a machine by which plans are chosen: whole numbers, so that all ranks choose alike."""
 
 from __future__ import annotations
 

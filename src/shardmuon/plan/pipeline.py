@@ -81,7 +81,7 @@ class Work(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a rank or its links did."""
+    """A phase of a bucket on a rank or its links, with its start and end."""
 
     bucket: int
     phase: Phase

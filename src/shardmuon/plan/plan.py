@@ -247,7 +247,8 @@ class Plan:
 
 
 def _live() -> Any:
-    """What counts and prices plans. It stands far above them, so it is looked up when it is asked for."""
+    """Import the module that counts and prices plans. It stands far above this one, so it is imported only when
+    needed."""
     return import_module("shardmuon.foresight.live")
 
 
@@ -269,7 +270,7 @@ def _reasons(plan: Plan) -> list[str]:
 
 
 def _balance(plan: Plan) -> list[str]:
-    """Who works most, who not at all, and how far equal bits reach."""
+    """Lines on the most loaded rank, on idle ranks, and on matrices whose bits depend on how they are sharded."""
     lines, loads = [], plan.loads()
     if any(loads.values()):
         mean = sum(loads.values()) / len(loads)
@@ -399,7 +400,7 @@ def _placed(spec: Spec, item: Item, owner: int) -> Item:
 
 
 class _Balance:
-    """What the owners of one set of sharers have to do so far."""
+    """The work given so far to the owners in one set of sharers."""
 
     def __init__(self, per_node: int) -> None:
         self._per_node = per_node
@@ -571,7 +572,8 @@ def _shares(
 
 
 def _needed(sizes: Sequence[int], most: int) -> list[int]:
-    """From each place of a line to its end, the fewest shares of at most `most` elements each; 0 at the end."""
+    """The fewest shares of at most `most` elements each that cover a line of sizes to its end, from each position in
+    it; 0 at the end."""
     found = [0] * (len(sizes) + 1)
     end, filled = len(sizes), 0
     for start in range(len(sizes) - 1, -1, -1):

@@ -23,13 +23,13 @@ _PACKS, _APPLIES, _FILLS = 30, 26, 12  # bytes that pass through memory for an e
 
 
 class Cut(NamedTuple):
-    """How the matrices of a layout lie on ranks.
+    """Numbers of ranks on which the matrices of a layout lie.
 
     Attributes:
-        holders: Ranks of one replica.
-        inside: Of them, those of one node.
-        replicas: How many there are.
-        near: Of them, those of one node.
+        holders: Number of ranks of one replica.
+        inside: Number of them on one node.
+        replicas: Number of replicas.
+        near: Number of replicas on one node.
     """
 
     holders: int
@@ -39,7 +39,8 @@ class Cut(NamedTuple):
 
 
 def cut_of(layout: ParamLayout, per_node: int) -> Cut:
-    """How a layout lies on nodes of so many ranks each: its first replica, and the keepers of its first piece."""
+    """Count the ranks of a layout on nodes of `per_node` ranks each: those of its first replica, and the keepers of its
+    first piece."""
     first = next(iter(layout.keepers.values()), layout.ranks[:1])
     mates = [
         rank for rank, of_rank in zip(layout.ranks, layout.held, strict=True) if any(h.piece.numel for h in of_rank)

@@ -1,4 +1,4 @@
-"""What a program is made of: places, wires, batches. Pure."""
+"""Building blocks of a program: places, wires, batches. Pure."""
 
 from __future__ import annotations
 

@@ -95,7 +95,8 @@ def _completed(
 
 
 def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> Row:
-    """What is stepped of a parameter; makes its state if it is missing. Collective if its gradient is to be aligned."""
+    """Tensors of one parameter that AdamW steps; makes its state if it is missing. Collective if its gradient is to be
+    aligned."""
     if engine.storages(param, grad) is None and not engine.is_aligned(grad, param):
         grad = engine.align(grad, param)
     init_state(param, grad, state)
@@ -127,14 +128,15 @@ _Line = tuple[_Tensors, Tensor]  # what the kernel walks, and its count of steps
 
 
 def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], list[tuple[_Line, list[_Tensors]]]]:
-    """What the kernel walks on one device, see [Note: one form of AdamW].
+    """Lists of tensors that the kernel walks on one device: see [Note: one form of AdamW].
 
     Args:
-        rows: Of one device.
-        cuts: The end of a tensor is rounded in another way.
+        rows: Parameters on one device.
+        cuts: True if the kernel rounds the end of a tensor in another way.
 
     Returns:
-        What is stepped where it lies; counts of what is stepped in copies alone; copies, and of which tensors.
+        Tensors to step where they lie; step counts of parameters that are stepped in copies alone; copies, each with
+        the tensors that it was made of.
     """
     lines: list[_Line] = []
     uncounted: list[Tensor] = []

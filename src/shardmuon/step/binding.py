@@ -112,7 +112,7 @@ class Binding(Kept):
         return self._of_step[missing]
 
     def _device(self, bucket: Bucket) -> torch.device:
-        """Where a bucket's wires are."""
+        """Device of a bucket's wires."""
         device = self.members[self.plan.items[bucket.items[0]].param].param.device
         return wire_device(device, self.ns_device, bucket.ranks if bucket.exchange else (self.rank,))
 
@@ -212,11 +212,11 @@ def _check_not_flat(name: str, param: Tensor) -> None:
 
 
 class How(NamedTuple):
-    """How this rank orthogonalizes.
+    """The way to orthogonalize on this rank: the choice of a method for each matrix, and a device.
 
     Attributes:
-        chooser: Chooses for each matrix.
-        device: Where; None: where parameters are.
+        chooser: Chooses how to orthogonalize each matrix.
+        device: Device that orthogonalizes; None: that of the parameters.
     """
 
     chooser: Chooser
@@ -237,7 +237,7 @@ class How(NamedTuple):
         return self.chooser.dtype or default_dtype(method, self.device or device)
 
     def stamp(self, device: torch.device) -> str:
-        """This machine, as far as products depend on it. `device`: of parameters."""
+        """Text about this machine, as far as products depend on it. `device`: that of the parameters."""
         where = self.device or device
         # "torch" leaves the process's own flags as they are
         flags = f"; {precision_flags(where)}" if self.chooser.method == "torch" else ""
@@ -323,7 +323,7 @@ def spec_stages(options: GroupOptions) -> Stages:
 def _kept_layout(
     known: dict[tuple[ParamLayout, str], ParamLayout], engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage
 ) -> ParamLayout:
-    """Who keeps what a stage keeps of a parameter; parameters that lie alike share one object (`known`)."""
+    """Layout of the numbers that a stage keeps of a parameter; parameters that lie alike share one object (`known`)."""
     key = layout, stage.key
     if key not in known:
         view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])

@@ -1,4 +1,4 @@
-"""What must be true of gradients and state before a step. Each check raises ValueError without the parameter's name."""
+"""Checks of gradients and state before a step. Each raises ValueError without the parameter's name."""
 
 from __future__ import annotations
 

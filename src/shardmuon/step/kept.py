@@ -57,11 +57,11 @@ def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tup
 
 
 class Matrices(NamedTuple):
-    """Which matrix of a parameter each of its rows (or columns) is in.
+    """Numbers of the matrices in which each row (or column) of a parameter lies.
 
     Attributes:
-        number: (rows,), int64: the matrix's number.
-        total: How many matrices there are.
+        number: (rows,), int64: number of each row's matrix.
+        total: Number of matrices.
     """
 
     number: Tensor
@@ -93,10 +93,10 @@ def forget_norms(
 def stored_kept(
     shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> tuple[Tensor, ...]:
-    """What this rank stores of each, in this order.
+    """Local storage of each state tensor of a parameter's stages, in the order of `shapes`.
 
     Raises:
-        ValueError: It does not lie as it should; the message lacks the name.
+        ValueError: A tensor is missing or has another layout or dtype; the message lacks the parameter's name.
     """
     found: list[Tensor] = []
     for key, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""What a group must be before an optimizer takes it. Talks to no other rank."""
+"""Checks of a parameter group before an optimizer takes it. Talks to no other rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each parameter group says, as one frozen object that is made anew only when the group says something else.
+"""Options of each parameter group, as one frozen object that is made anew only when the group says something else.
 
 [Note: an lr on the device]
     The host compares every option among the ranks before each step. To compare an lr that lies on the device it would

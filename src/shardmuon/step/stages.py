@@ -34,7 +34,7 @@ class KeptSide:
         self._side = Side(tiles, views, [()] * len(tiles))
 
     def of(self, stored: Stored) -> list[Tensor]:  # 1-D each, fp32
-        """Of each matrix, as a view of storage."""
+        """Kept numbers of each matrix, as views of this rank's storage."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
 
@@ -63,7 +63,7 @@ def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of
 
 
 def sides_of_batches(plan: Plan, program: Program) -> list[list[KeptSide]]:
-    """Of each batch and each `Spec.kept` of its matrices, where this rank stores what is kept of them."""
+    """Local storage of the numbers kept of matrices: one side for each batch and each `Spec.kept` of its matrices."""
     found = []
     for batch in program.batches:
         items = [plan.items[number] for number in batch.items]

@@ -143,7 +143,7 @@ class RankPool:
         return cast("list[T]", replies)
 
     def run_catching(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T | RankException]:
-        """Like `run`, but a rank's exception is its result, and the ranks live on.
+        """Run a function as `run` does, but return a rank's exception as its result and let the ranks live on.
 
         For claims like "every rank raises and none hangs". It waits for slow ranks up to the pool's time-out, however
         early another one raises. The process group is usable afterwards if no collective was left half done.

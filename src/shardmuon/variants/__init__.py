@@ -125,7 +125,7 @@ def stages_text(stages: Stages) -> str:
 
 
 def gram_fault(stages: Stages) -> str:
-    """Why matrices with these stages cannot take the Gram route, or ""."""
+    """The reason why matrices with these stages cannot take the Gram route, or ""."""
     needing = [type(stage).__name__ for stage in stages if stage.whole]
     return f"{needing[0]} needs the whole matrix on one rank" if needing else ""
 

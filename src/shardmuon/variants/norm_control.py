@@ -36,7 +36,7 @@ class HyperballUpdate(AfterStage):
 
 @dataclass(frozen=True)
 class HyperballWeight(WeightStage):
-    """With R = ||W_0||_F:
+    """Hyperball, which keeps the norm of each weight matrix. With R = ||W_0||_F:
 
         W <- R (W - lr R O / ||O||_F) / || same ||_F
 

@@ -146,7 +146,8 @@ def distributed_optimizer(
 
 
 def _shard(wrapped: Any, param: Tensor, process_group: Any, tp_group: Any) -> Tensor:
-    """This rank's fp32 shard of a matrix, marked with its place in the matrix; an empty tensor if the rank has none."""
+    """The fp32 shard of a matrix on this rank, marked with its place in the matrix; an empty tensor if the rank has
+    none."""
     found, start = wrapped.shardmuon_shards.get(param), 0
     if found is None:
         found = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)

@@ -188,7 +188,7 @@ class Engine:
         return storage
 
     def kept_storage(self, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:
-        """This rank's part of a state tensor of a stage, or words that say what is wrong with it."""
+        """The part that this rank stores of a state tensor of a stage, or words that say what is wrong with it."""
         if not isinstance(value, Tensor) or is_dtensor(value) or not value.is_floating_point():
             return f"a {type(value).__name__}, not a floating-point tensor of shape {shape}"
         if not same_storage(tuple(value.shape), shape):
