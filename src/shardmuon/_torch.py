@@ -276,7 +276,7 @@ def foreach_norm(
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """All their elements in one new 1-D tensor; of one device and dtype."""
+    """One new 1-D tensor with all elements of these tensors, which are of one device and dtype."""
     return torch._C._nn.flatten_dense_tensors(list(tensors))
 
 
@@ -330,7 +330,8 @@ class Later:
         self._event.record(module.current_stream(value.device))
 
     def has_arrived(self) -> bool:
-        """Asks, and does not wait. While a CUDA graph is captured nothing may be asked: then it has not."""
+        """True if the copy has arrived; does not wait. While a CUDA graph is captured the device cannot be asked:
+        False."""
         return self._event is None or (not is_capturing(self._device) and bool(self._event.query()))
 
     def value(self) -> Tensor:
@@ -381,13 +382,13 @@ def creates_state_only() -> bool:
 
 
 class ZeroGradHandle:
-    """Takes a listener of `on_zero_grad` off again."""
+    """Handle that takes a listener of `on_zero_grad` off again."""
 
     def __init__(self, remove: Callable[[], None]) -> None:
         self._remove = remove
 
     def remove(self) -> None:
-        """The optimizer's own `zero_grad` is called as before."""
+        """Take the listener off: the optimizer's own `zero_grad` is called as before."""
         self._remove()
 
 

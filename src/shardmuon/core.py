@@ -104,7 +104,7 @@ class Core:
         self._forget_process()
 
     def _forget_process(self) -> None:
-        """Begin without what belongs to one process."""
+        """Reset everything that belongs to one process."""
         self.binding: Binding | None = None
         self.component: Ranks | None = None
         self.world = World()  # that it is of
@@ -194,7 +194,8 @@ class Core:
         return None if samples is None else report
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
-        """Make what validating has made state, and bring gradients to where their parameters lie."""
+        """Put the state that validating has made in place, and redistribute gradients as their parameters are
+        placed."""
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
             for key in kept.keys() - made.keys():  # what it kept as AdamW's, or of another variant
@@ -218,7 +219,8 @@ class Core:
         return audit
 
     def remember(self, error: BaseException, changing: bool) -> None:
-        """A step that ended between its first change and its last, or left other ranks waiting, must be the last."""
+        """Note an error that ended a step between its first change and its last, or left other ranks waiting: no step
+        may follow."""
         if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
             self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
             return

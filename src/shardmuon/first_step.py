@@ -20,10 +20,10 @@ from shardmuon.layout.engines.fsdp1 import is_flattened
 
 
 class FirstStep:
-    """Says it once.
+    """Warnings about an optimizer's first step, each given once.
 
     Attributes:
-        is_over: Something has been trained.
+        is_over: True once a parameter had a gradient in a step.
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ class Host:
         in_parts: Whether a training step calls `step()` several times, with some of the groups each.
         clipping: Why gradients cannot be clipped here, and what to write; None where they can.
         has_copies: Whether what it steps are copies, of which the model's weights are made when `step` has returned.
-        packages: Those without any of which it has nothing to say to a step; None: it may have without.
+        packages: It may have something to say to a step if any of these is imported; None: always.
     """
 
     in_parts = False
@@ -65,22 +65,22 @@ class Host:
         return False
 
     def adding(self) -> None:
-        """A group is about to be added. Raises ValueError where that would lose what belongs to Muon."""
+        """React to a group that is about to be added. Raises ValueError where that would lose what belongs to Muon."""
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """A group has been added, with these parameters."""
+        """React to a group that has been added, with these parameters."""
 
     def load(self, core: Core, load: Callable[[], None]) -> None:
         """Run `load`, which takes over a state dict while an active host's tensors are in the groups."""
         load()
 
     def take_over(self, core: Core, state_dict: Mapping[str, Any]) -> None:
-        """A state dict of this very cut, as torch takes it over."""
+        """Take over a state dict of this very cut, as torch does."""
         state_dict = before_loading(cast(Any, core), cast(Any, state_dict))
         Optimizer.load_state_dict(cast(Any, core), state_dict)
 
     def saving(self, core: Core) -> None:
-        """The optimizer's state is about to be saved."""
+        """Prepare the optimizer's state for being saved."""
 
     def saved(self, core: Core, saved: dict[str, Any]) -> None:
         """Complete what `torch.optim.Optimizer.state_dict` has made."""
@@ -179,7 +179,7 @@ class Hosts:
 
     @property
     def active(self) -> Host | None:
-        """The one whose tensors are in the groups; None: they are the user's parameters."""
+        """The host whose tensors are in the groups; None: they are the user's parameters."""
         for host in self.present():
             if host.is_active:
                 return host

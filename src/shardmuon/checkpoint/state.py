@@ -45,7 +45,7 @@ def keys_of(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys of what its variant keeps beside."""
+    """Keys under which the stages of a group's variant keep state."""
     return tuple(stage.key for stage in keeping(stages_of(group)))
 
 

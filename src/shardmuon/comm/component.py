@@ -21,7 +21,7 @@ Ranks = tuple[int, ...]  # global, ascending
 
 
 class Entry(NamedTuple):
-    """All that a rank says of itself.
+    """One rank's entry in the list of its component.
 
     Attributes:
         sets: The sets that it is in.
@@ -55,7 +55,8 @@ def largest_of(sets: Sequence[Ranks]) -> list[Ranks]:
 
 
 def flood(rank: int, entry: Entry) -> Generator[Talk | Known, list[Known], None]:
-    """Yields talks and is sent what was heard; at last yields the entry of every rank of the component, in order.
+    """Generator that finds a rank's component: yields talks and is sent what was heard; at last yields the entry of
+    every rank of the component, in order.
 
     All ranks of a component end after the same round, if each set is known to all of its ranks.
     """

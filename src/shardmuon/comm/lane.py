@@ -61,7 +61,8 @@ def driven(asking: Generator[Q | R, A, None], answer: Callable[[Q], A], kind: ty
 
 
 def doubling(me: int, num: int, message: bytes, merge: Merge) -> Generator[Hop | bytes, bytes, None]:
-    """Yields hops and is sent what was received (b"" if nothing was to be); at last yields all messages merged."""
+    """Generator that merges the messages of all members: yields hops and is sent what was received (b"" if nothing was
+    to be); at last yields the merged message."""
     power = 1 << (num.bit_length() - 1)
     if me >= power:
         yield Hop(me - power, message, None)

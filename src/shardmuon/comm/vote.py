@@ -41,7 +41,7 @@ class Fault:
     As a context manager it takes whatever is raised inside, of any class: what follows has to go on to the next talk.
 
     Attributes:
-        text: For the others; None: nothing is wrong.
+        text: Text for the other ranks; None: nothing is wrong.
         cause: The exception behind it.
     """
 
@@ -140,7 +140,7 @@ class Verdict(NamedTuple):
 
 
 def vote(ballot: Ballot, component: Ranks) -> Verdict:
-    """Collective over all ranks of the component, all of which call it with one ballot each.
+    """Merge one ballot of each rank into a verdict. Collective over all ranks of the component.
 
     Raises:
         ExchangeError: A rank did not answer in time, or its process has ended.
@@ -226,7 +226,7 @@ def _refuse(known: Known, cause: BaseException | None) -> None:
 
 
 def pack(ballot: Ballot, rank: int) -> bytes:
-    """A ballot as this rank sends it."""
+    """The message in which this rank sends a ballot."""
     total = 0
     for ranks, digest in (ballot.digests or {}).items():
         total += weight_of(ranks, rank) * int.from_bytes(digest, "little")
@@ -245,14 +245,14 @@ def _unpacked(message: bytes) -> tuple[int, int, int, int, int, int]:
 
 
 def merge(first: bytes, second: bytes) -> bytes:
-    """Two messages as one."""
+    """Merge two messages into one."""
     a, b = _unpacked(first), _unpacked(second)
     unlike = Flag.UNLIKE if (a[0], a[3]) != (b[0], b[3]) else 0
     return _packed(a[0], a[1] | b[1], a[2] | b[2] | unlike, max(a[3], b[3]), a[4] + b[4], a[5] | b[5])
 
 
 def verdict(message: bytes) -> Verdict:
-    """A message that has all ballots."""
+    """The verdict of a message into which all ballots have been merged."""
     _, phase, flags, _, total, presence = _unpacked(message)
     return Verdict(Phase(phase), Flag(flags), total == 0, presence)
 

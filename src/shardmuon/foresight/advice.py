@@ -26,7 +26,7 @@ class Advice:
     """One change, and what it would do.
 
     Attributes:
-        change: For people.
+        change: The change in words.
         write: What to write for it; "": it cannot be had, and is priced to say what it would save.
         step: Seconds with it.
         gain: Seconds of the middle case that it saves; below 0 it costs.
@@ -120,7 +120,7 @@ def candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def _meshes(mesh: Mesh) -> list[tuple[str, str, dict[str, Any]]]:
-    """Fewer ranks that share a matrix, or more."""
+    """Changes to meshes with fewer or more ranks that share a matrix."""
     found = []
     inner = mesh.gpus_per_node // mesh.tp
     if mesh.engine == "fsdp2" and mesh.shard > inner >= 2 and mesh.shard % inner == 0:
@@ -136,7 +136,7 @@ def _meshes(mesh: Mesh) -> list[tuple[str, str, dict[str, Any]]]:
 def advise(
     exact: Exact, hardware: Hardware, replan: Replan, tried: Sequence[tuple[str, str, dict[str, Any]]] | None = None
 ) -> tuple[Advice, ...]:
-    """Try changes.
+    """Plan and price changes, each by itself.
 
     Args:
         exact: The plan as it is.
@@ -145,7 +145,7 @@ def advise(
         tried: Default: `candidates`.
 
     Returns:
-        What each does, those that help most first.
+        The effect of each, those that help most first.
     """
     before, most = price(exact, hardware).step, _peak(exact)
     found = []

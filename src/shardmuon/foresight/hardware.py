@@ -84,8 +84,8 @@ class Hardware:
     """One kind of machine.
 
     Attributes:
-        name: In commands.
-        title: For people.
+        name: Name in commands.
+        title: Name for people.
         device: "cuda", "cpu", ..: the kind of torch device whose defaults the plan takes.
         flops: dtype -> peak of dense matrix products, FLOP/s of one rank.
         facts: Scalars by name, see `SCALARS`.
@@ -93,8 +93,8 @@ class Hardware:
             short side of the matrix and its aspect. FLOPs are the planner's count.
         exchanges: Ranks of one node -> seconds of an all-to-all over the bytes that a rank sends.
         passes: A name of `PASSES` -> seconds an element, over the elements of one fragment.
-        together: What computing takes longer with so many ranks on a node at once; none: nothing.
-        notes: For people, printed with prices.
+        together: Ranks that compute on a node at once -> factor on their time; None: no factor.
+        notes: Remarks that are printed with prices.
     """
 
     name: str

@@ -43,8 +43,8 @@ class Param:
     """One trainable parameter.
 
     Attributes:
-        name: Without wrappers.
-        shape: Global.
+        name: Name without wrappers.
+        shape: Global shape.
         group: Index of its group in the optimizer.
         use_muon: Whether it is a matrix or several.
         parallel: How tensor parallelism cuts it.
@@ -80,8 +80,8 @@ class Model:
     Attributes:
         name, source: As in `Exact`.
         module: With every parameter on the meta device.
-        active: What works on one token.
-        num_heads, num_kv_heads: Of attention, 0 if unknown.
+        active: The parameters that work on one token.
+        num_heads, num_kv_heads: Heads of attention, 0 if unknown.
     """
 
     name: str

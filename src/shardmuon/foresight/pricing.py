@@ -345,7 +345,7 @@ class _Pricer:
         return {"latency": latency, "wire": wire}
 
     def _slowest_of_each_exchange(self) -> None:
-        """An exchange is over for all of its ranks when it is for the one that sends or receives most."""
+        """Set each exchange's time to that of the rank that sends or receives most, on all of its ranks."""
         exchanging = [(d.key, d) for of_class in self.durations for d in of_class if d.key is not None]
         for phase in ("gather", "scatter", "relay"):
             most: dict[tuple[object, ...], dict[str, Time]] = {}

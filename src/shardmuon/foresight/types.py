@@ -56,9 +56,9 @@ class Matrices(NamedTuple):
     """Equal matrices that one rank orthogonalizes in one bucket.
 
     Attributes:
-        rows, cols: Of each.
+        rows, cols: Shape of each.
         how: Text of a `Choice`: method, dtype of products, kernel.
-        num: Of these.
+        num: Number of these matrices.
         flops: Floating point operations of one, as the planner counts them. On the Gram route: those of the iteration
             on the owner, in fp64.
     """
@@ -198,7 +198,7 @@ class Stored:
     masters: int = 0
 
     def __add__(self, other: Stored) -> Stored:
-        """Both together."""
+        """The sum of both, kind by kind."""
         return Stored(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
@@ -217,8 +217,8 @@ class RankClass:
         stored: Bytes between steps.
         peak: Bytes beyond `stored` at the highest point of a step.
         buckets: In the order in which they run.
-        muon_elements: Whose momentum and weights this rank updates (replicas count on each rank).
-        adamw_elements: The same of AdamW.
+        muon_elements: Elements whose momentum and weights this rank updates (replicas count on each rank).
+        adamw_elements: Elements that AdamW updates on this rank.
         exchanges: all-to-all calls of a step.
         votes: Votes before a step.
     """
@@ -291,7 +291,7 @@ class Exact:
         model: Its name, as the user gave it.
         source: Where its shapes come from (an address, a file, a function).
         num_params: All trainable elements; tied ones count once.
-        muon_params, adamw_params: Of these.
+        muon_params, adamw_params: Those of them that Muon and AdamW step.
         mesh: The arrangement of ranks.
         classes: Ranks that are alike, by example rank.
         matrices: By kind, the dearest first.

@@ -67,15 +67,15 @@ class Share(NamedTuple):
     """One parameter's gradient on this rank, as far as it is the same in every call.
 
     Attributes:
-        name: For messages.
-        engine: Reaches its storage.
-        counted: Of the ranks that keep this data, this one counts it.
-        rank_local: The user said that this plain tensor is this rank's own.
-        loose: Nobody has said whether other ranks hold the same tensor, as under DDP, or tensors of their own.
-        clipped: The parameter's group takes part in clipping.
-        compared: Either all ranks that share it have a gradient, or none.
-        line: What every rank that shares it says of it, but for its gradient.
-        fault: Why it would be counted several times.
+        name: Name for messages.
+        engine: The engine that reaches its storage.
+        counted: True if, of the ranks that keep this data, this one counts it.
+        rank_local: True if the user said that this plain tensor is this rank's own.
+        loose: True if nobody has said whether other ranks hold the same tensor, as under DDP, or tensors of their own.
+        clipped: True if the parameter's group takes part in clipping.
+        compared: True if either all ranks that share it must have a gradient, or none.
+        line: Text that every rank that shares it has alike, without its gradient.
+        fault: Reason why it would be counted several times.
     """
 
     name: str
@@ -112,12 +112,13 @@ class Share(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Whom a rank sums with.
+    """The ranks that one rank sums with.
 
     Attributes:
         largest: The ranks that share its parameters.
-        beyond: Those of its `process_group`, if it has one.
-        contained: They contain the others; if not, each stands for those that it shares parameters with.
+        beyond: The ranks of its `process_group`, if it has one.
+        contained: True if `beyond` contains all ranks that share parameters with this one; else each of its ranks stands
+            for those that it shares parameters with.
     """
 
     largest: Ranks
@@ -126,7 +127,7 @@ class Reach(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The part of it that ranks which share a parameter have alike."""
+        """Text of what ranks that share a parameter must have alike."""
         return f"process_group={self.beyond}" if self.contained else f"one rank each={self.beyond is not None}"
 
 
@@ -134,12 +135,12 @@ class Bound(Kept):
     """The layout table of some parameters, as far as their gradients need it, made by all ranks of a component.
 
     Attributes:
-        key: Changes with parameters, layouts and options.
+        key: Value that changes with parameters, layouts and options.
         beyond: See `Clipping`.
-        shares: Of each parameter.
-        in_order: Their numbers in the order in which ranks talk: small sets first, then as listed.
-        reaches: Of each rank of the component.
-        alike: All different ones.
+        shares: Share of each parameter.
+        in_order: The parameters' numbers in the order in which ranks talk: small sets first, then as listed.
+        reaches: Reach of each rank of the component.
+        alike: The distinct reaches.
     """
 
     def __init__(self, table: Table, beyond: Ranks | None) -> None:
@@ -176,7 +177,7 @@ def _counts(layout: ParamLayout) -> bool:
     """True if this rank counts what it keeps of a tensor: it is the first of those that keep it.
 
     Raises:
-        ValueError: So it is for a part of it alone.
+        ValueError: The rank is the first to keep some of its parts, but not all of them.
     """
     rank = my_rank()
     first = {layout.keepers[held.piece][0] == rank for held in layout.of_rank(rank) if held.piece.numel}
@@ -192,10 +193,10 @@ class Counted(NamedTuple):
     """Norms of what a rank counts.
 
     Attributes:
-        own: Of elements that no other rank counts.
-        loose: Of tensors that are `Share.loose`.
+        own: Norm of elements that no other rank counts.
+        loose: Norm of tensors that are `Share.loose`.
         loose_print: Equal on two ranks whose loose tensors are replicas; empty if there are none.
-        wide: Some gradient is fp64.
+        wide: True if some gradient is fp64.
     """
 
     own: float = 0.0
@@ -276,7 +277,7 @@ class Clipping(Call[Bound]):
         return Said(said, _ALIGN if MISPLACED in self.states else 0)
 
     def _count(self, compared: bool) -> Counted:
-        """`compared`: other ranks compare loose gradients with theirs."""
+        """Norms of the gradients that this rank counts. `compared`: other ranks compare loose gradients with theirs."""
         own = [local for share, local in self.held if share.counted and not (share.loose and compared)]
         loose = [local for share, local in self.held if share.counted and share.loose and compared]
         code, norms = b"", [norm_of([local], self.norm_type) for local in loose]
@@ -325,7 +326,7 @@ class Clipping(Call[Bound]):
 
 
 def _reach(bound: Bound) -> Reach:
-    """Whom this rank sums with.
+    """The ranks that this rank sums with.
 
     Raises:
         ValueError: There is no common sum.

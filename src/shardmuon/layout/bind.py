@@ -49,7 +49,7 @@ class Listed(NamedTuple):
 
 
 class Described(NamedTuple):
-    """The same with what its engine says."""
+    """A listed parameter with its engine, and what that says of it."""
 
     listed: Listed
     engine: Engine
@@ -247,8 +247,8 @@ class _Set:
     """The ranks that share some parameters, while they agree on their layouts.
 
     Attributes:
-        ranks: They.
-        numbers: Of the parameters, in the order of all.
+        ranks: The ranks, ascending.
+        numbers: Numbers of the parameters, in the order of all.
         group: Name of a process group that this rank knows over them; of one that all of them know, once they agree.
     """
 
@@ -336,7 +336,7 @@ class _Set:
         return f"ranks {self.ranks} compare replicas on some of them only. Give all the same options"
 
     def _layouts(self, everyone: Sequence[Sequence[tuple[Ints, Ints]]]) -> list[ParamLayout]:
-        """Each parameter's; those that lie alike share one object."""
+        """Layout of each parameter; those that lie alike share one object."""
         known: dict[object, ParamLayout] = {}
         found = []
         for one, *told in zip(self._mine, *everyone, strict=True):

@@ -109,7 +109,7 @@ class Call(ABC, Generic[K]):
 
     @abstractmethod
     def heard(self, kept: K, everyone: Sequence[Any]) -> None:
-        """Complete it by what each rank of the component tells of it, and keep it."""
+        """Complete a new table by what each rank of the component tells of it, and keep it."""
 
     @abstractmethod
     def read(self, kept: K) -> Said:

@@ -129,7 +129,7 @@ def _share(part: Sequence[Held], start: int, extent: Extent, rank: int) -> tuple
 
 
 def _as_range(held: Held) -> Held:
-    """The same of the flattened tensor."""
+    """A 1-D piece as a range of the flattened tensor."""
     box = held.piece
     assert isinstance(box, Box), "parts are boxes"
     return Held(FlatRange(box.offset[0], box.offset[0] + box.size[0]), held.local)

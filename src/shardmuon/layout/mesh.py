@@ -90,7 +90,8 @@ def believed(shape: Ints, mesh: Ints, placements: Placements, stored: Sequence[I
 
 
 def same_storage(first: Ints, second: Ints) -> bool:
-    """Engines differ in what they keep of nothing: `fully_shard` over an empty shard of (12, 0) stores (0, 0)."""
+    """True if two shapes of storage are equal, or both are empty. Engines differ in what they keep of nothing:
+    `fully_shard` over an empty shard of (12, 0) stores (0, 0)."""
     return first == tuple(second) or (0 in first and 0 in second)
 
 

@@ -103,5 +103,5 @@ def digest_of(value: object) -> bytes:
 
 
 def replicated(view: MatrixView, ranks: Ranks) -> ParamLayout:
-    """Every rank stores all of the tensor."""
+    """Layout of a tensor that every rank stores whole."""
     return ParamLayout(view, ranks, (whole(view.shape),) * len(ranks))

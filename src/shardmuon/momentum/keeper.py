@@ -85,7 +85,7 @@ class Keeper:
         return self.rounds_weights or self.dtype in (torch.bfloat16, "int8")
 
     def text(self) -> str:
-        """Equal on ranks that do the same."""
+        """Text of these choices, equal on ranks that make the same."""
         return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights}"
 
     def _dtype_of(self, like: torch.dtype) -> torch.dtype:

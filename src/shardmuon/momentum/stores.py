@@ -80,7 +80,7 @@ def step_coded_(
 
 
 def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
-    """Ints of the scales of a tensor (the logical one, or a rank's storage): one per row and block of columns."""
+    """Shape of the scales of a tensor (the logical one, or a rank's storage): one per row and block of columns."""
     cols = torch.Size(shape[num_row_dims:]).numel()
     return (*shape[:num_row_dims], -(-cols // BLOCK))
 

@@ -164,7 +164,7 @@ class _Rank:
         return self._at == len(self._todo)
 
     def advance(self, forced: bool) -> bool:
-        """Do what can be done; whether anything could."""
+        """Do what can be done. Returns True if anything could."""
         moved = False
         while not self.done:
             turn, bucket = self._todo[self._at]

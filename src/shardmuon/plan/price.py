@@ -27,9 +27,9 @@ class Cut(NamedTuple):
 
     Attributes:
         holders: Number of ranks of one replica.
-        inside: Number of them on one node.
+        inside: Most of them on one node.
         replicas: Number of replicas.
-        near: Number of replicas on one node.
+        near: Most replicas on one node.
     """
 
     holders: int
@@ -54,7 +54,8 @@ def _on_one_node(ranks: Sequence[int], per_node: int) -> int:
 
 
 class Products(NamedTuple):
-    """Matrices alike run in batches of a fixed size, the last one filled up. `ns`: nanoseconds of a batch."""
+    """Size and time of a batch of equal matrices, which run in batches of a fixed size, the last one filled up. `ns`:
+    nanoseconds of a batch."""
 
     size: int
     ns: int

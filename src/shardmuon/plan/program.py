@@ -194,17 +194,17 @@ class _Wired:
         return part.tile.numel if part.number < 0 else -(-part.tile.numel * 4 // self._itemsize)
 
     def splits(self, parts: Parts) -> Ints:
-        """Elements for each rank."""
+        """Number of elements for each rank."""
         return by_rank({rank: sum(map(self._size, of_rank)) for rank, of_rank in parts.items()}, self._ranks)
 
     def loads(self, parts: Parts) -> Iterator[Load]:
-        """The tiles, packed."""
+        """Loads of the tiles, packed side by side."""
         for part, at in self._ordered(parts):
             if part.number < 0:
                 yield Load(part.item.param, part.tile, Place(at, row_major(part.tile.sizes)))
 
     def kept_loads(self, parts: Parts) -> Iterator[KeptLoad]:
-        """The kept numbers."""
+        """Loads of the kept numbers, behind the tiles of their rank."""
         for part, at in self._ordered(parts):
             if part.number >= 0:
                 yield KeptLoad(part.item.param, part.number, part.tile, at, self._size(part))

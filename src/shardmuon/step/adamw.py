@@ -165,7 +165,7 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
 
 
 def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
-    """Copies; zeros behind fill the last vector."""
+    """Copies of several parameters' tensors, side by side; zeros behind them fill the last vector."""
     first = several[0][0]
     missing = -sum(row[0].numel() for row in several) % (_VECTOR // first.element_size())
     columns = zip(*several, strict=True)
@@ -173,7 +173,7 @@ def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
 
 
 def _copy_back(copied: _Line, targets: Sequence[_Tensors]) -> None:
-    """Weights and moments."""
+    """Copy stepped weights and moments back to where they belong."""
     for number in (0, 2, 3):
         column = [row[number] for row in targets]
         line = copied[0][number]

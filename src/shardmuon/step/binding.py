@@ -66,7 +66,7 @@ class Binding(Kept):
     Attributes:
         table: Who stores what.
         plan: Of the table's parameters.
-        members: They, index for index.
+        members: The table's parameters, index for index.
         planned: Of each group, the text of options that the plan was made for.
         buckets: Those that this rank takes part in, in the plan's order.
         shapes: Of what this rank stores of each parameter.

@@ -47,7 +47,8 @@ def check_gradient_elsewhere(param: Tensor) -> None:
 
 
 def check_can_align(param: Tensor, weight: Tensor) -> None:
-    """A gradient is redistributed by placements, so the storage (`weight`) must be what placements say."""
+    """Raise ValueError if the storage (`weight`) is not what placements say: a gradient is redistributed by
+    placements."""
     assert is_dtensor(param), "gradients of others lie as they do, or are refused"
     if not lies_as_placed(param):
         raise ValueError(
@@ -57,7 +58,8 @@ def check_can_align(param: Tensor, weight: Tensor) -> None:
 
 
 def check_adamw_dtypes(param: Tensor, grad: Tensor, moment: Tensor | None) -> None:
-    """torch's AdamW mixes no dtypes, and finds out when other parameters have changed."""
+    """Raise ValueError if dtypes differ: torch's AdamW mixes none, and finds out only when other parameters have
+    changed."""
     kept = param if moment is None else moment
     if grad.dtype != kept.dtype:
         what = "the parameter" if moment is None else "its exp_avg"

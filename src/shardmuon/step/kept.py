@@ -42,7 +42,7 @@ def start_kept(
 
 
 def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tuple[str, ...]:
-    """Keys of what is not there, and of norms that no step has looked at since they were made or loaded.
+    """Keys of state tensors that are missing, and of norms that no step has looked at since they were made or loaded.
 
     Checkpoints make state before there was a step, where a norm of 0 says that it is not known. Ranks must agree on
     these: stages on weights begin with a reduction for them, and a copy that only one rank lost would begin from zeros.
@@ -74,8 +74,8 @@ def forget_norms(
     factors: Tensor,  # (rows,), or of columns
     matrices: Matrices | None,  # None: each row is in all of them
 ) -> None:
-    """A parameter's rows have been multiplied with `factors`: the next step measures the norms of matrices that have
-    any row whose factor is not 1. To be called on every rank that shares it; waits for no device."""
+    """Let the next step measure anew the norms of matrices that have any row whose factor is not 1, as a parameter's
+    rows have been multiplied with `factors`. To be called on every rank that shares it; waits for no device."""
     changed = factors != 1.0
     for key in WEIGHT_NORMS:
         value = state.get(key)

@@ -110,7 +110,7 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
 
 
 def settings_text(settings: Settings) -> str:
-    """Equal on two ranks that do the same; names a callable instead of printing its address."""
+    """Text of settings, equal on two ranks that do the same; names a callable instead of printing its address."""
     scale = settings.adjust_lr_fn
     named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
     lr = settings.tensor_lr
@@ -164,7 +164,7 @@ class GroupOptions(NamedTuple):
     view: Mapping[str, Any] | None = None
 
     def with_rate(self, lr: Tensor) -> GroupOptions:
-        """The same with an lr that lies on an accelerator; its value was read before."""
+        """The same options with an lr that lies on an accelerator; its value was read before."""
         if self.settings is None:
             return self
         settings = replace(self.settings, tensor_lr=lr)
@@ -225,7 +225,7 @@ class OptionsReader:
         return self.rates.get(index, 0.0)
 
     def forget_rates(self) -> None:
-        """A new plan is made: other ranks may have looked in another step."""
+        """Forget rates that were read: with a new plan other ranks may have looked in another step."""
         self.rates, self.num_steps, self.has_agreed = {}, 0, False
 
 

@@ -39,13 +39,13 @@ class KeptSide:
         return [tile.view(-1) for tile in tiles]
 
     def tell(self, stored: Stored, wire: Tensor) -> None:
-        """Write them to the wire, bit for bit."""
+        """Write the kept numbers to the wire, bit for bit."""
         if self._loads:
             targets = [wire.narrow(0, load.start, load.size) for load in self._loads]
             foreach_copy_(targets, [_as_elements(numbers, wire) for numbers in self.of(stored)])
 
     def hear(self, wire: Tensor, stored: Stored) -> None:
-        """Store what is on the wire."""
+        """Store the numbers that came on the wire."""
         if self._loads:
             # one copy into memory of its own, for a slot may begin where no fp32 number may
             came = torch.cat([wire.narrow(0, load.start, load.size) for load in self._loads]).view(torch.float32)
@@ -81,7 +81,7 @@ class BatchStages:
     """The stages of a batch in one step.
 
     Attributes:
-        after: Those after the orthogonalization.
+        after: Stages after the orthogonalization.
         kept: Key -> of each matrix what its stages keep, fp32, where the batch is; changed in place.
     """
 
@@ -112,8 +112,8 @@ class BatchStages:
         x: Tensor,  # (B, rows, cols) in slots; may be overwritten
         products: torch.dtype | None,  # if the orthogonalizer takes matrices of norm 1 as they are
     ) -> tuple[Tensor, bool]:  # (B, rows, cols) in slots, and True if their norms are 1
-        """Run the stages before; the batch itself without any. On a CPU one matrix after the other, into memory that
-        there is."""
+        """Run the stages that come before the orthogonalization; the batch itself if there are none. On a CPU one
+        matrix after the other, into memory that there is."""
         if not self._before:
             return x, False
         narrow = x.dtype in (torch.bfloat16, torch.float16)
@@ -128,7 +128,8 @@ class BatchStages:
         return x, True
 
     def _run(self, x: Tensor) -> Tensor:  # (B, rows, cols) -> (B, rows, cols) in slots
-        """Run all of them, at least in fp32. Each matrix alone: a sum over a batch may be cut otherwise."""
+        """Run all stages that come before the orthogonalization, at least in fp32. Each matrix alone: a sum over a
+        batch may be cut otherwise."""
         found = [self._run_one(matrix, at) for at, matrix in enumerate(x.split(1))]
         out = empty_batch(x.shape, found[0].dtype, x.device)
         foreach_copy_(out.split(1), found)

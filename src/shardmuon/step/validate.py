@@ -71,7 +71,7 @@ class Proposal:
         self.presence = 0
 
     def hear(self, binding: Binding, presence: int) -> None:
-        """Parameters that only other ranks store any of are stepped if they have the gradient."""
+        """Step parameters that only other ranks store any of if those have the gradient, else leave them out."""
         for number in binding.elsewhere:
             if presence >> binding.bits[number] & 1:
                 self.states[number] = READY
@@ -157,7 +157,7 @@ def _asked_anew(settings: Settings) -> Settings:
 
 
 def _read(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory) -> tuple[object, ...]:
-    """Note what this rank has of a parameter; what ranks must have alike of it."""
+    """Note what this rank has of a parameter, and what ranks must have alike of it."""
     member, keeper = binding.members[number], memory.keeper
     param, engine, kept = member.param, member.engine, memory.state.get(member.param, _NOTHING)
     grad = param.grad
@@ -328,7 +328,8 @@ class Line(NamedTuple):
 
 
 def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks) -> list[Line]:
-    """The same of one set in words, a line for each parameter; the first one is the plan's."""
+    """Text of what a set of ranks must have alike in this step, a line for each parameter; the first line is the
+    plan's."""
     lines = [Line("", binding.digests.get(ranks, b"").hex(), "")]
     for number in binding.alike[ranks]:
         member, said = binding.members[number], proposal.said[number][1:]

@@ -139,7 +139,7 @@ def _parts(tile: Tensor) -> list[Tensor]:
 
 
 def _norms(squares: Tensor) -> Tensor:  # fp64 -> fp64
-    """Roots, rounded to fp32."""
+    """Square roots, rounded to fp32."""
     return torch.sqrt(squares, out=torch.empty_like(squares, dtype=torch.float32)).double()
 
 

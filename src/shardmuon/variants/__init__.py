@@ -120,7 +120,7 @@ def keeping(stages: Stages) -> Stages:
 
 
 def stages_text(stages: Stages) -> str:
-    """Equal on ranks that do the same; "" for plain Muon."""
+    """Text of stages, equal on ranks that do the same; "" for plain Muon."""
     return " ".join(map(repr, stages))
 
 

@@ -21,7 +21,7 @@ RADIUS = "weight_radius"
 
 @dataclass(frozen=True)
 class HyperballUpdate(AfterStage):
-    """The update on the sphere's scale: O <- R O / ||O||_F. See `HyperballWeight`."""
+    """Scaling of the update to the norm that the weights keep: O <- R O / ||O||_F. See `HyperballWeight`."""
 
     key: ClassVar[str] = RADIUS
     travels: ClassVar[bool] = False

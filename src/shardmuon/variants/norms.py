@@ -61,11 +61,11 @@ class Cut:
         return found
 
     def times_(self, numbers: Tensor, factors: Sequence[float]) -> Tensor:  # (N,); of each batch
-        """Multiply those of a batch with one number."""
+        """Multiply the numbers of each batch's matrices with one factor, in place."""
         return _times_(numbers, self._counts, factors)
 
     def lines_times_(self, lines: Tensor, factors: Sequence[float]) -> Tensor:  # (L,); of each batch
-        """Multiply those of a batch with one number."""
+        """Multiply the numbers of each batch's lines with one factor, in place."""
         return _times_(lines, self._sizes, factors)
 
     def sums(self, *several: Tensor) -> Sequence[Tensor]:  # (L,) each, not negative -> (N,) each
@@ -75,11 +75,11 @@ class Cut:
         return sums
 
     def over(self, numbers: Tensor, lines: Tensor) -> Tensor:  # (N,), (L,) -> (L,)
-        """The number of a matrix, divided by that of each of its lines."""
+        """Divide the number of a matrix by that of each of its lines."""
         return self._beside(torch.div, numbers, lines)
 
     def times(self, numbers: Tensor, lines: Tensor) -> Tensor:  # (N,), (L,) -> (L,)
-        """The number of a matrix, times that of each of its lines."""
+        """Multiply the number of a matrix with that of each of its lines."""
         return self._beside(torch.mul, numbers, lines)
 
     def _beside(self, operation: Callable[..., Tensor], numbers: Tensor, lines: Tensor) -> Tensor:
@@ -161,7 +161,8 @@ def _dim_of_lines(x: Tensor) -> int:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Itself, or a copy: kernels sum in another order where memory is not aligned, as matrices of a batch may be."""
+    """The tensor itself, or an aligned copy: kernels sum in another order where memory is not aligned, as matrices of a
+    batch may be."""
     return x if x.data_ptr() % 64 == 0 else x.clone()
 
 

@@ -55,7 +55,7 @@ def sharing(param: Tensor, group: Group) -> Engine:
 
 
 def engine_for(param: Tensor, group: Group) -> Engine:
-    """The same once the options are known to fit the parameter.
+    """The engine of this parameter, once the options of its group are known to fit it.
 
     Raises:
         ValueError: They do not; the message lacks its name.
