@@ -70,7 +70,7 @@ class Core:
         param_groups, state: As torch.optim.Optimizer has them. Frameworks replace both.
         config: Options of the whole optimizer.
         keeper, audits: What they keep: stored momentum, and when to audit.
-        process_group: Over which plain parameters are replicas.
+        process_group: The group over which plain parameters are replicas.
         traffic: What this rank has done so far.
         routing: The table by which parameters were routed, if the optimizer was given a model.
         binding: The plan in force with what this rank knows of it.

@@ -73,7 +73,7 @@ def find_ddp(optimizer: object, params: Iterable[Tensor]) -> DistributedDataPara
     Args:
         optimizer: If another optimizer holds it as its `optim`, the answer is None: torch's ZeroRedundancyOptimizer
             shares out the work itself, and the ranks of its PostLocalSGDOptimizer are unequal.
-        params: Of the optimizer.
+        params: Parameters of the optimizer.
     """
     params = list(params)
     if default_group() is None or sum(p.numel() for p in params) < WORTH_IT:

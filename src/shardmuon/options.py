@@ -48,7 +48,7 @@ class Orthogonalizer(_Options):
             less by a quarter, else "standard": a rule of shape, schedule, dtype and kind of device. The plan prints
             what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit (bf16 cast before the norm).
             "reference": exact polar factor by SVD in fp64.
-        dtype: Of the products, a torch dtype or its name. None or "auto": "standard" takes bfloat16 where the device
+        dtype: Products' torch dtype or its name. None or "auto": "standard" takes bfloat16 where the device
             multiplies it in hardware, float32 on CPUs that do not; "gram" float16 on accelerators, float32 on CPUs.
             Ignored by "torch" (bfloat16) and "reference" (float64).
         tuning: A file that `shardmuon tune --out FILE` or `shardmuon verify --slots FILE` has written: "auto" takes the

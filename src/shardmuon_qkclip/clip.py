@@ -167,7 +167,7 @@ class QKClip:
     `optimizer.zero_grad()` and loading state drop what no step has used.
 
     Args:
-        model: Whose attention is measured.
+        model: The model whose attention is measured.
         optimizer: Steps the model's weights. Megatron's `ChainedOptimizer`: the part of it which has the layers.
         tau: Largest logit that is allowed. math.inf only measures.
         alpha: The queries' share of the factor, in [0, 1].

@@ -151,8 +151,8 @@ class Shaken(NamedTuple):
 
     Attributes:
         lengths: (m,) of its update beside the dense one's, in each direction.
-        norm: Of the weights after it.
-        kept: By stages.
+        norm: Norm of the weights after it.
+        kept: Numbers that stages keep after it.
     """
 
     lengths: Tensor
@@ -288,7 +288,7 @@ class Compared:
         """A measure of differences beside those that rounding makes, and the largest allowed: [Note: the shake].
 
         Args:
-            lengths: Of shaken differences.
+            lengths: Lengths of shaken differences.
             expected: What all these are differences from, in the reference's coordinates, as is what is measured.
             least: What no direction is settled better than.
         """

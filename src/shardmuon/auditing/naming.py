@@ -26,7 +26,7 @@ class Guess(NamedTuple):
     """An explanation of the finding.
 
     Attributes:
-        name, found, remedy: Of the finding.
+        name, found, remedy: Those of the finding.
         result: (rows, cols) fp64: another result of the orthogonalizer, which has to explain the update. None: it does.
         left: Sine of the angle to the applied update that it leaves.
         limit: What may be left at most.

@@ -33,7 +33,7 @@ class Reference:
         sigmas: (m,) singular values of the normalized matrix, ascending.
         coords: (m, n) that matrix in the coordinates of the vectors.
         inverse: (m,) 1 / s, and 0 where there is no singular value.
-        coefficients: Of the steps; None: the result is the polar factor.
+        coefficients: Those of the steps; None: the result is the polar factor.
     """
 
     tall: bool

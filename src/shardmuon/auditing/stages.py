@@ -90,8 +90,8 @@ class Applied:
     """Stages after the orthogonalizer, then those on weights, on one matrix.
 
     Attributes:
-        factor: By what the result was multiplied; broadcasts to the matrix. None: no such stage.
-        on_weights: By what the updated weights were.
+        factor: Factor on the result; broadcasts to the matrix. None: no such stage.
+        on_weights: Factor on the updated weights.
         kept: What is kept then, by its key.
     """
 

@@ -223,7 +223,7 @@ def read_param(
     """A parameter's state, checked. `group`: its own; `theirs`: the saved one.
 
     Raises:
-        ValueError: It does not fit; says the name.
+        ValueError: The state does not fit; says the parameter's name.
     """
     needed, allowed = keys_of(group), (*MUON_KEYS, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if group["use_muon"] else ()))
     kind = "Muon's" if group["use_muon"] else "AdamW's"

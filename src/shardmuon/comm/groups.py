@@ -104,7 +104,7 @@ class GroupRef:
         """The group, or None if only ranks are known.
 
         Raises:
-            RuntimeError: It has been destroyed, or it came with a pickle from another process.
+            RuntimeError: The group has been destroyed, or it came with a pickle from another process.
         """
         group = self._live()
         if self.group_name and (group is None or not is_alive(group)):

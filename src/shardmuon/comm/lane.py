@@ -91,7 +91,8 @@ class Lane:
     Attributes:
         ranks: Global, ascending.
         me: Place of this rank among them.
-        number: Of this lane among those of these ranks, the same on each: it finds its peers under a name of its own.
+        number: Number of this lane among those of these ranks, the same on each, so that it finds its peers under a
+            name of its own.
         is_open: False once it has been closed.
     """
 

@@ -91,10 +91,10 @@ class Flag(IntFlag):
 
     Attributes:
         FAULT: The rank cannot go on; it has a text for the others.
-        STALE: Its plan does not fit its parameters, or it has none.
-        AUDIT: It wants this step audited.
+        STALE: The rank's plan does not fit its parameters, or it has none.
+        AUDIT: The rank wants this step audited.
         UNLIKE: Messages of another version, or with another number of presence bits, met on their way.
-        BEYOND: It is in sets beyond those that vote.
+        BEYOND: The rank is in sets beyond those that vote.
     """
 
     NONE = 0

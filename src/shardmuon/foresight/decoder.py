@@ -20,9 +20,9 @@ class DecoderConfig:
     """Sizes of a decoder, in the words of Hugging Face's configurations.
 
     Attributes:
-        vocab_size, hidden_size, num_hidden_layers: Of the model.
+        vocab_size, hidden_size, num_hidden_layers: Sizes of the model.
         num_attention_heads, num_key_value_heads, head_dim: Of grouped-query attention.
-        intermediate_size: Of dense feed-forward layers.
+        intermediate_size: Width of dense feed-forward layers.
         tie_word_embeddings: Whether the head is the embedding.
         attention_bias: Biases of q, k, v; "all": of o, too.
         qk_norm: Norms of each head's q and k; "all": of all heads together.

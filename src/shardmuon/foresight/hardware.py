@@ -226,13 +226,13 @@ def product_seconds(
     """Seconds of orthogonalizing `count` matrices alike on one rank, see [Note: batches].
 
     Args:
-        hardware: Of the rank.
-        rows, cols: Of each matrix.
+        hardware: The rank's machine.
+        rows, cols: Shape of each matrix.
         how: Text of a `Choice`, or what else stands in the table ("float64": bare products in it).
-        count: Matrices.
-        flops: Of one.
-        uses: Is told what this rests on.
-        dtype: Of the products; default: that of `how`.
+        count: Number of matrices.
+        flops: Floating point operations of one.
+        uses: Collects what this rests on.
+        dtype: Dtype of the products; default: that of `how`.
     """
     if not flops or not count:
         return NOTHING

@@ -141,7 +141,7 @@ class Job:
     Attributes:
         params: Trainable parameters in the optimizer's order.
         units: See layouts.py.
-        plans: Of each unit.
+        plans: Plan of each unit.
     """
 
     def __init__(self, model: Model, mesh: Mesh, setting: Setting, options: Mapping[str, Any], owners: int = 1) -> None:

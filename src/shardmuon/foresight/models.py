@@ -79,7 +79,7 @@ class Model:
 
     Attributes:
         name, source: As in `Exact`.
-        module: With every parameter on the meta device.
+        module: The module, with every parameter on the meta device.
         active: The parameters that work on one token.
         num_heads, num_kv_heads: Heads of attention, 0 if unknown.
     """
@@ -117,7 +117,7 @@ def load_model(model: str | nn.Module, from_function: Loader, from_config: Loade
         from_config: Builds a config.json with transformers; raises ImportError without it.
 
     Raises:
-        ValueError: It is none of these, or the shapes cannot be known from it.
+        ValueError: `model` is none of these, or the shapes cannot be known from it.
     """
     if isinstance(model, nn.Module):
         return of_module(type(model).__name__, "the module given", model)

@@ -49,9 +49,9 @@ class Training:
     """A step of training, and what the optimizer is of it.
 
     Attributes:
-        tokens: Of a step, on all ranks together.
+        tokens: Tokens of a step, on all ranks together.
         forward_backward: Seconds, from the model's FLOPs a token and the share of the peak that training reaches.
-        share: Of the optimizer in the whole step: least, middle, most; fractions.
+        share: Share of the optimizer in the whole step: least, middle, most; fractions.
     """
 
     tokens: float
@@ -145,9 +145,9 @@ def price(
 
     Args:
         exact: What the planner counted.
-        hardware: Of every rank.
-        tokens: Of a training step, to say what share of it the optimizer is.
-        dollars_per_hour: Of one rank.
+        hardware: Machine of every rank.
+        tokens: Tokens of a training step, to say what share of it the optimizer is.
+        dollars_per_hour: Price of one rank.
 
     Raises:
         ValueError: The hardware file lacks what the plan needs.

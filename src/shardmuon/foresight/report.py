@@ -40,9 +40,9 @@ def make_report(
 
     Args:
         exact: The plan's counts.
-        hardware: Of every rank.
-        tokens: Of a training step.
-        dollars_per_hour: Of one rank.
+        hardware: Machine of every rank.
+        tokens: Tokens of a training step.
+        dollars_per_hour: Price of one rank.
         replan: Makes plans with changes, for advice; None: no advice.
 
     Raises:

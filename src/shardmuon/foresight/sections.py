@@ -26,7 +26,7 @@ class Section:
     """A table with a title and remarks.
 
     Attributes:
-        title: Of the table.
+        title: Title of the table.
         header: Names of columns; empty: a list of pairs.
         rows: Text.
         notes: Below it.

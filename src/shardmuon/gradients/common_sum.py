@@ -117,8 +117,8 @@ class Reach(NamedTuple):
     Attributes:
         largest: The ranks that share its parameters.
         beyond: The ranks of its `process_group`, if it has one.
-        contained: True if `beyond` contains all ranks that share parameters with this one; else each of its ranks stands
-            for those that it shares parameters with.
+        contained: True if `beyond` contains all ranks that share parameters with this one; else each of its ranks
+            stands for those that it shares parameters with.
     """
 
     largest: Ranks
@@ -217,10 +217,10 @@ class Clipping(Call[Bound]):
         params: This rank's parameters.
         norm_type: p of the p-norm.
         text: The caller's arguments, which must be equal on all ranks.
-        fault: What is wrong on this rank already.
+        fault: Faults found on this rank so far.
         beyond: The ranks of `process_group`, ascending; None if it has no other than this one.
-        held: What this rank keeps of the gradients that are clipped.
-        states, counted: Of each gradient NONE, READY or MISPLACED; what this rank counts.
+        held: This rank's storage of the gradients that are clipped.
+        states, counted: NONE, READY or MISPLACED for each gradient; norms that this rank counts.
     """
 
     params: Sequence[Listed]

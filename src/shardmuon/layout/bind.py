@@ -33,7 +33,7 @@ class Listed(NamedTuple):
     """A parameter as an optimizer lists it.
 
     Attributes:
-        name: For messages.
+        name: Name for messages.
         identity: The name that all ranks give it; "" if it has none.
         param, group: The tensor, and its parameter group.
         view: How its matrices are read: arguments of `matrix_view`. None: it holds none (AdamW's).

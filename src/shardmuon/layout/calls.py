@@ -34,9 +34,9 @@ class Kept:
 
     Attributes:
         component: All ranks that vote together.
-        token: Of no other table of these ranks.
+        token: Bytes that no other table of these ranks has.
         sets: Set of ranks that share parameters -> numbers of these, small sets first; without sets of one rank.
-        world: In which it was made; in another one ranks have other numbers.
+        world: The default process group under which it was made; under another one ranks have other numbers.
     """
 
     def __init__(self, table: Table) -> None:
@@ -65,10 +65,10 @@ class Call(ABC, Generic[K]):
 
     Attributes:
         phase, flags: For the vote; flags beside what is wrong.
-        num_bits: How many presence bits it has.
+        num_bits: Number of its presence bits.
         beyond: Ranks that vote with this one, whatever they share with it; None: there are no such.
         renews: True if ranks that have different tables make a new one; else they are refused.
-        doing, rule: For messages: "clip", and what ranks that clip together must do alike.
+        doing, rule: Words for messages: "clip", and what ranks that clip together must do alike.
         stamp, groups, fingerprint: For a new table, see `bind`.
     """
 

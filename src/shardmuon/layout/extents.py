@@ -34,8 +34,8 @@ class AxisCut(NamedTuple):
     """A mesh axis that cuts a tensor dim in parts of any size: dim 0, or any dim for tensor parallelism.
 
     Attributes:
-        axis: Of the mesh.
-        dim: Of the tensor.
+        axis: The mesh axis.
+        dim: The tensor's dim.
         tensor_parallel: Whether its parts are tensor-parallel shards, within which the data-parallel axes cut.
         stride: Each tensor-parallel shard has a share of that many equal blocks of the dim (Megatron's
             `partition_stride`: 2 for fused gate and up).
@@ -53,7 +53,7 @@ def pieces_of_extents(
     """The pieces of each place of a mesh: the ranks' parts one after the other.
 
     Args:
-        shape: Of the tensor.
+        shape: Shape of the tensor.
         mesh: Size of each axis.
         mesh_ranks: Global ranks in row-major order.
         cuts: The axes that cut the tensor; the one that cuts first comes first.

@@ -51,7 +51,7 @@ class Held(NamedTuple):
 
     Attributes:
         piece: The piece.
-        local: Of its first element in the rank's storage: an index for each dim (`Box`), or one (`FlatRange`).
+        local: Place of its first element in the rank's storage: an index for each dim (`Box`), or one (`FlatRange`).
     """
 
     piece: Piece
@@ -69,8 +69,8 @@ class Patch(NamedTuple):
 
     Attributes:
         matrix: Number of the matrix in its parameter.
-        sizes: Of the view.
-        row, col: Of the first element.
+        sizes: Sizes of the view.
+        row, col: Place of the first element.
         rows, cols: How many rows and columns the next element along each dim is away; one of both is 0.
     """
 

@@ -55,7 +55,7 @@ class Fitted(NamedTuple):
 
     Attributes:
         buffer: Local storage of it, or of its codes.
-        scale: Of codes.
+        scale: Scales of 8-bit codes; None for other momentum.
         stream: Random bits for rounding it. None: it is stored as it is computed.
         weights: Random bits for rounding its weights. None: they are rounded to nearest.
     """
@@ -103,9 +103,9 @@ class Keeper:
         step. Else `fit` makes or converts it.
 
         Args:
-            state: Of the parameter.
+            state: State of the parameter.
             buffer: Local storage of its momentum, if it has any.
-            grad: Of its gradient.
+            grad: Local storage of its gradient.
             others: State tensors of its variant's stages.
         """
         if buffer is None or len(state) != 1 + others or not self._plain:

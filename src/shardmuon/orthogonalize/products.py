@@ -44,8 +44,8 @@ class Products:
     """Products of matrices, (m, n), or batches of them in slots, (B, m, n), that lie on one device.
 
     Attributes:
-        device: Of all operands.
-        dtype: To which every result is rounded: fp64, fp32, fp16 or bf16.
+        device: Device of all operands.
+        dtype: The dtype to which every result is rounded: fp64, fp32, fp16 or bf16.
         kernel: How symmetric results are multiplied. "triton" takes batches only.
         operands: Dtype of the tensors that are multiplied, see [Note: emulated half precision].
     """

@@ -181,7 +181,7 @@ def symmetric_addmm(
     its NaNs do not count (as in torch.baddbmm). Not differentiable.
 
     Args:
-        out_dtype: Of new memory: fp16, bf16 or fp32. Default: left's dtype.
+        out_dtype: Dtype of new memory: fp16, bf16 or fp32. Default: left's dtype.
         diagonal: Added to each diagonal element: aI + bR + cR^2 is `symmetric_addmm(r, r, r, b, c, diagonal=a)`.
 
     Raises:

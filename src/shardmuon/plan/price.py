@@ -67,8 +67,8 @@ class Priced(NamedTuple):
     Attributes:
         owner: The rank that orthogonalizes it.
         numel: Its elements.
-        products: Of matrices like it.
-        cut: How it lies.
+        products: Batches of matrices like it.
+        cut: Numbers of ranks on which it lies.
     """
 
     owner: int
@@ -96,9 +96,9 @@ def bucket_work(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> 
     """A bucket of the owner route on a rank that owns nothing of it, and what products and copies take on its owners.
 
     Args:
-        matrices: What moves in it.
+        matrices: The matrices that move in it.
         itemsize: Bytes of an element on the wire.
-        machine: By whose rates.
+        machine: The machine by whose rates it is priced.
     """
     alike = Counter((one.owner, one.products) for one in matrices)
     computed, came = Counter[int](), Counter[int]()  # by owner

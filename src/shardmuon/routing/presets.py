@@ -345,8 +345,8 @@ def fused_hint(name: str, shape: Ints, owners: Iterable[tuple[str, nn.Module]] =
     one would put rows of different heads together in the other, so each says for which order it is.
 
     Args:
-        name: Of the weight.
-        shape: Of the weight; the last two dims count.
+        name: Name of the weight.
+        shape: Shape of the weight; the last two dims count.
         owners: The modules around it, see `find_preset`. One of the first three may know the number of heads.
     """
     parts = fused_parts(name)

@@ -44,8 +44,8 @@ class Member(NamedTuple):
     Attributes:
         param: The tensor.
         group: Number of its group.
-        name, identity: For messages, and the name that all ranks give it.
-        engine: Reaches its storage.
+        name, identity: Name for messages, and the name that all ranks give it.
+        engine: The engine that reaches its storage.
         signature: Its engine's, when the plan was made.
         kept: Key -> global shape of each state tensor of its stages.
     """
@@ -65,18 +65,18 @@ class Binding(Kept):
 
     Attributes:
         table: Who stores what.
-        plan: Of the table's parameters.
+        plan: Plan of the table's parameters.
         members: The table's parameters, index for index.
-        planned: Of each group, the text of options that the plan was made for.
+        planned: For each group, the text of options that the plan was made for.
         buckets: Those that this rank takes part in, in the plan's order.
-        shapes: Of what this rank stores of each parameter.
+        shapes: Shape of this rank's storage of each parameter.
         digests: Set of ranks -> what its ranks plan alike, and that no other plan has.
         on_weights: Number -> stages, of parameters that have one on weights.
         alike: Set of ranks -> the parameters that its ranks must step alike: all that share one, but only those that
             store any of it where the others may lack the gradient.
         elsewhere: The parameters that only other ranks store any of, and whose gradient may lack here.
         bits: Number -> presence bit of each parameter whose gradient some ranks may lack.
-        num_bits: Of the component.
+        num_bits: Number of presence bits of the component.
         ns_device: Where matrices are orthogonalized; None: where their buckets' wires are.
     """
 

@@ -48,9 +48,9 @@ class Bound:
 
     Args:
         plan: The plan.
-        program: One of its.
-        shapes: Of what this rank stores of each parameter.
-        device: Of its wires.
+        program: One of its programs.
+        shapes: Shape of this rank's storage of each parameter.
+        device: Device of its wires.
 
     Attributes:
         wire: Dtype of what travels, and of batches.

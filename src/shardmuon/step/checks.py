@@ -15,7 +15,7 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
     """The gradient's local storage, or None if it does not lie as the parameter does, whose storage is `weight`.
 
     Raises:
-        ValueError: It is unusable; the message lacks the name.
+        ValueError: The gradient is unusable; the message lacks the name.
     """
     quick = engine.storages(param, grad)
     if quick is not None and not quick[1].is_complex():
@@ -81,7 +81,7 @@ def state_storage(param: Tensor, buffer: Tensor, key: str, engine: Engine, weigh
     """The local storage of a state tensor, which lies as the parameter does and may be written to.
 
     Raises:
-        ValueError: It does not, or may not; the message lacks the name.
+        ValueError: It lies otherwise, or may not be written to; the message lacks the name.
     """
     quick = engine.storages(param, buffer)
     if quick is not None:

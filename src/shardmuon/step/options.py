@@ -148,7 +148,7 @@ class GroupOptions(NamedTuple):
     """A group's options.
 
     Attributes:
-        settings: Of its matrices in a step; None if the group is AdamW's.
+        settings: Settings of its matrices in a step; None if the group is AdamW's.
         text: The settings as text, equal on ranks that do the same.
         alike: Text of what ranks must have alike when a plan is made, besides `view`.
         planned: Text of what a plan is made for: that, `view`, and this rank's process groups.
@@ -262,7 +262,7 @@ def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:
 
     Args:
         plan: The plan.
-        settings: Of each of its parameters.
+        settings: Settings of each of its parameters.
     """
     shapes: dict[tuple[float, float], dict[str, None]] = {}
     for item in plan.items:

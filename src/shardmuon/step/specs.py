@@ -56,12 +56,12 @@ def make_spec(
     """One parameter as the planner sees it.
 
     Args:
-        name: For messages.
+        name: Name for messages.
         layout: Who stores what.
-        options: Of its group, which is one of matrices.
-        device: Of the parameter.
-        chooser: Of the optimizer.
-        wire: Of the optimizer.
+        options: Options of its group, which is one of matrices.
+        device: Device of the parameter.
+        chooser: The optimizer's chooser.
+        wire: The optimizer's wire.
         kept_of: A stage that keeps anything -> who keeps what.
 
     Raises:

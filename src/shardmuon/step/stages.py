@@ -88,10 +88,10 @@ class BatchStages:
     def __init__(self, stages: Stages, sides: Sequence[KeptSide], stored: Stored, device: torch.device) -> None:
         """
         Args:
-            stages: Of its matrices.
-            sides: Of what they keep, one for each of `keeping(stages)`.
+            stages: Stages of its matrices.
+            sides: Storage of what they keep, one for each of `keeping(stages)`.
             stored: This step's storages.
-            device: Of the batch.
+            device: Device of the batch.
         """
         self._before = [stage for stage in stages if isinstance(stage, BeforeStage)]
         self.after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
@@ -156,7 +156,7 @@ class Result(NamedTuple):
     """An orthogonalized batch whose stages after have not run.
 
     Attributes:
-        stages: Of the batch.
+        stages: Stages of the batch.
         place: Where results go; of the wire's dtype.
         out: The results; may be `place`.
     """

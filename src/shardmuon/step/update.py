@@ -45,8 +45,8 @@ class Portion(NamedTuple):
     """Tiles that one call of a list operation takes.
 
     Attributes:
-        places: Of each among all tiles of a side.
-        of: Takes them out of a list of something of all tiles.
+        places: Number of each among all tiles of a side.
+        of: Function that takes theirs out of a list with an entry for each tile of the side.
     """
 
     places: list[int]
@@ -115,18 +115,18 @@ class Side:
 
     Attributes:
         loads: The tiles and their places.
-        params: Number of the parameter of each.
-        views: Of the parameter of each.
-        shapes: (rows, cols) of the matrix of each.
+        params: Number of each tile's parameter.
+        views: View of each tile's parameter.
+        shapes: (rows, cols) of each tile's matrix.
         in_momentum, in_weights: How lists of them are dealt.
     """
 
     def __init__(self, loads: Sequence[Load], views: Sequence[MatrixView], shapes: Sequence[Ints]) -> None:
         """
         Args:
-            loads: Of a program.
-            views: Of each parameter.
-            shapes: Of what this rank stores of each parameter.
+            loads: Loads of a program.
+            views: View of each parameter.
+            shapes: Shape of this rank's storage of each parameter.
         """
         self.loads = tuple(loads)
         self.views = [views[load.param] for load in loads]

@@ -214,7 +214,7 @@ def _state_storage(param: Tensor, kept: object, key: str, engine: Engine, weight
     """The local storage of a state tensor, which can be written to.
 
     Raises:
-        ValueError: It cannot, or is no such tensor.
+        ValueError: It cannot be written to, or is no such tensor.
     """
     if not isinstance(kept, Tensor):
         raise ValueError(f"its {key} is a {type(kept).__name__}, not a tensor. {_LOAD}")

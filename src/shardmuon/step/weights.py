@@ -42,7 +42,7 @@ class WeightSet:
     to step; holds no tensor.
 
     Attributes:
-        ranks: Those that share them.
+        ranks: The ranks that share them.
     """
 
     def __init__(self, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> None:
@@ -51,7 +51,7 @@ class WeightSet:
             plan: The plan.
             stages: Number of a parameter -> its stages.
             rank: This one.
-            shapes: Of what it stores of each parameter of the plan.
+            shapes: Shape of this rank's storage of each parameter of the plan.
         """
         self._params = {param: plan.specs[param] for param in sorted(stages)}
         self.ranks, self._rank = next(iter(self._params.values())).layout.ranks, rank
@@ -154,8 +154,8 @@ def weight_sets(plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Seq
         plan: The plan.
         stages: Number of a parameter -> its stages, of those that the rank shares and that are meant: before the update
             those whose norms are fresh, after it those that have gradients. The same on all ranks that share them.
-        rank: Which one.
-        shapes: Of what it stores of each parameter of the plan.
+        rank: The rank.
+        shapes: Shape of its storage of each parameter of the plan.
     """
     found: dict[tuple[int, Ranks, str, str], dict[int, Stages]] = {}
     for param, of_param in stages.items():

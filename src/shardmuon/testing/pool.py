@@ -96,7 +96,7 @@ class RankPool:
 
     Args:
         world_size: Number of ranks, at least 1.
-        backend: Of the default process group. With nccl, rank r uses CUDA device r.
+        backend: Backend of the default process group. With nccl, rank r uses CUDA device r.
         timeout: Seconds that one call may take.
 
     Examples:
@@ -131,7 +131,7 @@ class RankPool:
             kwargs: Like `args`.
 
         Raises:
-            RankError: It raised, hung or died on some rank. The ranks are killed (the others may be stuck in a
+            RankError: `fn` raised, hung or died on some rank. The ranks are killed (the others may be stuck in a
                 collective), and the next call starts new ones.
             TypeError: `fn` or an argument cannot be pickled.
         """

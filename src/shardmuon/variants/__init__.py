@@ -59,7 +59,7 @@ def names_in(variant: str | None) -> tuple[str, ...]:
     """The names in a group's `variant`. None: plain Muon.
 
     Raises:
-        ValueError: It names what there is not, or one thing twice; the message lacks the group.
+        ValueError: A name does not exist, or comes twice; the message lacks the group.
     """
     if variant is None:
         return ()

@@ -83,7 +83,7 @@ def _with_kept(wrapped: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict whose groups carry by name what stages keep of this rank's parameters.
 
     Raises:
-        ValueError: It has momentum, and not what the variant keeps.
+        ValueError: The state dict has momentum, and not what the variant keeps.
     """
     packed = state_dict["optimizer"]["param_groups"]
     kept = carried_by(packed, wrapped.shardmuon_places)

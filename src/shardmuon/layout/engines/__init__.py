@@ -40,7 +40,7 @@ def sharing(param: Tensor, group: Group) -> Engine:
     parameter, whatever else is wrong with it.
 
     Raises:
-        ValueError: That cannot be told; the message lacks its name.
+        ValueError: The engine cannot be told; the message lacks its name.
     """
     engine = engine_of(param)
     if engine is _PLAIN:
@@ -58,7 +58,7 @@ def engine_for(param: Tensor, group: Group) -> Engine:
     """The engine of this parameter, once the options of its group are known to fit it.
 
     Raises:
-        ValueError: They do not; the message lacks its name.
+        ValueError: They do not fit; the message lacks the parameter's name.
     """
     engine = sharing(param, group)
     if isinstance(engine, TensorParallelEngine):

@@ -51,7 +51,7 @@ class Claim(NamedTuple):
 
     Attributes:
         form: The tensor's layout: the same on all ranks that share it.
-        text: The same in words, for messages.
+        text: The form in words, for messages.
         stored: Shape of this rank's storage.
         part: Further numbers that only this rank knows.
         empty_lacks_gradient: A rank that stores nothing of it may have no gradient where others have theirs.
@@ -110,7 +110,7 @@ class Engine:
 
         Args:
             claims: Rank -> its claim, of all ranks of the grid. Their forms are equal.
-            grid: Of the tensor.
+            grid: Ranks of the tensor, by replica and part.
 
         Raises:
             ValueError: The claims do not fit together.
@@ -158,7 +158,7 @@ class Engine:
         """True if the storages of gradient and parameter correspond element by element.
 
         Raises:
-            ValueError: They do not, and `align` cannot make them; names both placements.
+            ValueError: They do not correspond, and `align` cannot make them; names both placements.
         """
         if grad.shape != param.shape or is_dtensor(grad):
             kind = "DTensor" if is_dtensor(grad) else "tensor"

@@ -126,7 +126,7 @@ def shape_of(param: Tensor) -> Ints | None:
     """The whole shape of a tensor that FSDP1 has cut; None: it is none.
 
     Raises:
-        ValueError: It cannot be known; the message lacks the name.
+        ValueError: The shape cannot be known; the message lacks the name.
     """
     info: FlatShard | None = getattr(param, "_shardmuon_flat", None)
     if info is not None:

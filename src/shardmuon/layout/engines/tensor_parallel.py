@@ -163,7 +163,7 @@ def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> Non
         inherited: Those of tp_group and process_group that the group took from the optimizer.
 
     Raises:
-        ValueError: It would take over one.
+        ValueError: It would take over a group of the optimizer.
     """
     if getattr(param, "allreduce", True) or is_dtensor(param):
         return
