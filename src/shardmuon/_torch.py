@@ -368,8 +368,8 @@ def creates_state_only() -> bool:
     """True if torch.distributed.checkpoint calls `step` only to have state to load into: `_init_optim_state` is on the
     stack.
 
-    That function sets every gradient to zero and lr to 0. These values alone would not tell, on every
-    rank alike: some rank's shards may hold zeros while lr warms up from 0.
+    That function sets every gradient to zero and lr to 0. These values alone would not tell, on every rank alike: some
+    rank's shards may hold zeros while lr warms up from 0.
     """
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
     init = getattr(module, "_init_optim_state", None)

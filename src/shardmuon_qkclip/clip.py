@@ -291,7 +291,7 @@ class QKClip:
         return self._num_steps % self.every == 0 and torch.is_grad_enabled()
 
     def _count(self, name: str, maxima: Tensor, grad: Tensor) -> None:
-        """A backward pass has come through a layer: its forward pass is one of the next step's."""
+        """Note that a backward pass has come through a layer: its forward pass is one of the next step's."""
         seen = self._pending.setdefault(name, [])
         seen.append(maxima)
         if len(seen) > _MANY:

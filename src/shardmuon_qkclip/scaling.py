@@ -200,7 +200,7 @@ class Scaler(Call[_Bound]):
         self.choose(layers, process_group)
 
     def choose(self, layers: Sequence[Attention], process_group: Any) -> None:
-        """Other arguments from now on. The table stays until the other ranks have heard of it."""
+        """Use other arguments from now on. The table stays until the other ranks have heard of it."""
         self._layers, self._by_name = tuple(layers), {layer.name: layer for layer in layers}
         self._group = GroupRef.of(process_group)
         ranks = () if self._group is None else tuple(sorted(self._group.ranks))
@@ -369,7 +369,7 @@ class Scaler(Call[_Bound]):
         return [f"tau={tau!r} alpha={alpha!r}", *(layers if ranks == kept.beyond else ())]
 
     def _ask(self, measure: Measure) -> Mapping[str, Tensor]:
-        """Call the user's function."""
+        """Call the user's function and return what it says."""
         try:
             return measure()
         except OUT_OF_MEMORY:

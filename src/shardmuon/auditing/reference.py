@@ -54,7 +54,7 @@ class Reference:
         )
 
     def update(self, longer: float = 1.0) -> Tensor:  # (rows, cols)
-        """The result; with `longer` that of a matrix that was divided by so many times its norm."""
+        """The result of all steps; with `longer` that of a matrix that was divided by so many times its norm."""
         return self._whole(self.ratios(longer))
 
     def settles(self, eps: float) -> bool:
@@ -117,7 +117,7 @@ def _normalized(x: Tensor, eps: float) -> Tensor:
 
 
 def _followed(sigmas: Tensor, coefficients: Coefficients) -> Tensor:
-    """p(s) / s of these steps."""
+    """The ratio p(s) / s that these steps give singular values s."""
     ratios = torch.ones_like(sigmas)
     for a, b, c in coefficients:
         square = (sigmas * ratios).square()

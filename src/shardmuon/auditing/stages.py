@@ -77,7 +77,7 @@ def prepared(fed: Tensor, stages: Stages) -> Tensor:  # (rows, cols)
 
 
 def by_formula(fed: Tensor, stages: Stages) -> Tensor:  # (rows, cols) fp64
-    """The same in exact arithmetic."""
+    """The orthogonalizer's input after the stages before it, in exact arithmetic."""
     fed = fed.to(torch.float64)
     for stage in stages:
         if isinstance(stage, BeforeStage):

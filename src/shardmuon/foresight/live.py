@@ -21,7 +21,7 @@ def exact_of(
     world: int | None = None,
     shares: Shares | None = None,
 ) -> Exact:
-    """A plan's counts.
+    """Counts of a plan.
 
     Args:
         plan: Plan of a live optimizer, or made by hand.

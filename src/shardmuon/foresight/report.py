@@ -14,14 +14,14 @@ from shardmuon.foresight.types import Exact
 
 
 class Report(Findings):
-    """The same as it is shown: `print` it, or write its page."""
+    """Findings to show: `print` them, or write their page."""
 
     def html(self) -> str:
-        """One page that needs nothing from elsewhere."""
+        """One HTML page that needs nothing from elsewhere."""
         return page(self)
 
     def write_html(self, path: Path) -> None:
-        """Write `html`."""
+        """Write the page of `html` to a file."""
         path.write_text(self.html(), encoding="utf-8")
 
     def __str__(self) -> str:

@@ -68,7 +68,7 @@ class Choice:
 
 
 class Task(NamedTuple):
-    """A choice is made for it."""
+    """The matrix that a choice is made for."""
 
     rows: int
     cols: int
