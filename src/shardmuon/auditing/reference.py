@@ -33,7 +33,7 @@ class Reference:
         sigmas: (m,) singular values of the normalized matrix, ascending.
         coords: (m, n) that matrix in the coordinates of the vectors.
         inverse: (m,) 1 / s, and 0 where there is no singular value.
-        coefficients: Of the steps; None: the result is the polar factor.
+        coefficients: Those of the steps; None: the result is the polar factor.
     """
 
     tall: bool
@@ -54,7 +54,7 @@ class Reference:
         )
 
     def update(self, longer: float = 1.0) -> Tensor:  # (rows, cols)
-        """The result; with `longer` that of a matrix that was divided by so many times its norm."""
+        """The result of all steps; with `longer` that of a matrix that was divided by so many times its norm."""
         return self._whole(self.ratios(longer))
 
     def settles(self, eps: float) -> bool:
@@ -117,7 +117,7 @@ def _normalized(x: Tensor, eps: float) -> Tensor:
 
 
 def _followed(sigmas: Tensor, coefficients: Coefficients) -> Tensor:
-    """p(s) / s of these steps."""
+    """The ratio p(s) / s that these steps give singular values s."""
     ratios = torch.ones_like(sigmas)
     for a, b, c in coefficients:
         square = (sigmas * ratios).square()

@@ -31,10 +31,10 @@ class Arithmetic:
     Attributes:
         method, ns_dtype: The orthogonalizer and the dtype of its products.
         wire_dtype: What travels between ranks: input and result are rounded to it.
-        weight_dtype: Of the parameter.
-        momentum_dtype: In which the momentum is computed; what is orthogonalized was rounded to it.
-        stored_dtype: In which the momentum is stored; int8 stands for 8-bit codes.
-        grad_dtype: Of the gradient.
+        weight_dtype: Dtype of the parameter.
+        momentum_dtype: Dtype of the momentum's computation; what is orthogonalized was rounded to it.
+        stored_dtype: Dtype of the stored momentum; int8 stands for 8-bit codes.
+        grad_dtype: Dtype of the gradient.
         kernel: What multiplies symmetric results.
         alone: Never in a batch.
         device: Where matrices are orthogonalized; None: where they are.

@@ -98,7 +98,7 @@ def describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Table
 
 
 def _remember(table: Table) -> None:
-    """Global shapes, which a shard does not tell."""
+    """Tell plain shards the global shapes found in layouts: a shard does not know its own."""
     for one, layout in zip(table.params, table.layouts, strict=True):
         remember_shape(engine_for(one.param, one.group), one.param, layout)
 

@@ -182,7 +182,7 @@ def _is_width(size: int, candidate: Weight, weights: Iterable[Weight]) -> bool:
 
 
 def _last(outside: Sequence[Weight]) -> Weight | None:
-    """The last one by position, unless the user named a head among them."""
+    """The last matrix by position, unless the user named a head among them."""
     return outside[-1] if outside and all(w.settled is None for w in outside) else None
 
 

@@ -59,7 +59,7 @@ def names_in(variant: str | None) -> tuple[str, ...]:
     """The names in a group's `variant`. None: plain Muon.
 
     Raises:
-        ValueError: It names what there is not, or one thing twice; the message lacks the group.
+        ValueError: A name does not exist, or comes twice; the message lacks the group.
     """
     if variant is None:
         return ()
@@ -120,12 +120,12 @@ def keeping(stages: Stages) -> Stages:
 
 
 def stages_text(stages: Stages) -> str:
-    """Equal on ranks that do the same; "" for plain Muon."""
+    """Text of stages, equal on ranks that do the same; "" for plain Muon."""
     return " ".join(map(repr, stages))
 
 
 def gram_fault(stages: Stages) -> str:
-    """Why matrices with these stages cannot take the Gram route, or ""."""
+    """The reason why matrices with these stages cannot take the Gram route, or ""."""
     needing = [type(stage).__name__ for stage in stages if stage.whole]
     return f"{needing[0]} needs the whole matrix on one rank" if needing else ""
 
