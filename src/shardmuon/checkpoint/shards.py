@@ -24,7 +24,7 @@ from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import is_marked, name_of
 from shardmuon.layout.engines.flat import FlatEngine
-from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, remember_shape
+from shardmuon.layout.engines.tensor_parallel import remember_shape
 from shardmuon.layout.pieces import Box, Held, Tile, spans_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
@@ -105,7 +105,7 @@ def _remember(table: Table) -> None:
 
 def _may_be_cut(name: str, param: Tensor, group: Mapping[str, Any]) -> bool:
     try:
-        return isinstance(engine_for(param, group), (TensorParallelEngine, FlatEngine))
+        return engine_for(param, group).plain_shards
     except ValueError as wrong:
         raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
 

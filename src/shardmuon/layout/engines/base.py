@@ -78,9 +78,11 @@ class Engine:
     Attributes:
         believes_placements: Placements say what ranks store, as far as storage bears them out: what stages keep of a
             stack (see `kept_shape`) is placed alike. The form of claims is then (shape, *`OnMesh`).
+        plain_shards: Its tensors are plain, and parts of larger ones: checkpoints cut and join them by the table.
     """
 
     believes_placements = False
+    plain_shards = False
 
     def recognizes(self, param: Tensor) -> bool:
         """True for a parameter that is kept in this way."""

@@ -74,6 +74,8 @@ def mark_flat(tensor: Tensor, info: FlatShard) -> Tensor:
 class FlatEngine(Engine):
     """Tensors that `mark_flat` has marked."""
 
+    plain_shards = True
+
     def recognizes(self, param: Tensor) -> bool:
         return hasattr(param, "_shardmuon_flat")
 

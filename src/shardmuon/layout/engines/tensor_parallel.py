@@ -36,6 +36,8 @@ class TensorParallelEngine(Engine):
         options: `partition_dim` and `partition_stride` of the parameter's group.
     """
 
+    plain_shards = True
+
     shards: GroupRef
     options: tuple[Any, Any]
 
