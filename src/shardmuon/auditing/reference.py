@@ -139,6 +139,16 @@ def momentum_of(
     return after, torch.lerp(grad, after, mu) if settings.nesterov else after
 
 
+def decay_factor(settings: Settings) -> float:
+    """The factor that weight decay takes to weights. KeyError for a mode that the audit does not know."""
+    return {
+        "l2": 1.0,
+        "independent": 1 - settings.weight_decay,
+        "decoupled": 1 - settings.lr * settings.weight_decay,
+        "cautious": 1 - settings.lr * settings.weight_decay,
+    }[settings.weight_decay_mode]
+
+
 def recovered_update(
     before: Tensor,  # (rows, cols) fp64
     after: Tensor,  # (rows, cols) fp64
@@ -148,13 +158,7 @@ def recovered_update(
 ) -> Tensor:
     """The update that a step applied, from the weights around it: (decayed before - after) / (lr * scale)."""
     alpha = settings.lr * scale
-    factor = {
-        "l2": 1.0,
-        "independent": 1 - settings.weight_decay,
-        "decoupled": 1 - settings.lr * settings.weight_decay,
-        "cautious": 1 - settings.lr * settings.weight_decay,
-    }[settings.weight_decay_mode]
-    decayed = (before * factor).sub_(after).div_(alpha)
+    decayed = (before * decay_factor(settings)).sub_(after).div_(alpha)
     if settings.weight_decay_mode != "cautious":
         return decayed
     # An element decays where update and weight agree in sign. At most one of the two readings is consistent with that.

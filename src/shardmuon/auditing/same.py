@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import ieee_products
+from shardmuon.auditing.reference import decay_factor
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.orthogonalize import BACKENDS, KernelName, Products, orthogonalize
@@ -134,8 +135,7 @@ def stepped(
     wide = weights.float() if half else weights.clone()
     update = update.to(wide.device, wide.dtype)
     if s.weight_decay and s.weight_decay_mode != "l2":
-        factor = 1 - (s.weight_decay if s.weight_decay_mode == "independent" else s.lr * s.weight_decay)
-        decayed = wide * factor
+        decayed = wide * decay_factor(s)
         wide = torch.where(update * wide > 0, decayed, wide) if s.weight_decay_mode == "cautious" else decayed
     wide = wide.add(update, alpha=-alpha)
     if half and rounding is not None:

@@ -38,10 +38,6 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-KEPT_KEYS = (NorMuon.key, HyperballWeight.key)  # all names of state that any stage has
-WEIGHT_NORMS = (HyperballWeight.key,)  # of these, norms of weights
-
-
 class VariantOption(NamedTuple):
     """An option of a group that variants read: its default, what is allowed in words, and the check of a number."""
 
@@ -53,6 +49,12 @@ class VariantOption(NamedTuple):
 VARIANT_OPTIONS: dict[str, VariantOption] = {
     "beta2": VariantOption(0.95, "a number from 0 to below 1", lambda value: 0.0 <= value < 1.0),
 }
+
+_STAGES = [
+    stage for row in VARIANTS.values() for stage in row.stages(*(VARIANT_OPTIONS[k].default for k in row.options))
+]
+KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # all names of state that any stage has
+WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # of these, norms of weights
 
 
 def names_in(variant: str | None) -> tuple[str, ...]:
