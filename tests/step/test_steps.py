@@ -235,3 +235,27 @@ def _copied_and_unlike() -> str:
 def test_a_deep_copy_shares_work_with_the_ranks_of_its_original(world2: RankPool) -> None:
     first, second = world2.run(_copied_and_unlike)
     assert first == second
+
+
+def _doubles_on_two_of_three() -> tuple[bool, tuple[int, ...]]:
+    pair = dist.new_group([0, 1])
+    torch.manual_seed(0)
+    a, b = torch.nn.Parameter(torch.randn(6, 4)), torch.nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+    a.grad, b.grad = torch.randn_like(a), torch.randn_like(b)
+    alone = torch.nn.Parameter(a.detach().clone())
+    alone.grad = a.grad.clone()
+    groups = [{"params": [("a", a)], "process_group": dist.group.WORLD}]
+    if dist.get_rank() < 2:
+        groups.append({"params": [("b", b)], "process_group": pair})
+    together, single = Muon(groups, lr=0.1), Muon([("a", alone)], lr=0.1)
+    together.step()
+    single.step()
+    assert together.plan is not None
+    return torch.equal(a, alone), tuple(bucket.itemsize for bucket in together.plan.buckets)
+
+
+def test_fp64_parameters_of_some_ranks_leave_the_wires_of_others_alone(world3: RankPool) -> None:
+    found = world3.run(_doubles_on_two_of_three)
+    assert [equal for equal, _ in found] == [True] * 3
+    assert found[0][1] == found[1][1]
+    assert sorted(found[0][1]) == sorted((*found[2][1], 8)), "a wire is as wide as its parameters ask for"

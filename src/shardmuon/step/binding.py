@@ -277,8 +277,7 @@ def bound(
     how: How,
     keeper: Keeper,
 ) -> Binding:
-    doubles = any(one.param.dtype == torch.float64 for one in table.params)
-    wire, notes = Wire.of(config.orthogonalizer, config.exchange, doubles=doubles), _notes(table, how, config)
+    notes = _notes(table, how, config)
     of_group = {id(group): number for number, group in enumerate(groups)}
     members, specs, kept_layouts = [], [], dict[tuple[ParamLayout, str], ParamLayout]()
     for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
@@ -286,6 +285,7 @@ def bound(
         engine = engine_for(one.param, one.group)
         remember_shape(engine, one.param, layout)
         kept = partial(_kept_layout, kept_layouts, engine, claim, layout)
+        wire = Wire.of(config.orthogonalizer, config.exchange, doubles=one.param.dtype == torch.float64)
         spec = make_spec(one.name, layout, options[number], one.param.device, how.chooser, wire, kept)
         keys = [stage.key for stage in keeping(spec_stages(options[number]))]
         shapes = dict(zip(keys, (kept.layout.view.shape for kept in spec.kept), strict=True))

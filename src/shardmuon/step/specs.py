@@ -32,7 +32,7 @@ class Wire(NamedTuple):
 
     @classmethod
     def of(cls, orthogonalizer: Orthogonalizer, exchange: Exchange, *, doubles: bool) -> Wire:
-        """The wire that an optimizer's options ask for. `doubles`: True if it has a parameter of fp64."""
+        """The wire of a parameter, as the optimizer's options ask for it. `doubles`: True for a parameter of fp64."""
         if exchange.dtype is not None:
             return cls(exchange.dtype.itemsize, False)
         if doubles or orthogonalizer.method == "reference" or orthogonalizer.products_dtype == torch.float64:
@@ -61,7 +61,7 @@ def make_spec(
         options: Options of its group, which is one of matrices.
         device: Device of the parameter.
         chooser: The optimizer's chooser.
-        wire: The optimizer's wire.
+        wire: Of this parameter.
         kept_of: A stage that keeps anything -> who keeps what.
 
     Raises:
