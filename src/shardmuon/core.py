@@ -28,12 +28,12 @@ from shardmuon.comm.lane import close_lane
 from shardmuon.comm.vote import Fault, Flag, Phase, Verdict
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.first_step import FirstStep
-from shardmuon.host import Course, Host, Hosts
+from shardmuon.host import Host, Hosts, Progress
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Call, Said, agree, renewed
 from shardmuon.layout.engines.base import MISPLACED, NONE
 from shardmuon.momentum.keeper import Keeper
-from shardmuon.options import Config
+from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize import FiniteWatch
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.plan import Plan
@@ -87,7 +87,7 @@ class Core:
 
     def __init__(
         self,
-        config: Config,
+        config: MuonConfig,
         process_group: GroupRef | None,
         keeper: Keeper | None = None,  # default: a new one
         audits: AuditSchedule | None = None,
@@ -146,7 +146,7 @@ class Core:
 
     def let_host_step(self, host: Host, fault: Fault) -> None:
         """Step groups that hold an active host's tensors."""
-        course = Course()
+        course = Progress()
         try:
             host.step(self, course, fault)
         except Refused:

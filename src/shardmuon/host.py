@@ -19,7 +19,7 @@ from shardmuon.plan.plan import Plan
 Core = Any  # `shardmuon.core.Core`, which stands above all that is handed one
 
 
-class Course:
+class Progress:
     """How far a step has come. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
 
     changing = False
@@ -94,7 +94,7 @@ class Host:
         """
         return None
 
-    def step(self, core: Core, course: Course, fault: Fault) -> None:
+    def step(self, core: Core, course: Progress, fault: Fault) -> None:
         """Step the groups of an active host.
 
         Args:

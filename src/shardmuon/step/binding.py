@@ -24,7 +24,7 @@ from shardmuon.layout.kept import OnMesh, kept_layout
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, kept_view
 from shardmuon.momentum.keeper import Keeper, offloaded_from
-from shardmuon.options import Config
+from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
@@ -189,7 +189,7 @@ def _alike(table: Table, rank: int) -> tuple[dict[Ranks, tuple[int, ...]], froze
 
 
 def listed_of(
-    groups: Sequence[Group], options: Sequence[GroupOptions], config: Config, keeper: Keeper, how: How
+    groups: Sequence[Group], options: Sequence[GroupOptions], config: MuonConfig, keeper: Keeper, how: How
 ) -> list[Listed]:
     found, whole = [], config.text()
     for index, (group, of_group) in enumerate(zip(groups, options, strict=True)):
@@ -223,7 +223,7 @@ class How(NamedTuple):
     device: torch.device | None = None
 
     @classmethod
-    def of(cls, groups: Sequence[Group], config: Config) -> How:
+    def of(cls, groups: Sequence[Group], config: MuonConfig) -> How:
         device = config.ns_device
         if device is None:
             muon = (p for group in groups if group["use_muon"] for p in group["params"])
@@ -244,7 +244,7 @@ class How(NamedTuple):
         return machine_stamp(where) + flags
 
 
-def _notes(table: Table, how: How, config: Config) -> tuple[str, ...]:
+def _notes(table: Table, how: How, config: MuonConfig) -> tuple[str, ...]:
     """Lines for the printed plan on how far equal bits reach.
 
     Raises:
@@ -273,7 +273,7 @@ def bound(
     table: Table,
     groups: Sequence[Group],
     options: Sequence[GroupOptions],
-    config: Config,
+    config: MuonConfig,
     how: How,
     keeper: Keeper,
 ) -> Binding:

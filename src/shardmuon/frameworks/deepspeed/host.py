@@ -42,7 +42,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
     slices_of,
 )
 from shardmuon.frameworks.stack import caller
-from shardmuon.host import Course, Host, Weight
+from shardmuon.host import Host, Progress, Weight
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
 from shardmuon.step.adamw import init_state, step_adamw
@@ -298,7 +298,7 @@ class DeepSpeedHost(Host):
 
         return check
 
-    def step(self, core: Core, course: Course, fault: Fault) -> None:
+    def step(self, core: Core, course: Progress, fault: Fault) -> None:
         """Step those of the groups that DeepSpeed has put into `core.param_groups` for this call."""
         try:
             if self._num_stepped in (0, len(self._flats)):  # see [Note: one vote before the first call]
