@@ -146,13 +146,13 @@ class Core:
 
     def let_host_step(self, host: Host, fault: Fault) -> None:
         """Step groups that hold an active host's tensors."""
-        course = Progress()
+        progress = Progress()
         try:
-            host.step(self, course, fault)
+            host.step(self, progress, fault)
         except Refused:
             raise
         except BaseException as error:
-            self.remember(error, course.changing)
+            self.remember(error, progress.changing)
             raise
 
     def _carry_out(self, binding: Binding, proposal: Proposal, verdict: Verdict) -> AuditReport | None:

@@ -94,12 +94,12 @@ class Host:
         """
         return None
 
-    def step(self, core: Core, course: Progress, fault: Fault) -> None:
+    def step(self, core: Core, progress: Progress, fault: Fault) -> None:
         """Step the groups of an active host.
 
         Args:
             core: The optimizer.
-            course: How far it has come.
+            progress: How far it has come.
             fault: What is wrong on this rank already.
         """
         raise NotImplementedError

@@ -46,7 +46,7 @@ from shardmuon.errors import (
 )
 from shardmuon.host import Host, Hosts, Weight
 from shardmuon.layout.bind import Listed, Table, settle
-from shardmuon.layout.calls import Call, Kept, Said, agree, digest_of
+from shardmuon.layout.calls import Call, KeptTable, Said, agree, digest_of
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.pieces import Tile, spans_of
@@ -127,7 +127,7 @@ class _Found(NamedTuple):
 _Told = dict[tuple[Ranks, ...], list[tuple[str, int]]]  # sets of ranks that share some layers -> names, num_heads
 
 
-class _Bound(Kept):
+class _Bound(KeptTable):
     """A layout table of the weights, which all ranks have.
 
     Attributes:

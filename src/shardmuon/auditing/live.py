@@ -36,7 +36,7 @@ from shardmuon.auditing.samples import (
     read_momentum,
     stored_momentum,
 )
-from shardmuon.auditing.schedule import PATIENCE, AuditSchedule, Kept, Watched
+from shardmuon.auditing.schedule import PATIENCE, AuditNotes, AuditSchedule, Watched
 from shardmuon.auditing.stages import unchecked
 from shardmuon.comm.component import Ranks
 from shardmuon.comm.groups import my_rank
@@ -389,7 +389,7 @@ class StepAudit:
             name = self._binding.members[sample.order[0]].name
             watched.setdefault(sample.order[0], Watched(name, sample.param, print_))
         step = self._schedule.num_steps if self._samples else -1  # the same on all ranks, whatever they have
-        self._schedule.kept = Kept(tuple(watched.values()), self._optimizer.state, step, idle)
+        self._schedule.kept = AuditNotes(tuple(watched.values()), self._optimizer.state, step, idle)
 
 
 def _shapes(layout: ParamLayout) -> list[tuple[int, int]]:

@@ -43,7 +43,7 @@ class _Flow(NamedTuple):
     numel: Ints
 
 
-class _Ways(NamedTuple):
+class _TileSources(NamedTuple):
     """The tiles of a matrix, given its owner.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Table:
         self.at: Ints = np.array([at for at, _ in found], dtype=np.int64)
         self.numel: Ints = np.array([tile.numel for _, tile in found], dtype=np.int64)
         self._pieces = [tile.held.piece for _, tile in found]
-        self._ways: dict[int, _Ways] = {}
+        self._ways: dict[int, _TileSources] = {}
 
     @cached_property
     def _keepers(self) -> tuple[Ints, Ints, Ints, Ints]:
@@ -81,7 +81,7 @@ class _Table:
         everyone = np.array([self.position[rank] for ranks in keepers for rank in ranks], dtype=np.int64)
         return np.array([numbers[p] for p in self._pieces], dtype=np.int64), everyone, np.cumsum(many) - many, many
 
-    def ways(self, owner: int) -> _Ways:
+    def ways(self, owner: int) -> _TileSources:
         """The tiles by what an owner at this position does with them."""
         if owner not in self._ways:
             own, sources = self.at == owner, self.at
@@ -92,7 +92,7 @@ class _Table:
                 of_piece[pieces[own]] = owner
                 sources = of_piece[pieces]
             foreign = ~own & (sources == self.at)
-            self._ways[owner] = _Ways(sources, own, foreign, ~own & ~foreign)
+            self._ways[owner] = _TileSources(sources, own, foreign, ~own & ~foreign)
         return self._ways[owner]
 
     @cached_property

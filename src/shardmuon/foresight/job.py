@@ -29,7 +29,7 @@ from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
 from shardmuon.step.options import GroupOptions, OptionsReader
-from shardmuon.step.specs import Wire, check_blocks, make_spec
+from shardmuon.step.specs import WireFormat, check_blocks, make_spec
 from shardmuon.variants import Stage
 
 PeakOf = Callable[[Sequence[BucketCount]], int]
@@ -159,7 +159,7 @@ class Job:
         )
         self._options: list[GroupOptions] = OptionsReader().read(self._muon.param_groups)
         self._chooser = setting.orthogonalizer.chooser()
-        self._wire = Wire.of(setting.orthogonalizer, setting.exchange, doubles=setting.weights == torch.float64)
+        self._wire = WireFormat.of(setting.orthogonalizer, setting.exchange, doubles=setting.weights == torch.float64)
         self.params: list[Param] = parameters_of(self._muon.param_groups, model.module)
         if mesh.engine == "megatron":
             self.params = in_megatrons_order(self.params, self._muon.param_groups)

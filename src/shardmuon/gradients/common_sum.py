@@ -28,7 +28,7 @@ from shardmuon.comm.vote import Fault, Phase, gather
 from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, raised_at
 from shardmuon.gradients.norms import combine, norm_of
 from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import Call, Kept, Said, agree, digest_of
+from shardmuon.layout.calls import Call, KeptTable, Said, agree, digest_of
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, named_params
 from shardmuon.layout.table import ParamLayout
@@ -130,7 +130,7 @@ class Reach(NamedTuple):
         return f"process_group={self.beyond}" if self.contained else f"one rank each={self.beyond is not None}"
 
 
-class BoundGradients(Kept):
+class BoundGradients(KeptTable):
     """The layout table of some parameters, as far as their gradients need it, made by all ranks of a component.
 
     Attributes:

@@ -33,7 +33,7 @@ BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, which has a "step" of its own
 
 
-class Kept(Protocol):
+class MomentumParam(Protocol):
     """A parameter whose momentum is kept.
 
     Attributes:
@@ -111,7 +111,7 @@ class Keeper:
             return False
         return buffer.dtype == grad.dtype and self.dtype in (None, grad.dtype) and buffer.device == grad.device
 
-    def fit(self, c: Kept, view: MatrixView, grad: Tensor, state: MutableMapping[str, Any]) -> Fitted:
+    def fit(self, c: MomentumParam, view: MatrixView, grad: Tensor, state: MutableMapping[str, Any]) -> Fitted:
         """This step's momentum of a parameter, made or converted where need be, and how to round it and its weights.
 
         Args:

@@ -15,7 +15,7 @@ from shardmuon.comm.groups import GroupRef, wire_device
 from shardmuon.comm.vote import Unlike
 from shardmuon.errors import ranks_text
 from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import Kept
+from shardmuon.layout.calls import KeptTable
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, name_of, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
@@ -33,7 +33,7 @@ from shardmuon.plan.plan import Bucket, Plan, Policy, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound, Buckets
 from shardmuon.step.options import Group, GroupOptions, rates_text
-from shardmuon.step.specs import Wire, check_blocks, make_spec
+from shardmuon.step.specs import WireFormat, check_blocks, make_spec
 from shardmuon.step.weights import WeightSet, weight_sets
 from shardmuon.variants import Stage, Stages, WeightStage, keeping
 
@@ -60,7 +60,7 @@ class Member(NamedTuple):
 
 
 @dataclass
-class Binding(Kept):
+class Binding(KeptTable):
     """A plan with this rank's part of it. `sets`, `component`, `token` and `world` are its table's.
 
     Attributes:
@@ -278,7 +278,7 @@ def bound(
     keeper: Keeper,
 ) -> Binding:
     doubles = any(one.param.dtype == torch.float64 for one in table.params)
-    wire, notes = Wire.of(config.orthogonalizer, config.exchange, doubles=doubles), _notes(table, how, config)
+    wire, notes = WireFormat.of(config.orthogonalizer, config.exchange, doubles=doubles), _notes(table, how, config)
     of_group = {id(group): number for number, group in enumerate(groups)}
     members, specs, kept_layouts = [], [], dict[tuple[ParamLayout, str], ParamLayout]()
     for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):

@@ -298,14 +298,14 @@ class DeepSpeedHost(Host):
 
         return check
 
-    def step(self, core: Core, course: Progress, fault: Fault) -> None:
+    def step(self, core: Core, progress: Progress, fault: Fault) -> None:
         """Step those of the groups that DeepSpeed has put into `core.param_groups` for this call."""
         try:
             if self._num_stepped in (0, len(self._flats)):  # see [Note: one vote before the first call]
                 self._num_stepped = 0
                 self._ranks = core.component = run_together(lambda: self._begin(core, fault), self._ranks)
                 self._unchecked = False
-            course.changing = True
+            progress.changing = True
             if fault.cause is not None:
                 raise fault.cause
             self._step_flats(core)

@@ -111,7 +111,7 @@ class ShardHost(Host):
             if not weight.stored.numel():
                 weight.stored.grad = torch.empty_like(weight.stored)
 
-    def step(self, core: Core, course: Progress, fault: Fault) -> None:
+    def step(self, core: Core, progress: Progress, fault: Fault) -> None:
         core.take_step(fault)
         self._count += 1
         for weight in self.weights(core):
