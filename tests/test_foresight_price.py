@@ -13,7 +13,7 @@ import torch
 from shardmuon.foresight.hardware import (
     Fact,
     Hardware,
-    Table,
+    MeasuredTable,
     Uses,
     exchange_seconds,
     pass_seconds,
@@ -175,7 +175,7 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
 
 
 def test_measured_exchanges_are_read_and_other_sizes_are_said_to_be_beyond() -> None:
-    table = Table("here", True, curve=of_triples([(1_000, 1.0, 1.0, 1.0), (1_000_000, 3.0, 3.0, 3.0)], 1.0))
+    table = MeasuredTable("here", True, curve=of_triples([(1_000, 1.0, 1.0, 1.0), (1_000_000, 3.0, 3.0, 3.0)], 1.0))
     machine = replace(_machine(), exchanges={4: table})
     uses = Uses()
     assert exchange_seconds(machine, 4, 1_000_000, 0, 3, False, uses) == (Time(1, 1, 1), Time(2, 2, 2))
@@ -189,12 +189,12 @@ def test_passes_go_by_bytes_or_by_what_was_measured() -> None:
     machine = _machine()
     adamw = pass_seconds(machine, "adamw", 1_000, 10, 2, Uses())
     assert_rounded(adamw.mid, 28_000 / 1e12, roundings=3)
-    measured = replace(machine, passes={"adamw": Table("here", True, curve=of_triples([(1, 2.0, 2.0)]))})
+    measured = replace(machine, passes={"adamw": MeasuredTable("here", True, curve=of_triples([(1, 2.0, 2.0)]))})
     assert pass_seconds(measured, "adamw", 1_000, 1, 2, Uses()) == Time(2_000.0, 2_000.0, 2_000.0)
 
 
 def test_more_ranks_than_were_measured_share_what_there_is() -> None:
-    table = Table("here", True, curve=of_triples([(1, 1.0, 1.0), (2, 1.5, 1.5)]))
+    table = MeasuredTable("here", True, curve=of_triples([(1, 1.0, 1.0), (2, 1.5, 1.5)]))
     machine = replace(_machine(), together=table)
     uses = Uses()
     assert slowdown(machine, 2, uses).mid == 1.5
@@ -394,7 +394,7 @@ def _machine(certain: bool = False) -> Hardware:
         "cuda",
         {dtype: _exactly(1e14) for dtype in ("bfloat16", "float16", "float32", "float64")},
         {name: _exactly(value) for name, value in values.items()},
-        {"any": Table("made for tests", certain, surface=Surface(((1.0, of_triples(rows)),)))},
+        {"any": MeasuredTable("made for tests", certain, surface=Surface(((1.0, of_triples(rows)),)))},
     )
 
 

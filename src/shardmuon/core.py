@@ -55,7 +55,7 @@ from shardmuon.step.kept import Settled
 from shardmuon.step.options import Group, GroupOptions, OptionsReader
 from shardmuon.step.replicas import fingerprint
 from shardmuon.step.update import Work
-from shardmuon.step.validate import Line, Memory, Proposal, difference, digests_of, lines_of, validate
+from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
 from shardmuon.step.weights import ZeroWatch
 from shardmuon.variants import WEIGHT_NORMS, Stages
 
@@ -334,11 +334,11 @@ class StepCall(Call[Binding]):
         digests = digests_of(kept, self.proposal, self.options) if len(kept.component) > 1 else None
         return Said(digests, self.proposal.presence)
 
-    def lines(self, kept: Binding, ranks: Ranks) -> list[Line]:
+    def lines(self, kept: Binding, ranks: Ranks) -> list[ProposalLine]:
         """See `Call`."""
         return lines_of(kept, self.proposal, self.options, ranks)
 
-    def difference(self, ranks: Ranks, everyone: Sequence[list[Line] | None]) -> str:
+    def difference(self, ranks: Ranks, everyone: Sequence[list[ProposalLine] | None]) -> str:
         """See `Call`."""
         return difference(ranks, everyone)
 

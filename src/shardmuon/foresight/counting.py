@@ -152,7 +152,7 @@ _BATCHES, _LOCAL, _OWN, _FOREIGN, _IDLE, _PACKED, _FILLED, _COLUMNS = (*range(24
 _APPLIED = slice(31, 33)
 
 
-class _Counted(NamedTuple):
+class _CountedBucket(NamedTuple):
     """One bucket on all its ranks."""
 
     bucket: Bucket
@@ -224,7 +224,7 @@ class PlanCounts:
             found.append((item.rows, item.cols, item.how, item.cost, sizes))
         return tuple(found)
 
-    def _bucket_of(self, number: int, one: _Counted, row: int) -> BucketCount:
+    def _bucket_of(self, number: int, one: _CountedBucket, row: int) -> BucketCount:
         bucket, n = one.bucket, one.numbers[row].tolist()
         matrices, owners = one.matrices[int(one.kinds[row])]
         gather, gather_received, scatter, scatter_received, relay, relay_received = (Sent(*n[at]) for at in _SIDES)
@@ -259,7 +259,7 @@ class PlanCounts:
             self._tables[key] = _Table(layout, matrix)
         return self._tables[key]
 
-    def _count(self, bucket: Bucket) -> _Counted:
+    def _count(self, bucket: Bucket) -> _CountedBucket:
         plan, position = self._plan, {rank: i for i, rank in enumerate(bucket.ranks)}
         numbers = np.zeros((len(position), _COLUMNS), dtype=np.int64)
         limit = PORTION if bucket.kind == "cpu" else PORTION_ELSEWHERE
@@ -311,7 +311,7 @@ class PlanCounts:
         passes_on = bucket.route == "owner" and any(
             plan.specs[plan.items[n].param].layout.has_replicas for n in bucket.items
         )
-        return _Counted(bucket, passes_on, numbers, *_kinds(owned, len(position)))
+        return _CountedBucket(bucket, passes_on, numbers, *_kinds(owned, len(position)))
 
     def _count_moved(
         self,

@@ -236,7 +236,7 @@ class Job:
             uneven_experts(self.params, self.mesh),
         )
 
-    def _count(self, unit: Unit, plan: Plan, shares: Shares) -> _Counted:
+    def _count(self, unit: Unit, plan: Plan, shares: Shares) -> _CountedUnit:
         """A unit's counts, once for each way in which its copies lie on nodes."""
         per_node = self.mesh.gpus_per_node
         patterns: dict[tuple[int, ...], int] = {}
@@ -250,7 +250,7 @@ class Job:
                 node_of = dict(zip(unit.ranks, pattern, strict=True))
                 made.append(PlanCounts(plan, node_of.__getitem__, shares))
             which.append(patterns[pattern])
-        return _Counted(made, which)
+        return _CountedUnit(made, which)
 
     def _stored(self, unit: Unit, at: int) -> Stored:
         """Bytes that a rank keeps of a unit."""
@@ -304,7 +304,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _Counted:
+class _CountedUnit:
     """A unit's counts: for each way of lying on nodes, and which way each copy takes."""
 
     ways: list[PlanCounts]
@@ -323,7 +323,7 @@ def _ranks_text(ranks: Ranks) -> str:
 def _classes(
     world: int,
     units: Sequence[Unit],
-    counted: Sequence[_Counted],
+    counted: Sequence[_CountedUnit],
     stored: Callable[[Unit, int], Stored],
     peak_of: PeakOf,
 ) -> tuple[RankClass, ...]:
@@ -350,7 +350,7 @@ def _classes(
 def _class_of(
     ranks: Sequence[int],
     units: Sequence[Unit],
-    counted: Sequence[_Counted],
+    counted: Sequence[_CountedUnit],
     stored: Callable[[Unit, int], Stored],
     peak_of: PeakOf,
 ) -> RankClass:
