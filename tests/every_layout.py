@@ -98,10 +98,10 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     world = dist.get_world_size()
     steps, exchange, sent = STEPS[world], EXCHANGES[world], list[int]()
 
-    def start(send: Tensor, splits: tuple[int, ...], came: tuple[int, ...], group: Any, traffic: Traffic) -> Pending:
+    def start(group: Any, traffic: Traffic, send: Tensor, splits: tuple[int, ...], came: tuple[int, ...]) -> Pending:
         own = dist.get_group_rank(group, dist.get_rank())
         sent.append(sum(size > 0 for to, size in enumerate(splits) if to != own))
-        return exchange_module.start(send, splits, came, group, traffic)
+        return exchange_module.start(group, traffic, send, splits, came)
 
     def about(optimizer: Muon) -> tuple[Planned, float]:
         return planned(optimizer), sum(sent) / steps

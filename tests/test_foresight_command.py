@@ -199,22 +199,6 @@ def test_replicas_that_work_for_themselves_are_priced_but_not_advised() -> None:
     assert not alone.write
 
 
-def test_the_page_says_of_replicas_what_is_planned() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "foresight.md").read_text()
-    replicas = plan("llama3-8b", "dp=8 shard=8", gpu="h100", advice=True)
-    (alone,) = (a for a in replicas.advice if a.change == ALONE)
-    for mesh, of in (("shard=64", plan("llama3-8b", "shard=64", gpu="h100", advice=False)), ("dp=8 shard=8", replicas)):
-        sent = [(c.sent, sum(side.across for b in c.buckets for side in b.sides[:3])) for c in of.exact.classes]
-        most, between = max(sent)
-        assert f"| `{mesh}`: {_words(of.price.step)} | {size(most)}, {size(between)} |" in page
-    assert f"| `dp=8 shard=8`, each replica for itself: {_words(alone.step)} |" in page
-    assert not alone.helps
-
-
-def _words(time: Time | None) -> str:
-    return str(time).replace(" .. ", " to ")
-
-
 def test_units_are_those_that_people_read() -> None:
     assert [seconds(v) for v in (0.0, 3.21e-6, 0.0785, 0.9996, 4.951, 123.4)] == [
         "0 us",

@@ -36,5 +36,6 @@ def test_the_page_shows_the_table_with_its_misses() -> None:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert {True: "yes", False: "no"}[row["inside"]] in cells, line
         assert row["source"] in line
+        assert " .. ".join(dict.fromkeys(row["interval"])) in cells, line
     inside = [row["inside"] for row in ROWS if "inside" in row]
     assert f"{sum(inside)} of {len(inside)} lie inside" in text

@@ -57,7 +57,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # types that are surely no DTensor
 
 
 def is_bare(tensor: Tensor) -> bool:
-    """Whether it is a tensor and nothing more: no class and no attribute says whose it is."""
+    """True for a plain tensor or parameter without attributes, on which nothing says which framework it belongs to."""
     return type(tensor) in _PLAIN and not tensor.__dict__
 
 
@@ -81,7 +81,7 @@ CPU_BF16 = "SHARDMUON_CPU_BF16"  # "0" or "1": what the tests make of this CPU, 
 
 @lru_cache(maxsize=1)
 def cpu_has_bf16_matmul() -> bool:
-    """Whether this CPU multiplies bf16 matrices in hardware (AVX512-BF16, AMX, Arm bf16).
+    """True if this CPU multiplies bf16 matrices in hardware (AVX512-BF16, AMX, Arm bf16).
 
     Elsewhere torch emulates bf16 products at 1/10 to 1/80 of the fp32 rate. The environment variable `CPU_BF16` makes
     the package believe otherwise; it is read once.
@@ -102,7 +102,7 @@ def cpu_has_bf16_matmul() -> bool:
 
 
 def cpu_has_amx() -> bool:
-    """Whether this CPU multiplies bf16 matrices in tiles (AMX), several times as fast as AVX512-BF16 does."""
+    """True if this CPU multiplies bf16 matrices in tiles (AMX), several times as fast as AVX512-BF16 does."""
     probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return cpu_has_bf16_matmul() and bool(probe is not None and probe())
 
@@ -169,8 +169,9 @@ _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype"
 
 
 def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether all rows surely do: most lists of a step, told in a fraction of the time that looking at each row takes.
-    Contiguous tensors of one shape have the same strides, but for dims of size 1."""
+    """True if all rows surely can go into one call; false if each row must be looked at. Settles most lists of a step
+    in a fraction of the time that looking at each row takes. Contiguous tensors of one shape have the same strides, but
+    for dims of size 1."""
     shapes = list(map(_shape_of, columns[0]))
     return (
         all(all(map(Tensor.is_contiguous, column)) and len(set(map(_dtype_of, column))) == 1 for column in columns)
@@ -180,7 +181,7 @@ def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory."""
+    """True if the tensor's elements fill a stretch of memory without gaps, in any order of dims."""
     if t.is_contiguous():
         return True
     dims = sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1)
@@ -275,7 +276,7 @@ def foreach_norm(
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """All their elements in one new 1-D tensor; of one device and dtype."""
+    """One new 1-D tensor with all elements of these tensors, which are of one device and dtype."""
     return torch._C._nn.flatten_dense_tensors(list(tensors))
 
 
@@ -306,7 +307,8 @@ def unscale_and_check_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is called now goes into a CUDA graph: nothing runs, and nothing may be read."""
+    """True while a CUDA graph is captured on the current stream: calls are recorded, nothing runs, and no value may be
+    read."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -328,11 +330,12 @@ class Later:
         self._event.record(module.current_stream(value.device))
 
     def has_arrived(self) -> bool:
-        """Asks, and does not wait. While a CUDA graph is captured nothing may be asked: then it has not."""
+        """True if the copy has arrived; does not wait. While a CUDA graph is captured the device cannot be asked:
+        False."""
         return self._event is None or (not is_capturing(self._device) and bool(self._event.query()))
 
     def value(self) -> Tensor:
-        """On the CPU; only once it has arrived."""
+        """The copy on the host; valid only once it has arrived."""
         return self._host
 
 
@@ -342,7 +345,7 @@ def default_group() -> Any:
 
 
 def is_alive(group: Any) -> bool:
-    """Whether a process group has not been destroyed. torch has no public question for it in 2.11 .. 2.13."""
+    """True if a process group has not been destroyed. torch 2.11 .. 2.13 have no public function that tells."""
     return group in dist.distributed_c10d._world.pg_group_ranks
 
 
@@ -362,10 +365,11 @@ def after_loading(optimizer: torch.optim.Optimizer) -> None:
 
 
 def creates_state_only() -> bool:
-    """Whether torch.distributed.checkpoint steps only to have state to load into: `_init_optim_state` is on the stack.
+    """True if torch.distributed.checkpoint calls `step` only to have state to load into: `_init_optim_state` is on the
+    stack.
 
-    It sets every gradient to zero and lr to 0. Data cannot tell, on every rank alike: some rank's shards may hold zeros
-    while lr warms up from 0.
+    That function sets every gradient to zero and lr to 0. These values alone would not tell, on every rank alike: some
+    rank's shards may hold zeros while lr warms up from 0.
     """
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
     init = getattr(module, "_init_optim_state", None)
@@ -378,13 +382,13 @@ def creates_state_only() -> bool:
 
 
 class ZeroGradHandle:
-    """Takes a listener of `on_zero_grad` off again."""
+    """Handle that takes a listener of `on_zero_grad` off again."""
 
     def __init__(self, remove: Callable[[], None]) -> None:
         self._remove = remove
 
     def remove(self) -> None:
-        """The optimizer's own `zero_grad` is called as before."""
+        """Take the listener off: the optimizer's own `zero_grad` is called as before."""
         self._remove()
 
 

@@ -58,7 +58,7 @@ def with_carried(
     entries: Mapping[Any, Any],  # parameter's key -> its state
     groups: Sequence[Mapping[str, Any]],  # saved ones
 ) -> Mapping[Any, Any]:
-    """The entries with what the groups carry of their parameters by position."""
+    """State by parameters' keys, completed by what the groups carry by position."""
     found = dict(entries)
     for group in groups:
         for position, kept in (group.get(CARRIED) or {}).items():

@@ -70,7 +70,7 @@ class Core:
         param_groups, state: As torch.optim.Optimizer has them. Frameworks replace both.
         config: Options of the whole optimizer.
         keeper, audits: What they keep: stored momentum, and when to audit.
-        process_group: Over which plain parameters are replicas.
+        process_group: The group over which plain parameters are replicas.
         traffic: What this rank has done so far.
         routing: The table by which parameters were routed, if the optimizer was given a model.
         binding: The plan in force with what this rank knows of it.
@@ -104,7 +104,7 @@ class Core:
         self._forget_process()
 
     def _forget_process(self) -> None:
-        """Begin without what belongs to one process."""
+        """Reset everything that belongs to one process."""
         self.binding: Binding | None = None
         self.component: Ranks | None = None
         self.world = World()  # that it is of
@@ -194,7 +194,8 @@ class Core:
         return None if samples is None else report
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
-        """Make what validating has made state, and bring gradients to where their parameters lie."""
+        """Put the state that validating has made in place, and redistribute gradients as their parameters are
+        placed."""
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
             for key in kept.keys() - made.keys():  # what it kept as AdamW's, or of another variant
@@ -218,7 +219,8 @@ class Core:
         return audit
 
     def remember(self, error: BaseException, changing: bool) -> None:
-        """A step that ended between its first change and its last, or left other ranks waiting, must be the last."""
+        """Note an error that ended a step between its first change and its last, or left other ranks waiting: no step
+        may follow."""
         if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
             self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
             return
@@ -235,7 +237,7 @@ class Core:
             close_lane(component)  # whoever waits for this rank fails at once
 
     def torn(self) -> str | None:
-        """Why the state is that of no step, if it is none; ends with what to do."""
+        """The reason why the state is half moved, with what to do about it; None if it is that of a finished step."""
         if self.in_step:
             return (
                 "a step is under way, and its state is half moved. Save when step() has returned: set a flag in the "
@@ -272,11 +274,11 @@ class Core:
 
 
 class StepCall(Call[Binding]):
-    """This rank's side of a step, or of a plan without one: see layout/calls.py, which asks all this in a guard.
+    """Call of one rank for a step, or for a plan without a step: answers the questions that layout/calls.py asks.
 
     Attributes:
-        options: Of each group.
-        proposal: What this rank would do.
+        options: Options of each group.
+        proposal: The step as this rank would make it.
     """
 
     phase = Phase.STEP

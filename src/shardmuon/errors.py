@@ -38,7 +38,7 @@ def stays_itself(error: BaseException) -> bool:
 
 
 class Refused(ValueError):
-    """Every rank concerned has heard of this and raises it; nothing has changed on any of them.
+    """Error that every rank concerned has heard of and raises; nothing has changed on any of them.
 
     Attributes:
         cause: This rank's own exception, if it began here.

@@ -1,5 +1,5 @@
-"""What a first step tells, and the making of an optimizer does not: it trains nothing, or its ranks repeat each other's
-work, as DistributedDataParallel keeps parameters equal of which the optimizer was not told.
+"""Warnings of the first step: an optimizer that trains nothing, or ranks that repeat each other's work, because
+DistributedDataParallel keeps parameters equal and the optimizer was not told.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shardmuon.layout.engines.fsdp1 import is_flattened
 
 
 class FirstStep:
-    """Says it once.
+    """Warnings about an optimizer's first step, each given once.
 
     Attributes:
-        is_over: Something has been trained.
+        is_over: True once a parameter had a gradient in a step.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class FirstStep:
 
 
 def _may_have_gradient(param: Tensor) -> bool:
-    """Not where FSDP1 keeps nothing of it."""
+    """False if FSDP1 stores nothing of the parameter on this rank, so that it cannot have a gradient here."""
     return not is_flattened(param) or param.numel() > 0
 
 
@@ -73,7 +73,7 @@ def find_ddp(optimizer: object, params: Iterable[Tensor]) -> DistributedDataPara
     Args:
         optimizer: If another optimizer holds it as its `optim`, the answer is None: torch's ZeroRedundancyOptimizer
             shares out the work itself, and the ranks of its PostLocalSGDOptimizer are unequal.
-        params: Of the optimizer.
+        params: Parameters of the optimizer.
     """
     params = list(params)
     if default_group() is None or sum(p.numel() for p in params) < WORTH_IT:
@@ -91,7 +91,7 @@ def find_ddp(optimizer: object, params: Iterable[Tensor]) -> DistributedDataPara
 
 
 def repeated_text(ddp: DistributedDataParallel, made_alone: bool) -> str:
-    """What to write so that the ranks of a DistributedDataParallel share the work.
+    """Advice on what to write so that the ranks of a DistributedDataParallel share the work.
 
     Args:
         ddp: The wrapper.

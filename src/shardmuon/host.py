@@ -1,4 +1,5 @@
-"""Who calls `step()`, and what is in the groups when it does: a training loop, torch's checkpoints, a framework.
+"""Hosts: the kinds of callers of `step()`, which decide what is in the groups then: a training loop, torch's
+checkpoints, a framework.
 
 A framework's folder registers its `Host` and its engines (`shardmuon.frameworks`); nothing here or below names one.
 """
@@ -20,7 +21,7 @@ Core = Any  # `shardmuon.core.Core`, which stands above all that is handed one
 
 
 class Progress:
-    """How far a step has come. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
+    """Progress of a step. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
 
     changing = False
 
@@ -50,7 +51,7 @@ class Host:
         in_parts: Whether a training step calls `step()` several times, with some of the groups each.
         clipping: Why gradients cannot be clipped here, and what to write; None where they can.
         has_copies: Whether what it steps are copies, of which the model's weights are made when `step` has returned.
-        packages: Those without any of which it has nothing to say to a step; None: it may have without.
+        packages: It may have something to say to a step if any of these is imported; None: always.
     """
 
     in_parts = False
@@ -60,33 +61,33 @@ class Host:
 
     @property
     def is_active(self) -> bool:
-        """Whether the groups hold the host's own tensors now, which only `step` and `prepare` below can step."""
+        """True while the groups hold the host's own tensors, which only `step` and `prepare` below can step."""
         return False
 
     def adding(self) -> None:
-        """A group is about to be added. Raises ValueError where that would lose what belongs to Muon."""
+        """React to a group that is about to be added. Raises ValueError where that would lose what belongs to Muon."""
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """A group has been added, with these parameters."""
+        """React to a group that has been added, with these parameters."""
 
     def load(self, core: Core, load: Callable[[], None]) -> None:
         """Run `load`, which takes over a state dict while an active host's tensors are in the groups."""
         load()
 
     def take_over(self, core: Core, state_dict: Mapping[str, Any]) -> None:
-        """A state dict of this very cut, as torch takes it over."""
+        """Take over a state dict of this very cut, as torch does."""
         state_dict = before_loading(cast(Any, core), cast(Any, state_dict))
         Optimizer.load_state_dict(cast(Any, core), state_dict)
 
     def saving(self, core: Core) -> None:
-        """The optimizer's state is about to be saved."""
+        """Prepare the optimizer's state for being saved."""
 
     def saved(self, core: Core, saved: dict[str, Any]) -> None:
         """Complete what `torch.optim.Optimizer.state_dict` has made."""
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
-        """What this call of `step` is for, if it is not a step. Changes nothing before it is called, but for gradients
-        that its framework did not hand over as backward made them.
+        """A function to run in place of a step, if this call of `step` is not meant as one; else None. Changes nothing
+        before that function is called, but for gradients that the framework did not hand over as backward made them.
 
         Args:
             core: The optimizer.
@@ -114,12 +115,12 @@ class Host:
         raise NotImplementedError
 
     def keeping(self, core: Core) -> Iterable[Core]:
-        """Those whose state, by `Weight.stored`, has what stages of variants keep, what was loaded too. Of an active
-        host."""
+        """Optimizers whose state, by `Weight.stored`, holds the numbers that stages of variants keep, loaded ones too.
+        Of an active host."""
         return (core,)
 
     def has_stepped_all(self, core: Core) -> bool:
-        """Whether the call of `step` that has just ended was the last one of its training step. Of an active host."""
+        """True if the call of `step` that has just ended was the last one of its training step. Of an active host."""
         return True
 
     def restore_groups(self, core: Core) -> None:
@@ -139,7 +140,8 @@ class Host:
 
     @classmethod
     def clips(cls, params: Iterable[Any]) -> str | None:
-        """Why these parameters' gradients cannot be clipped here: this host clips them itself. Else None."""
+        """The reason why these parameters' gradients cannot be clipped here, as this host clips them itself; else
+        None."""
         return None
 
 
@@ -152,7 +154,7 @@ def register(host: type[Host]) -> None:
 
 
 def clipped_by_host(params: Iterable[Tensor]) -> str | None:
-    """Why no gradient of these parameters can be clipped here, or None."""
+    """The reason why no gradient of these parameters can be clipped here, as some host clips them itself; else None."""
     listed = list(params)
     return next((text for text in (host.clips(listed) for host in _HOSTS) if text is not None), None)
 
@@ -167,16 +169,17 @@ class Hosts:
         return iter(self._all)
 
     def take(self, host: Host) -> None:
-        """From now on this host steps the optimizer."""
+        """Let this host step the optimizer from now on."""
         self._all = [host, *self._all]
 
     def present(self) -> list[Host]:
-        """Those that may have something to say to a step."""
+        """Hosts that may have something to say to a step: those with an imported package, and those that name no
+        packages."""
         return [h for h in self._all if h.packages is None or not sys.modules.keys().isdisjoint(h.packages)]
 
     @property
     def active(self) -> Host | None:
-        """The one whose tensors are in the groups; None: they are the user's parameters."""
+        """The host whose tensors are in the groups; None: they are the user's parameters."""
         for host in self.present():
             if host.is_active:
                 return host

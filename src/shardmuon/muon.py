@@ -292,8 +292,8 @@ class Muon(Core, Optimizer):
     # ----------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with two differences: once there is state, every trainable parameter has an entry on every rank;
-        and functions among the options are saved by name only (loading keeps the optimizer's own).
+        """State dict as torch makes it, with two differences: once there is state, every trainable parameter has an
+        entry on every rank; and functions among the options are saved by name only (loading keeps the optimizer's own).
 
         Raises:
             ExchangeError: A step was broken off, or is under way: this state must not replace the last good one.
@@ -340,7 +340,8 @@ class Muon(Core, Optimizer):
         after_loading(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Options that a saved group lacks (checkpoints of torch.optim.Muon) stay as they are here."""
+        """Restore pickled state. Options that a saved group lacks (checkpoints of torch.optim.Muon) stay as they are
+        here."""
         mine = self.__dict__.get("param_groups", [])  # none while unpickling
         super().__setstate__(state)
         new_group.fill_up(self.param_groups, mine, self.defaults)
@@ -350,7 +351,8 @@ class Muon(Core, Optimizer):
             self._forget_process()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
-        """A copy votes with the same ranks: those that have made none know its plan no more than it knows theirs."""
+        """Copy the optimizer. The copy votes with the same ranks: those that have made none know its plan no more than
+        it knows theirs."""
         made: Muon = memo.setdefault(id(self), self.__class__.__new__(self.__class__))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         made.component, made.world = self.component, self.world
@@ -360,7 +362,8 @@ class Muon(Core, Optimizer):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """All of its own but what belongs to one process: the plan, process groups, graphs and hosts."""
+        """State for pickling: everything but what belongs to one process: the plan, process groups, graphs and
+        hosts."""
         own = {key: self.__dict__[key] for key in _OWN}
         state = super().__getstate__()
         groups = [{**group, "process_group": None} for group in state["param_groups"]]

@@ -31,7 +31,7 @@ AUDIT_ACTIONS: tuple[AuditAction, ...] = ("raise", "warn")
 
 
 class _Options:
-    """Prints what differs from its defaults."""
+    """Base of option objects: its text shows what differs from defaults."""
 
     def __repr__(self) -> str:
         changed = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ class Orthogonalizer(_Options):
             less by a quarter, else "standard": a rule of shape, schedule, dtype and kind of device. The plan prints
             what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit (bf16 cast before the norm).
             "reference": exact polar factor by SVD in fp64.
-        dtype: Of the products, a torch dtype or its name. None or "auto": "standard" takes bfloat16 where the device
+        dtype: Products' torch dtype or its name. None or "auto": "standard" takes bfloat16 where the device
             multiplies it in hardware, float32 on CPUs that do not; "gram" float16 on accelerators, float32 on CPUs.
             Ignored by "torch" (bfloat16) and "reference" (float64).
         tuning: A file that `shardmuon tune --out FILE` or `shardmuon verify --slots FILE` has written: "auto" takes the
@@ -91,7 +91,7 @@ class Orthogonalizer(_Options):
         return found
 
     def chooser(self) -> Chooser:
-        """Chooses for each matrix."""
+        """The object that chooses how to orthogonalize each matrix."""
         found = None if self.tuning is None else tuning_files.load(self.tuning)
         return Chooser(self.method, self.products_dtype, found)
 
@@ -220,7 +220,7 @@ class MuonConfig:
         return Keeper(self.storage.momentum_dtype, self.storage.momentum_device, self.storage.stochastic_rounding)
 
     def text(self) -> str:
-        """Equal on ranks that do the same. Devices may differ from rank to rank."""
+        """Text of the options, equal on ranks that do the same. Devices may differ from rank to rank."""
         here = replace(self.orthogonalizer, device=None, tuning=None), replace(self.storage, momentum_device=None)
         measured = self.orthogonalizer.chooser().measured
         text = " ".join(repr(one).replace(" ", "") for one in (*here, self.exchange, self.audit))
@@ -376,7 +376,8 @@ def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
 
 
 def _refuse_text(where: str, key: str, value: object) -> None:
-    """Text is no number, though `float` reads it: what is kept in a group is what steps and schedulers multiply."""
+    """Raise ValueError for text in place of a number, though `float` reads it: what is kept in a group is what steps
+    and schedulers multiply."""
     if isinstance(value, str):
         raise ValueError(f"{where}{key}={value!r} is text, not a number. Write {key}={value} without quotes")
 

@@ -1,4 +1,4 @@
-"""Which name somebody may have had in mind, for messages about one that there is not."""
+"""Guesses at the name that somebody meant, for messages about a name that does not exist."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def nearest(key: str, allowed: Sequence[str], cutoff: float = 0.6) -> str | None
 
 
 def did_you_mean(key: str, allowed: Sequence[str]) -> str:
-    """For the end of a message; empty if nothing comes near."""
+    """End of a message that names the nearest allowed key; empty if none comes near."""
     found = nearest(key, allowed)
     return "" if found is None else f" (did you mean {found}?)"

@@ -167,7 +167,7 @@ class QKClip:
     `optimizer.zero_grad()` and loading state drop what no step has used.
 
     Args:
-        model: Whose attention is measured.
+        model: The model whose attention is measured.
         optimizer: Steps the model's weights. Megatron's `ChainedOptimizer`: the part of it which has the layers.
         tau: Largest logit that is allowed. math.inf only measures.
         alpha: The queries' share of the factor, in [0, 1].
@@ -291,7 +291,7 @@ class QKClip:
         return self._num_steps % self.every == 0 and torch.is_grad_enabled()
 
     def _count(self, name: str, maxima: Tensor, grad: Tensor) -> None:
-        """A backward pass has come through a layer: its forward pass is one of the next step's."""
+        """Note that a backward pass has come through a layer: its forward pass is one of the next step's."""
         seen = self._pending.setdefault(name, [])
         seen.append(maxima)
         if len(seen) > _MANY:

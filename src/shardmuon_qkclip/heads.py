@@ -63,11 +63,11 @@ class Rows:
 
     @property
     def total(self) -> int:
-        """All rows."""
+        """Number of all rows."""
         return self.repeats * sum(size for _, size in self.parts)
 
     def num(self, role: Role) -> int:
-        """Rows of a role."""
+        """Number of rows of a role."""
         return self.repeats * sum(size for what, size in self.parts if what == role)
 
 

@@ -51,7 +51,7 @@ def largest_logits(
     Args:
         query: As `torch.nn.functional.scaled_dot_product_attention` takes it; of a DTensor this rank's part.
         key: Likewise; of fewer heads if several query heads share one.
-        scale: Of the softmax. Default: 1 / sqrt(E).
+        scale: Scale of the softmax. Default: 1 / sqrt(E).
         attn_mask: As there. What a mask of floats adds is not counted, see [Note: what is measured].
         is_causal: Query i sees keys 0 to i.
         bound: Return a number that no logit of a head is larger than, without any product of queries and keys.

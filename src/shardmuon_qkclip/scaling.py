@@ -114,7 +114,7 @@ class _Found(NamedTuple):
     Attributes:
         key: Changes with all that the layout table depends on.
         targets: The weights.
-        families: Of each layer those that it shares weights with, over others too; itself as well.
+        families: For each layer, itself and those that it shares weights with, also by way of others.
         spared: Layers that are not scaled.
     """
 
@@ -134,8 +134,8 @@ class _Bound(KeptTable):
         found: The weights.
         beyond: The ranks of `process_group`.
         layouts: Who stores what of each weight.
-        places: Of each, where its rows' factors stand, on its device.
-        matrices: Of each, which of its matrices a row is in.
+        places: For each, where its rows' factors stand, on its device.
+        matrices: For each, which of its matrices a row is in.
         slots: (layer, number of heads, ranks that the layer's sets connect), in the order of the reduction.
         mine: The layer of each slot; None: it is of other ranks.
     """
@@ -200,7 +200,7 @@ class Scaler(Call[_Bound]):
         self.choose(layers, process_group)
 
     def choose(self, layers: Sequence[Attention], process_group: Any) -> None:
-        """Other arguments from now on. The table stays until the other ranks have heard of it."""
+        """Use other arguments from now on. The table stays until the other ranks have heard of it."""
         self._layers, self._by_name = tuple(layers), {layer.name: layer for layer in layers}
         self._group = GroupRef.of(process_group)
         ranks = () if self._group is None else tuple(sorted(self._group.ranks))
@@ -369,7 +369,7 @@ class Scaler(Call[_Bound]):
         return [f"tau={tau!r} alpha={alpha!r}", *(layers if ranks == kept.beyond else ())]
 
     def _ask(self, measure: Measure) -> Mapping[str, Tensor]:
-        """Call the user's function."""
+        """Call the user's function and return what it says."""
         try:
             return measure()
         except OUT_OF_MEMORY:

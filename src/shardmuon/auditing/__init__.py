@@ -25,7 +25,7 @@ def audit(
     """Check the next step against a dense reference. Every rank that shares parameters must call it.
 
     Args:
-        optimizer: Whose next `step()` is audited. It raises nothing for what the audit finds.
+        optimizer: The optimizer whose next `step()` is audited. It raises nothing for what the audit finds.
         samples: Matrices compared in each group of ranks that shares parameters. Later audits take others.
         routing: The table that parameters should follow. Default: the one the optimizer was made from, if it was given
             a model or `param_groups(model)`.

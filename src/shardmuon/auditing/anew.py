@@ -55,7 +55,7 @@ class Describer:
         """Describe a parameter on this rank.
 
         Raises:
-            ValueError: It cannot be told; without the parameter's name.
+            ValueError: The tensor's layout cannot be told; the message lacks the parameter's name.
         """
         engine = engine_for(param, group)
         return self._unified(engine.ties(param, group), engine.claim(param, group))

@@ -29,7 +29,7 @@ class Part(NamedTuple):
     """A rank's elements of one matrix.
 
     Attributes:
-        sources: Of each piece that has any: a list of indices for each dim of the rank's storage.
+        sources: For each piece that has any: a list of indices for each dim of the rank's storage.
         places: (n,) int64: where they lie in the row-major matrix.
     """
 

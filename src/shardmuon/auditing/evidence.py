@@ -53,9 +53,9 @@ class Evidence:
     """One whole matrix around a step, in fp64, and how it was meant to be stepped.
 
     Attributes:
-        places: Of each rank that sent elements of it: which.
+        places: Places in the matrix of the elements that each rank sent, one tensor a rank.
         rounding: See `same.stepped`.
-        kept, kept_after: By stages of its variant, before and after the step; fp64, 1-D.
+        kept, kept_after: Numbers that stages of its variant keep, before and after the step; fp64, 1-D.
         fresh: Keys of what had just been made or loaded.
     """
 
@@ -116,7 +116,7 @@ class Evidence:
         }
 
     def orthogonalized(self, values: Tensor, *, nudged: bool = False) -> Tensor:  # (..., rows, cols), fp64 out
-        """Matrices in the live arithmetic. `nudged`: see `same.run`."""
+        """Orthogonalize matrices in the live arithmetic. `nudged`: see `same.run`."""
         batch = values.view(-1, *values.shape[-2:])
         found = same.run(batch, self.sample.arithmetic, self.sample.settings, nudged=nudged)
         return found.to(torch.float64).view(values.shape)
@@ -151,8 +151,8 @@ class Shaken(NamedTuple):
 
     Attributes:
         lengths: (m,) of its update beside the dense one's, in each direction.
-        norm: Of the weights after it.
-        kept: By stages.
+        norm: Norm of the weights after it.
+        kept: Numbers that stages keep after it.
     """
 
     lengths: Tensor
@@ -166,10 +166,10 @@ class Compared:
 
     Attributes:
         fed: What should have been orthogonalized, as the orthogonalizer takes it.
-        dense: The same arithmetic's result.
-        step: What the weights become with it.
-        orders: What `in_other_orders` has made so far.
-        errors: What `nudged` has.
+        dense: Result of the same arithmetic, run densely.
+        step: The step that the weights take with it.
+        orders: Results of `in_other_orders` so far.
+        errors: Results of `nudged` so far.
     """
 
     evidence: Evidence
@@ -215,7 +215,8 @@ class Compared:
         return self.reference.seen(self.dense) - self.exact
 
     def in_other_orders(self, count: int) -> list[Shaken]:
-        """So many steps of results whose sums were taken in another order: [Note: the shake]."""
+        """The first `count` steps that the same arithmetic makes with rows and columns in another order and a few
+        elements nudged: see [Note: the shake]."""
         for seeds in self._batches(len(self.orders), count):
             made, orders = [], []
             for seed in seeds:
@@ -287,7 +288,7 @@ class Compared:
         """A measure of differences beside those that rounding makes, and the largest allowed: [Note: the shake].
 
         Args:
-            lengths: Of shaken differences.
+            lengths: Lengths of shaken differences.
             expected: What all these are differences from, in the reference's coordinates, as is what is measured.
             least: What no direction is settled better than.
         """

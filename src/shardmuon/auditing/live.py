@@ -54,7 +54,7 @@ from shardmuon.variants import keeping
 
 
 class StepAudit:
-    """Made before a step, finished after it. Collective among the ranks of the component."""
+    """An audit of one step: made before it, finished after it. Collective among the ranks of the component."""
 
     def __init__(
         self, optimizer: Core, binding: Binding, proposal: Proposal, schedule: AuditSchedule, samples: int

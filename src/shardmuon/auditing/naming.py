@@ -26,7 +26,7 @@ class Guess(NamedTuple):
     """An explanation of the finding.
 
     Attributes:
-        name, found, remedy: Of the finding.
+        name, found, remedy: Those of the finding.
         result: (rows, cols) fp64: another result of the orthogonalizer, which has to explain the update. None: it does.
         left: Sine of the angle to the applied update that it leaves.
         limit: What may be left at most.
@@ -43,7 +43,7 @@ class Guess(NamedTuple):
 
 
 def name_fault(judged: Judged, others: Sequence[Judged]) -> Finding:
-    """The explanation that leaves least.
+    """The explanation that leaves least of the update unexplained.
 
     Args:
         judged: A matrix whose update differs.
@@ -86,7 +86,7 @@ def _frozen(c: Compared) -> Iterator[Guess]:
 
 
 def _other_length(judged: Judged, c: Compared, near: float) -> Iterator[Guess]:
-    """The right direction, another length."""
+    """Guesses at a right direction with another length."""
     e, row, ratio = judged.evidence, judged.row, along(c.update, c.arrived)
     scaled = c.arrives(ratio * c.dense)
     left = sine(c.update, scaled)
@@ -120,7 +120,7 @@ def _other_length(judged: Judged, c: Compared, near: float) -> Iterator[Guess]:
 
 
 def _other_norms(c: Compared, left: float) -> Iterator[tuple[float, Guess]]:
-    """Lengths that norms of something else would have led to."""
+    """Guesses at lengths that norms of something else would have led to."""
     e = c.evidence
     right, keys = float(c.step.staged.norm()), {stage.key for stage in on_weights(e.sample.settings.stages)}
     for stage in (s for s in e.sample.settings.stages if isinstance(s, AfterStage) and s.key in keys):
@@ -137,7 +137,7 @@ def _other_norms(c: Compared, left: float) -> Iterator[tuple[float, Guess]]:
 
 
 def _norms_of_parts(c: Compared, near: float) -> Iterator[Guess]:
-    """Each part of the weights multiplied with a factor of its own norms."""
+    """Guesses that each part of the weights was multiplied with a factor of its own norms."""
     if not on_weights(c.evidence.sample.settings.stages):
         return
     whole = float((c.update - c.arrived).norm())
@@ -149,7 +149,7 @@ def _norms_of_parts(c: Compared, near: float) -> Iterator[Guess]:
 
 
 def _clamped(c: Compared) -> Iterator[Guess]:
-    """Each element clamped."""
+    """Guesses that each element was clamped."""
     limit = float(c.update.abs().amax())
     cut = float((c.dense.abs() > 1.05 * limit).double().mean())
     if cut >= 0.01:
@@ -159,7 +159,7 @@ def _clamped(c: Compared) -> Iterator[Guess]:
 
 
 def _by_parts(c: Compared) -> Iterator[Guess]:
-    """Each shard, or each half, orthogonalized by itself; maybe with a scale by its own shape."""
+    """Guesses that each shard, or each half, was orthogonalized by itself; maybe with a scale by its own shape."""
     for what, blocks in c.evidence.parts.items():
         guess = torch.zeros_like(c.dense)
         for block in blocks:
@@ -170,7 +170,7 @@ def _by_parts(c: Compared) -> Iterator[Guess]:
 
 
 def _misplaced(judged: Judged, others: Sequence[Judged], c: Compared, near: float) -> Iterator[Guess]:
-    """Right numbers at wrong places, of this matrix or of another."""
+    """Guesses at right numbers in wrong places, of this matrix or of another."""
     for other in others:
         if other is not judged and other.compared is not None:
             text = f"it is the update of {other.row.name}"
@@ -190,7 +190,7 @@ def _misplaced(judged: Judged, others: Sequence[Judged], c: Compared, near: floa
 
 
 def _not_muon(c: Compared) -> Iterator[Guess]:
-    """Not orthogonalized, or not from momentum and gradient as the options say."""
+    """Guesses that the update is not orthogonalized, or is made from another input than the options ask for."""
     e = c.evidence
     plain = {
         "parallel to the momentum (plain SGD)": c.fed.to(torch.float64),

@@ -40,7 +40,7 @@ class News:
             return None
 
     def stale(self, where: str, text: str) -> None:
-        """The step was run by a plan for other parameters."""
+        """Note that the step was run by a plan for other parameters."""
         self.findings.append(
             Finding(
                 "stale_plan",
@@ -63,7 +63,7 @@ class News:
         self.compare([theirs for _, theirs in everyone], component)
 
     def report(self, step: int, plan: str) -> AuditReport:
-        """The same on every rank."""
+        """The report of one audited step, the same on every rank."""
         return AuditReport(
             step,
             tuple(sorted(self.findings, key=lambda f: (f.severity, f.where, f.name, f.found))),

@@ -33,7 +33,7 @@ class Reference:
         sigmas: (m,) singular values of the normalized matrix, ascending.
         coords: (m, n) that matrix in the coordinates of the vectors.
         inverse: (m,) 1 / s, and 0 where there is no singular value.
-        coefficients: Of the steps; None: the result is the polar factor.
+        coefficients: Those of the steps; None: the result is the polar factor.
     """
 
     tall: bool
@@ -54,7 +54,7 @@ class Reference:
         )
 
     def update(self, longer: float = 1.0) -> Tensor:  # (rows, cols)
-        """The result; with `longer` that of a matrix that was divided by so many times its norm."""
+        """The result of all steps; with `longer` that of a matrix that was divided by so many times its norm."""
         return self._whole(self.ratios(longer))
 
     def settles(self, eps: float) -> bool:
@@ -117,7 +117,7 @@ def _normalized(x: Tensor, eps: float) -> Tensor:
 
 
 def _followed(sigmas: Tensor, coefficients: Coefficients) -> Tensor:
-    """p(s) / s of these steps."""
+    """The ratio p(s) / s that these steps give singular values s."""
     ratios = torch.ones_like(sigmas)
     for a, b, c in coefficients:
         square = (sigmas * ratios).square()
@@ -139,6 +139,16 @@ def momentum_of(
     return after, torch.lerp(grad, after, mu) if settings.nesterov else after
 
 
+def decay_factor(settings: Settings) -> float:
+    """The factor that weight decay takes to weights. KeyError for a mode that the audit does not know."""
+    return {
+        "l2": 1.0,
+        "independent": 1 - settings.weight_decay,
+        "decoupled": 1 - settings.lr * settings.weight_decay,
+        "cautious": 1 - settings.lr * settings.weight_decay,
+    }[settings.weight_decay_mode]
+
+
 def recovered_update(
     before: Tensor,  # (rows, cols) fp64
     after: Tensor,  # (rows, cols) fp64
@@ -148,13 +158,7 @@ def recovered_update(
 ) -> Tensor:
     """The update that a step applied, from the weights around it: (decayed before - after) / (lr * scale)."""
     alpha = settings.lr * scale
-    factor = {
-        "l2": 1.0,
-        "independent": 1 - settings.weight_decay,
-        "decoupled": 1 - settings.lr * settings.weight_decay,
-        "cautious": 1 - settings.lr * settings.weight_decay,
-    }[settings.weight_decay_mode]
-    decayed = (before * factor).sub_(after).div_(alpha)
+    decayed = (before * decay_factor(settings)).sub_(after).div_(alpha)
     if settings.weight_decay_mode != "cautious":
         return decayed
     # An element decays where update and weight agree in sign. At most one of the two readings is consistent with that.

@@ -19,7 +19,7 @@ class Finding:
     """One thing that is not as it should be.
 
     Attributes:
-        name: Of the fault; docs/audit.md has the table.
+        name: Name of the fault; docs/audit.md has the table.
         where: The parameter, with its matrix if it has several.
         found: What was found.
         allowed: What is allowed.
@@ -55,7 +55,7 @@ class MatrixRow:
         scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
         sigma_min, sigma_max: Singular values of the applied update.
         band: What the coefficients make of the matrix's own spectrum: smallest and largest.
-        momentum_dtype: In which it is stored.
+        momentum_dtype: The dtype in which it is stored.
     """
 
     name: str

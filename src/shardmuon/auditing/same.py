@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import ieee_products
+from shardmuon.auditing.reference import decay_factor
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.orthogonalize import BACKENDS, KernelName, Products, orthogonalize
@@ -31,10 +32,10 @@ class Arithmetic:
     Attributes:
         method, ns_dtype: The orthogonalizer and the dtype of its products.
         wire_dtype: What travels between ranks: input and result are rounded to it.
-        weight_dtype: Of the parameter.
-        momentum_dtype: In which the momentum is computed; what is orthogonalized was rounded to it.
-        stored_dtype: In which the momentum is stored; int8 stands for 8-bit codes.
-        grad_dtype: Of the gradient.
+        weight_dtype: Dtype of the parameter.
+        momentum_dtype: Dtype of the momentum's computation; what is orthogonalized was rounded to it.
+        stored_dtype: Dtype of the stored momentum; int8 stands for 8-bit codes.
+        grad_dtype: Dtype of the gradient.
         kernel: What multiplies symmetric results.
         alone: Never in a batch.
         device: Where matrices are orthogonalized; None: where they are.
@@ -134,8 +135,7 @@ def stepped(
     wide = weights.float() if half else weights.clone()
     update = update.to(wide.device, wide.dtype)
     if s.weight_decay and s.weight_decay_mode != "l2":
-        factor = 1 - (s.weight_decay if s.weight_decay_mode == "independent" else s.lr * s.weight_decay)
-        decayed = wide * factor
+        decayed = wide * decay_factor(s)
         wide = torch.where(update * wide > 0, decayed, wide) if s.weight_decay_mode == "cautious" else decayed
     wide = wide.add(update, alpha=-alpha)
     if half and rounding is not None:

@@ -105,14 +105,14 @@ class Sample:
 
     Attributes:
         order: Number of its parameter, and its own in the parameter.
-        layout: Of its parameter.
+        layout: Layout of its parameter.
         part: What this rank sends.
-        shapes: Of what ranks store of the parameter.
-        dtype: In which it is gathered.
+        shapes: Shapes of the ranks' storages of the parameter.
+        dtype: The dtype in which it is gathered.
         sizes: Elements that each rank sends.
         target: The rank that judges it.
         before: What this rank sends of weights, momentum and gradient before the step.
-        kept: By stages, before the step, where this rank keeps it.
+        kept: Numbers that stages keep, before the step, if this rank keeps them.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Sample:
         return matrix.rows, matrix.cols
 
     def row(self, status: str, **found: Any) -> MatrixRow:
-        """Its line of the report."""
+        """The report's line for this matrix."""
         arithmetic, stored = str(self.arithmetic), str(self.arithmetic.stored_dtype).removeprefix("torch.")
         who = self.name, self.order, *self.shape, self.owners, self.route
         return MatrixRow(*who, arithmetic, status, momentum_dtype=stored, **found)

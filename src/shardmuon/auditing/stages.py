@@ -77,7 +77,7 @@ def prepared(fed: Tensor, stages: Stages) -> Tensor:  # (rows, cols)
 
 
 def by_formula(fed: Tensor, stages: Stages) -> Tensor:  # (rows, cols) fp64
-    """The same in exact arithmetic."""
+    """The orthogonalizer's input after the stages before it, in exact arithmetic."""
     fed = fed.to(torch.float64)
     for stage in stages:
         if isinstance(stage, BeforeStage):
@@ -90,8 +90,8 @@ class Applied:
     """Stages after the orthogonalizer, then those on weights, on one matrix.
 
     Attributes:
-        factor: By what the result was multiplied; broadcasts to the matrix. None: no such stage.
-        on_weights: By what the updated weights were.
+        factor: Factor on the result; broadcasts to the matrix. None: no such stage.
+        on_weights: Factor on the updated weights.
         kept: What is kept then, by its key.
     """
 

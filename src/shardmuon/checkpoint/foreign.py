@@ -159,13 +159,13 @@ def load_foreign(
     parameters are.
 
     Args:
-        optimizer: Whose parameters are given state; what they had is replaced.
+        optimizer: The optimizer whose parameters are given state; what they had is replaced.
         state_dict: What the other optimizer's `state_dict()` returned, or one per optimizer (Muon's, AdamW's).
         kind: A key of `FORMATS`, or "auto": told by the groups' options.
-        params: Whose state it is. A dict of names, such as `dict(model.named_parameters())`, if the state dict is keyed
-            by names. Parameters in the order the other optimizer had them (one list per state dict) if it is not.
-            Default: names where both sides have them, else our own order; of our Muon (AdamW) groups only for a dict
-            that is one of several.
+        params: The parameters whose state it is. A dict of names, such as `dict(model.named_parameters())`, if the
+            state dict is keyed by names. Parameters in the order the other optimizer had them (one list per state
+            dict) if it is not. Default: names where both sides have them, else our own order; of our Muon (AdamW)
+            groups only for a dict that is one of several.
         allow_missing: Parameters without state in it start afresh; otherwise they are an error.
         skip_matrices: Leave out all state of the parameters that are Muon's here, and take that of the rest: for a run
             that AdamW began. Matrices keep what they had, which is nothing in a new optimizer.
@@ -213,7 +213,7 @@ def merge_ranks(state_dicts: Sequence[StateDict]) -> dict[str, Any]:
     """One state dict from those that each rank saved, for optimizers that keep the momentum of a matrix on one rank.
 
     Raises:
-        ValueError: They are not of one optimizer.
+        ValueError: The state dicts are not of one optimizer.
     """
     lists = [[g["params"] for g in d["param_groups"]] for d in state_dicts]
     if any(theirs != lists[0] for theirs in lists):

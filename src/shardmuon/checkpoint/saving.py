@@ -93,7 +93,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
 
 
 def _read(targets: dict[str, Any], reader: VettedReader, planner: VettedPlanner) -> None:
-    """Let DCP read into these. Collective."""
+    """Let DCP read a checkpoint into these tensors. Collective."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.load(targets, storage_reader=reader, planner=planner)

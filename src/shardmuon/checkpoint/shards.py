@@ -24,7 +24,7 @@ from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import is_marked, name_of
 from shardmuon.layout.engines.flat import FlatEngine
-from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, remember_shape
+from shardmuon.layout.engines.tensor_parallel import remember_shape
 from shardmuon.layout.pieces import Box, Held, Tile, spans_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
@@ -100,14 +100,14 @@ def describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Table
 
 
 def _remember(table: Table) -> None:
-    """Global shapes, which a shard does not tell."""
+    """Tell plain shards the global shapes found in layouts: a shard does not know its own."""
     for one, layout in zip(table.params, table.layouts, strict=True):
         remember_shape(engine_for(one.param, one.group), one.param, layout)
 
 
 def _may_be_cut(name: str, param: Tensor, group: Mapping[str, Any]) -> bool:
     try:
-        return isinstance(engine_for(param, group), (TensorParallelEngine, FlatEngine))
+        return engine_for(param, group).plain_shards
     except ValueError as wrong:
         raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
 

@@ -45,7 +45,7 @@ def keys_of(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys of what its variant keeps beside."""
+    """Keys under which the stages of a group's variant keep state."""
     return tuple(stage.key for stage in keeping(stages_of(group)))
 
 
@@ -74,7 +74,8 @@ def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> No
 
 
 def placed_like(whole: Tensor, like: Any) -> Tensor:
-    """This rank's part of a whole tensor as another one is placed; itself where that is whole. Communicates nothing."""
+    """Place a whole tensor as `like` is placed, and return this rank's part; the whole tensor unless `like` is a
+    DTensor. Communicates nothing."""
     if not is_dtensor(like):
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -222,7 +223,7 @@ def read_param(
     """A parameter's state, checked. `group`: its own; `theirs`: the saved one.
 
     Raises:
-        ValueError: It does not fit; says the name.
+        ValueError: The state does not fit; says the parameter's name.
     """
     needed, allowed = keys_of(group), (*MUON_KEYS, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if group["use_muon"] else ()))
     kind = "Muon's" if group["use_muon"] else "AdamW's"

@@ -21,7 +21,7 @@ Ranks = tuple[int, ...]  # global, ascending
 
 
 class Entry(NamedTuple):
-    """All that a rank says of itself.
+    """One rank's entry in the list of its component.
 
     Attributes:
         sets: The sets that it is in.
@@ -50,12 +50,13 @@ def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
 
 
 def largest_of(sets: Sequence[Ranks]) -> list[Ranks]:
-    """Those of these sets that lie in no other."""
+    """The sets that no other of these sets contains."""
     return [ranks for ranks in sets if not any(set(ranks) < set(other) for other in sets)]
 
 
 def flood(rank: int, entry: Entry) -> Generator[Talk | Known, list[Known], None]:
-    """Yields talks and is sent what was heard; at last yields the entry of every rank of the component, in order.
+    """Generator that finds a rank's component: yields talks and is sent what was heard; at last yields the entry of
+    every rank of the component, in order.
 
     All ranks of a component end after the same round, if each set is known to all of its ranks.
     """
@@ -90,7 +91,8 @@ def rounds_of(known: Mapping[int, Entry]) -> int:
 
 
 def faults_of(known: Mapping[int, Entry]) -> list[str]:
-    """What is wrong in a component, in order of ranks: what each says, and sets that not all of their ranks list."""
+    """Texts of all that is wrong in a component: first what each rank reports, then sets that not all of their ranks
+    list."""
     said = told_by(entry.fault for entry in known.values())
     for ranks in in_order(ranks for entry in known.values() for ranks in entry.sets):
         lists = [rank for rank in ranks if rank in known and ranks in known[rank].sets]

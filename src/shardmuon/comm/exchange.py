@@ -14,7 +14,7 @@ Ints = tuple[int, ...]
 
 @dataclass(slots=True)
 class Traffic:
-    """What this rank did, counted where it is done.
+    """Counts of this rank's communication and orthogonalized matrices, each counted where it happens.
 
     Attributes:
         exchanges: all-to-all calls (two for each bucket that gathers, one where replicas pass on).

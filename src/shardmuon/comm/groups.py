@@ -16,7 +16,7 @@ from shardmuon._torch import default_group, is_alive
 
 @dataclass
 class Made:
-    """What was made in the time of one default group, and goes with it.
+    """Process groups and lanes made under one default group, dropped together with it.
 
     Attributes:
         groups: Ranks -> how many process groups over them were made, and the one in use. A communicator that outlived
@@ -33,7 +33,7 @@ MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # by d
 
 
 def my_rank() -> int:
-    """This process's global rank; 0 without torch.distributed."""
+    """The global rank of this process; 0 without torch.distributed."""
     return dist.get_rank() if default_group() is not None else 0
 
 
@@ -104,7 +104,7 @@ class GroupRef:
         """The group, or None if only ranks are known.
 
         Raises:
-            RuntimeError: It has been destroyed, or it came with a pickle from another process.
+            RuntimeError: The group has been destroyed, or it came with a pickle from another process.
         """
         group = self._live()
         if self.group_name and (group is None or not is_alive(group)):
@@ -177,7 +177,8 @@ def talking_device(device: torch.device, group: Any) -> torch.device:
 
 
 def wire_device(device: torch.device, preferred: torch.device | None, ranks: tuple[int, ...]) -> torch.device:
-    """Where buffers for matrices on `device` live: on `preferred` if the group moves its tensors without gloo."""
+    """The device of exchange buffers for matrices on `device`: `preferred` if the ranks' group moves tensors there
+    without gloo."""
     if len(ranks) == 1:
         return preferred or device
     if preferred is None and device.type != "cpu":

@@ -31,11 +31,12 @@ _DEFAULT = timedelta(minutes=30)  # where no backend tells its time-out
 
 
 class Hop(NamedTuple):
-    """What a member of the group does next. Members are places in the group, not ranks.
+    """One move of a member in an exchange of messages: a send, a receive, or both. Members are places in the group, not
+    ranks.
 
     Attributes:
-        to: Whom it sends `message`; None: nobody.
-        source: Whom it receives a message from; None: nobody.
+        to: The member that gets `message`; None: nobody.
+        source: The member that sends this one a message; None: nobody.
         behind: Members that the received message waits for; any of them may be the one that is late.
     """
 
@@ -60,7 +61,8 @@ def driven(asking: Generator[Q | R, A, None], answer: Callable[[Q], A], kind: ty
 
 
 def doubling(me: int, num: int, message: bytes, merge: Merge) -> Generator[Hop | bytes, bytes, None]:
-    """Yields hops and is sent what was received (b"" if nothing was to be); at last yields all messages merged."""
+    """Generator that merges the messages of all members: yields hops and is sent what was received (b"" if nothing was
+    to be); at last yields the merged message."""
     power = 1 << (num.bit_length() - 1)
     if me >= power:
         yield Hop(me - power, message, None)
@@ -89,7 +91,8 @@ class Lane:
     Attributes:
         ranks: Global, ascending.
         me: Place of this rank among them.
-        number: Of this lane among those of these ranks, the same on each: it finds its peers under a name of its own.
+        number: Number of this lane among those of these ranks, the same on each, so that it finds its peers under a
+            name of its own.
         is_open: False once it has been closed.
     """
 

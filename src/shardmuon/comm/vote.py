@@ -41,7 +41,7 @@ class Fault:
     As a context manager it takes whatever is raised inside, of any class: what follows has to go on to the next talk.
 
     Attributes:
-        text: For the others; None: nothing is wrong.
+        text: Text for the other ranks; None: nothing is wrong.
         cause: The exception behind it.
     """
 
@@ -73,7 +73,7 @@ class Fault:
 
 
 class Phase(IntFlag):
-    """What a rank is about to do. A verdict has those of all ranks."""
+    """The operation that a rank votes on. A verdict holds the phases of all ranks, merged by "or"."""
 
     DISCOVER = 1
     PLAN = 2
@@ -87,14 +87,14 @@ class Phase(IntFlag):
 
 
 class Flag(IntFlag):
-    """What is so on some rank.
+    """Conditions that a rank reports in a vote, merged by "or" over ranks.
 
     Attributes:
-        FAULT: It cannot go on; it has a text for the others.
-        STALE: Its plan does not fit its parameters, or it has none.
-        AUDIT: It wants this step audited.
+        FAULT: The rank cannot go on; it has a text for the others.
+        STALE: The rank's plan does not fit its parameters, or it has none.
+        AUDIT: The rank wants this step audited.
         UNLIKE: Messages of another version, or with another number of presence bits, met on their way.
-        BEYOND: It is in sets beyond those that vote.
+        BEYOND: The rank is in sets beyond those that vote.
     """
 
     NONE = 0
@@ -107,11 +107,11 @@ class Flag(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """What one rank says in a vote.
+    """One rank's message in a vote.
 
     Attributes:
-        phase: What it is about to do.
-        flags: What is so on it.
+        phase: The operation that it votes on.
+        flags: Conditions on this rank.
         digests: Set of ranks -> digest of what these ranks must have alike. A rank lists each such set that it is in.
         presence: One bit a fact that only some ranks know ("has this gradient"); merged by "or".
         num_bits: How many bits `presence` has: the same on all ranks.
@@ -125,10 +125,10 @@ class Ballot:
 
 
 class Verdict(NamedTuple):
-    """What all ranks of the component have heard, the same on each.
+    """The result of a vote, the same on all ranks of the component.
 
     Attributes:
-        phase, flags: Of any rank.
+        phase, flags: Merged over all ranks.
         alike: Whether all digests are equal within their sets.
         presence: Bits that are set on any rank.
     """
@@ -140,7 +140,7 @@ class Verdict(NamedTuple):
 
 
 def vote(ballot: Ballot, component: Ranks) -> Verdict:
-    """Collective over all ranks of the component, all of which call it with one ballot each.
+    """Merge one ballot of each rank into a verdict. Collective over all ranks of the component.
 
     Raises:
         ExchangeError: A rank did not answer in time, or its process has ended.
@@ -179,10 +179,10 @@ def gather(value: T, ranks: Ranks, fault: str | None = None, cause: BaseExceptio
 
 
 def run_together(run: Callable[[], T], ranks: Ranks | None = None) -> T:
-    """What `run` returns, if it raises nothing on any of these ranks, by default all. Collective over them.
+    """Call `run` and return its result if it raises on none of these ranks (default: all). Collective over them.
 
     Raises:
-        Refused: It has raised something, of whatever class, on some rank. On every rank, with the same text.
+        Refused: `run` raised an exception of any class on some rank. Raised on every rank, with the same text.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     fault, found = Fault(), list[T]()
@@ -226,7 +226,7 @@ def _refuse(known: Known, cause: BaseException | None) -> None:
 
 
 def pack(ballot: Ballot, rank: int) -> bytes:
-    """A ballot as this rank sends it."""
+    """The message in which this rank sends a ballot."""
     total = 0
     for ranks, digest in (ballot.digests or {}).items():
         total += weight_of(ranks, rank) * int.from_bytes(digest, "little")
@@ -245,20 +245,21 @@ def _unpacked(message: bytes) -> tuple[int, int, int, int, int, int]:
 
 
 def merge(first: bytes, second: bytes) -> bytes:
-    """Two messages as one."""
+    """Merge two messages into one."""
     a, b = _unpacked(first), _unpacked(second)
     unlike = Flag.UNLIKE if (a[0], a[3]) != (b[0], b[3]) else 0
     return _packed(a[0], a[1] | b[1], a[2] | b[2] | unlike, max(a[3], b[3]), a[4] + b[4], a[5] | b[5])
 
 
 def verdict(message: bytes) -> Verdict:
-    """A message that has all ballots."""
+    """The verdict of a message into which all ballots have been merged."""
     _, phase, flags, _, total, presence = _unpacked(message)
     return Verdict(Phase(phase), Flag(flags), total == 0, presence)
 
 
 def weight_of(ranks: Ranks, rank: int) -> int:
-    """Of a rank of a set, see [Note: the message]."""
+    """The factor of a rank's digest in the sum of a vote; those of all ranks of a set add up to 0: see [Note: the
+    message]."""
     of_set, at = hashlib.blake2b(repr(ranks).encode(), digest_size=16), ranks.index(rank)
     hashes = []
     for place in (at, (at + 1) % len(ranks)):

@@ -27,12 +27,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def tokens(text: str) -> float:
-    """ "4M" as 4e6."""
+    """Number of tokens in a text such as "4M": 4e6."""
     return _amount(text, "tokens: write e.g. 4M, 512k or 4194304")
 
 
 def parameters(text: str) -> float:
-    """ "3B" as 3e9."""
+    """Number of parameters in a text such as "3B": 3e9."""
     return _amount(text, "parameters: write e.g. 3B, 350M or 3345334272")
 
 
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 0, or 2 with a message that says what to write."""
+    """Print the report. Returns 0, or 2 after a message that says what to write."""
     try:
         if args.html is not None and not args.html.parent.is_dir():
             raise ValueError(f"--html {args.html}: there is no folder {args.html.parent}. Make it first")

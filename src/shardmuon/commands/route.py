@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table and what may be wrong; 0, or 2 if there is no model to be had."""
+    """Print the table and what may be wrong. Returns 0, or 2 if there is no model to be had."""
     try:
         model = model_from_config(args.model) if _is_config(args.model) else model_from_function(args.model, args.meta)
         with warnings.catch_warnings(record=True) as caught:

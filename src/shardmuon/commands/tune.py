@@ -17,7 +17,7 @@ SHAPES = ("512x512", "512x2048", "1024x1024", "1024x4096", "2048x2048", "2048x81
 
 
 def shape(text: str) -> tuple[int, int]:
-    """ "1024x4096" as (1024, 4096)."""
+    """Shape in a text such as "1024x4096": (1024, 4096)."""
     try:
         rows, cols = (int(word) for word in text.lower().split("x"))
     except ValueError:

@@ -184,7 +184,7 @@ def _slots(path: Path) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; 0 if every layout keeps the contract, else 1."""
+    """Print the table. Returns 0 if every layout keeps the contract, else 1."""
     if args.slots is not None:
         return _slots(args.slots)
     if args.ranks < 1:

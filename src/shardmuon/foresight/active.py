@@ -37,7 +37,7 @@ class Active:
     """The parameters that work on one token.
 
     Attributes:
-        elements: Of weights; embeddings that are only looked up are left out.
+        elements: Number of elements of weights; embeddings that are only looked up are left out.
         source: Where that number is from, for people; "" without experts, where it is all of them.
     """
 
@@ -49,7 +49,7 @@ def given(elements: float) -> Active:
     """The number that a user gives.
 
     Raises:
-        ValueError: It is no number of elements.
+        ValueError: The value is no number of elements.
     """
     if isinstance(elements, (bool, str)) or not 1 <= elements < math.inf:
         raise ValueError(f"active_params={elements!r} must be a number of parameters of at least 1, such as 3e9")

@@ -1,7 +1,7 @@
-"""What only the user can change: memory for speed, a route, a mesh; each planned in earnest, and priced.
+"""Advice on what only the user can change: memory for speed, a route, a mesh; each planned in earnest, and priced.
 
-What a plan chooses itself is no advice. Nothing is guessed from formulas: a candidate is a plan like the one that was
-asked for, with one thing changed.
+Choices that a plan makes itself are no advice. Nothing is guessed from formulas: a candidate is a plan like the one
+that was asked for, with one thing changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Advice:
     """One change, and what it would do.
 
     Attributes:
-        change: For people.
+        change: The change in words.
         write: What to write for it; "": it cannot be had, and is priced to say what it would save.
         step: Seconds with it.
         gain: Seconds of the middle case that it saves; below 0 it costs.
@@ -43,17 +43,17 @@ class Advice:
 
     @property
     def helps(self) -> bool:
-        """Whether it can be had and is worth it."""
+        """True if the user can write the change and it saves time."""
         return bool(self.write) and self.gain > 0.0
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What Muon takes of a job, in numbers.
+    """The cost of Muon in a training job, in numbers.
 
     Attributes:
         exact: Counts; nothing of it is estimated.
-        hardware: What it was priced on.
+        hardware: The machine that it was priced on.
         price: Seconds, shares, money.
         advice: Changes that were planned and priced; empty if none were asked for.
         adamw: Seconds of AdamW's step on the same mesh.
@@ -67,7 +67,7 @@ class Findings:
 
     @property
     def overhead(self) -> tuple[float, float, float]:
-        """How much longer a training step is than with AdamW: least, middle, most; fractions. Zeros without tokens.
+        """Extra time of a training step over one with AdamW: least, middle, most; fractions. Zeros without tokens.
 
         Both optimizers' passes over memory are uncertain by the same factors, so ends are paired.
         """
@@ -81,7 +81,7 @@ class Findings:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: everything but the hardware's tables."""
+        """Plain data for JSON: everything but the hardware's tables."""
         found = asdict(self.price)
         found["step"] = self.price.step._asdict()
         found["parts"] = {name: time._asdict() for name, time in self.price.parts.items()}
@@ -97,7 +97,8 @@ class Findings:
 
 
 def candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
-    """(what, what to write, changes) of what is tried, the smallest change first."""
+    """Changes to try, the smallest first: a description, what the user writes for it ("": nothing can), and the
+    keywords for planning anew."""
     found: list[tuple[str, str, dict[str, Any]]] = []
     exchanged = any(bucket.exchange for c in exact.classes for bucket in c.buckets)
     gram = "route='gram'" in exact.options.get("exchange", "")
@@ -119,7 +120,7 @@ def candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def _meshes(mesh: Mesh) -> list[tuple[str, str, dict[str, Any]]]:
-    """Fewer ranks that share a matrix, or more."""
+    """Changes to meshes with fewer or more ranks that share a matrix."""
     found = []
     inner = mesh.gpus_per_node // mesh.tp
     if mesh.engine == "fsdp2" and mesh.shard > inner >= 2 and mesh.shard % inner == 0:
@@ -135,7 +136,7 @@ def _meshes(mesh: Mesh) -> list[tuple[str, str, dict[str, Any]]]:
 def advise(
     exact: Exact, hardware: Hardware, replan: Replan, tried: Sequence[tuple[str, str, dict[str, Any]]] | None = None
 ) -> tuple[Advice, ...]:
-    """Try changes.
+    """Plan and price changes, each by itself.
 
     Args:
         exact: The plan as it is.
@@ -144,7 +145,7 @@ def advise(
         tried: Default: `candidates`.
 
     Returns:
-        What each does, those that help most first.
+        The effect of each, those that help most first.
     """
     before, most = price(exact, hardware).step, _peak(exact)
     found = []

@@ -20,9 +20,9 @@ class DecoderConfig:
     """Sizes of a decoder, in the words of Hugging Face's configurations.
 
     Attributes:
-        vocab_size, hidden_size, num_hidden_layers: Of the model.
+        vocab_size, hidden_size, num_hidden_layers: Sizes of the model.
         num_attention_heads, num_key_value_heads, head_dim: Of grouped-query attention.
-        intermediate_size: Of dense feed-forward layers.
+        intermediate_size: Width of dense feed-forward layers.
         tie_word_embeddings: Whether the head is the embedding.
         attention_bias: Biases of q, k, v; "all": of o, too.
         qk_norm: Norms of each head's q and k; "all": of all heads together.
@@ -124,7 +124,7 @@ class DeepseekV3Attention(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """gate, up, down."""
+    """A gated feed-forward block: gate, up, down."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class MoeTopKRouter(nn.Module):
 
 
 class MoeMlp(nn.Module):
-    """Router, experts, shared experts."""
+    """A mixture of experts: router, experts, shared experts."""
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class MoeMlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer."""
+    """One decoder layer."""
 
     def __init__(self, c: DecoderConfig, index: int) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class GPT2Attention(nn.Module):
 
 
 class PlainMlp(nn.Module):
-    """GPT-2's."""
+    """GPT-2's feed-forward block."""
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class PlainMlp(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """GPT-2's."""
+    """GPT-2's layer."""
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class _Body(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, norm, head."""
+    """A decoder: embedding, layers, norm, head."""
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {  # model_type -> what its configurati
 
 
 def flattened(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with what stands in the configurations inside it."""
+    """A configuration together with the entries of configurations inside it."""
     inner = (given.get(key) for key in _INNER)
     return dict(given) | {key: value for one in inner if isinstance(one, Mapping) for key, value in one.items()}
 

@@ -41,7 +41,7 @@ def plan(
         gpu: Name of a hardware file that comes with the package, a file, or `Hardware`.
         engine: What cuts parameters up: "fsdp2", "ddp", "fsdp1", "zero1" to "zero3", "megatron".
         gpus_per_node: Ranks that the fast links join. Default: the hardware's.
-        tokens_per_step: Of a training step on all ranks, to tell the optimizer's share of it.
+        tokens_per_step: Tokens of a training step on all ranks, to tell the optimizer's share of it.
         price_per_gpu_hour: Dollars of one GPU, to tell what steps cost.
         active_params: How many parameters work on one token, if neither the model nor its configuration says how many
             experts a token takes.

@@ -1,4 +1,4 @@
-"""What a machine can do, as data: peaks, memory, links, latencies, and how much of the peaks real shapes reach.
+"""Data of machines: peaks, memory, links, latencies, and how much of the peaks real shapes reach.
 
 A `Hardware` answers how long products, exchanges and passes over memory take, as `Time`s. Where the numbers come from
 stands in its file (`data/hardware/`), each with a source and whether it was checked; what was not, every answer that
@@ -65,7 +65,7 @@ class Fact:
 
     @property
     def time(self) -> Time:
-        """As seconds."""
+        """The number as an interval of seconds."""
         return Time(self.lo, self.mid, self.hi)
 
 
@@ -84,8 +84,8 @@ class Hardware:
     """One kind of machine.
 
     Attributes:
-        name: In commands.
-        title: For people.
+        name: Name in commands.
+        title: Name for people.
         device: "cuda", "cpu", ..: the kind of torch device whose defaults the plan takes.
         flops: dtype -> peak of dense matrix products, FLOP/s of one rank.
         facts: Scalars by name, see `SCALARS`.
@@ -93,8 +93,8 @@ class Hardware:
             short side of the matrix and its aspect. FLOPs are the planner's count.
         exchanges: Ranks of one node -> seconds of an all-to-all over the bytes that a rank sends.
         passes: A name of `PASSES` -> seconds an element, over the elements of one fragment.
-        together: What computing takes longer with so many ranks on a node at once; none: nothing.
-        notes: For people, printed with prices.
+        together: Ranks that compute on a node at once -> factor on their time; None: no factor.
+        notes: Remarks that are printed with prices.
     """
 
     name: str
@@ -115,12 +115,13 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> float:
-        """Of one device."""
+        """Memory of one device, in bytes."""
         return self.facts["memory_bytes"].hi
 
     @property
     def machine(self) -> Machine:
-        """What the optimizer's own choices need of it: middle values, as whole numbers."""
+        """The numbers by which the optimizer itself chooses between plans on this machine: middle values, as whole
+        numbers."""
         facts = {name: fact.mid for name, fact in self.facts.items()}
         network = facts["nic"] * min(1.0, facts["nics_per_node"] / facts["gpus_per_node"]) * facts["nic_efficiency"]
         rates = (
@@ -176,11 +177,11 @@ SCALARS = {
 
 @dataclass
 class Uses:
-    """What an answer rests on: collected while prices are made.
+    """Facts and tables that an answer rests on and that are uncertain, collected while prices are made.
 
     Attributes:
-        unverified: What was not checked: name and source.
-        extrapolated: What lies beyond a table.
+        unverified: Name -> source of each number that was not checked.
+        extrapolated: Names of tables that were read beyond their end, and where.
     """
 
     unverified: dict[str, str] = field(default_factory=dict)
@@ -225,13 +226,13 @@ def product_seconds(
     """Seconds of orthogonalizing `count` matrices alike on one rank, see [Note: batches].
 
     Args:
-        hardware: Of the rank.
-        rows, cols: Of each matrix.
+        hardware: The rank's machine.
+        rows, cols: Shape of each matrix.
         how: Text of a `Choice`, or what else stands in the table ("float64": bare products in it).
-        count: Matrices.
-        flops: Of one.
-        uses: Is told what this rests on.
-        dtype: Of the products; default: that of `how`.
+        count: Number of matrices.
+        flops: Floating point operations of one.
+        uses: Collects what this rests on.
+        dtype: Dtype of the products; default: that of `how`.
     """
     if not flops or not count:
         return NOTHING
@@ -362,7 +363,7 @@ def memory_seconds(hardware: Hardware, size: int, uses: Uses) -> Time:
 
 
 def slowdown(hardware: Hardware, ranks_on_node: int, uses: Uses) -> Time:
-    """What computing takes longer where so many ranks of a node compute at once: a factor."""
+    """Factor by which computing takes longer if this many ranks of a node compute at once."""
     if hardware.together is None:
         return Time(1.0, 1.0, 1.0)
     assert hardware.together.curve is not None, "a factor over ranks"

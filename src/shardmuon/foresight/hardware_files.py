@@ -14,7 +14,7 @@ _OWN = f"For a machine of your own, copy {FOLDER / 'h100.yaml'} and write its nu
 
 
 def names() -> tuple[str, ...]:
-    """Of the files that come with the package."""
+    """Names of the hardware files that come with the package."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 

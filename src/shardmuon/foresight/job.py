@@ -127,7 +127,8 @@ def _check_storage(mesh: Mesh, setting: Setting) -> None:
 
 
 def _check_flat(model: Model, setting: Setting) -> None:
-    """FSDP1's flat parameters hold what is not trained, too, and its weights are of one dtype."""
+    """Raise ValueError for what FSDP1's flat parameters cannot be planned with: frozen parameters, which lie in them as
+    well, and weights that are not fp32."""
     frozen = next((name for name, p in model.module.named_parameters() if not p.requires_grad), None)
     if frozen is not None:
         raise ValueError(f"engine fsdp1: {frozen} is not trained, and where it lies is not known. Write engine fsdp2")
@@ -141,7 +142,7 @@ class Job:
     Attributes:
         params: Trainable parameters in the optimizer's order.
         units: See layouts.py.
-        plans: Of each unit.
+        plans: Plan of each unit.
     """
 
     def __init__(self, model: Model, mesh: Mesh, setting: Setting, options: Mapping[str, Any], owners: int = 1) -> None:
@@ -207,7 +208,7 @@ class Job:
         return self._specs[key]._replace(name=param.name)
 
     def exact(self) -> Exact:
-        """The counts."""
+        """The counts of the job."""
         counted = [self._count(*of_unit) for of_unit in zip(self.units, self.plans, self._shares, strict=True)]
         classes = _classes(self.mesh.world, self.units, counted, self._stored, self._peak)
         digests, copies = self._digests()

@@ -46,12 +46,12 @@ class Unit:
     """Parameters that one plan is made for, see [Note: units].
 
     Attributes:
-        ranks: Of the first copy.
+        ranks: Ranks of the first copy.
         copies: The ranks of every copy, in the order of `ranks`.
         stage: Pipeline stage of the first copy.
         specs: Its matrices.
         muon, adamw: Elements that each of `ranks` steps.
-        scales: Of 8-bit momentum on each of `ranks`, if it is kept as such.
+        scales: Number of scales of 8-bit momentum on each of `ranks`, if it is kept as such.
         stored: Elements of weights that each of `ranks` keeps in the model, whoever steps them.
     """
 

@@ -21,10 +21,10 @@ def exact_of(
     world: int | None = None,
     shares: Shares | None = None,
 ) -> Exact:
-    """A plan's counts.
+    """Counts of a plan.
 
     Args:
-        plan: Of a live optimizer, or made by hand.
+        plan: Plan of a live optimizer, or made by hand.
         gpus_per_node: Ranks of a node: rank // gpus_per_node is a rank's node.
         adamw_elements: What AdamW steps on each rank; a plan knows nothing of it.
         world: Ranks of the job. Default: as many as the plan names.
@@ -75,10 +75,10 @@ def price_plan(
     """Say what a step of a plan takes on a machine: an interval of seconds, with a timeline.
 
     Args:
-        plan: Of a live optimizer, or made by hand.
+        plan: Plan of a live optimizer, or made by hand.
         gpu: A hardware file's name ("h100") or path, or a `Hardware`.
         gpus_per_node: Ranks that the fast links join. Default: the hardware's.
-        dollars_per_hour: Of one GPU, to tell what steps cost.
+        dollars_per_hour: Price of one GPU, to tell what steps cost.
         adamw_elements: What AdamW steps on each rank; a plan knows nothing of it.
         world: Ranks of the job. Default: as many as the plan names.
 

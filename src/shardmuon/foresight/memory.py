@@ -142,7 +142,8 @@ class _Peak:
         self._now -= b.relay_received.bytes
 
     def _stepped(self, b: BucketCount, portion: int) -> None:
-        """What momentum makes; on CPUs it is made in the buffer, if that has its dtype."""
+        """Count the new momentum of one portion; on CPUs nothing if the buffer has the weights' dtype, as it is made
+        there."""
         if self._device != "cpu" or getattr(torch, b.wire) != self._weights:
             self._passing(self._weights.itemsize * self._at_once(portion))
 

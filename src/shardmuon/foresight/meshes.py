@@ -27,7 +27,7 @@ def parse_mesh(text: str | Mesh, engine: str | None = None, gpus_per_node: int |
         gpus_per_node: Ranks of a node. Default: 8.
 
     Raises:
-        ValueError: It is no mesh, or one that the engine does not make; says what to write.
+        ValueError: The text is no mesh, or one that the engine does not make; says what to write.
 
     Examples:
         >>> parse_mesh("dp=2 shard=64 tp=8").world

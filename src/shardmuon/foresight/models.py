@@ -43,8 +43,8 @@ class Param:
     """One trainable parameter.
 
     Attributes:
-        name: Without wrappers.
-        shape: Global.
+        name: Name without wrappers.
+        shape: Global shape.
         group: Index of its group in the optimizer.
         use_muon: Whether it is a matrix or several.
         parallel: How tensor parallelism cuts it.
@@ -79,9 +79,9 @@ class Model:
 
     Attributes:
         name, source: As in `Exact`.
-        module: With every parameter on the meta device.
-        active: What works on one token.
-        num_heads, num_kv_heads: Of attention, 0 if unknown.
+        module: The module, with every parameter on the meta device.
+        active: The parameters that work on one token.
+        num_heads, num_kv_heads: Heads of attention, 0 if unknown.
     """
 
     name: str
@@ -117,7 +117,7 @@ def load_model(model: str | nn.Module, from_function: Loader, from_config: Loade
         from_config: Builds a config.json with transformers; raises ImportError without it.
 
     Raises:
-        ValueError: It is none of these, or the shapes cannot be known from it.
+        ValueError: `model` is none of these, or the shapes cannot be known from it.
     """
     if isinstance(model, nn.Module):
         return of_module(type(model).__name__, "the module given", model)
@@ -315,7 +315,7 @@ def _layers(module: nn.Module) -> dict[int, int]:
 
 
 def quiet(function: Callable[[], Any]) -> Any:
-    """Its result, without warnings: what routing is unsure of, it says when the job is built."""
+    """Call a function without warnings and return its result: routing repeats its doubts when the job is built."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return function()

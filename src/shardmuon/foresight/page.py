@@ -89,7 +89,7 @@ def timeline(events: tuple[Event, ...]) -> Timeline:
 
 
 def page(report: Findings) -> str:
-    """The whole page."""
+    """The whole HTML page."""
     try:
         from jinja2 import Environment
     except ImportError as error:  # torch brings it, as long as it asks for it

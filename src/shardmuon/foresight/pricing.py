@@ -1,4 +1,4 @@
-"""What a plan's counts take on a machine: seconds as an interval, what makes it wide, and when each bucket does what.
+"""Price of a plan's counts on a machine: seconds as an interval, what makes it wide, and a timeline of the buckets.
 
 Exact counts come in (`types.Exact`), hardware comes in as data; both are given, so everything here is arithmetic.
 
@@ -41,7 +41,7 @@ _BEST, _MIDDLE, _WORST = (dict.fromkeys(FACTORS, which) for which in range(3))
 
 
 class PriceError(ValueError):
-    """What cannot be priced as it was asked for; the message says what to write."""
+    """Error for a question that cannot be priced as asked; the message says what to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Training:
     """A step of training, and what the optimizer is of it.
 
     Attributes:
-        tokens: Of a step, on all ranks together.
+        tokens: Tokens of a step, on all ranks together.
         forward_backward: Seconds, from the model's FLOPs a token and the share of the peak that training reaches.
-        share: Of the optimizer in the whole step: least, middle, most; fractions.
+        share: Share of the optimizer in the whole step: least, middle, most; fractions.
     """
 
     tokens: float
@@ -61,21 +61,21 @@ class Training:
 
 @dataclass(frozen=True)
 class Price:
-    """What a step takes.
+    """Price of one step on one machine.
 
     Attributes:
-        hardware: Its name.
+        hardware: Name of the machine.
         step: Seconds of `optimizer.step()`, of the slowest rank.
         rank: The slowest one (the lowest of its class).
         parts: Where that rank's seconds go: products, passes, AdamW, host, and waiting for exchanges.
-        timeline: Of that rank, with everything uncertain in the middle.
-        reasons: What makes the interval wide, largest first: (factor, text, share of the width it makes alone).
+        timeline: Events of that rank, with every uncertain thing at its middle value.
+        reasons: Causes of the interval's width, largest first: (factor, text, share of the width it makes alone).
         ends: Rank (example of its class) -> seconds in the middle case, to see who is late.
-        training: Share of a training step; None without tokens.
-        dollars: Of 1,000 optimizer steps; None without a price.
-        training_dollars: Of 1,000 training steps.
+        training: The training step around it; None without tokens.
+        dollars: Price of 1,000 optimizer steps; None without a price.
+        training_dollars: Price of 1,000 training steps.
         unverified: Numbers that were used and not checked, with their source.
-        extrapolated: What lies beyond the tables.
+        extrapolated: Tables that were read beyond their end.
     """
 
     hardware: str
@@ -93,7 +93,7 @@ class Price:
 
     @property
     def reason(self) -> str:
-        """Why the interval is as wide as it is."""
+        """The main causes of the interval's width, in words: at most two."""
         if not self.reasons or self.step.hi == self.step.lo:
             return "nothing in it is uncertain"
         return "; ".join(f"{text} ({share:.0%})" for _, text, share in self.reasons[:2] if share >= 0.05)
@@ -145,9 +145,9 @@ def price(
 
     Args:
         exact: What the planner counted.
-        hardware: Of every rank.
-        tokens: Of a training step, to say what share of it the optimizer is.
-        dollars_per_hour: Of one rank.
+        hardware: Machine of every rank.
+        tokens: Tokens of a training step, to say what share of it the optimizer is.
+        dollars_per_hour: Price of one rank.
 
     Raises:
         ValueError: The hardware file lacks what the plan needs.
@@ -251,7 +251,8 @@ class _Pricer:
         )
 
     def reasons(self, step: Time, stage: int) -> tuple[tuple[str, str, float], ...]:
-        """What each factor alone makes of the width, in the stage that takes longest."""
+        """Each uncertain factor with a text and its share of the interval's width, found in the stage that takes
+        longest."""
         found = []
         for factor, text in FACTORS.items():
             low, high = (max(course.end for course in self.run({**_MIDDLE, factor: which}, stage)) for which in (0, 2))
@@ -259,7 +260,7 @@ class _Pricer:
         return tuple(sorted(found, key=lambda row: -row[2]))
 
     def parts(self, number: int, courses: tuple[Course, Course, Course]) -> dict[str, Time]:
-        """Where one class's seconds go."""
+        """Seconds of one class of ranks, by what they are spent on."""
 
         def of(phases: Iterable[str], factor: str) -> Time:
             return total(getattr(d, phase).get(factor, NOTHING) for d in self.durations[number] for phase in phases)
@@ -307,7 +308,8 @@ class _Pricer:
         )
 
     def _shared(self, bucket: BucketCount) -> dict[str, Time]:
-        """What owners of one matrix exchange, see splitting.py, [Note: the split that is priced]: all in one node."""
+        """Time of the exchanges among owners of one matrix, all in one node: see splitting.py, [Note: the split that is
+        priced]."""
         latencies, wires = [NOTHING], [NOTHING]
         for m, several in _owned(bucket) if bucket.owners else ():
             calls, elements = _brought_together(m, several)
@@ -343,7 +345,7 @@ class _Pricer:
         return {"latency": latency, "wire": wire}
 
     def _slowest_of_each_exchange(self) -> None:
-        """An exchange is over for all of its ranks when it is for the one that sends or receives most."""
+        """Set each exchange's time to that of the rank that sends or receives most, on all of its ranks."""
         exchanging = [(d.key, d) for of_class in self.durations for d in of_class if d.key is not None]
         for phase in ("gather", "scatter", "relay"):
             most: dict[tuple[object, ...], dict[str, Time]] = {}
@@ -374,8 +376,9 @@ def _block(m: Matrices, several: int) -> tuple[int, int]:
 
 
 def _brought_together(m: Matrices, several: int) -> tuple[int, int]:
-    """What several owners of a matrix send each other: how often, and elements of all results, of which each has made
-    its share. Results are counted by the operations of all owners, as if no half of a symmetric one were left out."""
+    """Calls and elements that several owners of a matrix exchange: elements of all results, of which each owner has
+    made its share. Results are counted by the operations of all owners, as if no half of a symmetric one were left
+    out."""
     short, long = sorted((m.rows, m.cols))
     flops = several * m.flops
     if m.how.startswith("gram"):  # the matrix, its Gram matrix, and one result for each small product
@@ -392,7 +395,7 @@ def _square(bucket: BucketCount) -> tuple[int, int]:
 
 
 def _identity(rank: RankClass, bucket: BucketCount) -> tuple[object, ...]:
-    """What tells the buckets of one group from those of others: ranks of a group have the same."""
+    """Key that tells buckets of different groups apart, equal on all ranks of a group."""
     return (rank.stage, bucket.route, bucket.num_ranks, bucket.num_nodes, bucket.number, bucket.wire)
 
 

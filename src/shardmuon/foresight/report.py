@@ -14,14 +14,14 @@ from shardmuon.foresight.types import Exact
 
 
 class Report(Findings):
-    """The same as it is shown: `print` it, or write its page."""
+    """Findings to show: `print` them, or write their page."""
 
     def html(self) -> str:
-        """One page that needs nothing from elsewhere."""
+        """One HTML page that needs nothing from elsewhere."""
         return page(self)
 
     def write_html(self, path: Path) -> None:
-        """Write `html`."""
+        """Write the page of `html` to a file."""
         path.write_text(self.html(), encoding="utf-8")
 
     def __str__(self) -> str:
@@ -40,9 +40,9 @@ def make_report(
 
     Args:
         exact: The plan's counts.
-        hardware: Of every rank.
-        tokens: Of a training step.
-        dollars_per_hour: Of one rank.
+        hardware: Machine of every rank.
+        tokens: Tokens of a training step.
+        dollars_per_hour: Price of one rank.
         replan: Makes plans with changes, for advice; None: no advice.
 
     Raises:

@@ -26,7 +26,7 @@ class Section:
     """A table with a title and remarks.
 
     Attributes:
-        title: Of the table.
+        title: Title of the table.
         header: Names of columns; empty: a list of pairs.
         rows: Text.
         notes: Below it.
@@ -39,7 +39,7 @@ class Section:
 
 
 def size(value: float) -> str:
-    """Bytes in binary units, three digits."""
+    """Text of a number of bytes, in binary units and three digits."""
     return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
@@ -49,7 +49,7 @@ def number(value: float) -> str:
 
 
 def operations(value: float) -> str:
-    """Floating point operations."""
+    """Text of a number of floating point operations."""
     return _scaled(value / 1e6, 1000, ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
@@ -62,12 +62,12 @@ def _scaled(value: float, step: int, units: Sequence[str]) -> str:
 
 
 def money(value: Time) -> str:
-    """Dollars."""
+    """Text of an amount in dollars."""
     return f"${_digits(value.lo)} .. {_digits(value.hi)}"
 
 
 def percent(value: float) -> str:
-    """A fraction, so many digits as it needs."""
+    """Text of a fraction in percent, with as many digits as it needs."""
     return f"{100 * value:.3g} %"
 
 

@@ -110,7 +110,7 @@ def _row_dim(matrix: Matrix) -> int | None:
 
 
 def _rows_of(matrix: Matrix, num: int) -> list[Matrix]:
-    """Its rows, in so many parts."""
+    """Cut a matrix by its rows into `num` parts."""
     d = _row_dim(matrix)
     if num == 1 or d is None:
         return [matrix]

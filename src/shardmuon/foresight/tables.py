@@ -83,7 +83,7 @@ class Surface:
             raise ValueError(f"a table needs ascending aspects, found {aspects}")
 
     def at(self, size: float, aspect: float) -> TableValue:
-        """The value there: along both neighbouring aspects, then between them."""
+        """The value at a size and an aspect: along both neighbouring aspects, then between them."""
         aspects = [one for one, _ in self.curves]
         above = min(bisect_left(aspects, aspect), len(aspects) - 1)
         below = above if aspect <= aspects[0] or aspect >= aspects[above] else above - 1

@@ -20,23 +20,23 @@ class Time(NamedTuple):
     hi: float
 
     def plus(self, other: Time) -> Time:
-        """One after the other."""
+        """Time of two things, one after the other."""
         return Time(self.lo + other.lo, self.mid + other.mid, self.hi + other.hi)
 
     def times(self, factor: float) -> Time:
-        """So many of them, one after the other."""
+        """Time of `factor` such things, one after the other."""
         return Time(self.lo * factor, self.mid * factor, self.hi * factor)
 
     def at_least(self, other: Time) -> Time:
-        """Whichever of the two takes longer."""
+        """The longer of two times, end by end."""
         return Time(max(self.lo, other.lo), max(self.mid, other.mid), max(self.hi, other.hi))
 
     def holds(self, seconds: float) -> bool:
-        """Whether a measured time lies inside."""
+        """True if a measured time lies inside the interval."""
         return self.lo <= seconds <= self.hi
 
     def __str__(self) -> str:
-        """As "1.2 .. 3.4 ms"."""
+        """Text like "1.2 .. 3.4 ms"."""
         scale, unit = _unit(self.hi)
         return f"{_short(self.lo * scale)} .. {_short(self.hi * scale)} {unit}"
 
@@ -46,7 +46,7 @@ NOTHING = Time(0.0, 0.0, 0.0)
 
 
 def seconds(value: float) -> str:
-    """As "3.4 ms"."""
+    """Text like "3.4 ms"."""
     scale, unit = _unit(value)
     return f"{_short(value * scale)} {unit}"
 
@@ -56,12 +56,12 @@ def _unit(value: float) -> tuple[float, str]:
 
 
 def _short(value: float) -> str:
-    """Three digits, no exponent."""
+    """Text of a number, with three digits and no exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def total(times: Iterable[Time]) -> Time:
-    """All of them, one after the other."""
+    """Time of several things, one after the other."""
     found = NOTHING
     for time in times:
         found = found.plus(time)

@@ -56,9 +56,9 @@ class Matrices(NamedTuple):
     """Equal matrices that one rank orthogonalizes in one bucket.
 
     Attributes:
-        rows, cols: Of each.
+        rows, cols: Shape of each.
         how: Text of a `Choice`: method, dtype of products, kernel.
-        num: Of these.
+        num: Number of these matrices.
         flops: Floating point operations of one, as the planner counts them. On the Gram route: those of the iteration
             on the owner, in fp64.
     """
@@ -99,21 +99,21 @@ class BucketCount:
     """One bucket as a rank of one class carries it out.
 
     Attributes:
-        number: Of the bucket in the plan; ranks that exchange it have the same. -1: nothing moves.
+        number: Number of the bucket in the plan; ranks that exchange it have the same. -1: nothing moves.
         route: See plan/plan.py.
         num_ranks: Ranks that take part in its exchanges; 1 if nothing moves.
         num_nodes: Nodes that these ranks lie on.
         wire: dtype of batches and of what travels.
         matrices: What this rank orthogonalizes; empty for one that idles.
         held: Elements of the bucket whose momentum and weights this rank updates.
-        gather: Sent to owners. With the Gram route: parts of Gram matrices.
-        gather_received: By this rank as an owner.
-        scatter: Results sent to holders, and what stages keep.
-        scatter_received: By this rank as a holder.
-        relay: Results sent to other replicas.
-        relay_received: By this rank, of another replica.
+        gather: Bytes sent to owners. With the Gram route: parts of Gram matrices.
+        gather_received: Bytes that this rank receives as an owner.
+        scatter: Bytes of results sent to holders, and of what stages keep.
+        scatter_received: Bytes that this rank receives as a holder.
+        relay: Bytes of results sent to other replicas.
+        relay_received: Bytes that this rank receives from another replica.
         gathers: True if the bucket has a gather and a scatter, whether or not this rank sends anything in them.
-        relays: The same of the third exchange.
+        relays: True if the bucket has a relay.
         foreign: Elements of `held` that are sent to owners.
         idle: Elements of `held` whose results the relay brings.
         batches: Bytes of `matrices` where they are orthogonalized; on the Gram route of this rank's shards.
@@ -198,7 +198,7 @@ class Stored:
     masters: int = 0
 
     def __add__(self, other: Stored) -> Stored:
-        """Both together."""
+        """The sum of both, kind by kind."""
         return Stored(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
@@ -216,9 +216,9 @@ class RankClass:
         stage: Its pipeline stage.
         stored: Bytes between steps.
         peak: Bytes beyond `stored` at the highest point of a step.
-        buckets: In the order in which they run.
-        muon_elements: Whose momentum and weights this rank updates (replicas count on each rank).
-        adamw_elements: The same of AdamW.
+        buckets: Buckets in the order in which they run.
+        muon_elements: Elements whose momentum and weights this rank updates (replicas count on each rank).
+        adamw_elements: Elements that AdamW updates on this rank.
         exchanges: all-to-all calls of a step.
         votes: Votes before a step.
     """
@@ -265,12 +265,12 @@ class MatrixKind:
 
     Attributes:
         example: The first one's parameter.
-        rows, cols: Of each.
+        rows, cols: Shape of each.
         how: See `Matrices`.
-        route: Of the plan.
-        reason: Why, in the plan's words.
-        count: In the model, each counted once, however many ranks hold it.
-        flops: Of one.
+        route: Route of the plan.
+        reason: Reason for it, in the plan's words.
+        count: Number in the model, each counted once, however many ranks hold it.
+        flops: Floating point operations of one.
     """
 
     example: str
@@ -291,7 +291,7 @@ class Exact:
         model: Its name, as the user gave it.
         source: Where its shapes come from (an address, a file, a function).
         num_params: All trainable elements; tied ones count once.
-        muon_params, adamw_params: Of these.
+        muon_params, adamw_params: Those of them that Muon and AdamW step.
         mesh: The arrangement of ranks.
         classes: Ranks that are alike, by example rank.
         matrices: By kind, the dearest first.
@@ -327,7 +327,7 @@ class Exact:
 
     @property
     def heaviest(self) -> RankClass:
-        """Whose products take longest; the first of those."""
+        """The class of ranks whose products take longest; the first of several."""
         return max(self.classes, key=lambda c: c.flops)
 
     @property

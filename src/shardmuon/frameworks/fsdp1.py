@@ -27,7 +27,7 @@ _KINDS = (BUFFER, *MOMENTS)
 
 
 class FSDP1Host(Host):
-    """FSDP1's functions, which read and write state dicts. It steps nothing itself."""
+    """Host for FSDP1's functions, which read and write state dicts. It steps nothing itself."""
 
     packages = ()
 

@@ -42,7 +42,8 @@ class MuonFactory:
         self._options = options
 
     def __call__(self, model: nn.Module | None = None, **options: Any) -> Any:
-        """Trainer calls what it was given twice: as a class, without a model, and what came of it with the model.
+        """Make the optimizer. Trainer calls what it was given twice: as a class, without a model, and what came of it
+        with the model.
 
         Args:
             model: What to optimize. None: returns the factory itself.

@@ -1,3 +1,3 @@
-"""What is done with gradients before a step: their norm over all ranks, clipping, loss scaling.
-May import what `step` may, and `step`.
+"""Gradients before a step: their norm over all ranks, clipping, loss scaling. May import what `step` may, and
+`step`.
 """

@@ -102,8 +102,9 @@ def clip_grad_norm_(
 
 @contextmanager
 def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
-    """What is raised here after the last talk, the other ranks do not hear: they go on with gradients that they have
-    scaled. So this rank drops its own, and the next step is refused on every rank that shares them."""
+    """Drop this rank's gradients and raise if something fails here after the last talk, which other ranks cannot hear
+    of: they go on with gradients that they have scaled. The next step is then refused on every rank that shares
+    them."""
     try:
         yield
     except Refused:

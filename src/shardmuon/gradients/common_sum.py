@@ -1,11 +1,11 @@
-"""What all ranks sum together: one norm, the same bits on each of them, or one error.
+"""One sum over all ranks for a common norm: the same bits on each of them, or one error.
 
 [Note: who sums with whom]
     Of the ranks that keep the same data one counts it. Each rank's groups are the sets of ranks that share one of its
     parameters. One of them must contain the others: all of its ranks sum the same numbers. A group that is largest for
     one of its ranks is so for all of them. A `process_group` goes beyond that. It contains the groups of each of its
-    ranks, and then it is what sums; or it takes one rank of each (pipeline stages), and then what each group summed is
-    summed over it.
+    ranks, and then it is the group that sums; or it takes one rank of each (pipeline stages), and then the groups'
+    sums are summed over it.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ class GradientShare(NamedTuple):
     """One parameter's gradient on this rank, as far as it is the same in every call.
 
     Attributes:
-        name: For messages.
-        engine: Reaches its storage.
-        counted: Of the ranks that keep this data, this one counts it.
-        rank_local: The user said that this plain tensor is this rank's own.
-        loose: Nobody has said whether other ranks hold the same tensor, as under DDP, or tensors of their own.
-        clipped: The parameter's group takes part in clipping.
-        compared: Either all ranks that share it have a gradient, or none.
-        line: What every rank that shares it says of it, but for its gradient.
-        fault: Why it would be counted several times.
+        name: Name for messages.
+        engine: The engine that reaches its storage.
+        counted: True if, of the ranks that keep this data, this one counts it.
+        rank_local: True if the user said that this plain tensor is this rank's own.
+        loose: True if nobody has said whether other ranks hold the same tensor, as under DDP, or tensors of their own.
+        clipped: True if the parameter's group takes part in clipping.
+        compared: True if either all ranks that share it must have a gradient, or none.
+        line: Text that every rank that shares it has alike, without its gradient.
+        fault: Reason why it would be counted several times.
     """
 
     name: str
@@ -112,12 +112,13 @@ class GradientShare(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Whom a rank sums with.
+    """The ranks that one rank sums with.
 
     Attributes:
         largest: The ranks that share its parameters.
-        beyond: Those of its `process_group`, if it has one.
-        contained: They contain the others; if not, each stands for those that it shares parameters with.
+        beyond: The ranks of its `process_group`, if it has one.
+        contained: True if `beyond` contains all ranks that share parameters with this one; else each of its ranks
+            stands for those that it shares parameters with.
     """
 
     largest: Ranks
@@ -126,7 +127,7 @@ class Reach(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The part of it that ranks which share a parameter have alike."""
+        """Text of what ranks that share a parameter must have alike."""
         return f"process_group={self.beyond}" if self.contained else f"one rank each={self.beyond is not None}"
 
 
@@ -134,12 +135,12 @@ class BoundGradients(KeptTable):
     """The layout table of some parameters, as far as their gradients need it, made by all ranks of a component.
 
     Attributes:
-        key: Changes with parameters, layouts and options.
+        key: Value that changes with parameters, layouts and options.
         beyond: See `Clipping`.
-        shares: Of each parameter.
-        in_order: Their numbers in the order in which ranks talk: small sets first, then as listed.
-        reaches: Of each rank of the component.
-        alike: All different ones.
+        shares: Share of each parameter.
+        in_order: The parameters' numbers in the order in which ranks talk: small sets first, then as listed.
+        reaches: Reach of each rank of the component.
+        alike: The distinct reaches.
     """
 
     def __init__(self, table: Table, beyond: Ranks | None) -> None:
@@ -163,7 +164,8 @@ class BoundGradients(KeptTable):
 
 
 def _key_of(listed: Sequence[Listed]) -> list[object]:
-    """By ids: of a tensor of another time that lies as this one did, the table is as right."""
+    """Key under which a table for these parameters is kept, by ids: if an id is used again by a tensor that lies in the
+    same way, the table fits that one as well."""
     found: list[object] = []
     for one in listed:
         engine = engine_for(one.param, one.group)
@@ -175,7 +177,7 @@ def _counts(layout: ParamLayout) -> bool:
     """True if this rank counts what it keeps of a tensor: it is the first of those that keep it.
 
     Raises:
-        ValueError: So it is for a part of it alone.
+        ValueError: The rank is the first to keep some of its parts, but not all of them.
     """
     rank = my_rank()
     first = {layout.keepers[held.piece][0] == rank for held in layout.of_rank(rank) if held.piece.numel}
@@ -191,10 +193,10 @@ class Counted(NamedTuple):
     """Norms of what a rank counts.
 
     Attributes:
-        own: Of elements that no other rank counts.
-        loose: Of tensors that are `GradientShare.loose`.
+        own: Norm of elements that no other rank counts.
+        loose: Norm of tensors that are `GradientShare.loose`.
         loose_print: Equal on two ranks whose loose tensors are replicas; empty if there are none.
-        wide: Some gradient is fp64.
+        wide: True if some gradient is fp64.
     """
 
     own: float = 0.0
@@ -209,16 +211,16 @@ _BOUND: Any = WeakTensorKeyDictionary()
 
 @dataclass
 class Clipping(Call[BoundGradients]):
-    """This rank's side of the sum.
+    """Call of one rank for the norm of all gradients, by which it then clips its own.
 
     Attributes:
-        params: Its parameters.
+        params: This rank's parameters.
         norm_type: p of the p-norm.
-        text: Arguments, which must be equal on all ranks.
-        fault: What is wrong on this rank already.
+        text: The caller's arguments, which must be equal on all ranks.
+        fault: Faults found on this rank so far.
         beyond: The ranks of `process_group`, ascending; None if it has no other than this one.
-        held: What this rank keeps of the gradients that are clipped.
-        states, counted: Of each gradient NONE, READY or MISPLACED; what this rank counts.
+        held: This rank's storage of the gradients that are clipped.
+        states, counted: NONE, READY or MISPLACED for each gradient; norms that this rank counts.
     """
 
     params: Sequence[Listed]
@@ -275,7 +277,7 @@ class Clipping(Call[BoundGradients]):
         return Said(said, _ALIGN if MISPLACED in self.states else 0)
 
     def _count(self, compared: bool) -> Counted:
-        """`compared`: other ranks compare loose gradients with theirs."""
+        """Norms of the gradients that this rank counts. `compared`: other ranks compare loose gradients with theirs."""
         own = [local for share, local in self.held if share.counted and not (share.loose and compared)]
         loose = [local for share, local in self.held if share.counted and share.loose and compared]
         code, norms = b"", [norm_of([local], self.norm_type) for local in loose]
@@ -285,8 +287,8 @@ class Clipping(Call[BoundGradients]):
         return Counted(norm_of(own, self.norm_type), combine(norms, self.norm_type), code, wide)
 
     def _said(self, kept: BoundGradients, ranks: Ranks) -> list[Any]:
-        """What the ranks of a set must have alike: arguments; where they share parameters whom they sum with, and of
-        which of these there are gradients."""
+        """Values that the ranks of a set must have alike: arguments; if they share parameters, also the ranks that they
+        sum with, and which of these parameters have gradients."""
         numbers = kept.sets.get(ranks)
         states = None if numbers is None else bytes(self.states[n] for n in numbers if kept.shares[n].compared)
         return [self.text, *(() if states is None else (kept.reaches[my_rank()].text, states))]
@@ -324,7 +326,7 @@ class Clipping(Call[BoundGradients]):
 
 
 def _reach(bound: BoundGradients) -> Reach:
-    """Whom this rank sums with.
+    """The ranks that this rank sums with.
 
     Raises:
         ValueError: There is no common sum.

@@ -24,7 +24,7 @@ def norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
 
 
 def by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Those of one device and dtype together."""
+    """Tensors grouped by device and dtype."""
     table: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         table.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -33,7 +33,7 @@ class Listed(NamedTuple):
     """A parameter as an optimizer lists it.
 
     Attributes:
-        name: For messages.
+        name: Name for messages.
         identity: The name that all ranks give it; "" if it has none.
         param, group: The tensor, and its parameter group.
         view: How its matrices are read: arguments of `matrix_view`. None: it holds none (AdamW's).
@@ -49,7 +49,7 @@ class Listed(NamedTuple):
 
 
 class Described(NamedTuple):
-    """The same with what its engine says."""
+    """A listed parameter with its engine, and what that says of it."""
 
     listed: Listed
     engine: Engine
@@ -58,12 +58,12 @@ class Described(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a rank tells its whole component.
+    """Message of a rank to its whole component.
 
     Attributes:
-        ties: Of all of its parameters, also those that take no part in steps now.
-        stamp: Its machine, see `orthogonalize.stamp`.
-        nonce: Of no other plan: ranks that step like optimizers in unlike order have unlike tokens.
+        ties: Sharers of all of its parameters, also those that take no part in steps now.
+        stamp: The rank's machine, see `orthogonalize.stamp`.
+        nonce: Random bytes that no other plan has: ranks that step like optimizers in unlike order have unlike tokens.
     """
 
     ties: tuple[Ties, ...]
@@ -73,16 +73,16 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Who stores what of an optimizer's parameters. Equal on all ranks that share one.
+    """The layouts of an optimizer's parameters and the ranks that share them. Equal on all ranks that share one.
 
     Attributes:
         component: All ranks that vote together.
         params: This rank's parameters.
-        claims: What this rank says of each.
-        layouts: Of each.
+        claims: This rank's claim for each parameter.
+        layouts: Layout of each parameter.
         sets: Set of sharers -> its parameters' numbers; small sets first.
-        groups: Of these sets, those whose ranks all know one process group over them -> its name.
-        stamps: Rank -> its machine, of all of the component.
+        groups: Those of the sets whose ranks all know one process group over them -> its name.
+        stamps: Rank -> its machine, for all ranks of the component.
         token: 16 bytes that no other table of these ranks has.
     """
 
@@ -121,10 +121,10 @@ def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False)
 
 
 def describe(listed: Sequence[Listed]) -> list[Described]:
-    """What engines say of parameters.
+    """Ask the engine of each parameter for its ties and its claim.
 
     Raises:
-        ValueError: What is wrong with one of them, with its name.
+        ValueError: A parameter is unusable; the message says why, with its name.
     """
     found = []
     for one in listed:
@@ -142,8 +142,8 @@ Sharers = Mapping[Ties, tuple[Ranks, ...]]  # who shares parameters with this ra
 
 
 def sharers_of(params: Callable[[], Sequence[tuple[Tensor, Group]]], fault: Fault) -> Sharers:
-    """Who shares these parameters, but for those of which it cannot be told. Other ranks wait for this one in these
-    sets, so whatever goes wrong is noted, and what an interrupt has cut off is asked again."""
+    """Sets of ranks that share these parameters, without parameters for which they cannot be told. Other ranks wait for
+    this one in these sets, so whatever goes wrong is noted, and what an interrupt has cut off is asked again."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
@@ -232,10 +232,10 @@ def _sets(
 
 
 class ListedLine(NamedTuple):
-    """What every rank must list alike of one parameter.
+    """Text about one parameter that every sharing rank must list alike.
 
     Attributes:
-        about: Its name and shape, and how it lies, in words.
+        about: The parameter's name, shape and layout, in words.
         words: The rest: its form, and its options.
     """
 
@@ -247,8 +247,8 @@ class _Set:
     """The ranks that share some parameters, while they agree on their layouts.
 
     Attributes:
-        ranks: They.
-        numbers: Of the parameters, in the order of all.
+        ranks: The ranks, ascending.
+        numbers: Numbers of the parameters, in the order of all.
         group: Name of a process group that this rank knows over them; of one that all of them know, once they agree.
     """
 
@@ -265,7 +265,8 @@ class _Set:
         self._mine, self._grids, self._fault = [everything[number] for number in numbers], grids, fault
 
     def _say(self, make: Callable[[], Any]) -> list[Any] | None:
-        """What each rank has to say; None if any has a fault instead."""
+        """Exchange a value with the ranks of the set, and return all of their values; None if any rank has a fault
+        instead."""
         value = None
         with self._fault:
             value = make()
@@ -298,7 +299,7 @@ class _Set:
         return found
 
     def _lines(self) -> list[ListedLine]:
-        """What every rank must list alike."""
+        """Text of each shared parameter that every rank of the set must list alike."""
         found = []
         for one in self._mine:
             shape, *form = one.claim.form
@@ -335,7 +336,7 @@ class _Set:
         return f"ranks {self.ranks} compare replicas on some of them only. Give all the same options"
 
     def _layouts(self, everyone: Sequence[Sequence[tuple[Ints, Ints]]]) -> list[ParamLayout]:
-        """Each parameter's; those that lie alike share one object."""
+        """Layout of each parameter; those that lie alike share one object."""
         known: dict[object, ParamLayout] = {}
         found = []
         for one, *told in zip(self._mine, *everyone, strict=True):
@@ -358,7 +359,7 @@ class _Set:
         return found
 
     def _prints(self, layouts: Sequence[ParamLayout], fingerprint: Callable[[Tensor], int]) -> list[int]:
-        """Of what this rank stores of parameters with replicas."""
+        """Fingerprints of this rank's storage of the parameters that have replicas."""
         return [
             fingerprint(local_if_any(one.listed.param))
             for one, layout in zip(self._mine, layouts, strict=True)

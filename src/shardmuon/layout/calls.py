@@ -34,9 +34,9 @@ class KeptTable:
 
     Attributes:
         component: All ranks that vote together.
-        token: Of no other table of these ranks.
+        token: Bytes that no other table of these ranks has.
         sets: Set of ranks that share parameters -> numbers of these, small sets first; without sets of one rank.
-        world: In which it was made; in another one ranks have other numbers.
+        world: The default process group under which it was made; under another one ranks have other numbers.
     """
 
     def __init__(self, table: Table) -> None:
@@ -49,7 +49,7 @@ K = TypeVar("K", bound=KeptTable)
 
 
 class Said(NamedTuple):
-    """What a rank says in the vote.
+    """Contents of a rank's vote, beside phase and flags.
 
     Attributes:
         digests: Set of ranks -> digest of what these ranks must have alike.
@@ -65,10 +65,10 @@ class Call(ABC, Generic[K]):
 
     Attributes:
         phase, flags: For the vote; flags beside what is wrong.
-        num_bits: How many presence bits it has.
+        num_bits: Number of its presence bits.
         beyond: Ranks that vote with this one, whatever they share with it; None: there are no such.
         renews: True if ranks that have different tables make a new one; else they are refused.
-        doing, rule: For messages: "clip", and what ranks that clip together must do alike.
+        doing, rule: Words for messages: "clip", and what ranks that clip together must do alike.
         stamp, groups, fingerprint: For a new table, see `bind`.
     """
 
@@ -105,11 +105,11 @@ class Call(ABC, Generic[K]):
 
     @abstractmethod
     def made(self, table: Table) -> tuple[K, Any]:
-        """What is to be kept of a new table, and what all other ranks are told of it."""
+        """Make what is to be kept of a new table, and what all other ranks are told of it."""
 
     @abstractmethod
     def heard(self, kept: K, everyone: Sequence[Any]) -> None:
-        """Complete it by what each rank of the component tells of it, and keep it."""
+        """Complete a new table by what each rank of the component tells of it, and keep it."""
 
     @abstractmethod
     def read(self, kept: K) -> Said:
@@ -117,10 +117,10 @@ class Call(ABC, Generic[K]):
 
     @abstractmethod
     def lines(self, kept: K, ranks: Ranks) -> list[Any]:
-        """What was said to a set, in words."""
+        """Lines of text for whatever went into the digest of a set: shown where digests differ."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
-        """Where these lines of the ranks of a set differ first."""
+        """Message on the first line in which the ranks of a set differ."""
         for rank, theirs in zip(ranks, everyone, strict=True):
             first, theirs = everyone[0] or ["nothing to say"], theirs or ["nothing to say"]
             for one, other in zip(first, theirs, strict=False):

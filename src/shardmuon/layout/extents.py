@@ -19,11 +19,11 @@ UNKNOWN = -1
 
 
 class Extent(NamedTuple):
-    """What one rank stores of a tensor.
+    """The storage that one rank has of a tensor.
 
     Attributes:
-        shape: Of the storage: with the tensor's dims, of which dim 0 is cut anywhere, or of a 1-D run of elements.
-        start: The element at which it begins in the tensor-parallel part, as the engine says, or UNKNOWN.
+        shape: Shape of the storage: that of the tensor with dim 0 cut anywhere, or 1-D for a run of elements.
+        start: Number of its first element in the tensor-parallel part, as the engine says, or UNKNOWN.
     """
 
     shape: Ints
@@ -34,8 +34,8 @@ class AxisCut(NamedTuple):
     """A mesh axis that cuts a tensor dim in parts of any size: dim 0, or any dim for tensor parallelism.
 
     Attributes:
-        axis: Of the mesh.
-        dim: Of the tensor.
+        axis: The mesh axis.
+        dim: The tensor's dim.
         tensor_parallel: Whether its parts are tensor-parallel shards, within which the data-parallel axes cut.
         stride: Each tensor-parallel shard has a share of that many equal blocks of the dim (Megatron's
             `partition_stride`: 2 for fused gate and up).
@@ -53,7 +53,7 @@ def pieces_of_extents(
     """The pieces of each place of a mesh: the ranks' parts one after the other.
 
     Args:
-        shape: Of the tensor.
+        shape: Shape of the tensor.
         mesh: Size of each axis.
         mesh_ranks: Global ranks in row-major order.
         cuts: The axes that cut the tensor; the one that cuts first comes first.
@@ -90,8 +90,8 @@ def pieces_of_extents(
 
 
 def _lines(mesh: Ints, cuts: Sequence[AxisCut], parallel: int) -> list[list[list[int]]]:
-    """Of each replica, of each tensor-parallel part: the numbers of its places, in the order in which they follow each
-    other."""
+    """Numbers of mesh places, for each replica and each tensor-parallel part in it, in the order in which the places'
+    shares follow each other."""
     places = list(itertools.product(*map(range, mesh)))
     axes = [cut.axis for cut in cuts]
     lines: dict[Ints, dict[int, list[int]]] = {}
@@ -103,7 +103,7 @@ def _lines(mesh: Ints, cuts: Sequence[AxisCut], parallel: int) -> list[list[list
 
 
 def _size(shapes: Sequence[Ints], dim: int) -> int:
-    """Of a tensor-parallel part along the dim that is cut, from what ranks store of it."""
+    """Size of a tensor-parallel part along the dim that is cut, found from what ranks store of it."""
     sizes = [shape[dim] for shape in shapes]
     return sum(sizes) if dim == 0 else max(sizes, default=0)
 
@@ -129,7 +129,7 @@ def _share(part: Sequence[Held], start: int, extent: Extent, rank: int) -> tuple
 
 
 def _as_range(held: Held) -> Held:
-    """The same of the flattened tensor."""
+    """A 1-D piece as a range of the flattened tensor."""
     box = held.piece
     assert isinstance(box, Box), "parts are boxes"
     return Held(FlatRange(box.offset[0], box.offset[0] + box.size[0]), held.local)

@@ -16,7 +16,7 @@ Grid = tuple[Ranks, ...]  # of each replica the ranks of its parts, in the order
 
 
 class Ties(NamedTuple):
-    """Who shares a tensor with one rank, as that rank knows it.
+    """The ranks with which one rank shares a tensor, as far as that rank knows.
 
     Attributes:
         parts: Ranks that keep the parts of its replica, in the order of parts; itself alone if nothing is cut.
@@ -57,7 +57,7 @@ def grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
 
 
 def _ties_of(grid: Grid) -> Iterator[Ties]:
-    """What each rank of a grid knows of it."""
+    """The ties of each rank of a grid, in row-major order."""
     columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
     for row in grid:
         for column in columns:

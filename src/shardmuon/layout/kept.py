@@ -1,4 +1,4 @@
-"""Where numbers lie that a stage keeps of each matrix: see [Note: what a stage keeps] in variants/base.py. Pure.
+"""Layout of the numbers that a stage keeps of each matrix: see [Note: what a stage keeps] in variants/base.py. Pure.
 
 [Note: where it lies]
     They are a tensor (stacked matrices or 1, numbers of one). Every rank that shares the parameter has all of it, also
@@ -18,12 +18,12 @@ from shardmuon.layout.views import Ints, MatrixView
 
 
 class OnMesh(NamedTuple):
-    """How a tensor is placed on a mesh of ranks.
+    """Placement of a tensor on a mesh of ranks.
 
     Attributes:
-        mesh: Size of each axis.
-        ranks: Global, in row-major order.
-        placements: One for each axis.
+        mesh: Size of each mesh axis.
+        ranks: Global ranks, in row-major order.
+        placements: One for each mesh axis.
     """
 
     mesh: Ints
@@ -37,12 +37,12 @@ class OnMesh(NamedTuple):
 
 
 def kept_layout(layout: ParamLayout, view: MatrixView, place: OnMesh | None) -> ParamLayout:
-    """Who has what of the numbers.
+    """Layout of the numbers that a stage keeps of a parameter's matrices.
 
     Args:
-        layout: Of the parameter.
-        view: Of the numbers, from `kept_view`.
-        place: Of the parameter; None: it lies on no mesh.
+        layout: Layout of the parameter.
+        view: View of the numbers, from `kept_view`.
+        place: Mesh and placements of the parameter; None: it lies on no mesh.
     """
     if layout.view.num_row_dims == 1 or place is None or not any(place.of_stack):
         return replicated(view, layout.ranks)

@@ -45,12 +45,13 @@ class _Cut(NamedTuple):
 
 
 def readings(shape: Ints, mesh: Ints, placements: Placements) -> tuple[tuple[OfRank, ...], ...]:
-    """What each place of a mesh stores by these placements, in row-major order of places; likeliest reading first.
+    """All readings of a tensor's placements: for each, what each place of the mesh stores, in row-major order of
+    places. The likeliest comes first.
 
     Args:
-        shape: Of the tensor.
-        mesh: Size of each axis.
-        placements: One for each axis.
+        shape: Shape of the tensor.
+        mesh: Size of each mesh axis.
+        placements: One for each mesh axis.
     """
     cuts = [
         [_Cut(axis, mesh[axis], p.factor) for axis, p in enumerate(placements) if p is not None and p.dim == dim]
@@ -89,7 +90,8 @@ def believed(shape: Ints, mesh: Ints, placements: Placements, stored: Sequence[I
 
 
 def same_storage(first: Ints, second: Ints) -> bool:
-    """Engines differ in what they keep of nothing: `fully_shard` over an empty shard of (12, 0) stores (0, 0)."""
+    """True if two shapes of storage are equal, or both are empty. Engines differ in what they keep of nothing:
+    `fully_shard` over an empty shard of (12, 0) stores (0, 0)."""
     return first == tuple(second) or (0 in first and 0 in second)
 
 

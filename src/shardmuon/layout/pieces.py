@@ -51,7 +51,7 @@ class Held(NamedTuple):
 
     Attributes:
         piece: The piece.
-        local: Of its first element in the rank's storage: an index for each dim (`Box`), or one (`FlatRange`).
+        local: Place of its first element in the rank's storage: an index for each dim (`Box`), or one (`FlatRange`).
     """
 
     piece: Piece
@@ -59,7 +59,7 @@ class Held(NamedTuple):
 
 
 def whole(shape: Ints) -> tuple[Held]:
-    """All of a tensor, in storage like it."""
+    """The piece that is all of a tensor, in storage like it."""
     zeros = (0,) * len(shape)
     return (Held(Box(zeros, shape), zeros),)
 
@@ -69,8 +69,8 @@ class Patch(NamedTuple):
 
     Attributes:
         matrix: Number of the matrix in its parameter.
-        sizes: Of the view.
-        row, col: Of the first element.
+        sizes: Sizes of the view.
+        row, col: Place of the first element.
         rows, cols: How many rows and columns the next element along each dim is away; one of both is 0.
     """
 
@@ -128,7 +128,7 @@ class Tile(NamedTuple):
 
     @property
     def key(self) -> tuple[int, Ints, Ints]:
-        """Equal for copies of the tile on other ranks, wherever those keep them."""
+        """Key that is equal for copies of the tile on other ranks, wherever those keep them."""
         return self.matrix, self.start, self.sizes
 
     def in_matrix(self, view: MatrixView) -> tuple[int, Ints]:
@@ -137,14 +137,15 @@ class Tile(NamedTuple):
         return _dot([a - b for a, b in zip(self.start, matrix.start, strict=True)], matrix.strides), matrix.strides
 
     def patch(self, view: MatrixView) -> Patch:
-        """The same elements, by their rows and columns."""
+        """The tile's elements, by their rows and columns in the matrix."""
         offset, strides = self.in_matrix(view)
         num_cols = view.matrices[self.matrix].cols
         rows, cols = zip(*(divmod(stride, num_cols) for stride in strides), strict=True)
         return Patch(self.matrix, self.sizes, *divmod(offset, num_cols), rows, cols)
 
     def in_storage(self, view: MatrixView, strides: Sequence[int]) -> tuple[int, Ints]:
-        """The same in a storage with these strides, of which there is one if the piece is flat."""
+        """Offset of its first element, and strides of its dims, in a storage with these strides, of which there is one
+        if the piece is flat."""
         piece, local = self.held
         if isinstance(piece, FlatRange):
             box = piece.box or Box((0,) * len(view.shape), view.shape)
@@ -173,7 +174,7 @@ def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
 
 
 def _common(a: Span, b: Span) -> Span:
-    """The box in both; some size is 0 or less if there is none."""
+    """The box that two boxes share; some size is 0 or less if there is none."""
     start = tuple(map(max, a[0], b[0]))
     return start, tuple(min(i + n, j + k) - low for i, n, j, k, low in zip(a[0], a[1], b[0], b[1], start, strict=True))
 

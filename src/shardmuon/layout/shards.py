@@ -14,7 +14,7 @@ from shardmuon.layout.views import Ints
 
 
 class Cut(NamedTuple):
-    """How a tensor is cut over its tensor-parallel group, see [Note: stride]."""
+    """Dim and stride by which a tensor is cut over its tensor-parallel group: see [Note: stride]."""
 
     dim: int
     stride: int

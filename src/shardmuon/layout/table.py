@@ -15,12 +15,12 @@ Ranks = tuple[int, ...]  # global, ascending
 
 @dataclass(frozen=True, eq=False)
 class ParamLayout:
-    """Who stores what of one tensor. Equal on all its ranks; tensors that lie alike share one object.
+    """The pieces of one tensor that each rank stores. Equal on all its ranks; tensors that lie alike share one object.
 
     Attributes:
-        view: Its matrices, and its global shape.
-        ranks: All that share it, also those that store nothing of it.
-        held: Of each of `ranks`, its pieces.
+        view: The tensor's matrices, and its global shape.
+        ranks: All ranks that share it, also those that store nothing of it.
+        held: Pieces of each of `ranks`.
 
     Raises:
         ValueError: The distinct pieces leave the tensor, overlap or leave a gap.
@@ -42,7 +42,7 @@ class ParamLayout:
 
     @cached_property
     def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
-        """Of each matrix: rank -> its tiles in storage order, of the ranks that store any. Ranks ascend."""
+        """Tiles of each matrix: rank -> its tiles in storage order. Ranks that store any of it, ascending."""
         distinct = set(itertools.chain.from_iterable(self.held))  # replicas share theirs
         of_held = {held: tiles_of(held, self.view) for held in distinct}
         found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
@@ -90,7 +90,7 @@ class ParamLayout:
 
     @cached_property
     def whole_on(self) -> tuple[Ranks, ...]:
-        """Of each matrix, the ranks that store every element of it."""
+        """The ranks that store every element of a matrix, for each matrix."""
         return tuple(
             tuple(rank for rank, tiles in of_matrix.items() if sum(t.numel for t in tiles) == m.rows * m.cols)
             for m, of_matrix in zip(self.view.matrices, self.tiles, strict=True)
@@ -103,5 +103,5 @@ def digest_of(value: object) -> bytes:
 
 
 def replicated(view: MatrixView, ranks: Ranks) -> ParamLayout:
-    """Every rank stores all of the tensor."""
+    """Layout of a tensor that every rank stores whole."""
     return ParamLayout(view, ranks, (whole(view.shape),) * len(ranks))

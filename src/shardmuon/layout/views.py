@@ -33,7 +33,7 @@ class Matrix(NamedTuple):
     Attributes:
         rows, cols: Its shape.
         start, sizes: The box.
-        strides: Of each fine dim in the row-major matrix, in elements.
+        strides: Stride of each fine dim in the row-major matrix, in elements.
     """
 
     rows: int
@@ -48,10 +48,10 @@ class MatrixView:
     """The matrices of a tensor. They cover each of its elements once.
 
     Attributes:
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         fine: The sizes of the fine index space.
         split_dim: The dim of `shape` that is refined in two; -1: none, and `fine` is `shape`.
-        matrices: In the order of their numbers.
+        matrices: The matrices in the order of their numbers.
         num_row_dims: The first dims of `shape`, those that count rows as they are stored: of a stack two, else one.
     """
 
@@ -68,7 +68,8 @@ class MatrixView:
 
     @property
     def num_stacked(self) -> int:
-        """How many matrices, or blocks that are split alike, lie along the first dim of a stack; else 1."""
+        """Number of matrices, or of blocks that are split alike, along the first dim of a stack; 1 for other
+        tensors."""
         return self.shape[0] if self.matrices and self.matrices[0].strides[0] == 0 else 1
 
     def refined(self, strides: Sequence[int]) -> Ints:

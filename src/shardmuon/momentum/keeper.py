@@ -1,4 +1,5 @@
-"""Where and in what dtype an optimizer keeps its momentum: creates state, converts loaded state, checks it.
+"""The keeper of an optimizer's momentum: decides where and in what dtype it is stored, creates state, converts loaded
+state, checks it.
 
 It knows parameters, their state and their local storage; the arithmetic is `stores`'.
 """
@@ -54,7 +55,7 @@ class Fitted(NamedTuple):
 
     Attributes:
         buffer: Local storage of it, or of its codes.
-        scale: Of codes.
+        scale: Scales of 8-bit codes; None for other momentum.
         stream: Random bits for rounding it. None: it is stored as it is computed.
         weights: Random bits for rounding its weights. None: they are rounded to nearest.
     """
@@ -80,11 +81,11 @@ class Keeper:
 
     @property
     def rounds(self) -> bool:
-        """Whether anything is rounded at random: ranks must then agree on names, and steps are counted."""
+        """True if anything is rounded at random: ranks must then agree on names, and steps are counted."""
         return self.rounds_weights or self.dtype in (torch.bfloat16, "int8")
 
     def text(self) -> str:
-        """Equal on ranks that do the same."""
+        """Text of these choices, equal on ranks that make the same."""
         return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights}"
 
     def _dtype_of(self, like: torch.dtype) -> torch.dtype:
@@ -102,9 +103,9 @@ class Keeper:
         step. Else `fit` makes or converts it.
 
         Args:
-            state: Of the parameter.
+            state: State of the parameter.
             buffer: Local storage of its momentum, if it has any.
-            grad: Of its gradient.
+            grad: Local storage of its gradient.
             others: State tensors of its variant's stages.
         """
         if buffer is None or len(state) != 1 + others or not self._plain:
@@ -112,13 +113,14 @@ class Keeper:
         return buffer.dtype == grad.dtype and self.dtype in (None, grad.dtype) and buffer.device == grad.device
 
     def fit(self, c: MomentumParam, view: MatrixView, grad: Tensor, state: MutableMapping[str, Any]) -> Fitted:
-        """This step's momentum of a parameter, made or converted where need be, and how to round it and its weights.
+        """Momentum of a parameter for this step, made or converted if need be, with the random bits for rounding it and
+        its weights.
 
         Args:
             c: The parameter.
-            view: Its matrices.
-            grad: Local storage of its gradient.
-            state: Its state; filled and counted up here.
+            view: The parameter's matrices.
+            grad: Local storage of the parameter's gradient.
+            state: The parameter's state; filled and counted up here.
         """
         stream = weights = None
         count = count_of(state) + 1
@@ -161,12 +163,12 @@ class Keeper:
         return {BUFFER: torch.zeros(like.shape, dtype=dtype, device=place), SCALE: scales}
 
     def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
-        """What is stored of a parameter's momentum on this rank, decoded, in its storage's shape; None: nothing yet."""
+        """Momentum of a parameter as stored on this rank, decoded, in its storage's shape; None: nothing yet."""
         return _decoded(_stored(engine, state))
 
     @property
     def widens(self) -> bool:
-        """Whether the momentum is computed in fp32, whatever it is stored as."""
+        """True if the momentum is computed in fp32, whatever it is stored as."""
         return self.dtype is not None
 
     # ---------------------------------------------------------------------------------------------- checkpoints
@@ -219,7 +221,8 @@ def _decoded(stored: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def count_of(state: Mapping[str, Any]) -> int:
-    """How many steps Muon has counted. AdamW's `step` of a parameter that was its own before is another count."""
+    """Number of steps that Muon has counted. The `step` that AdamW left, if the parameter was its own before, does not
+    count."""
     return int(state.get(STEP, 0)) if BUFFER in state and not _was_adamws(state) else 0
 
 
@@ -275,7 +278,8 @@ def tiles_cut(layout: ParamLayout) -> Iterator[tuple[int, str]]:
 
 
 def coded_fault(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> str | None:
-    """What is wrong with 8-bit momentum, in words that lack the name; None: nothing, or it is none."""
+    """Words, without the parameter's name, on what is wrong with 8-bit momentum; None if nothing is, or the momentum is
+    not 8-bit."""
     buffer, scale = state.get(BUFFER), state.get(SCALE)
     coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
     if not coded and scale is None:

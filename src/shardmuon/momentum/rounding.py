@@ -119,7 +119,7 @@ def round_by(
 
 
 def slab(device: torch.device) -> int:
-    """How many elements to take at once: intermediate results stay in a CPU's cache, or fill an accelerator."""
+    """Number of elements to take at once: intermediate results stay in a CPU's cache, or fill an accelerator."""
     return 1 << 15 if device.type == "cpu" else 1 << 22
 
 

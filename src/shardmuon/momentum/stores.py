@@ -80,7 +80,7 @@ def step_coded_(
 
 
 def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
-    """Ints of the scales of a tensor (the logical one, or a rank's storage): one per row and block of columns."""
+    """Shape of the scales of a tensor (the logical one, or a rank's storage): one per row and block of columns."""
     cols = torch.Size(shape[num_row_dims:]).numel()
     return (*shape[:num_row_dims], -(-cols // BLOCK))
 
@@ -121,7 +121,7 @@ def decode(
     codes: Tensor,  # (..., cols) int8
     scale: Tensor,  # (..., blocks) fp32
 ) -> Tensor:  # (..., cols) fp32
-    """What codes stand for."""
+    """Values that 8-bit codes and their scales stand for."""
     k = _blocks(codes.float())
     scale = scale.to(SCALE_DTYPE)  # a file may hold another
     return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).flatten(-2)[..., : codes.shape[-1]]

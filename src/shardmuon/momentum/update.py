@@ -156,7 +156,7 @@ def apply_(
 def _by_alpha(
     alphas: Sequence[float], weights: Sequence[Tensor], updates: Sequence[Tensor]
 ) -> dict[float, tuple[Sequence[Tensor], Sequence[Tensor]]]:
-    """The weights, and their updates, of each factor."""
+    """Factor -> the weights that it applies to, and their updates."""
     if len(set(alphas)) == 1:
         return {alphas[0]: (weights, updates)}
     found: dict[float, tuple[list[Tensor], list[Tensor]]] = {}

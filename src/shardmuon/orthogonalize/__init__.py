@@ -125,8 +125,8 @@ def orthogonalize(
         x: The matrices, wide or tall.
         coefficients: One (a, b, c) per Newton-Schulz step.
         method: A key of `BACKENDS`.
-        eps: Of method "torch".
-        dtype: Of the products. Default: `default_dtype`.
+        eps: Least norm to divide by, of method "torch".
+        dtype: Dtype of the products. Default: `default_dtype`.
         kernel: Multiplies symmetric results.
         alone: Batches of one.
         watch: Puts zeros in place of a non-finite "gram" result of a finite matrix; see finite.py. Default: it stays.

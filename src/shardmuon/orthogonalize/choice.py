@@ -41,7 +41,7 @@ class Choice:
 
     Attributes:
         method: A key of `BACKENDS`.
-        dtype: Of the products; None: the method's own ("torch", "reference").
+        dtype: Dtype of the products; None: the method's own ("torch", "reference").
         kernel: Multiplies symmetric results.
         alone: Never in a batch, as slots of one were found to be unequal on this device.
         reason: Why, for the printed plan.
@@ -68,7 +68,7 @@ class Choice:
 
 
 class Task(NamedTuple):
-    """A choice is made for it."""
+    """The matrix that a choice is made for."""
 
     rows: int
     cols: int
@@ -82,7 +82,7 @@ class Chooser:
 
     Attributes:
         method: "auto" or a key of `BACKENDS`.
-        dtype: Of the products, or None to choose.
+        dtype: Dtype of the products, or None to choose.
         measured: What the file has; None without one.
         device: Where matrices are orthogonalized, if not where their parameters are.
     """
@@ -204,7 +204,7 @@ def flops(
 
     Args:
         method: "standard" or "gram"; others are counted as "standard".
-        dtype: Of the products: "gram" restarts more often in low precision.
+        dtype: Dtype of the products: "gram" restarts more often in low precision.
         symmetric_share: Part of a symmetric product that is computed: 1 for plain products, 0.5 for the lower half.
 
     Returns:
@@ -242,7 +242,7 @@ def measure(task: Task, dtype: torch.dtype | None) -> tuple[str, dict[str, float
 
     Args:
         task: Its current device does the work.
-        dtype: Of the products, or None for each method's own.
+        dtype: Dtype of the products, or None for each method's own.
 
     Returns:
         The shape that was measured and its schedule as text, and text of a choice -> seconds for one matrix.

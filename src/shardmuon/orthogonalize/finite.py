@@ -17,7 +17,7 @@ from shardmuon._torch import Later, is_capturing
 
 
 class FiniteWatch:
-    """Keeps results finite, and warns a step or more later. One for each optimizer."""
+    """Watch that keeps results finite, and warns a step or more later. One for each optimizer."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Tensor, Tensor]] = []  # of this step: what was run, and `_zero_or_nan` of both ends
@@ -38,7 +38,7 @@ class FiniteWatch:
         return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
 
     def send(self) -> None:
-        """A step has ended: what it has seen goes on its way to the host."""
+        """Send what a step that has ended has seen on its way to the host."""
         seen, self.seen = self.seen, []
         if not seen or is_capturing(seen[0][1].device):  # a graph's replays do not come by here
             return

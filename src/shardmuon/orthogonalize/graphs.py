@@ -14,7 +14,8 @@ _LIMIT = 32  # graphs kept; each holds a batch and the products' work space
 
 
 class GraphCache:
-    """Replays what has been captured for a key and a batch of this shape; runs anything else as it is.
+    """Cache of CUDA graphs: replays what has been captured for a key and a batch of this shape; runs anything else as
+    it is.
 
     A graph runs the same kernels on the same shapes as the function, so its result has the function's bits.
     """

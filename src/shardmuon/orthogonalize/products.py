@@ -44,8 +44,8 @@ class Products:
     """Products of matrices, (m, n), or batches of them in slots, (B, m, n), that lie on one device.
 
     Attributes:
-        device: Of all operands.
-        dtype: To which every result is rounded: fp64, fp32, fp16 or bf16.
+        device: Device of all operands.
+        dtype: The dtype to which every result is rounded: fp64, fp32, fp16 or bf16.
         kernel: How symmetric results are multiplied. "triton" takes batches only.
         operands: Dtype of the tensors that are multiplied, see [Note: emulated half precision].
     """
@@ -166,7 +166,7 @@ class Products:
 
 @lru_cache(maxsize=1024)
 def row_blocks(rows: int, inner: int, dtype: torch.dtype, num_threads: int) -> int:
-    """Into how many row blocks a CPU cuts a symmetric product (rows x inner) @ (inner x rows).
+    """Number of row blocks in which a CPU computes a symmetric product (rows x inner) @ (inner x rows).
 
     Depends on the shape, the dtype, the kind of CPU and the number of threads, as the bits of any product do.
     """

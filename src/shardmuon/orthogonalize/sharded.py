@@ -56,7 +56,7 @@ def pack_symmetric(
     matrix: Tensor,  # (m, m)
     out: Tensor,  # 1-D, m (m + 1) / 2 elements, written to
 ) -> None:
-    """Its upper triangle, row by row."""
+    """Write the upper triangle of a symmetric matrix to `out`, row by row."""
     rows, cols = torch.triu_indices(*matrix.shape, device=matrix.device)
     out.copy_(matrix[rows, cols])
 

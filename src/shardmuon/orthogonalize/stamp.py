@@ -63,7 +63,7 @@ def _hardware(device: torch.device) -> str:
 
 @lru_cache(maxsize=1)
 def _cpu_vendor() -> str:
-    """MKL takes other kernels on another vendor's CPU with the same instructions."""
+    """The vendor of this CPU: MKL takes other kernels on another vendor's CPU with the same instructions."""
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text().splitlines() if facts.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), platform.machine())

@@ -161,7 +161,7 @@ def _strides(t: Tensor) -> tuple[int, ...]:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, whatever device the tensors are on."""
+    """Make the tensors' device the current one, on which Triton launches."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
@@ -181,7 +181,7 @@ def symmetric_addmm(
     its NaNs do not count (as in torch.baddbmm). Not differentiable.
 
     Args:
-        out_dtype: Of new memory: fp16, bf16 or fp32. Default: left's dtype.
+        out_dtype: Dtype of new memory: fp16, bf16 or fp32. Default: left's dtype.
         diagonal: Added to each diagonal element: aI + bR + cR^2 is `symmetric_addmm(r, r, r, b, c, diagonal=a)`.
 
     Raises:
@@ -217,7 +217,7 @@ def _launch(
     out: Tensor,
     factors: tuple[float, float, float],
 ) -> None:
-    """Run the kernel; `out` is written."""
+    """Run the kernel, which writes to `out`."""
     kernel, _ = _load()
     block, block_k, num_warps = sizes
     addend = left if base is None else base
@@ -241,7 +241,7 @@ def _launch(
 
 
 def _check(base: Tensor | None, left: Tensor, right: Tensor, out_dtype: torch.dtype) -> None:
-    """A wrong shape would read outside the tensors, without a word."""
+    """Raise ValueError for wrong shapes, with which the kernel would read outside the tensors, without a word."""
     if left.dim() != 3 or right.shape != (left.shape[0], left.shape[2], left.shape[1]):
         raise ValueError(
             f"right: found {tuple(right.shape)}; left {tuple(left.shape)} needs (B, k, m) to its (B, m, k)"

@@ -26,8 +26,8 @@ class Tuning:
     """A file of measurements.
 
     Attributes:
-        path: For messages.
-        digest: Of its content, equal on ranks that read the same.
+        path: Path, for messages.
+        digest: Digest of its content, equal on ranks that read the same.
         machines: Stamp -> "times" (shape -> text of a choice -> seconds for one matrix) and "slots" ("searched":
             number of products compared, "unequal": shape -> text of a choice -> number found unequal).
     """

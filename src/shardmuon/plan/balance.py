@@ -18,8 +18,8 @@ def fitted(costs: Sequence[int], candidates: Sequence[Sequence[int]], start: Seq
     three or four matrices a rank it often reaches the lower bound where the least loaded rank is 10 % over it.
 
     Args:
-        costs: Of each item.
-        candidates: Of each item the numbers of the ranks that may own it.
+        costs: Cost of each item.
+        candidates: For each item, the numbers of the ranks that may own it.
         start: What each rank has to do already.
         most: The load to stay below.
     """

@@ -9,7 +9,7 @@ from shardmuon.layout.views import Ints
 
 
 class BufferPlace(NamedTuple):
-    """Where a block stands in a buffer: its first element, and the stride of each dim."""
+    """Place of a block in a buffer: its first element, and the stride of each dim."""
 
     start: int
     strides: Ints
@@ -33,7 +33,8 @@ def joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
 
 
 def _merged(copy: Copy) -> Copy:
-    """Without dims of size 1, and with neighbouring dims that are one on both sides taken as one."""
+    """The same copy without dims of size 1, and with neighbouring dims taken as one if they follow on without gaps on
+    both sides."""
     dims: list[tuple[int, int, int]] = []
     for size, here, there in zip(copy.sizes, copy.here.strides, copy.there.strides, strict=True):
         if size == 1:
@@ -68,7 +69,8 @@ def _rows(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def _run(alike: Sequence[Copy], at: int) -> tuple[int, tuple[int, int]]:
-    """How many copies of one form, from this one on, lie at equal distances, and those on both sides."""
+    """Count the copies of one form, from `at` on, that lie at equal distances. Returns the count, and the distances on
+    both sides."""
     first, steps, count = alike[at], (0, 0), 1
     for other in alike[at + 1 :]:
         apart = other.here.start - first.here.start, other.there.start - first.there.start

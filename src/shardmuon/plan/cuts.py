@@ -23,7 +23,7 @@ from shardmuon.layout.views import Ints, Matrix, MatrixView
 
 
 def cut_faults(layout: ParamLayout) -> tuple[str, ...]:
-    """Of each matrix, why the Gram route cannot serve it, or ""."""
+    """The reason why the Gram route cannot serve a matrix, or "", for each matrix."""
     return tuple(_cut_fault(layout, number) or _replica_fault(of_ranks) for number, of_ranks in enumerate(layout.tiles))
 
 

@@ -133,7 +133,8 @@ def _layout(plan: Plan, item: Item) -> ParamLayout:
 
 
 def _shard(plan: Plan, number: int, rank: int, start: int) -> tuple[GramShard, list[Load]]:
-    """What a rank stores of a matrix, from this element of the buffer on; its tiles lie as they are stored."""
+    """One rank's shard of a matrix, placed in the buffer from `start` on, with loads for its tiles, as they are
+    stored."""
     item = plan.items[number]
     layout = _layout(plan, item)
     tiles = layout.tiles[item.matrix][rank]
@@ -151,7 +152,7 @@ def _adds(layout: ParamLayout, tiles: Sequence[Tile], owner: int, rank: int) -> 
 
 
 def _of_others(plan: Plan, owned: Sequence[int], rank: int) -> tuple[list[Pair], list[Pair]]:
-    """Who else adds to the matrices owned here, and who else holds them."""
+    """Other ranks that add to the matrices owned here, and other ranks that hold them."""
     adding, holding = [], []
     for number in owned:
         item = plan.items[number]

@@ -1,4 +1,4 @@
-"""What choices between plans need of a machine, in whole numbers, so that all ranks choose alike."""
+"""The numbers of a machine by which plans are chosen: whole numbers, so that all ranks choose alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Machine(NamedTuple):
     """Rates of one rank, and what exchanges and buckets take beside.
 
     Attributes:
-        name: In plans.
+        name: Name in printed plans.
         shares: Thousandths of the peak that products reach, by short side, see `SIDES`.
         half, single, double: GFLOP/s of dense products in 16, 32 and 64 bits.
         memory: MB/s that a pass reads and writes.

@@ -33,7 +33,7 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
     ranks have both and nothing in between. Before a bucket of another set relays are posted first.
 
     Args:
-        relays: Of each bucket of this rank, in the plan's order, True if it has a relay.
+        relays: True for each bucket of this rank, in the plan's order, that has a relay.
         sets: The ranks of each. Empty: they are the same everywhere.
     """
     last = len(relays) - 1
@@ -61,12 +61,12 @@ class BucketTimes(NamedTuple):
     """One bucket on one rank, in seconds.
 
     Attributes:
-        key: Of its exchanges: ranks that exchange with each other have the same; None if nothing moves.
-        pack, orthogonalize, apply: Of this rank.
+        key: Key of its exchanges: ranks that exchange with each other have the same; None if nothing moves.
+        pack, orthogonalize, apply: Times of these phases on this rank.
         gather, scatter, relay: How long the exchanges are on the wire, of the slowest of their ranks; None: there is
             none.
-        fill: Of this rank, while the gather travels.
-        finish: Of this rank, after that.
+        fill: Time of this rank while the gather travels.
+        finish: Time of this rank after the relay.
     """
 
     key: Hashable | None
@@ -81,7 +81,7 @@ class BucketTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a rank or its links did."""
+    """A phase of a bucket on a rank or its links, with its start and end."""
 
     bucket: int
     phase: Phase
@@ -96,7 +96,7 @@ class Course:
     Attributes:
         end: Seconds from its beginning.
         waited: Seconds in which the rank did nothing but wait for exchanges.
-        events: In order of their beginning.
+        events: Events in order of their beginning.
     """
 
     end: float
@@ -164,7 +164,7 @@ class _Rank:
         return self._at == len(self._todo)
 
     def advance(self, forced: bool) -> bool:
-        """Do what can be done; whether anything could."""
+        """Do what can be done. Returns True if anything could."""
         moved = False
         while not self.done:
             turn, bucket = self._todo[self._at]

@@ -32,8 +32,8 @@ class Kept(NamedTuple):
     """Numbers that a stage keeps of each matrix from step to step, fp32.
 
     Attributes:
-        layout: Of the state tensor. Its matrices are 1 x so many numbers, one for each matrix of the parameter, and a
-            rank has all of one or nothing.
+        layout: Layout of the state tensor. Its matrices are 1 x so many numbers, one for each matrix of the parameter,
+            and a rank has all of one or nothing.
         travels: True if owners change them and send them to all who keep them.
     """
 
@@ -57,14 +57,14 @@ class Spec(NamedTuple):
     """One parameter as the planner sees it.
 
     Attributes:
-        name: For messages and tables.
+        name: Name for messages and tables.
         layout: Who stores what.
         hows: How each matrix is orthogonalized, as text. Matrices of one batch share it.
-        costs: Floating point operations of each.
+        costs: Floating point operations of each matrix.
         batch: Matrices of different batch texts (coefficients, stages) never share a batch.
         kind: Device type. Parameters of different kinds never share a bucket.
         itemsizes: Bytes per element of each matrix's wire. Empty: 4 each.
-        kept: Of each stage that keeps anything.
+        kept: Kept numbers of each stage that keeps any.
         grams: The Gram route for each matrix. Empty: excluded.
         reasons: Why each is orthogonalized like this. Empty: nothing is said.
     """
@@ -91,7 +91,7 @@ class Policy(NamedTuple):
         bucket_bytes: Most bytes (of the wire) of whole matrices that one owner has in a bucket. A larger matrix makes
             a bucket of its own. None: what is hardly dearer than the cheapest; of what moves nowhere 32 MiB, or a
             thirty-second part of what its momentum takes on a rank in fp32, if that is more.
-        machine: By whose rates buckets are chosen.
+        machine: The machine by whose rates buckets are chosen.
     """
 
     route: RouteOption = "auto"
@@ -117,7 +117,7 @@ class Chosen(NamedTuple):
     """A choice by price.
 
     Attributes:
-        ranks: Of the set.
+        ranks: Ranks of the set.
         option: What was chosen.
         other: The cheapest of the others; None: there is none.
     """
@@ -159,11 +159,11 @@ class Bucket(NamedTuple):
     """Matrices that move in one exchange, or are orthogonalized where they are.
 
     Attributes:
-        ranks: Of the exchange. On the local route, those that own any of them.
+        ranks: Ranks of the exchange. On the local route, those that own any of them.
         items: Numbers of the plan's items.
         kind: See `Spec`.
-        itemsize: Of the wire, in bytes; Gram matrices are never narrower than fp32.
-        route: Of all its items.
+        itemsize: Bytes per element of the wire; Gram matrices are never narrower than fp32.
+        route: Route of all its items.
         gathers: False if every owner stores its matrices whole, as plain replicas do, and no stage keeps anything:
             nothing travels before products, and afterwards only to other replicas.
     """
@@ -188,11 +188,11 @@ class Plan:
     Attributes:
         specs: The parameters.
         items: Their matrices, in order.
-        buckets: In the order in which every rank begins them. It depends on nothing but their content, so that ranks
-            of several sets never wait for each other in unlike orders.
+        buckets: Buckets in the order in which every rank begins them. It depends on nothing but their content, so that
+            ranks of several sets never wait for each other in unlike orders.
         notes: Lines on what holds for the plan as a whole, printed below it.
         chosen: What was chosen by price.
-        machine: By whose rates.
+        machine: The machine by whose rates it was chosen.
     """
 
     specs: tuple[Spec, ...]
@@ -247,7 +247,8 @@ class Plan:
 
 
 def _live() -> Any:
-    """What counts and prices plans. It stands far above them, so it is looked up when it is asked for."""
+    """Import the module that counts and prices plans. It stands far above this one, so it is imported only when
+    needed."""
     return import_module("shardmuon.foresight.live")
 
 
@@ -269,7 +270,7 @@ def _reasons(plan: Plan) -> list[str]:
 
 
 def _balance(plan: Plan) -> list[str]:
-    """Who works most, who not at all, and how far equal bits reach."""
+    """Lines on the most loaded rank, on idle ranks, and on matrices whose bits depend on how they are sharded."""
     lines, loads = [], plan.loads()
     if any(loads.values()):
         mean = sum(loads.values()) / len(loads)
@@ -399,7 +400,7 @@ def _placed(spec: Spec, item: Item, owner: int) -> Item:
 
 
 class _Balance:
-    """What the owners of one set of sharers have to do so far."""
+    """The work given so far to the owners in one set of sharers."""
 
     def __init__(self, per_node: int) -> None:
         self._per_node = per_node
@@ -571,7 +572,8 @@ def _shares(
 
 
 def _needed(sizes: Sequence[int], most: int) -> list[int]:
-    """From each place of a line to its end, the fewest shares of at most `most` elements each; 0 at the end."""
+    """The fewest shares of at most `most` elements each that cover a line of sizes to its end, from each position in
+    it; 0 at the end."""
     found = [0] * (len(sizes) + 1)
     end, filled = len(sizes), 0
     for start in range(len(sizes) - 1, -1, -1):

@@ -23,13 +23,13 @@ _PACKS, _APPLIES, _FILLS = 30, 26, 12  # bytes that pass through memory for an e
 
 
 class Spread(NamedTuple):
-    """How the matrices of a layout lie on ranks.
+    """Numbers of ranks on which the matrices of a layout lie.
 
     Attributes:
-        holders: Ranks of one replica.
-        inside: Of them, those of one node.
-        replicas: How many there are.
-        near: Of them, those of one node.
+        holders: Number of ranks of one replica.
+        inside: Most of them on one node.
+        replicas: Number of replicas.
+        near: Most replicas on one node.
     """
 
     holders: int
@@ -39,7 +39,8 @@ class Spread(NamedTuple):
 
 
 def spread_of(layout: ParamLayout, per_node: int) -> Spread:
-    """How a layout lies on nodes of so many ranks each: its first replica, and the keepers of its first piece."""
+    """Count the ranks of a layout on nodes of `per_node` ranks each: those of its first replica, and the keepers of its
+    first piece."""
     first = next(iter(layout.keepers.values()), layout.ranks[:1])
     mates = [
         rank for rank, of_rank in zip(layout.ranks, layout.held, strict=True) if any(h.piece.numel for h in of_rank)
@@ -53,7 +54,8 @@ def _on_one_node(ranks: Sequence[int], per_node: int) -> int:
 
 
 class BatchPrice(NamedTuple):
-    """Matrices alike run in batches of a fixed size, the last one filled up. `ns`: nanoseconds of a batch."""
+    """Size and time of a batch of equal matrices, which run in batches of a fixed size, the last one filled up. `ns`:
+    nanoseconds of a batch."""
 
     size: int
     ns: int
@@ -65,8 +67,8 @@ class Priced(NamedTuple):
     Attributes:
         owner: The rank that orthogonalizes it.
         numel: Its elements.
-        products: Of matrices like it.
-        spread: How it lies.
+        products: Batches of matrices like it.
+        spread: Numbers of ranks on which it lies.
     """
 
     owner: int
@@ -96,9 +98,9 @@ def bucket_times(
     """A bucket of the owner route on a rank that owns nothing of it, and what products and copies take on its owners.
 
     Args:
-        matrices: What moves in it.
+        matrices: The matrices that move in it.
         itemsize: Bytes of an element on the wire.
-        machine: By whose rates.
+        machine: The machine by whose rates it is priced.
     """
     alike = Counter((one.owner, one.products) for one in matrices)
     computed, came = Counter[int](), Counter[int]()  # by owner

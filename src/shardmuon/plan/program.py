@@ -42,7 +42,7 @@ Parts = dict[int, list[_Part]]  # by the rank at the other end
 
 @dataclass
 class _Ways:
-    """Who sends what to whom, as one rank sees it."""
+    """All parts that one rank sends or gets in a bucket, by the rank at the other end."""
 
     own: list[_Part] = field(default_factory=list)
     outgoing: Parts = field(default_factory=dict)  # tiles, to their owners
@@ -90,7 +90,7 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
 
 
 def batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
-    """By which the items of a bucket stand in batches and on wires."""
+    """Sort key of a bucket's items, in batches and on wires."""
     item = plan.items[number]
     return item.rows, item.cols, item.how, plan.specs[item.param].batch, number
 
@@ -172,7 +172,7 @@ def _route_kept(
 
 
 def _merged(first: Parts, second: Parts) -> Parts:
-    """For each rank what is in the first, then what is in the second."""
+    """Parts of both by rank: those of the first, followed by those of the second."""
     return {rank: [*first.get(rank, ()), *second.get(rank, ())] for rank in {**first, **second}}
 
 
@@ -194,28 +194,28 @@ class _Wired:
         return part.tile.numel if part.number < 0 else -(-part.tile.numel * 4 // self._itemsize)
 
     def splits(self, parts: Parts) -> Ints:
-        """Elements for each rank."""
+        """Number of elements for each rank."""
         return by_rank({rank: sum(map(self._size, of_rank)) for rank, of_rank in parts.items()}, self._ranks)
 
     def loads(self, parts: Parts) -> Iterator[Load]:
-        """The tiles, packed."""
+        """Loads of the tiles, packed side by side."""
         for part, at in self._ordered(parts):
             if part.number < 0:
                 yield Load(part.item.param, part.tile, BufferPlace(at, row_major(part.tile.sizes)))
 
     def kept_loads(self, parts: Parts) -> Iterator[KeptLoad]:
-        """The kept numbers."""
+        """Loads of the kept numbers, behind the tiles of their rank."""
         for part, at in self._ordered(parts):
             if part.number >= 0:
                 yield KeptLoad(part.item.param, part.number, part.tile, at, self._size(part))
 
     def in_batch(self, part: _Part) -> BufferPlace:
-        """Where a tile of an owned matrix stands among the batches."""
+        """Place of a tile of an owned matrix among the batches."""
         offset, strides = part.tile.in_matrix(self._plan.specs[part.item.param].layout.view)
         return BufferPlace(self._slots[part.item] + offset, strides)
 
     def copies(self, parts: Parts) -> tuple[Copy, ...]:
-        """From the wire, where tiles are packed, to the batches."""
+        """Copies of packed tiles from the wire to the batches."""
         return joined(
             Copy(part.tile.sizes, BufferPlace(at, row_major(part.tile.sizes)), self.in_batch(part))
             for part, at in self._ordered(parts)
@@ -223,7 +223,7 @@ class _Wired:
         )
 
     def passed_on(self, parts: Parts, places: Mapping[tuple[int, Tile], BufferPlace]) -> tuple[Copy, ...]:
-        """From these places to the relay's buffer, of the tiles that have one."""
+        """Copies from these places to the relay's buffer, for those of the tiles that have a place."""
         return joined(
             Copy(part.tile.sizes, places[part.item.param, part.tile], BufferPlace(at, row_major(part.tile.sizes)))
             for part, at in self._ordered(parts)

@@ -1,4 +1,4 @@
-"""What a program is made of: places, wires, batches. Pure."""
+"""Building blocks of a program: places, wires, batches. Pure."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class KeptLoad(NamedTuple):
     """Numbers that a stage keeps of a matrix, and where their bits stand on a wire.
 
     Attributes:
-        param, number: Of which parameter, and which of its `Spec.kept`.
-        tile: In this rank's storage of them.
+        param, number: Number of the parameter, and which of its `Spec.kept`.
+        tile: Their tile in this rank's storage.
         start, size: On the wire, in its elements.
     """
 
@@ -63,10 +63,10 @@ class Wire(NamedTuple):
 
     Attributes:
         holder_splits: Elements for each rank of the bucket on this rank's side as a holder.
-        owner_splits: The same on its side as an owner.
+        owner_splits: Elements for each rank of the bucket on this rank's side as an owner.
         copies: Between the owner's side (`here`) and the batches (`there`).
         told: What stages keep, on the owner's side.
-        heard: The same on the holder's side.
+        heard: What stages keep, on the holder's side.
     """
 
     holder_splits: Ints
@@ -82,7 +82,7 @@ class Relay(NamedTuple):
     Attributes:
         send_splits, recv_splits: Elements to and from each rank of the bucket.
         from_wire: Copies of what the scatter brought (`here`) to the buffer that is sent (`there`).
-        from_batch: The same of what is in the batches.
+        from_batch: Copies of what is in the batches (`here`) to that buffer (`there`).
         told, heard: What stages keep, on the sent and on the received buffer.
     """
 

@@ -103,6 +103,6 @@ def _example(found: Sequence[RoutedParam]) -> str:
 
 
 def _all_of(found: Sequence[RoutedParam], choice: object) -> str:
-    """The overrides that match them."""
+    """Text of an override that matches these parameters."""
     names = [found[0].name] if len(found) == 1 else dict.fromkeys(numbers_out(w.name) for w in found)
     return override_text(names, choice)

@@ -182,7 +182,7 @@ def _is_width(size: int, candidate: RoutedParam, weights: Iterable[RoutedParam])
 
 
 def _last(outside: Sequence[RoutedParam]) -> RoutedParam | None:
-    """The last one by position, unless the user named a head among them."""
+    """The last matrix by position, unless the user named a head among them."""
     return outside[-1] if outside and all(w.settled is None for w in outside) else None
 
 

@@ -109,7 +109,7 @@ def _number(module: nn.Module, product: str) -> int:
 
 
 def _gate_up(experts: Any, shape: Ints) -> _Parts:
-    """One after the other, or by turns."""
+    """Sizes and repeats of gate and up in experts: one after the other, or by turns."""
     size = shape[2 if _in_out(experts) else 1] // 2
     by_turns = not getattr(experts, "is_concatenated", True) or type(experts).__name__ == "GptOssExperts"
     return ((1, 1), size) if by_turns else ((size, size), 1)
@@ -345,8 +345,8 @@ def fused_hint(name: str, shape: Ints, owners: Iterable[tuple[str, nn.Module]] =
     one would put rows of different heads together in the other, so each says for which order it is.
 
     Args:
-        name: Of the weight.
-        shape: Of the weight; the last two dims count.
+        name: Name of the weight.
+        shape: Shape of the weight; the last two dims count.
         owners: The modules around it, see `find_preset`. One of the first three may know the number of heads.
     """
     parts = fused_parts(name)

@@ -44,7 +44,7 @@ _KEEP_A_MODULE = (
 
 
 class Place(NamedTuple):
-    """A place where a parameter hangs in the model. A shared parameter has several.
+    """The module that has the parameter as a weight.
 
     Attributes:
         order: In the model.
@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
     @property
     def paths(self) -> list[tuple[str, nn.Module]]:
-        """The modules around it with their names, outermost first, without the model itself."""
+        """The modules around the parameter with their names, outermost first, without the model itself."""
         return [(self.name.removesuffix(f".{below}"), module) for below, module in self.owners[-2::-1]]
 
 
@@ -227,7 +227,7 @@ def is_table(module: nn.Module) -> bool:
 
 
 def _convolution(place: Place, shape: Ints) -> Role:
-    """A kernel is one (out, in*k...) matrix per group of channels.
+    """The role of a convolution's kernel: one (out, in*k...) matrix per group of channels.
 
     A transposed one stores (in, out/groups, k...): flattened, the transpose of the map from the features of a position
     to the patch it writes. Orthogonalization commutes with transposition; only a scale that tells rows from columns
@@ -249,7 +249,7 @@ def _convolution(place: Place, shape: Ints) -> Role:
 
 
 def _bare(place: Place, shape: Ints) -> Role:
-    """A parameter of a module we know nothing of, with two dims or more."""
+    """The role of a parameter with two dims or more, of a module we know nothing of."""
     module, stack = place.module, {"view": "stack"} if len(shape) == 3 else {}
     if len(shape) > 3 and shape[0] > 1:
         return Role(
@@ -277,5 +277,5 @@ def _num(count: int, what: str) -> str:
 
 
 def by(shape: Sequence[int]) -> str:
-    """A shape for people: "3072x768"."""
+    """Text of a shape for people: "3072x768"."""
     return "x".join(map(str, shape)) or "scalar"

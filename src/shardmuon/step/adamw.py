@@ -95,7 +95,8 @@ def _completed(
 
 
 def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> Row:
-    """What is stepped of a parameter; makes its state if it is missing. Collective if its gradient is to be aligned."""
+    """Tensors of one parameter that AdamW steps; makes its state if it is missing. Collective if its gradient is to be
+    aligned."""
     if engine.storages(param, grad) is None and not engine.is_aligned(grad, param):
         grad = engine.align(grad, param)
     init_state(param, grad, state)
@@ -127,14 +128,15 @@ _Line = tuple[_Tensors, Tensor]  # what the kernel walks, and its count of steps
 
 
 def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], list[tuple[_Line, list[_Tensors]]]]:
-    """What the kernel walks on one device, see [Note: one form of AdamW].
+    """Lists of tensors that the kernel walks on one device: see [Note: one form of AdamW].
 
     Args:
-        rows: Of one device.
-        cuts: The end of a tensor is rounded in another way.
+        rows: Parameters on one device.
+        cuts: True if the kernel rounds the end of a tensor in another way.
 
     Returns:
-        What is stepped where it lies; counts of what is stepped in copies alone; copies, and of which tensors.
+        Tensors to step where they lie; step counts of parameters that are stepped in copies alone; copies, each with
+        the tensors that it was made of.
     """
     lines: list[_Line] = []
     uncounted: list[Tensor] = []
@@ -163,7 +165,7 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
 
 
 def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
-    """Copies; zeros behind fill the last vector."""
+    """Copies of several parameters' tensors, side by side; zeros behind them fill the last vector."""
     first = several[0][0]
     missing = -sum(row[0].numel() for row in several) % (_VECTOR // first.element_size())
     columns = zip(*several, strict=True)
@@ -171,7 +173,7 @@ def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
 
 
 def _copy_back(copied: _Line, targets: Sequence[_Tensors]) -> None:
-    """Weights and moments."""
+    """Copy stepped weights and moments back to where they belong."""
     for number in (0, 2, 3):
         column = [row[number] for row in targets]
         line = copied[0][number]

@@ -44,8 +44,8 @@ class Member(NamedTuple):
     Attributes:
         param: The tensor.
         group: Number of its group.
-        name, identity: For messages, and the name that all ranks give it.
-        engine: Reaches its storage.
+        name, identity: Name for messages, and the name that all ranks give it.
+        engine: The engine that reaches its storage.
         signature: Its engine's, when the plan was made.
         kept: Key -> global shape of each state tensor of its stages.
     """
@@ -65,18 +65,18 @@ class Binding(KeptTable):
 
     Attributes:
         table: Who stores what.
-        plan: Of the table's parameters.
-        members: They, index for index.
-        planned: Of each group, the text of options that the plan was made for.
+        plan: Plan of the table's parameters.
+        members: The table's parameters, index for index.
+        planned: For each group, the text of options that the plan was made for.
         buckets: Those that this rank takes part in, in the plan's order.
-        shapes: Of what this rank stores of each parameter.
+        shapes: Shape of this rank's storage of each parameter.
         digests: Set of ranks -> what its ranks plan alike, and that no other plan has.
         on_weights: Number -> stages, of parameters that have one on weights.
         alike: Set of ranks -> the parameters that its ranks must step alike: all that share one, but only those that
             store any of it where the others may lack the gradient.
         elsewhere: The parameters that only other ranks store any of, and whose gradient may lack here.
         bits: Number -> presence bit of each parameter whose gradient some ranks may lack.
-        num_bits: Of the component.
+        num_bits: Number of presence bits of the component.
         ns_device: Where matrices are orthogonalized; None: where their buckets' wires are.
     """
 
@@ -112,7 +112,7 @@ class Binding(KeptTable):
         return self._of_step[missing]
 
     def _device(self, bucket: Bucket) -> torch.device:
-        """Where a bucket's wires are."""
+        """Device of a bucket's wires."""
         device = self.members[self.plan.items[bucket.items[0]].param].param.device
         return wire_device(device, self.ns_device, bucket.ranks if bucket.exchange else (self.rank,))
 
@@ -212,11 +212,11 @@ def _check_not_flat(name: str, param: Tensor) -> None:
 
 
 class How(NamedTuple):
-    """How this rank orthogonalizes.
+    """The way to orthogonalize on this rank: the choice of a method for each matrix, and a device.
 
     Attributes:
-        chooser: Chooses for each matrix.
-        device: Where; None: where parameters are.
+        chooser: Chooses how to orthogonalize each matrix.
+        device: Device that orthogonalizes; None: that of the parameters.
     """
 
     chooser: Chooser
@@ -237,7 +237,7 @@ class How(NamedTuple):
         return self.chooser.dtype or default_dtype(method, self.device or device)
 
     def stamp(self, device: torch.device) -> str:
-        """This machine, as far as products depend on it. `device`: of parameters."""
+        """Text about this machine, as far as products depend on it. `device`: that of the parameters."""
         where = self.device or device
         # "torch" leaves the process's own flags as they are
         flags = f"; {precision_flags(where)}" if self.chooser.method == "torch" else ""
@@ -323,7 +323,7 @@ def spec_stages(options: GroupOptions) -> Stages:
 def _kept_layout(
     known: dict[tuple[ParamLayout, str], ParamLayout], engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage
 ) -> ParamLayout:
-    """Who keeps what a stage keeps of a parameter; parameters that lie alike share one object (`known`)."""
+    """Layout of the numbers that a stage keeps of a parameter; parameters that lie alike share one object (`known`)."""
     key = layout, stage.key
     if key not in known:
         view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])

@@ -31,10 +31,10 @@ Exchange = Callable[[Tensor, Ints, Ints], Pending]  # what goes to each rank, an
 
 
 class Kernel(NamedTuple):
-    """What orthogonalizes the matrices of all buckets.
+    """Means to orthogonalize the matrices of all buckets.
 
     Attributes:
-        device: Where; None: where a bucket's wires are.
+        device: Device that orthogonalizes; None: that of a bucket's wires.
         graphs, watch: See `orthogonalize`.
     """
 
@@ -48,9 +48,9 @@ class Bound:
 
     Args:
         plan: The plan.
-        program: One of its.
-        shapes: Of what this rank stores of each parameter.
-        device: Of its wires.
+        program: One of its programs.
+        shapes: Shape of this rank's storage of each parameter.
+        device: Device of its wires.
 
     Attributes:
         wire: Dtype of what travels, and of batches.
@@ -92,12 +92,12 @@ class Bound:
 
 
 class Buckets(NamedTuple):
-    """This rank's buckets in a step in which certain parameters have a gradient. Kept from step to step.
+    """The buckets of this rank in a step in which certain parameters have a gradient. Kept from step to step.
 
     Attributes:
-        bounds: Of each, in the plan's order.
+        bounds: The buckets, in the plan's order.
         order: Their turns, see `shardmuon.plan.pipeline.turns`.
-        moves: Anything travels, so other ranks wait for this one.
+        moves: True if anything travels, so that other ranks wait for this one.
     """
 
     bounds: list[Bound]
@@ -227,7 +227,7 @@ def _passed_on(
 
 
 def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = False) -> None:
-    """From `here` to `there`, or back."""
+    """Copy blocks from `here` to `there`, or with `back` from `there` to `here`."""
     for copy in copies:
         one = here.as_strided(copy.sizes, copy.here.strides, copy.here.start)
         other = there.as_strided(copy.sizes, copy.there.strides, copy.there.start)

@@ -1,4 +1,4 @@
-"""What must be true of gradients and state before a step. Each check raises ValueError without the parameter's name."""
+"""Checks of gradients and state before a step. Each raises ValueError without the parameter's name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
     """The gradient's local storage, or None if it does not lie as the parameter does, whose storage is `weight`.
 
     Raises:
-        ValueError: It is unusable; the message lacks the name.
+        ValueError: The gradient is unusable; the message lacks the name.
     """
     quick = engine.storages(param, grad)
     if quick is not None and not quick[1].is_complex():
@@ -47,7 +47,8 @@ def check_gradient_elsewhere(param: Tensor) -> None:
 
 
 def check_can_align(param: Tensor, weight: Tensor) -> None:
-    """A gradient is redistributed by placements, so the storage (`weight`) must be what placements say."""
+    """Raise ValueError if the storage (`weight`) is not what placements say: a gradient is redistributed by
+    placements."""
     assert is_dtensor(param), "gradients of others lie as they do, or are refused"
     if not lies_as_placed(param):
         raise ValueError(
@@ -57,7 +58,8 @@ def check_can_align(param: Tensor, weight: Tensor) -> None:
 
 
 def check_adamw_dtypes(param: Tensor, grad: Tensor, moment: Tensor | None) -> None:
-    """torch's AdamW mixes no dtypes, and finds out when other parameters have changed."""
+    """Raise ValueError if dtypes differ: torch's AdamW mixes none, and finds out only when other parameters have
+    changed."""
     kept = param if moment is None else moment
     if grad.dtype != kept.dtype:
         what = "the parameter" if moment is None else "its exp_avg"
@@ -79,7 +81,7 @@ def state_storage(param: Tensor, buffer: Tensor, key: str, engine: Engine, weigh
     """The local storage of a state tensor, which lies as the parameter does and may be written to.
 
     Raises:
-        ValueError: It does not, or may not; the message lacks the name.
+        ValueError: It lies otherwise, or may not be written to; the message lacks the name.
     """
     quick = engine.storages(param, buffer)
     if quick is not None:

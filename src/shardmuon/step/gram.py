@@ -45,7 +45,7 @@ def run_gram(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> It
 
 
 class GramRun:
-    """This rank's shards of a bucket, and what it knows of their matrices in one step."""
+    """One bucket's shards on this rank in one step, with norms, parts and factors of their matrices."""
 
     def __init__(self, bound: Bound, work: Work) -> None:
         assert isinstance(bound.program, GramProgram), "of a bucket of this route"

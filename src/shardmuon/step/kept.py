@@ -42,7 +42,7 @@ def start_kept(
 
 
 def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tuple[str, ...]:
-    """Keys of what is not there, and of norms that no step has looked at since they were made or loaded.
+    """Keys of state tensors that are missing, and of norms that no step has looked at since they were made or loaded.
 
     Checkpoints make state before there was a step, where a norm of 0 says that it is not known. Ranks must agree on
     these: stages on weights begin with a reduction for them, and a copy that only one rank lost would begin from zeros.
@@ -57,11 +57,11 @@ def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tup
 
 
 class MatrixNumbers(NamedTuple):
-    """Which matrix of a parameter each of its rows (or columns) is in.
+    """Numbers of the matrices in which each row (or column) of a parameter lies.
 
     Attributes:
-        number: (rows,), int64: the matrix's number.
-        total: How many matrices there are.
+        number: (rows,), int64: number of each row's matrix.
+        total: Number of matrices.
     """
 
     number: Tensor
@@ -74,8 +74,8 @@ def forget_norms(
     factors: Tensor,  # (rows,), or of columns
     matrices: MatrixNumbers | None,  # None: each row is in all of them
 ) -> None:
-    """A parameter's rows have been multiplied with `factors`: the next step measures the norms of matrices that have
-    any row whose factor is not 1. To be called on every rank that shares it; waits for no device."""
+    """Let the next step measure anew the norms of matrices that have any row whose factor is not 1, as a parameter's
+    rows have been multiplied with `factors`. To be called on every rank that shares it; waits for no device."""
     changed = factors != 1.0
     for key in WEIGHT_NORMS:
         value = state.get(key)
@@ -93,10 +93,10 @@ def forget_norms(
 def stored_kept(
     shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> tuple[Tensor, ...]:
-    """What this rank stores of each, in this order.
+    """Local storage of each state tensor of a parameter's stages, in the order of `shapes`.
 
     Raises:
-        ValueError: It does not lie as it should; the message lacks the name.
+        ValueError: A tensor is missing or has another layout or dtype; the message lacks the parameter's name.
     """
     found: list[Tensor] = []
     for key, shape in shapes.items():

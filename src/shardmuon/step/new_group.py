@@ -1,4 +1,4 @@
-"""What a group must be before an optimizer takes it. Talks to no other rank."""
+"""Checks of a parameter group before an optimizer takes it. Talks to no other rank."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of what a caller adds, with a list of parameters and process groups by their ranks.
 
     Raises:
-        TypeError: It is no dict, or its parameters have no order.
+        TypeError: The group is no dict, or its parameters have no order.
         ValueError: A process group is none, or this rank is not in it.
     """
     if not isinstance(param_group, dict):

@@ -1,4 +1,4 @@
-"""What each parameter group says, as one frozen object that is made anew only when the group says something else.
+"""Options of each parameter group, as one frozen object that is made anew only when the group says something else.
 
 [Note: an lr on the device]
     The host compares every option among the ranks before each step. To compare an lr that lies on the device it would
@@ -110,7 +110,7 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
 
 
 def settings_text(settings: Settings) -> str:
-    """Equal on two ranks that do the same; names a callable instead of printing its address."""
+    """Text of settings, equal on two ranks that do the same; names a callable instead of printing its address."""
     scale = settings.adjust_lr_fn
     named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
     lr = settings.tensor_lr
@@ -148,7 +148,7 @@ class GroupOptions(NamedTuple):
     """A group's options.
 
     Attributes:
-        settings: Of its matrices in a step; None if the group is AdamW's.
+        settings: Settings of its matrices in a step; None if the group is AdamW's.
         text: The settings as text, equal on ranks that do the same.
         alike: Text of what ranks must have alike when a plan is made, besides `view`.
         planned: Text of what a plan is made for: that, `view`, and this rank's process groups.
@@ -164,7 +164,7 @@ class GroupOptions(NamedTuple):
     view: Mapping[str, Any] | None = None
 
     def with_rate(self, lr: Tensor) -> GroupOptions:
-        """The same with an lr that lies on an accelerator; its value was read before."""
+        """The same options with an lr that lies on an accelerator; its value was read before."""
         if self.settings is None:
             return self
         settings = replace(self.settings, tensor_lr=lr)
@@ -225,7 +225,7 @@ class OptionsReader:
         return self.rates.get(index, 0.0)
 
     def forget_rates(self) -> None:
-        """A new plan is made: other ranks may have looked in another step."""
+        """Forget rates that were read: with a new plan other ranks may have looked in another step."""
         self.rates, self.num_steps, self.has_agreed = {}, 0, False
 
 
@@ -262,7 +262,7 @@ def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:
 
     Args:
         plan: The plan.
-        settings: Of each of its parameters.
+        settings: Settings of each of its parameters.
     """
     shapes: dict[tuple[float, float], dict[str, None]] = {}
     for item in plan.items:

@@ -37,5 +37,5 @@ def fingerprint(storage: Tensor) -> int:
 
 
 def _wrapped(number: int) -> int:
-    """Modulo 2**64 as a signed number."""
+    """An integer modulo 2**64, as a signed number."""
     return (number + 2**63) % 2**64 - 2**63

@@ -1,4 +1,4 @@
-"""What the planner is told of a parameter: how each of its matrices is orthogonalized and why, its cost and its wire.
+"""Specs of parameters for the planner: how each matrix is orthogonalized and why, its cost and its wire.
 
 Ranks of a running job and `shardmuon plan`, which has none, make their specs here.
 """
@@ -32,7 +32,7 @@ class WireFormat(NamedTuple):
 
     @classmethod
     def of(cls, orthogonalizer: Orthogonalizer, exchange: Exchange, *, doubles: bool) -> WireFormat:
-        """By the options of an optimizer. `doubles`: True if it has a parameter of fp64."""
+        """The wire that an optimizer's options ask for. `doubles`: True if it has a parameter of fp64."""
         if exchange.dtype is not None:
             return cls(exchange.dtype.itemsize, False)
         if doubles or orthogonalizer.method == "reference" or orthogonalizer.products_dtype == torch.float64:
@@ -40,7 +40,7 @@ class WireFormat(NamedTuple):
         return cls(4, True)
 
     def itemsize_of(self, choice: Choice) -> int:
-        """Of a matrix that is orthogonalized like this."""
+        """Bytes per element of the wire of a matrix that is orthogonalized as `choice` says."""
         return 2 if self.narrows and is_narrow(choice) else self.itemsize
 
 
@@ -56,12 +56,12 @@ def make_spec(
     """One parameter as the planner sees it.
 
     Args:
-        name: For messages.
+        name: Name for messages.
         layout: Who stores what.
-        options: Of its group, which is one of matrices.
-        device: Of the parameter.
-        chooser: Of the optimizer.
-        wire: Of the optimizer.
+        options: Options of its group, which is one of matrices.
+        device: Device of the parameter.
+        chooser: The optimizer's chooser.
+        wire: The optimizer's wire.
         kept_of: A stage that keeps anything -> who keeps what.
 
     Raises:

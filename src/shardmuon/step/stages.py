@@ -34,18 +34,18 @@ class KeptSide:
         self._side = Side(tiles, views, [()] * len(tiles))
 
     def of(self, stored: Stored) -> list[Tensor]:  # 1-D each, fp32
-        """Of each matrix, as a view of storage."""
+        """Kept numbers of each matrix, as views of this rank's storage."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
 
     def tell(self, stored: Stored, wire: Tensor) -> None:
-        """Write them to the wire, bit for bit."""
+        """Write the kept numbers to the wire, bit for bit."""
         if self._loads:
             targets = [wire.narrow(0, load.start, load.size) for load in self._loads]
             foreach_copy_(targets, [_as_elements(numbers, wire) for numbers in self.of(stored)])
 
     def hear(self, wire: Tensor, stored: Stored) -> None:
-        """Store what is on the wire."""
+        """Store the numbers that came on the wire."""
         if self._loads:
             # one copy into memory of its own, for a slot may begin where no fp32 number may
             came = torch.cat([wire.narrow(0, load.start, load.size) for load in self._loads]).view(torch.float32)
@@ -63,7 +63,7 @@ def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of
 
 
 def sides_of_batches(plan: Plan, program: Program) -> list[list[KeptSide]]:
-    """Of each batch and each `Spec.kept` of its matrices, where this rank stores what is kept of them."""
+    """Local storage of the numbers kept of matrices: one side for each batch and each `Spec.kept` of its matrices."""
     found = []
     for batch in program.batches:
         items = [plan.items[number] for number in batch.items]
@@ -81,17 +81,17 @@ class BatchStages:
     """The stages of a batch in one step.
 
     Attributes:
-        after: Those after the orthogonalization.
+        after: Stages after the orthogonalization.
         kept: Key -> of each matrix what its stages keep, fp32, where the batch is; changed in place.
     """
 
     def __init__(self, stages: Stages, sides: Sequence[KeptSide], stored: Stored, device: torch.device) -> None:
         """
         Args:
-            stages: Of its matrices.
-            sides: Of what they keep, one for each of `keeping(stages)`.
+            stages: Stages of its matrices.
+            sides: Storage of what they keep, one for each of `keeping(stages)`.
             stored: This step's storages.
-            device: Of the batch.
+            device: Device of the batch.
         """
         self._before = [stage for stage in stages if isinstance(stage, BeforeStage)]
         self.after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
@@ -112,8 +112,8 @@ class BatchStages:
         x: Tensor,  # (B, rows, cols) in slots; may be overwritten
         products: torch.dtype | None,  # if the orthogonalizer takes matrices of norm 1 as they are
     ) -> tuple[Tensor, bool]:  # (B, rows, cols) in slots, and True if their norms are 1
-        """Run the stages before; the batch itself without any. On a CPU one matrix after the other, into memory that
-        there is."""
+        """Run the stages that come before the orthogonalization; the batch itself if there are none. On a CPU one
+        matrix after the other, into memory that there is."""
         if not self._before:
             return x, False
         narrow = x.dtype in (torch.bfloat16, torch.float16)
@@ -128,7 +128,8 @@ class BatchStages:
         return x, True
 
     def _run(self, x: Tensor) -> Tensor:  # (B, rows, cols) -> (B, rows, cols) in slots
-        """Run all of them, at least in fp32. Each matrix alone: a sum over a batch may be cut otherwise."""
+        """Run all stages that come before the orthogonalization, at least in fp32. Each matrix alone: a sum over a
+        batch may be cut otherwise."""
         found = [self._run_one(matrix, at) for at, matrix in enumerate(x.split(1))]
         out = empty_batch(x.shape, found[0].dtype, x.device)
         foreach_copy_(out.split(1), found)
@@ -155,7 +156,7 @@ class Result(NamedTuple):
     """An orthogonalized batch whose stages after have not run.
 
     Attributes:
-        stages: Of the batch.
+        stages: Stages of the batch.
         place: Where results go; of the wire's dtype.
         out: The results; may be `place`.
     """

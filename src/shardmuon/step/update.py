@@ -45,8 +45,8 @@ class Portion(NamedTuple):
     """Tiles that one call of a list operation takes.
 
     Attributes:
-        places: Of each among all tiles of a side.
-        of: Takes them out of a list of something of all tiles.
+        places: Number of each among all tiles of a side.
+        of: Function that takes theirs out of a list with an entry for each tile of the side.
     """
 
     places: list[int]
@@ -115,18 +115,18 @@ class Side:
 
     Attributes:
         loads: The tiles and their places.
-        params: Number of the parameter of each.
-        views: Of the parameter of each.
-        shapes: (rows, cols) of the matrix of each.
+        params: Number of each tile's parameter.
+        views: View of each tile's parameter.
+        shapes: (rows, cols) of each tile's matrix.
         in_momentum, in_weights: How lists of them are dealt.
     """
 
     def __init__(self, loads: Sequence[Load], views: Sequence[MatrixView], shapes: Sequence[Ints]) -> None:
         """
         Args:
-            loads: Of a program.
-            views: Of each parameter.
-            shapes: Of what this rank stores of each parameter.
+            loads: Loads of a program.
+            views: View of each parameter.
+            shapes: Shape of this rank's storage of each parameter.
         """
         self.loads = tuple(loads)
         self.views = [views[load.param] for load in loads]
@@ -182,11 +182,11 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
 
 
 class Rounding(NamedTuple):
-    """How one parameter's storages are rounded at random in one step.
+    """Random bits for one parameter's storages in one step.
 
     Attributes:
-        momentum: Random bits for a momentum of bf16 or 8-bit codes. None: it is stored as it is computed.
-        scales: Of 8-bit codes.
+        momentum: Random bits for a momentum of bf16 or 8-bit codes. None: the momentum is stored as it is computed.
+        scales: Scales of 8-bit codes; None for other momentum.
         weights: Random bits for half-precision weights. None: they are rounded to nearest.
     """
 
@@ -199,13 +199,13 @@ _NEAREST = Rounding()
 
 
 class Work(NamedTuple):
-    """This step's tensors of each parameter of a plan; None for those without a gradient, here and on all ranks.
+    """Tensors of this step for each parameter of a plan; None for those without a gradient, here and on all ranks.
 
     Attributes:
-        weights, grads, momenta: What this rank stores of each.
-        settings: Of its group.
-        kept: Of each of its `Spec.kept`.
-        rounding: Of those parameters that are rounded at random.
+        weights, grads, momenta: This rank's storage for each parameter.
+        settings: Settings of each parameter's group.
+        kept: For each parameter, this rank's storage for each of its `Spec.kept`.
+        rounding: Number of a parameter -> its random bits, for those that are rounded at random.
     """
 
     weights: Sequence[Tensor | None]
@@ -217,12 +217,12 @@ class Work(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What was orthogonalized of the tiles of a side.
+    """Orthogonalized tiles of a side.
 
     Attributes:
-        side: They.
-        buffer: Where it is, 1-D.
-        views: Of each tile in it, if they are there already.
+        side: The tiles.
+        buffer: The 1-D tensor that holds them.
+        views: View of each tile in it; empty: not made yet.
     """
 
     side: Side
@@ -329,7 +329,7 @@ def _lr_on(device: torch.device, settings: Settings) -> float | Tensor:
 
 
 def _rounder(side: Side, work: Work, at: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """What rounds a tile of weights at random."""
+    """Function that rounds a tile of weights at random."""
     stream = work.rounding[side.params[at]].weights
     assert stream is not None, "of one portion all are rounded, or none"
     return partial(round_patch, stream, side.patches[at], dtype)

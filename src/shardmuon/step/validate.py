@@ -41,18 +41,18 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Proposal:
-    """What this rank would do in a step, and what it says of that.
+    """One step as this rank would make it, with what it tells the other ranks of that.
 
     Attributes:
-        weights, grads, momenta: What this rank stores of each parameter of the plan; None where there is no gradient.
-        settings: Of the group of each.
-        states: NONE, READY or MISPLACED, of each.
-        said: What ranks must do alike with each.
-        kept: Of each what its stages keep of it.
-        rounding: Number -> how it is rounded at random.
-        made: Number -> the whole state of parameters whose state will change.
-        fresh: Number -> keys of norms that no step has looked at since they were made or loaded.
-        adamw: Number of a group -> what AdamW steps of each of its parameters, where that could be told.
+        weights, grads, momenta: This rank's storage for each parameter of the plan; None without a gradient.
+        settings: Settings of each parameter's group.
+        states: NONE, READY or MISPLACED for each parameter.
+        said: For each parameter, values that ranks must have alike.
+        kept: For each parameter, this rank's storage of what its stages keep.
+        rounding: Number of a parameter -> its random bits.
+        made: Number of a parameter -> its whole state, for those whose state will change.
+        fresh: Number of a parameter -> keys of norms that no step has looked at since they were made or loaded.
+        adamw: Number of a group -> tensors that AdamW steps of each of its parameters, as far as they could be told.
         presence: A bit for each parameter whose gradient some ranks may lack, and this one has.
     """
 
@@ -71,7 +71,7 @@ class Proposal:
         self.presence = 0
 
     def hear(self, binding: Binding, presence: int) -> None:
-        """Parameters that only other ranks store any of are stepped if they have the gradient."""
+        """Step parameters that only other ranks store any of if those have the gradient, else leave them out."""
         for number in binding.elsewhere:
             if presence >> binding.bits[number] & 1:
                 self.states[number] = READY
@@ -83,10 +83,10 @@ class Proposal:
 
 
 class Memory(NamedTuple):
-    """What an optimizer keeps from step to step.
+    """Everything that an optimizer keeps from step to step.
 
     Attributes:
-        state: Of each parameter.
+        state: State of each parameter.
         keeper: How momentum is stored.
         settled: State tensors of stages on weights that a step has looked at.
     """
@@ -157,7 +157,7 @@ def _asked_anew(settings: Settings) -> Settings:
 
 
 def _read(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory) -> tuple[object, ...]:
-    """Note what this rank has of a parameter; what ranks must have alike of it."""
+    """Note what this rank has of a parameter, and what ranks must have alike of it."""
     member, keeper = binding.members[number], memory.keeper
     param, engine, kept = member.param, member.engine, memory.state.get(member.param, _NOTHING)
     grad = param.grad
@@ -214,7 +214,7 @@ def _state_storage(param: Tensor, kept: object, key: str, engine: Engine, weight
     """The local storage of a state tensor, which can be written to.
 
     Raises:
-        ValueError: It cannot, or is no such tensor.
+        ValueError: It cannot be written to, or is no such tensor.
     """
     if not isinstance(kept, Tensor):
         raise ValueError(f"its {key} is a {type(kept).__name__}, not a tensor. {_LOAD}")
@@ -243,7 +243,7 @@ _LOAD = "Load the optimizer's state again"
 
 
 def _adamw_rows(index: int, group: Group, state: State) -> list[Row | None]:
-    """What AdamW steps of each parameter of a group; None: no gradient, no state yet, or it lies otherwise.
+    """Tensors that AdamW steps for each parameter of a group; None: no gradient, no state yet, or it lies otherwise.
 
     Raises:
         ValueError: Gradient or state is unusable; with the parameter's name.
@@ -314,12 +314,12 @@ def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOpti
 
 
 class ProposalLine(NamedTuple):
-    """What a rank is about to do with one parameter, in words.
+    """Text on what a rank is about to do with one parameter.
 
     Attributes:
-        name: Of the parameter.
-        gradient: Whether there is one, see `STATES`.
-        text: Dtypes, state and options, apart by spaces.
+        name: Name of the parameter.
+        gradient: State of its gradient, one of the words of `STATES`.
+        text: Dtypes, state and options, separated by spaces.
     """
 
     name: str
@@ -328,7 +328,8 @@ class ProposalLine(NamedTuple):
 
 
 def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks) -> list[ProposalLine]:
-    """The same of one set in words, a line for each parameter; the first one is the plan's."""
+    """Text of what a set of ranks must have alike in this step, a line for each parameter; the first line is the
+    plan's."""
     lines = [ProposalLine("", binding.digests.get(ranks, b"").hex(), "")]
     for number in binding.alike[ranks]:
         member, said = binding.members[number], proposal.said[number][1:]
@@ -340,7 +341,8 @@ def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOption
 
 
 def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) -> str:
-    """Where what the ranks of a set are about to do differs first. None: a rank has no such set in its plan."""
+    """Message on the first thing in which the ranks of a set are about to differ. `everyone`: their lines, in the order
+    of ranks; None for a rank that has no such set in its plan."""
     told = [lines for lines in everyone if lines is not None]
     plans, *lines = zip(*told, strict=False)
     if len(told) < len(ranks) or len(set(plans)) > 1:

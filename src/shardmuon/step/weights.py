@@ -42,7 +42,7 @@ class WeightSet:
     to step; holds no tensor.
 
     Attributes:
-        ranks: Those that share them.
+        ranks: The ranks that share them.
     """
 
     def __init__(self, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> None:
@@ -51,7 +51,7 @@ class WeightSet:
             plan: The plan.
             stages: Number of a parameter -> its stages.
             rank: This one.
-            shapes: Of what it stores of each parameter of the plan.
+            shapes: Shape of this rank's storage of each parameter of the plan.
         """
         self._params = {param: plan.specs[param] for param in sorted(stages)}
         self.ranks, self._rank = next(iter(self._params.values())).layout.ranks, rank
@@ -81,7 +81,7 @@ class WeightSet:
         return f"ranks {ranks_text(self.ranks)}: {', '.join(names[:3] + more)}"
 
     def squares(self, work: Work) -> Tensor:  # (matrices,), fp64
-        """Of each matrix, what this rank adds to its squared norm."""
+        """The part of each matrix's squared norm that this rank has."""
         weight = work.weights[next(iter(self._params))]
         assert weight is not None, "parameters of a set have gradients"
         parts: list[list[Tensor]] = [[] for _ in range(sum(self._sizes))]
@@ -95,7 +95,7 @@ class WeightSet:
         return torch.stack(norms).square_()
 
     def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # (matrices,), fp64
-        """Before the update: keep norms that are not known yet, and tell of matrices of zeros."""
+        """Keep norms that are not known yet, and tell of matrices of zeros. Runs before the update."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         zero = (kept[:, 0] == 0).logical_and_(norm == 0)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
@@ -104,7 +104,7 @@ class WeightSet:
                 watch.add(spec.name, self._stage, of_param)
 
     def finish(self, squares: Tensor, work: Work) -> None:  # (matrices,), fp64
-        """After the update: multiply the weights with their factors."""
+        """Multiply the weights with their factors. Runs after the update."""
         kept = self._read(work, squares.device)
         factor = self._stage.factor(_norms(squares), kept)
         self._write(work, kept)
@@ -118,7 +118,7 @@ class WeightSet:
             foreach_products_([tile for tile, _ in pairs], [number for _, number in pairs])
 
     def _read(self, work: Work, device: torch.device) -> Tensor:  # (matrices, 1), fp32
-        """What is kept of each matrix; 0 if not here."""
+        """The number kept of each matrix; 0 if it is not stored here."""
         found = [torch.zeros(1, dtype=torch.float32, device=device)] * sum(self._sizes)
         for at, number in zip(self._kept_at, self._kept.of(work.kept), strict=True):
             found[at] = number
@@ -139,7 +139,7 @@ def _parts(tile: Tensor) -> list[Tensor]:
 
 
 def _norms(squares: Tensor) -> Tensor:  # fp64 -> fp64
-    """Roots, rounded to fp32."""
+    """Square roots, rounded to fp32."""
     return torch.sqrt(squares, out=torch.empty_like(squares, dtype=torch.float32)).double()
 
 
@@ -154,8 +154,8 @@ def weight_sets(plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Seq
         plan: The plan.
         stages: Number of a parameter -> its stages, of those that the rank shares and that are meant: before the update
             those whose norms are fresh, after it those that have gradients. The same on all ranks that share them.
-        rank: Which one.
-        shapes: Of what it stores of each parameter of the plan.
+        rank: The rank.
+        shapes: Shape of its storage of each parameter of the plan.
     """
     found: dict[tuple[int, Ranks, str, str], dict[int, Stages]] = {}
     for param, of_param in stages.items():
@@ -172,7 +172,7 @@ _SHOWN = 3  # names in a message
 
 
 class ZeroWatch:
-    """Which matrices had no norm when their stages first asked for it. One for each optimizer."""
+    """Watch for matrices whose norm was 0 when their stages first asked for it. One for each optimizer."""
 
     def __init__(self) -> None:
         self.coming: deque[tuple[str, str, Tensor | Later]] = deque()  # parameter, its stage, which are zero
@@ -183,7 +183,7 @@ class ZeroWatch:
         stage: WeightStage,
         zero: Tensor,  # (matrices of the parameter,), bool
     ) -> None:
-        """Of one parameter. Waits for nothing."""
+        """Note which matrices of one parameter are zeros. Waits for nothing."""
         self.coming.append((name, type(stage).__name__, zero if zero.device.type == "cpu" else Later(zero)))
 
     def report(self) -> None:

@@ -68,14 +68,14 @@ def make_model(device: torch.device, d: int = 64, layers: int = 2, num_vectors: 
 
 
 def make_optimizer(model: SyntheticModel, **options: Any) -> Muon:
-    """Both kinds of group."""
+    """An optimizer with both kinds of group."""
     groups = [{"params": model.matrices}, {"params": model.vectors, "use_muon": False}]
     return Muon(groups, **{"lr": 0.02, **options})
 
 
 @contextlib.contextmanager
 def waits_are_errors(device: torch.device) -> Iterator[None]:
-    """Whatever makes the host wait for a CUDA device raises inside."""
+    """Raise if anything inside makes the host wait for a CUDA device."""
     if device.type != "cuda":
         yield
         return
@@ -90,7 +90,7 @@ def waits_are_errors(device: torch.device) -> Iterator[None]:
 
 
 def step_without_a_wait(device: torch.device, tensor_lr: bool = False, **options: Any) -> None:
-    """A steady step. Raises RuntimeError where it waits for a CUDA device."""
+    """Take a steady step. Raises RuntimeError where it waits for a CUDA device."""
     model = make_model(device)
     lr: Any = torch.tensor(0.02, dtype=torch.float32, device="cpu").to(device) if tensor_lr else 0.02
     optimizer = make_optimizer(model, lr=lr, **options)

@@ -22,7 +22,7 @@ class ParamCase:
 
     @property
     def view(self) -> MatrixView:
-        """Its matrices."""
+        """The matrices of the parameter."""
         return matrix_view(self.shape, **self.options)
 
 

@@ -92,7 +92,8 @@ def compare_with_torch(
     remember: bool = False,
     **options: Any,
 ) -> Comparison:
-    """The same against torch.optim.Muon, which is given every logical matrix as a parameter of its own."""
+    """Compare a sharded model with torch.optim.Muon, which is given every logical matrix as a parameter of its own. All
+    ranks call."""
     cases = {name: PARAMS[name] for name in params}
     job = _Job(layout, cases, Orthogonalizer(method="torch"), dtype, steps, seed, options)
     return job.compare(_torch_steps, remember, None)

@@ -42,7 +42,7 @@ class FSDP1Unit(nn.Module):
 
 
 class Inner(FSDP1Unit):
-    """One that is wrapped by itself."""
+    """A module that is wrapped by itself."""
 
 
 def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:

@@ -37,7 +37,7 @@ Builder = Callable[[Tensors, tuple[int, ...]], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class LayoutCase:
-    """One row.
+    """One layout of the comparison.
 
     Attributes:
         name: As `shardmuon verify` prints it.
@@ -194,7 +194,7 @@ def _fsdp2(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def _tp(tensors: Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Column and row parallel in turn."""
+    """DTensors cut by columns and rows in turn, as in tensor parallelism."""
     return _distributed(tensors, mesh, lambda i, t: [Shard(i % 2 + t.ndim - 2)])
 
 

@@ -96,7 +96,7 @@ class RankPool:
 
     Args:
         world_size: Number of ranks, at least 1.
-        backend: Of the default process group. With nccl, rank r uses CUDA device r.
+        backend: Backend of the default process group. With nccl, rank r uses CUDA device r.
         timeout: Seconds that one call may take.
 
     Examples:
@@ -131,7 +131,7 @@ class RankPool:
             kwargs: Like `args`.
 
         Raises:
-            RankError: It raised, hung or died on some rank. The ranks are killed (the others may be stuck in a
+            RankError: `fn` raised, hung or died on some rank. The ranks are killed (the others may be stuck in a
                 collective), and the next call starts new ones.
             TypeError: `fn` or an argument cannot be pickled.
         """
@@ -143,7 +143,7 @@ class RankPool:
         return cast("list[T]", replies)
 
     def run_catching(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T | RankException]:
-        """Like `run`, but a rank's exception is its result, and the ranks live on.
+        """Run a function as `run` does, but return a rank's exception as its result and let the ranks live on.
 
         For claims like "every rank raises and none hangs". It waits for slow ranks up to the pool's time-out, however
         early another one raises. The process group is usable afterwards if no collective was left half done.

@@ -29,7 +29,8 @@ _MORE: list[str] = []
 
 
 def preload(module: str) -> None:
-    """Have one more imported, if no pool of this process has started yet; left out where it raises ImportError."""
+    """Have one more module imported, if no pool of this process has started yet; left out where it raises
+    ImportError."""
     _MORE.append(module)
 
 

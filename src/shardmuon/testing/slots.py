@@ -49,9 +49,9 @@ def search(
     Args:
         device: Where to multiply.
         shapes: (rows, cols) of matrices. Those whose batches have one slot are skipped.
-        dtypes: Of the products.
+        dtypes: Dtypes of the products.
         draws: Random matrices for each shape and dtype; neighbours are random, zeros or the matrix itself.
-        seed: Of all of them.
+        seed: Seed of all of them.
         report: Is told of each shape.
     """
     generator = torch.Generator().manual_seed(seed)

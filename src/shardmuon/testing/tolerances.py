@@ -219,12 +219,12 @@ def assert_same_orthogonalization(
     Args:
         found: Computed with products of `dtype`.
         expected: So too, or with `exact` in fp64 by another way.
-        dtype: Of the products.
-        coefficients: Of each step.
+        dtype: Dtype of the products.
+        coefficients: Coefficients of each step.
         matrix: What was orthogonalized.
         gram: By the Gram form.
         exact: Whether the rounding of `expected` may be left out.
-        what: For the message.
+        what: Words for the message.
     """
     sides = 1 if exact else 2
     bound = sides * orthogonalization_bound(coefficients, dtype, matrix, gram=gram)
@@ -260,11 +260,11 @@ def assert_same_update(
         lr: Learning rate.
         weight_decay: Decoupled, times lr.
         scale: By which the orthogonalized matrix is multiplied beside lr ("match_rms_adamw", ...).
-        dtype: Of the products.
-        coefficients: Of each step.
+        dtype: Dtype of the products.
+        coefficients: Coefficients of each step.
         matrix: What was orthogonalized. Without it the bound holds for any matrix, and is hundreds of times wider.
         exact: Whether `expected` was computed in exact arithmetic (weights are still stored in its dtype).
-        what: For the message.
+        what: Words for the message.
     """
     decay = 1 - lr * weight_decay
     one, other = ((_double(before) * decay - _double(after)) / lr for after in (found, expected))

@@ -38,10 +38,6 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-KEPT_KEYS = (NorMuon.key, HyperballWeight.key)  # all names of state that any stage has
-WEIGHT_NORMS = (HyperballWeight.key,)  # of these, norms of weights
-
-
 class VariantOption(NamedTuple):
     """An option of a group that variants read: its default, what is allowed in words, and the check of a number."""
 
@@ -54,12 +50,18 @@ VARIANT_OPTIONS: dict[str, VariantOption] = {
     "beta2": VariantOption(0.95, "a number from 0 to below 1", lambda value: 0.0 <= value < 1.0),
 }
 
+_STAGES = [
+    stage for row in VARIANTS.values() for stage in row.stages(*(VARIANT_OPTIONS[k].default for k in row.options))
+]
+KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # all names of state that any stage has
+WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # of these, norms of weights
+
 
 def names_in(variant: str | None) -> tuple[str, ...]:
     """The names in a group's `variant`. None: plain Muon.
 
     Raises:
-        ValueError: It names what there is not, or one thing twice; the message lacks the group.
+        ValueError: A name does not exist, or comes twice; the message lacks the group.
     """
     if variant is None:
         return ()
@@ -120,12 +122,12 @@ def keeping(stages: Stages) -> Stages:
 
 
 def stages_text(stages: Stages) -> str:
-    """Equal on ranks that do the same; "" for plain Muon."""
+    """Text of stages, equal on ranks that do the same; "" for plain Muon."""
     return " ".join(map(repr, stages))
 
 
 def gram_fault(stages: Stages) -> str:
-    """Why matrices with these stages cannot take the Gram route, or ""."""
+    """The reason why matrices with these stages cannot take the Gram route, or ""."""
     needing = [type(stage).__name__ for stage in stages if stage.whole]
     return f"{needing[0]} needs the whole matrix on one rank" if needing else ""
 

@@ -1,4 +1,4 @@
-"""What a stage of a step is. A variant of Muon is a tuple of stages; each is one file with its formula and source.
+"""Stages of a step. A variant of Muon is a tuple of stages; each is one file with its formula and source.
 
 [Note: stages]
     A step of Muon is: momentum, orthogonalize, update the weights. A stage stands at one of three places:
@@ -30,10 +30,14 @@
        its options; its docstring has the formula, the source, and what differs from that.
     2. A row in `VARIANTS` (variants/__init__.py): the name that users write, and a function from a group's options to
        the stages. A variant may have several (scale the update at the owner, then the weights).
-    3. An option that it reads: a row in `VARIANT_OPTIONS` there, with its default and its check.
+    3. An option that it reads: a row in `VARIANT_OPTIONS` there, with its default, which all variants share, and its
+       check; an argument of `Muon`, and a row of docs/options.md.
     4. A row in the table of dense references (auditing/stages.py): the formula
        once more, in fp64, written anew.
        Without one the audit says which matrices it does not check.
+    5. Tests. `VARIANTS` brings it into tests/step/test_stages.py and tests/test_cuda_shape.py. Its own: the formula,
+       zeros, `compare_with_dense`, a row in `test_a_matrix_has_the_same_bits_alone_and_among_others`, in `VARIANTS` of
+       tests/test_checkpoint.py, and an audit (tests/test_variants_audit.py).
     No step, plan, checkpoint or `shardmuon verify` names a variant: they read what a stage declares.
 """
 
@@ -71,7 +75,7 @@ class Stage:
 
 
 class BeforeStage(Stage):
-    """On what is to be orthogonalized. Owners run it on batches of whole matrices of one shape."""
+    """A stage on the momentum that is to be orthogonalized. Owners run it on batches of whole matrices of one shape."""
 
     def run(
         self,
@@ -85,20 +89,20 @@ class BeforeStage(Stage):
         self,
         x: Tensor,  # (1, rows, cols) on a CPU, (B, rows, cols) in aligned slots elsewhere; may be overwritten
     ) -> Tensor | None:  # of the same shape, in the dtype of x
-        """What `run` gives, divided by its Frobenius norm, in the passes in which a backend only divides: then the
-        backend does not. Bits of a matrix hang on no other: each is summed by itself. None, with x as it was: this
-        stage or (on CPUs, as nothing waits for a device) this matrix cannot, so `run` it."""
+        """Run on a batch and divide each matrix by its Frobenius norm, in no more passes than a backend needs to divide
+        alone: then the backend does not. Bits of a matrix hang on no other: each is summed by itself. None, with x as
+        it was: this stage or (on CPUs, as nothing waits for a device) this matrix cannot, so `run` it."""
         return None
 
 
 class AfterStage(Stage):
-    """On what was orthogonalized: a factor for each matrix, or for each of its lines.
+    """A stage on the orthogonalized matrix: a factor for each matrix, or for each of its lines.
 
     Factors of all stages after a matrix follow from one read of it, and are multiplied in one pass (`scaled_`).
 
     Attributes:
-        of_lines: Whether its factor and what it keeps are numbers of each line, as its place in `NumberLayout` is (see
-            variants/norms.py): rows where rows >= cols, else columns. Else they are numbers of each whole matrix.
+        of_lines: True: its factor and what it keeps have a number for each line, laid out by `NumberLayout` (see
+            variants/norms.py): rows where rows >= cols, else columns. False: they are those of each whole matrix.
     """
 
     of_lines: ClassVar[bool] = False
@@ -108,12 +112,12 @@ class AfterStage(Stage):
         norms: Norms,  # of N matrices as they are now, of one shape or several: see [Note: matrices together]
         kept: Tensor,  # (N, num_kept), or (L,) if of lines; fp32, updated in place
     ) -> Tensor:  # (N,), or (L,) if of lines; in the dtype of the norms
-        """What each matrix or line is multiplied with. Never waits for a device. Finite for a matrix of zeros: it
+        """Factor by which each matrix or line is multiplied. Never waits for a device. Finite for a matrix of zeros: it
         stays one. What is not finite needs no care: its elements show it."""
         raise NotImplementedError
 
     def run(self, x: Tensor, kept: Tensor) -> Tensor:  # (B, rows, cols), (B, num_kept) -> (B, rows, cols)
-        """This stage alone, on a copy in at least fp32."""
+        """Run this stage alone, on a copy in at least fp32."""
         out = x.to(wide_of(x.dtype), copy=True)
         scaled_((self,), [out], {self.key: kept.unbind(0)} if self.key else {})
         return out
@@ -154,7 +158,7 @@ _NOTHING = torch.empty(0, 0, device="cpu")
 def _gathered(
     cut: NumberLayout, rows: Sequence[Tensor], of_lines: bool
 ) -> Tensor:  # N of (num_kept,) -> (N, num_kept) or (L,)
-    """What is kept of all."""
+    """Kept numbers of all matrices in one tensor."""
     if not of_lines:
         return torch.stack(list(rows))
     found = torch.empty(cut.size, dtype=rows[0].dtype, device=rows[0].device)
@@ -168,8 +172,8 @@ def over(numbers: Tensor, norms: Tensor) -> Tensor:  # (N,) both
 
 
 class WeightStage(Stage):
-    """On weights after the update, the only one of its variant. All matrices of a step are told their norms by one
-    reduction.
+    """A stage on weights after the update, the only one of its variant. All matrices of a step are told their norms by
+    one reduction.
 
     It keeps one number of each matrix, 0 for a norm that is not known: the norm before the first step is put there.
     That is computed alike on every rank from the same bits, so it does not travel.
@@ -186,5 +190,5 @@ class WeightStage(Stage):
         norm: Tensor,  # (N,), fp64: Frobenius norms of N whole matrices as they are now, the same bits on every rank
         kept: Tensor,  # (N, 1), fp32; updated in place
     ) -> Tensor:  # (N,), fp64
-        """What each matrix is multiplied with, element by element. 1 leaves it as it is."""
+        """Factor by which each matrix is multiplied, element by element. 1 leaves it as it is."""
         raise NotImplementedError

@@ -20,7 +20,8 @@ _PART = 1 << 16  # elements: CPUs copy what they sum to fp64 first, and so many 
 
 @dataclass(frozen=True)
 class MuonEq(BeforeStage):
-    """For N (m x n), what momentum makes of the gradient, and each of its rows N_i:
+    """MuonEq's scaling of rows to one norm before orthogonalizing. For N (m x n), what momentum makes of the gradient,
+    and each of its rows N_i:
 
         N_i <- N_i t / ||N_i||    with t = ||N||_F / sqrt(m), the quadratic mean of the rows' norms
 
@@ -39,9 +40,9 @@ class MuonEq(BeforeStage):
         return x.mul_(factor.to(x.dtype))
 
     def unit(self, x: Tensor) -> Tensor | None:
-        """N_i <- N_i / (||N_i|| sqrt(m)), m of the rows that are not zeros. On CPUs rows of zeros and of extreme norms
-        are left to `run`: a row's norm of 0 in fp32 does not tell zeros from small numbers. `unit_anyway` would make a
-        step of d=384 there 3% longer with fp32 products, 6% with bf16."""
+        """Divide rows so that the matrix has norm 1: N_i <- N_i / (||N_i|| sqrt(m)), m of the rows that are not zeros.
+        On CPUs rows of zeros and of extreme norms are left to `run`: a row's norm of 0 in fp32 does not tell zeros from
+        small numbers. `unit_anyway` would make a step of d=384 there 3% longer with fp32 products, 6% with bf16."""
         if x.device.type != "cpu":
             return unit_anyway(x)
         norms = line_norms(x, -1)  # (1, m)
@@ -51,8 +52,9 @@ class MuonEq(BeforeStage):
 
 
 def unit_anyway(x: Tensor) -> Tensor:  # (B, m, n), written to
-    """At any scale, without a look at the numbers: rows are first divided by powers of two, which rounds nothing, so
-    that they are 0 or between 2^-23 (2^-52 in fp64), where they held no normal number, and 2 in size.
+    """Divide rows by their norms, and all by the root of the number of rows that are not zeros, at any scale and
+    without a look at the numbers: rows are first divided by powers of two, which rounds nothing, so that they are 0 or
+    between 2^-23 (2^-52 in fp64), where they held no normal number, and 2 in size.
 
     Two reads and two passes over x in its own dtype, where sums in fp64 would first make a copy of it in fp64. Each
     matrix is summed by itself, so that its bits hang on no other; what does not sum takes all of them together.
@@ -90,13 +92,13 @@ def _power_of_two(size: Tensor) -> Tensor:  # fp32 or fp64, not negative; writte
 
 
 def _within(norms: Tensor) -> bool:
-    """Whether all these norms were summed without loss. NaN: no."""
+    """True if all these norms were summed without loss. NaN: false."""
     low, high = torch.aminmax(norms)
     return float(low) > _LOW and float(high) < _HIGH
 
 
 def _row_norms(x: Tensor) -> Tensor:  # (B, m, n) -> (B, m, 1)
-    """In fp64, whose range holds the square of every fp32 number."""
+    """Norms of rows, in fp64, whose range holds the square of every fp32 number."""
     if x.numel() <= _PART or not x.is_contiguous():
         found: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
         return found

@@ -21,7 +21,7 @@ RADIUS = "weight_radius"
 
 @dataclass(frozen=True)
 class HyperballUpdate(AfterStage):
-    """The update on the sphere's scale: O <- R O / ||O||_F. See `HyperballWeight`."""
+    """Scaling of the update to the norm that the weights keep: O <- R O / ||O||_F. See `HyperballWeight`."""
 
     key: ClassVar[str] = RADIUS
     travels: ClassVar[bool] = False
@@ -36,7 +36,7 @@ class HyperballUpdate(AfterStage):
 
 @dataclass(frozen=True)
 class HyperballWeight(WeightStage):
-    """With R = ||W_0||_F:
+    """Hyperball, which keeps the norm of each weight matrix. With R = ||W_0||_F:
 
         W <- R (W - lr R O / ||O||_F) / || same ||_F
 

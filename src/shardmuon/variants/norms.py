@@ -23,7 +23,7 @@ Shapes = tuple[tuple[int, int, int], ...]  # (B, rows, cols) of each batch
 
 
 class NumberLayout:
-    """Where numbers of N matrices lie: one of each matrix (N,), or one of each line (L,).
+    """Places of numbers of N matrices in one tensor: one of each matrix (N,), or one of each line (L,).
 
     Lines run along the shorter dim: rows where rows >= cols, else columns.
 
@@ -52,34 +52,34 @@ class NumberLayout:
         ]
 
     def batches(self, lines: Tensor) -> list[Tensor]:  # (L,), memory of its own -> (B, lines of one) each, views
-        """Of the matrices of each batch."""
+        """Split numbers of lines by batch."""
         return [lines.as_strided(*cut) for cut in self._cuts]
 
     def matrices(self, lines: Tensor) -> Sequence[Tensor]:  # (L,) -> (lines of one,) each, views
-        """Of each matrix."""
+        """Split numbers of lines by matrix."""
         found: Sequence[Tensor] = lines.split(self._pieces)[::2]
         return found
 
     def times_(self, numbers: Tensor, factors: Sequence[float]) -> Tensor:  # (N,); of each batch
-        """Multiply those of a batch with one number."""
+        """Multiply the numbers of each batch's matrices with one factor, in place."""
         return _times_(numbers, self._counts, factors)
 
     def lines_times_(self, lines: Tensor, factors: Sequence[float]) -> Tensor:  # (L,); of each batch
-        """Multiply those of a batch with one number."""
+        """Multiply the numbers of each batch's lines with one factor, in place."""
         return _times_(lines, self._sizes, factors)
 
     def sums(self, *several: Tensor) -> Sequence[Tensor]:  # (L,) each, not negative -> (N,) each
-        """Over the lines of each matrix."""
+        """Sum numbers of lines over each matrix."""
         found = foreach_norm([part for lines in several for part in self.matrices(lines)], 1, several[0].dtype)
         sums: Sequence[Tensor] = torch.stack(found).split(len(found) // len(several))
         return sums
 
     def over(self, numbers: Tensor, lines: Tensor) -> Tensor:  # (N,), (L,) -> (L,)
-        """The number of a matrix, divided by that of each of its lines."""
+        """Divide the number of a matrix by that of each of its lines."""
         return self._beside(torch.div, numbers, lines)
 
     def times(self, numbers: Tensor, lines: Tensor) -> Tensor:  # (N,), (L,) -> (L,)
-        """The number of a matrix, times that of each of its lines."""
+        """Multiply the number of a matrix with that of each of its lines."""
         return self._beside(torch.mul, numbers, lines)
 
     def _beside(self, operation: Callable[..., Tensor], numbers: Tensor, lines: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class NumberLayout:
         return out
 
     def shaped(self, factor: Tensor, of_lines: bool) -> list[Tensor]:  # (N,) or (L,) -> (B, m or 1, n or 1) each
-        """As it stands beside each batch."""
+        """Split a factor by batch, in a shape that broadcasts with the batch's matrices."""
         if not of_lines:
             return [part.view(-1, 1, 1) for part in factor.split(self._counts)]
         parts = zip(self.batches(factor), self.shapes, strict=True)
@@ -105,11 +105,11 @@ def _times_(numbers: Tensor, sizes: Sequence[int], factors: Sequence[float]) -> 
 
 
 class Norms:
-    """What stages are told of matrices: all in at least fp32, and found from one read of each.
+    """Norms of matrices for stages: all in at least fp32, and found from one read of each matrix.
 
     Attributes:
-        cut: Where numbers lie.
-        means: (L,) the mean square of each line's elements; only where a stage asks for lines.
+        cut: Places of the numbers.
+        means: (L,) the mean square of each line's elements; only if a stage asks for lines.
     """
 
     def __init__(self, cut: NumberLayout, whole: Tensor | None, means: Tensor | None) -> None:
@@ -128,7 +128,7 @@ class Norms:
         return self._means
 
     def scaled(self, factor: Tensor, of_lines: bool) -> Norms:  # (N,) or (L,)
-        """Of the matrices once they are multiplied."""
+        """Norms of the matrices after they are multiplied by this factor."""
         if of_lines:
             return Norms(self.cut, None, self.means * factor.square())
         whole = None if self._whole is None else self._whole * factor
@@ -161,7 +161,8 @@ def _dim_of_lines(x: Tensor) -> int:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Itself, or a copy: kernels sum in another order where memory is not aligned, as matrices of a batch may be."""
+    """The tensor itself, or an aligned copy: kernels sum in another order where memory is not aligned, as matrices of a
+    batch may be."""
     return x if x.data_ptr() % 64 == 0 else x.clone()
 
 

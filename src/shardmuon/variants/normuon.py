@@ -15,7 +15,7 @@ _LEAST = 1e-10  # nanochat's, below which a mean of squares is not followed
 
 @dataclass(frozen=True)
 class NorMuon(AfterStage):
-    """For an orthogonalized O (m x n), v from zero:
+    """NorMuon's scaling of the rows (or columns) of an orthogonalized matrix. For O (m x n), v from zero:
 
         v   <- beta2 v + (1 - beta2) mean(O^2)    along columns (m numbers) where m >= n, else along rows (n numbers)
         O'  =  O / sqrt(max(v, 1e-10))
@@ -27,7 +27,7 @@ class NorMuon(AfterStage):
     and where a matrix is sharded restores the norms of its shards. v needs no bias correction: the norm is restored.
 
     Attributes:
-        beta2: Of the average.
+        beta2: Weight of the earlier average.
     """
 
     beta2: float = 0.95

@@ -1,4 +1,4 @@
-"""What stages compute in, and norms of the lines of a matrix."""
+"""The dtype that stages compute in, and norms of the lines of a matrix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """What stages compute in."""
+    """The dtype that stages compute in: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -131,7 +131,7 @@ class FlatCore(Core):
 
 
 class DeepSpeedHost(Host):
-    """DeepSpeed's engine. Active once its flats are in the groups.
+    """Host for DeepSpeed's engine. Active once its flats are in the groups.
 
     Attributes:
         groups: (group, its named parameters) as the optimizer was made.
@@ -155,7 +155,7 @@ class DeepSpeedHost(Host):
 
     @property
     def _params(self) -> list[Tensor]:
-        """The model's, with which the optimizer was made."""
+        """Parameters of the model, with which the optimizer was made."""
         return [p for _, named in self.groups for _, p in named]
 
     @property
@@ -259,7 +259,7 @@ class DeepSpeedHost(Host):
         raise ValueError(_SEVERAL_PLANS)
 
     def weights(self, core: Core) -> list[Weight]:
-        """Parts of the flats, AdamW's too."""
+        """The parts of the flats, AdamW's too."""
         if not self._flats:
             self._attach(core)
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}

@@ -193,14 +193,15 @@ _MARK = "shardmuon.saved"
 
 
 class Mark:
-    """One rank's. It is in the folder from a save to the next step, or because a checkpoint was loaded."""
+    """One rank's mark in the folder of swapped state: there from a save to the next step, or because a checkpoint was
+    loaded."""
 
     def __init__(self) -> None:
         self._born = time.time()
         self._written = ""
 
     def write(self, folder: str) -> None:
-        """State is being saved: DeepSpeed copies the folder next."""
+        """Write the mark as state is being saved: DeepSpeed copies the folder next."""
         self._written = uuid.uuid4().hex
         (Path(folder) / _MARK).write_text(self._written)
 

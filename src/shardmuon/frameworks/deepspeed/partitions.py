@@ -272,7 +272,7 @@ def _refuse_tensor_parallel(param: Any) -> None:
 
 
 def version() -> str:
-    """DeepSpeed's."""
+    """DeepSpeed's version."""
     return str(getattr(sys.modules.get("deepspeed"), "__version__", "of unknown version"))
 
 

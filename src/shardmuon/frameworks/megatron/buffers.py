@@ -83,7 +83,7 @@ def _with_kept(wrapped: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict whose groups carry by name what stages keep of this rank's parameters.
 
     Raises:
-        ValueError: It has momentum, and not what the variant keeps.
+        ValueError: The state dict has momentum, and not what the variant keeps.
     """
     packed = state_dict["optimizer"]["param_groups"]
     kept = carried_by(packed, wrapped.shardmuon_places)
@@ -146,7 +146,8 @@ def distributed_optimizer(
 
 
 def _shard(wrapped: Any, param: Tensor, process_group: Any, tp_group: Any) -> Tensor:
-    """This rank's shard of a matrix, an empty one if there is none, marked as what it is."""
+    """The fp32 shard of a matrix on this rank, marked with its place in the matrix; an empty tensor if the rank has
+    none."""
     found, start = wrapped.shardmuon_shards.get(param), 0
     if found is None:
         found = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)

@@ -103,7 +103,8 @@ class MegatronFSDPEngine(DTensorEngine):
         return True
 
     def lacks_gradient(self, param: Tensor) -> bool:
-        """Megatron-FSDP gives all of a model's parameters their gradients at once, see [Note: empty shards]."""
+        """True if nothing of the parameter is stored here. Megatron-FSDP gives all of a model's parameters their
+        gradients at once, see [Note: empty shards]."""
         return self.storage(param).numel() == 0
 
 
@@ -233,7 +234,7 @@ def mark_state(state: Mapping[Any, Mapping[str, Any]]) -> None:
 
 
 class MegatronFSDPHost(Host):
-    """Megatron-FSDP's functions that wrap an optimizer. Afterwards the training loop steps it."""
+    """Host for Megatron-FSDP's functions that wrap an optimizer. Afterwards the training loop steps it."""
 
     packages = _PACKAGES
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ShardHost(Host):
-    """Megatron's distributed optimizer. Made before the shards take their place; `attach` says that they have.
+    """Host for Megatron's distributed optimizer. Made before the shards take their place; `attach` says that they have.
 
     Args:
         core: The optimizer, with the model's parameters. Model chunks may have some of one name: names become unique.
@@ -57,7 +57,7 @@ class ShardHost(Host):
         return True
 
     def attach(self, core: Core) -> None:
-        """The Muon groups hold shards of all their parameters now, empty ones where this rank has nothing."""
+        """Take over groups that now hold shards of all their parameters, empty ones where this rank has nothing."""
         self._attached = True
         self._restore(core)
         self._fill_gradients(core)
@@ -106,7 +106,7 @@ class ShardHost(Host):
         return None
 
     def _fill_gradients(self, core: Core) -> None:
-        """No gradient reaches what is not there."""
+        """Give empty shards empty gradients, as no gradient reaches them."""
         for weight in self.weights(core):
             if not weight.stored.numel():
                 weight.stored.grad = torch.empty_like(weight.stored)
@@ -120,7 +120,7 @@ class ShardHost(Host):
             group["step"] = self._count
 
     def weights(self, core: Core) -> list[Weight]:
-        """The matrices'. None before Megatron is made, which saves and loads to make itself."""
+        """Weights of the matrices. None before Megatron is made, which saves and loads to make itself."""
         return [
             Weight(name, shard, shard, group)
             for group in core.param_groups

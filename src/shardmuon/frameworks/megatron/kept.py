@@ -106,7 +106,7 @@ def carried_by(groups: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -
 
 
 class WholeHost(Host):
-    """Megatron's wrappers in which every replica has all main weights. Saved groups carry what stages keep.
+    """Host for Megatron's wrappers in which every replica has all main weights. Saved groups carry what stages keep.
 
     Args:
         elsewhere: Where other parameters than rank 0's may be, in words; "": nowhere. `sharded_state_dict` raises

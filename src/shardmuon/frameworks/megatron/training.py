@@ -368,13 +368,14 @@ def _scaler(config: Any) -> Any:
 
 
 def _fill_state(optimizer: Muon, config: Any = None) -> None:
-    """State to load into: zeros."""
+    """Give an optimizer state to load into: zeros."""
     with torch.no_grad():
         optimizer.complete_state()
 
 
 def _drop_counts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Megatron saves one count of steps and gives it back to every parameter; Muon's have none."""
+    """Drop the counts of steps from Muon's state: Megatron saves one count and gives it back to every parameter; Muon's
+    have none."""
     muon = [key for group in state_dict["param_groups"] if group["use_muon"] for key in group["params"]]
     state = dict(state_dict["state"])
     for key in muon:

@@ -1,7 +1,7 @@
-"""How parameters are kept: one file for each way, which says how such a tensor lies and reaches its storage.
+"""Engines: one file for each way to keep a parameter, which says how such a tensor lies and reaches its storage.
 
-`ENGINES` is asked in order; what none recognizes is a plain tensor. Engines of frameworks stand in their folders and
-are registered.
+The classes of `ENGINES` are asked in order; a tensor that none recognizes is a plain one. Engines of frameworks stand
+in their folders and are registered.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def sharing(param: Tensor, group: Group) -> Engine:
     parameter, whatever else is wrong with it.
 
     Raises:
-        ValueError: That cannot be told; the message lacks its name.
+        ValueError: The engine cannot be told; the message lacks its name.
     """
     engine = engine_of(param)
     if engine is _PLAIN:
@@ -55,10 +55,10 @@ def sharing(param: Tensor, group: Group) -> Engine:
 
 
 def engine_for(param: Tensor, group: Group) -> Engine:
-    """The same once the options are known to fit the parameter.
+    """The engine of this parameter, once the options of its group are known to fit it.
 
     Raises:
-        ValueError: They do not; the message lacks its name.
+        ValueError: They do not fit; the message lacks the parameter's name.
     """
     engine = sharing(param, group)
     if isinstance(engine, TensorParallelEngine):

@@ -47,15 +47,15 @@ def named_params(group: Group, index: int) -> list[tuple[str, Any]]:
 
 
 class Claim(NamedTuple):
-    """What one rank says of a tensor. Plain data.
+    """One rank's account of a tensor. Plain data.
 
     Attributes:
-        form: How the tensor lies: the same on all ranks that share it.
-        text: The same in words, for messages.
+        form: The tensor's layout: the same on all ranks that share it.
+        text: The form in words, for messages.
         stored: Shape of this rank's storage.
-        part: More that only this rank knows.
+        part: Further numbers that only this rank knows.
         empty_lacks_gradient: A rank that stores nothing of it may have no gradient where others have theirs.
-        uncounted: Why a norm over ranks would count it several times, though its layout is known; None: it would not.
+        uncounted: Reason why a norm over ranks would count it several times though its layout is known; None: none.
     """
 
     form: tuple[object, ...]
@@ -78,9 +78,11 @@ class Engine:
     Attributes:
         believes_placements: Placements say what ranks store, as far as storage bears them out: what stages keep of a
             stack (see `kept_shape`) is placed alike. The form of claims is then (shape, *`OnMesh`).
+        plain_shards: Its tensors are plain, and parts of larger ones: checkpoints cut and join them by the table.
     """
 
     believes_placements = False
+    plain_shards = False
 
     def recognizes(self, param: Tensor) -> bool:
         """True for a parameter that is kept in this way."""
@@ -110,7 +112,7 @@ class Engine:
 
         Args:
             claims: Rank -> its claim, of all ranks of the grid. Their forms are equal.
-            grid: Of the tensor.
+            grid: Ranks of the tensor, by replica and part.
 
         Raises:
             ValueError: The claims do not fit together.
@@ -127,14 +129,14 @@ class Engine:
         return tuple(param.shape)
 
     def signature(self, param: Tensor) -> object:
-        """What changes whenever layout, wire or device may have: compared in each step, it tells when to plan anew.
-        Cheap."""
+        """A cheap value that changes whenever layout, wire or device may have changed: compared in each step, it tells
+        when to plan anew."""
         return param.shape, param.dtype, param.device
 
     # ---------------------------------------------------------------------------------------------- what is stored
 
     def storage(self, tensor: Tensor) -> Tensor:
-        """This rank's local storage of a parameter, gradient or state tensor; shares memory with it."""
+        """The part of a parameter, gradient or state tensor that this rank stores locally; shares memory with it."""
         return tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
     def storages(self, param: Tensor, *others: Any) -> Sequence[Tensor] | None:
@@ -158,7 +160,7 @@ class Engine:
         """True if the storages of gradient and parameter correspond element by element.
 
         Raises:
-            ValueError: They do not, and `align` cannot make them; names both placements.
+            ValueError: They do not correspond, and `align` cannot make them; names both placements.
         """
         if grad.shape != param.shape or is_dtensor(grad):
             kind = "DTensor" if is_dtensor(grad) else "tensor"
@@ -179,16 +181,16 @@ class Engine:
     # ------------------------------------------------------ what stages keep: [Note: where it lies] in layout/kept.py
 
     def kept_shape(self, param: Tensor, shape: Ints, *, stacked: bool) -> Ints:
-        """What this rank stores of a state tensor of a stage, of this global shape: (stacked matrices or 1, numbers of
-        one). `stacked`: the parameter is a stack."""
+        """Shape of this rank's part of a state tensor that a stage keeps, given its global shape: (stacked matrices or
+        1, numbers of one). `stacked`: the parameter is a stack."""
         return shape
 
     def wrap_kept(self, storage: Tensor, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor:
-        """That state tensor around what this rank stores."""
+        """The state tensor of a stage (see `kept_shape`), made around this rank's part of it."""
         return storage
 
     def kept_storage(self, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:
-        """What this rank stores of it, or in words what is wrong with it."""
+        """The part that this rank stores of a state tensor of a stage, or words that say what is wrong with it."""
         if not isinstance(value, Tensor) or is_dtensor(value) or not value.is_floating_point():
             return f"a {type(value).__name__}, not a floating-point tensor of shape {shape}"
         if not same_storage(tuple(value.shape), shape):

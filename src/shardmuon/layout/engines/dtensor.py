@@ -147,12 +147,12 @@ def _around(
 
 
 def mesh_key(mesh: DeviceMesh) -> tuple[Ints, Ints]:
-    """Its shape, and its ranks in order."""
+    """Shape of a mesh, and its ranks in row-major order."""
     return tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())
 
 
 def placed(tensor: DTensor) -> str:
-    """Its placements and mesh, for messages."""
+    """A DTensor's placements and mesh in words, for messages."""
     mesh = tensor.device_mesh
     axes = f" named {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
     return f"{tuple(tensor.placements)} on mesh {tuple(mesh.shape)}{axes}"

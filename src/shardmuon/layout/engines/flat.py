@@ -22,21 +22,21 @@ from shardmuon.layout.views import Ints
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """What a 1-D tensor is a part of.
+    """A 1-D part of a tensor: which elements it is, and of which tensor.
 
     Attributes:
-        shape: The whole tensor's.
+        shape: Shape of the whole tensor.
         start: First element of the part in the flattened tensor, or in its flattened tensor-parallel shard.
         group: The process group that shares the tensor (or the tensor-parallel shard). Norms of gradients count every
             rank's part; frameworks whose parts have replicas clip themselves.
-        kind: What users call such parts.
+        kind: Name that users know such parts by, for messages.
         tp_group: The tensor-parallel group, if there is one. `group` then joins ranks of one number in it.
         cut: How the tensor is cut over `tp_group`, in equal parts. None: all of it is on each of its ranks.
-        home: The device that it belongs to if it is kept on the CPU.
+        home: The device that the part belongs to if it is kept on the CPU.
         copies: `tp_group` joins ranks that all keep this very part (FSDP1's HYBRID_SHARD); no tensor parallelism.
 
     Raises:
-        ValueError: Which elements flat ranges of such a tensor-parallel shard are cannot be told.
+        ValueError: The elements of flat ranges of such a tensor-parallel shard cannot be told.
     """
 
     shape: Ints
@@ -74,11 +74,13 @@ def mark_flat(tensor: Tensor, info: FlatShard) -> Tensor:
 class FlatEngine(Engine):
     """Tensors that `mark_flat` has marked."""
 
+    plain_shards = True
+
     def recognizes(self, param: Tensor) -> bool:
         return hasattr(param, "_shardmuon_flat")
 
     def info(self, param: Tensor) -> FlatShard:
-        """What it is a part of."""
+        """The mark that `mark_flat` has left: which part of which tensor this one is."""
         info: FlatShard = param._shardmuon_flat  # type: ignore[attr-defined]
         return info
 

@@ -34,15 +34,15 @@ KIND = "FSDP1 flat parameters"
 
 
 class UnitPlace(NamedTuple):
-    """Where a parameter is in FSDP1's units.
+    """A parameter's place in FSDP1's units.
 
     Attributes:
-        unit: Its unit.
-        number: Which of the tensors that the unit's flat parameter is made of.
-        info: What its storage is a part of.
-        numel: How many of its elements are stored here.
-        fault: Why they do not lie in row-major order, or cannot be told; None: they do.
-        is_sharded: Whether each rank keeps a part only.
+        unit: The unit that holds it.
+        number: Its number among the tensors that the unit's flat parameter is made of.
+        info: The elements of the whole tensor that are stored here.
+        numel: Number of its elements that are stored here.
+        fault: Reason why they do not lie in row-major order, or cannot be told; None: they do.
+        is_sharded: True if each rank keeps only a part.
     """
 
     unit: weakref.ref[Any]
@@ -53,7 +53,7 @@ class UnitPlace(NamedTuple):
     is_sharded: bool
 
     def holds(self, param: Tensor) -> bool:
-        """Whether the unit is still there and has the parameter."""
+        """True if the unit still exists and still has the parameter."""
         unit = self.unit()
         return unit is not None and unit._handle.flat_param._params[self.number] is param
 
@@ -100,12 +100,12 @@ def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
 
 
 def is_flattened(param: Tensor) -> bool:
-    """Whether FSDP1 has put it into a flat parameter, or it is one."""
+    """True if FSDP1 has put the tensor into a flat parameter, or it is a flat parameter itself."""
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def place_of(param: Tensor) -> UnitPlace | None:
-    """Where FSDP1 keeps a parameter; None: it is not FSDP1's, or its model cannot be found."""
+    """A parameter's place in FSDP1's units; None if it is not FSDP1's, or its model cannot be found."""
     if not is_flattened(param):
         return None
     found, last = _known(param), _PLACES.get(param)
@@ -126,7 +126,7 @@ def shape_of(param: Tensor) -> Ints | None:
     """The whole shape of a tensor that FSDP1 has cut; None: it is none.
 
     Raises:
-        ValueError: It cannot be known; the message lacks the name.
+        ValueError: The shape cannot be known; the message lacks the name.
     """
     info: FlatShard | None = getattr(param, "_shardmuon_flat", None)
     if info is not None:
@@ -162,7 +162,7 @@ def refuse_flat(param: Tensor) -> None:
 
 
 def lies_elsewhere(param: Tensor) -> bool:
-    """Whether FSDP1 keeps nothing of it on this rank. It then has no state here."""
+    """True if FSDP1 stores no element of the parameter on this rank. It then has no state here."""
     place = place_of(param)
     return place is not None and place.numel == 0
 

@@ -36,11 +36,13 @@ class TensorParallelEngine(Engine):
         options: `partition_dim` and `partition_stride` of the parameter's group.
     """
 
+    plain_shards = True
+
     shards: GroupRef
     options: tuple[Any, Any]
 
     def cut(self, param: Tensor) -> Cut | None:
-        """How the tensor is cut over the group. None: every rank has it whole.
+        """The dim and stride by which the tensor is cut over the group; None: every rank has it whole.
 
         Raises:
             ValueError: See `cut_of`.
@@ -109,11 +111,11 @@ def tensor_parallel_engine(param: Tensor, group: Group) -> TensorParallelEngine 
 
 
 def cut_of(param: Tensor, dim: Any = None, stride: Any = None) -> Cut | None:
-    """How a plain tensor is cut by `partition_dim` and `partition_stride` of its group, else by its own attributes.
-    None: it is not.
+    """The dim and stride by which a plain tensor is cut: from `partition_dim` and `partition_stride` of its group, else
+    from its own attributes. None: it is not cut.
 
     Raises:
-        ValueError: They name no dim or stride of the tensor.
+        ValueError: These name no dim or stride of the tensor.
     """
     where = "the option partition_dim"
     if dim is None:
@@ -163,7 +165,7 @@ def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> Non
         inherited: Those of tp_group and process_group that the group took from the optimizer.
 
     Raises:
-        ValueError: It would take over one.
+        ValueError: It would take over a group of the optimizer.
     """
     if getattr(param, "allreduce", True) or is_dtensor(param):
         return
