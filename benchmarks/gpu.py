@@ -31,7 +31,7 @@ from shardmuon import Exchange, Orthogonalizer
 from shardmuon.testing import RankPool
 from shardmuon.testing.accelerator import (
     CONFIGS,
-    Model,
+    SyntheticModel,
     bytes_above,
     graph_differs,
     kernel_errors,
@@ -140,18 +140,18 @@ class Contender(NamedTuple):
     """Whom to time on the matrices of a model."""
 
     name: str
-    make: Callable[[Model], Any]
+    make: Callable[[SyntheticModel], Any]
 
 
-def _ours(**options: Any) -> Callable[[Model], Any]:
+def _ours(**options: Any) -> Callable[[SyntheticModel], Any]:
     return lambda model: make_optimizer(model, **options)
 
 
-def _with_adamw(make: Callable[[list[nn.Parameter]], Any]) -> Callable[[Model], Any]:
+def _with_adamw(make: Callable[[list[nn.Parameter]], Any]) -> Callable[[SyntheticModel], Any]:
     """A peer for the matrices, torch's fused AdamW for the rest, as one step."""
 
     class Both:
-        def __init__(self, model: Model) -> None:
+        def __init__(self, model: SyntheticModel) -> None:
             self.matrices = make(model.matrices)
             self.vectors = torch.optim.AdamW(model.vectors, lr=1e-3, fused=True)
 
@@ -162,7 +162,7 @@ def _with_adamw(make: Callable[[list[nn.Parameter]], Any]) -> Callable[[Model], 
     return Both
 
 
-def _adamw(model: Model) -> Any:
+def _adamw(model: SyntheticModel) -> Any:
     return torch.optim.AdamW(model.params, lr=1e-3, fused=True)
 
 

@@ -47,7 +47,7 @@ from shardmuon import (
     clip_grad_norm_,
     param_groups,
 )
-from shardmuon.core import Config
+from shardmuon.core import MuonConfig
 from shardmuon.frameworks.deepspeed import host as zero
 from shardmuon.frameworks.deepspeed.config import REQUIRED, expert_groups, from_config
 from shardmuon.frameworks.deepspeed.partitions import check_version
@@ -760,7 +760,7 @@ def test_a_json_decays_what_deepspeeds_muon_decays() -> None:
 )
 def test_a_json_says_options_of_the_whole_optimizer(params: dict[str, Any], expected: dict[str, Any]) -> None:
     optimizer, _ = from_config(nn.Linear(4, 8), {"optimizer": {"type": "Muon", "params": params}})
-    assert optimizer.config == Config(**expected)
+    assert optimizer.config == MuonConfig(**expected)
 
 
 @pytest.mark.parametrize(

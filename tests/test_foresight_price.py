@@ -13,7 +13,7 @@ import torch
 from shardmuon.foresight.hardware import (
     Fact,
     Hardware,
-    Table,
+    MeasuredTable,
     Uses,
     exchange_seconds,
     pass_seconds,
@@ -28,7 +28,7 @@ from shardmuon.foresight.times import Time, total
 from shardmuon.foresight.types import BucketCount, Exact, Matrices, MatrixKind, Mesh, RankClass, Sent, Stored
 from shardmuon.orthogonalize.slots import batch_size
 from shardmuon.plan import pipeline
-from shardmuon.plan.pipeline import Work
+from shardmuon.plan.pipeline import BucketTimes
 from shardmuon.testing.tolerances import assert_rounded
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -175,7 +175,7 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
 
 
 def test_measured_exchanges_are_read_and_other_sizes_are_said_to_be_beyond() -> None:
-    table = Table("here", True, curve=of_triples([(1_000, 1.0, 1.0, 1.0), (1_000_000, 3.0, 3.0, 3.0)], 1.0))
+    table = MeasuredTable("here", True, curve=of_triples([(1_000, 1.0, 1.0, 1.0), (1_000_000, 3.0, 3.0, 3.0)], 1.0))
     machine = replace(_machine(), exchanges={4: table})
     uses = Uses()
     assert exchange_seconds(machine, 4, 1_000_000, 0, 3, False, uses) == (Time(1, 1, 1), Time(2, 2, 2))
@@ -189,12 +189,12 @@ def test_passes_go_by_bytes_or_by_what_was_measured() -> None:
     machine = _machine()
     adamw = pass_seconds(machine, "adamw", 1_000, 10, 2, Uses())
     assert_rounded(adamw.mid, 28_000 / 1e12, roundings=3)
-    measured = replace(machine, passes={"adamw": Table("here", True, curve=of_triples([(1, 2.0, 2.0)]))})
+    measured = replace(machine, passes={"adamw": MeasuredTable("here", True, curve=of_triples([(1, 2.0, 2.0)]))})
     assert pass_seconds(measured, "adamw", 1_000, 1, 2, Uses()) == Time(2_000.0, 2_000.0, 2_000.0)
 
 
 def test_more_ranks_than_were_measured_share_what_there_is() -> None:
-    table = Table("here", True, curve=of_triples([(1, 1.0, 1.0), (2, 1.5, 1.5)]))
+    table = MeasuredTable("here", True, curve=of_triples([(1, 1.0, 1.0), (2, 1.5, 1.5)]))
     machine = replace(_machine(), together=table)
     uses = Uses()
     assert slowdown(machine, 2, uses).mid == 1.5
@@ -207,13 +207,13 @@ def test_more_ranks_than_were_measured_share_what_there_is() -> None:
 
 
 def test_one_bucket_is_the_sum_of_its_parts() -> None:
-    (course,) = pipeline.run([[Work("a", 1, 2, 3, 4, 5)]], 10, [20], 1.0)
+    (course,) = pipeline.run([[BucketTimes("a", 1, 2, 3, 4, 5)]], 10, [20], 1.0)
     assert course.end == 45
     assert course.waited == 6
 
 
 def test_the_next_bucket_travels_while_one_is_orthogonalized() -> None:
-    works = [Work(i, 1.0, 10.0, 10.0, 10.0, 1.0) for i in range(6)]
+    works = [BucketTimes(i, 1.0, 10.0, 10.0, 10.0, 1.0) for i in range(6)]
     (hidden,), (exposed,) = (pipeline.run([works], 0.0, [0.0], share) for share in (1.0, 0.0))
     assert exposed.end == 6 * 32.0
     assert hidden.end == 1.0 + 6 * 20.0 + 1.0  # its links never rest between the first pack and the last apply
@@ -221,26 +221,26 @@ def test_the_next_bucket_travels_while_one_is_orthogonalized() -> None:
 
 
 def test_products_hide_what_travels() -> None:
-    works = [Work(i, 0.0, 1.0, 10.0, 1.0, 0.0) for i in range(8)]
+    works = [BucketTimes(i, 0.0, 1.0, 10.0, 1.0, 0.0) for i in range(8)]
     (course,) = pipeline.run([works], 0.0, [0.0], 1.0)
     assert course.end == 1.0 + 8 * 10.0 + 1.0  # the first gather and the last scatter are seen
 
 
 def test_an_exchange_begins_when_its_last_rank_has_given_it() -> None:
-    ranks = [[Work("g", 1, 1, 100, 1, 1)], [Work("g", 50, 1, 1, 1, 1)]]
+    ranks = [[BucketTimes("g", 1, 1, 100, 1, 1)], [BucketTimes("g", 50, 1, 1, 1, 1)]]
     first, second = pipeline.run(ranks, 0, [0, 0], 1.0)
     assert first.end == 50 + 1 + 100 + 1 + 1
     assert second.end == first.end  # it idles until the other has its result
 
 
 def test_ranks_that_exchange_nothing_wait_for_nobody() -> None:
-    alone, other = pipeline.run([[Work(None, 1, 0, 2, 0, 3)], [Work("b", 9, 9, 9, 9, 9)]], 0, [0, 0], 1.0)
+    alone, other = pipeline.run([[BucketTimes(None, 1, 0, 2, 0, 3)], [BucketTimes("b", 9, 9, 9, 9, 9)]], 0, [0, 0], 1.0)
     assert alone.end == 6
     assert other.end == 45
 
 
 def test_ranks_of_different_groups_in_different_order_still_end() -> None:
-    a, b = Work("a", 1, 1, 1, 1, 1), Work("b", 1, 1, 1, 1, 1)
+    a, b = BucketTimes("a", 1, 1, 1, 1, 1), BucketTimes("b", 1, 1, 1, 1, 1)
     courses = pipeline.run([[a, b, b._replace(key="c")], [b._replace(key="c"), b, a]], 0, [0, 0], 1.0)
     assert all(math.isfinite(course.end) for course in courses)
 
@@ -248,7 +248,7 @@ def test_ranks_of_different_groups_in_different_order_still_end() -> None:
 def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_in_a_row() -> None:
     generator = random.Random(0)
     for _ in range(200):
-        works = [Work(i, *(generator.random() for _ in range(5))) for i in range(generator.randrange(1, 7))]
+        works = [BucketTimes(i, *(generator.random() for _ in range(5))) for i in range(generator.randrange(1, 7))]
         slow, fast = (pipeline.run([works], 0.0, [0.0], share)[0].end for share in (0.0, 1.0))
         computed = sum(w.pack + w.orthogonalize + w.apply for w in works)
         carried = sum(w.gather + w.scatter for w in works)
@@ -260,7 +260,7 @@ def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_
 
 def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
     """A relay is given when the next bucket is computed, and what it brings is applied at the end."""
-    works = [Work(i, 0.0, 0.0, 10.0, 0.0, 0.0, 0.0, 8.0, 1.0) for i in range(3)]
+    works = [BucketTimes(i, 0.0, 0.0, 10.0, 0.0, 0.0, 0.0, 8.0, 1.0) for i in range(3)]
     (course,) = pipeline.run([works], 0.0, [0.0], 1.0)
     relays = [e for e in course.events if e.phase == "relay"]
     assert [e.start for e in relays] == [20.0, 30.0, 38.0]  # the last one waits for the one before it
@@ -269,7 +269,7 @@ def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
 
 
 def test_events_follow_each_other_and_fill_the_step() -> None:
-    works = [Work(i, 1.0, 2.0, 3.0, 2.0, 1.0) for i in range(4)]
+    works = [BucketTimes(i, 1.0, 2.0, 3.0, 2.0, 1.0) for i in range(4)]
     (course,) = pipeline.run([works], 5.0, [7.0], 0.5)
     computing = [e for e in course.events if e.phase not in ("gather", "scatter")]
     assert all(a.end <= b.start for a, b in itertools.pairwise(computing))
@@ -394,7 +394,7 @@ def _machine(certain: bool = False) -> Hardware:
         "cuda",
         {dtype: _exactly(1e14) for dtype in ("bfloat16", "float16", "float32", "float64")},
         {name: _exactly(value) for name, value in values.items()},
-        {"any": Table("made for tests", certain, surface=Surface(((1.0, of_triples(rows)),)))},
+        {"any": MeasuredTable("made for tests", certain, surface=Surface(((1.0, of_triples(rows)),)))},
     )
 
 

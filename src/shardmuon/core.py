@@ -28,12 +28,12 @@ from shardmuon.comm.lane import close_lane
 from shardmuon.comm.vote import Fault, Flag, Phase, Verdict
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.first_step import FirstStep
-from shardmuon.host import Course, Host, Hosts
+from shardmuon.host import Host, Hosts, Progress
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Call, Said, agree, renewed
 from shardmuon.layout.engines.base import MISPLACED, NONE
 from shardmuon.momentum.keeper import Keeper
-from shardmuon.options import Config
+from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize import FiniteWatch
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.plan import Plan
@@ -55,7 +55,7 @@ from shardmuon.step.kept import Settled
 from shardmuon.step.options import Group, GroupOptions, OptionsReader
 from shardmuon.step.replicas import fingerprint
 from shardmuon.step.update import Work
-from shardmuon.step.validate import Line, Memory, Proposal, difference, digests_of, lines_of, validate
+from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
 from shardmuon.step.weights import ZeroWatch
 from shardmuon.variants import WEIGHT_NORMS, Stages
 
@@ -87,7 +87,7 @@ class Core:
 
     def __init__(
         self,
-        config: Config,
+        config: MuonConfig,
         process_group: GroupRef | None,
         keeper: Keeper | None = None,  # default: a new one
         audits: AuditSchedule | None = None,
@@ -146,13 +146,13 @@ class Core:
 
     def let_host_step(self, host: Host, fault: Fault) -> None:
         """Step groups that hold an active host's tensors."""
-        course = Course()
+        progress = Progress()
         try:
-            host.step(self, course, fault)
+            host.step(self, progress, fault)
         except Refused:
             raise
         except BaseException as error:
-            self.remember(error, course.changing)
+            self.remember(error, progress.changing)
             raise
 
     def _carry_out(self, binding: Binding, proposal: Proposal, verdict: Verdict) -> AuditReport | None:
@@ -336,11 +336,11 @@ class StepCall(Call[Binding]):
         digests = digests_of(kept, self.proposal, self.options) if len(kept.component) > 1 else None
         return Said(digests, self.proposal.presence)
 
-    def lines(self, kept: Binding, ranks: Ranks) -> list[Line]:
+    def lines(self, kept: Binding, ranks: Ranks) -> list[ProposalLine]:
         """See `Call`."""
         return lines_of(kept, self.proposal, self.options, ranks)
 
-    def difference(self, ranks: Ranks, everyone: Sequence[list[Line] | None]) -> str:
+    def difference(self, ranks: Ranks, everyone: Sequence[list[ProposalLine] | None]) -> str:
         """See `Call`."""
         return difference(ranks, everyone)
 

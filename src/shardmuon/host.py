@@ -20,7 +20,7 @@ from shardmuon.plan.plan import Plan
 Core = Any  # `shardmuon.core.Core`, which stands above all that is handed one
 
 
-class Course:
+class Progress:
     """Progress of a step. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
 
     changing = False
@@ -95,12 +95,12 @@ class Host:
         """
         return None
 
-    def step(self, core: Core, course: Course, fault: Fault) -> None:
+    def step(self, core: Core, progress: Progress, fault: Fault) -> None:
         """Step the groups of an active host.
 
         Args:
             core: The optimizer.
-            course: How far it has come.
+            progress: How far it has come.
             fault: What is wrong on this rank already.
         """
         raise NotImplementedError

@@ -26,8 +26,8 @@ from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
     Audit,
-    Config,
     Exchange,
+    MuonConfig,
     Orthogonalizer,
     Storage,
     check_hyperparameters,
@@ -148,7 +148,7 @@ class Muon(Core, Optimizer):
         **for_module: Unpack[ForModule],
     ) -> None:
         lr = given_lr("Muon", lr)
-        config = Config(orthogonalizer, exchange, storage, audit)
+        config = MuonConfig(orthogonalizer, exchange, storage, audit)
         Core.__init__(self, config, GroupRef.of(process_group))
         defaults: dict[str, Any] = {
             "lr": lr,

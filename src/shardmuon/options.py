@@ -198,7 +198,7 @@ def check_objects(given: Mapping[str, object]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class MuonConfig:
     """Options of a whole optimizer, as its constructor was given them."""
 
     orthogonalizer: Orthogonalizer = field(default_factory=Orthogonalizer)
@@ -293,7 +293,7 @@ def check_keys(where: str, given: Iterable[str]) -> None:
             raise ValueError(f"{where}there is no option {key!r}. Did you mean {near!r}?")
 
 
-def options_text(config: Config, groups: Sequence[Mapping[str, Any]]) -> str:
+def options_text(config: MuonConfig, groups: Sequence[Mapping[str, Any]]) -> str:
     """Text of the optimizer's options that differ from their defaults, and of each group's that apply."""
     default: dict[str, Any] = {key: kind() for key, kind in OPTION_OBJECTS.items()}
     whole = {key: getattr(config, key) for key in default}

@@ -74,7 +74,7 @@ class Holder(NamedTuple):
         return 0
 
 
-Found = tuple[Attention, Holder]  # what is scaled, and whose forward makes the logits
+HeldLayer = tuple[Attention, Holder]  # what is scaled, and whose forward makes the logits
 
 
 class _Form(NamedTuple):
@@ -105,9 +105,9 @@ def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
     return tuple(layer for layer, _ in find_layers(model))
 
 
-def find_layers(model: nn.Module) -> list[Found]:
+def find_layers(model: nn.Module) -> list[HeldLayer]:
     """The layers of `attention_layers`, each with the module that has it."""
-    holders, found = _holders(model), list[Found]()
+    holders, found = _holders(model), list[HeldLayer]()
     for holder in holders:
         form = next(_forms(holder), None)
         if form is not None:
@@ -125,13 +125,13 @@ def find_layers(model: nn.Module) -> list[Found]:
     return found
 
 
-def modules_of(model: nn.Module, layers: Iterable[Attention], hooked: bool) -> list[Found]:
+def modules_of(model: nn.Module, layers: Iterable[Attention], hooked: bool) -> list[HeldLayer]:
     """Layers that the user lists, with their modules. `hooked`: their forwards are to be measured.
 
     Raises:
         ValueError: There is no module of a layer's name.
     """
-    holders, found = {holder.name: holder for holder in _holders(model)[::-1]}, list[Found]()
+    holders, found = {holder.name: holder for holder in _holders(model)[::-1]}, list[HeldLayer]()
     for layer in layers:
         if layer.name not in holders and hooked:
             raise ValueError(

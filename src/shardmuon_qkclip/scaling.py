@@ -46,14 +46,14 @@ from shardmuon.errors import (
 )
 from shardmuon.host import Host, Hosts, Weight
 from shardmuon.layout.bind import Listed, Table, settle
-from shardmuon.layout.calls import Call, Kept, Said, agree, digest_of
+from shardmuon.layout.calls import Call, KeptTable, Said, agree, digest_of
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.pieces import Tile, spans_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.options import view_options
-from shardmuon.step.kept import Matrices, forget_norms
+from shardmuon.step.kept import MatrixNumbers, forget_norms
 from shardmuon_qkclip.heads import Attention, Rows, check_numbers, factors, gains
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class _Found(NamedTuple):
 _Told = dict[tuple[Ranks, ...], list[tuple[str, int]]]  # sets of ranks that share some layers -> names, num_heads
 
 
-class _Bound(Kept):
+class _Bound(KeptTable):
     """A layout table of the weights, which all ranks have.
 
     Attributes:
@@ -279,7 +279,7 @@ class Scaler(Call[_Bound]):
         return done
 
     def _multiply(
-        self, target: Target, factor: Tensor, layout: ParamLayout, places: Tensor, matrices: Matrices | None
+        self, target: Target, factor: Tensor, layout: ParamLayout, places: Tensor, matrices: MatrixNumbers | None
     ) -> None:
         """Scale what this rank stores of a weight."""
         stored, dim = target.weight.stored, target.rows.dim
@@ -516,7 +516,7 @@ def _is_copy(weight: Weight | None, param: Tensor) -> bool:
     return param.dtype != weight.param.dtype or getattr(param, "main_param", None) is weight.param
 
 
-def _matrices(target: Target, shape: Ints) -> Matrices | None:
+def _matrices(target: Target, shape: Ints) -> MatrixNumbers | None:
     """The matrix that each row is in, by the options of its group; None: there is one, or a row is in several."""
     group, dim = target.weight.group, target.rows.dim
     if len(shape) != 2 or not group.get("use_muon") or "view" not in group:
@@ -531,7 +531,7 @@ def _matrices(target: Target, shape: Ints) -> Matrices | None:
         if bool((here >= 0).any()):
             return None
         here.fill_(at)
-    return None if len(view.matrices) < 2 else Matrices(number.flatten().to(target.weight.stored.device), at + 1)
+    return None if len(view.matrices) < 2 else MatrixNumbers(number.flatten().to(target.weight.stored.device), at + 1)
 
 
 def _largest(

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.views import matrix_view
-from shardmuon.plan.copies import Copy, Place, joined
+from shardmuon.plan.copies import BufferPlace, Copy, joined
 from shardmuon.plan.plan import Item, Plan, Policy, Spec, _shares, make_plan
 from shardmuon.plan.program import KeptLoad, Load, Program, make_program
 
 GONE = -7.0  # where nothing has been written
 
 
-def strided(buffer: Tensor, sizes: Sequence[int], place: Place) -> Tensor:
+def strided(buffer: Tensor, sizes: Sequence[int], place: BufferPlace) -> Tensor:
     return buffer.as_strided(sizes, place.strides, place.start)
 
 
@@ -376,11 +376,11 @@ def test_kept_numbers_travel_as_elements_of_the_wire(itemsize: int, size: int) -
 
 
 def test_copies_join_in_rows_and_never_with_a_stride_of_zero() -> None:
-    tiles = [Copy((2, 8), Place(16 * n, (8, 1)), Place(2 * 8 * n, (8, 1))) for n in range(6)]
-    assert joined(tiles) == (Copy((96,), Place(0, (1,)), Place(0, (1,))),)
-    columns = [Copy((4, 2), Place(8 * n, (2, 1)), Place(2 * n, (12, 1))) for n in range(6)]
-    assert joined(columns) == (Copy((6, 4, 2), Place(0, (8, 2, 1)), Place(0, (2, 12, 1))),)
-    same = [Copy((4,), Place(4 * n, (1,)), Place(0, (1,))) for n in range(3)]
+    tiles = [Copy((2, 8), BufferPlace(16 * n, (8, 1)), BufferPlace(2 * 8 * n, (8, 1))) for n in range(6)]
+    assert joined(tiles) == (Copy((96,), BufferPlace(0, (1,)), BufferPlace(0, (1,))),)
+    columns = [Copy((4, 2), BufferPlace(8 * n, (2, 1)), BufferPlace(2 * n, (12, 1))) for n in range(6)]
+    assert joined(columns) == (Copy((6, 4, 2), BufferPlace(0, (8, 2, 1)), BufferPlace(0, (2, 12, 1))),)
+    same = [Copy((4,), BufferPlace(4 * n, (1,)), BufferPlace(0, (1,))) for n in range(3)]
     assert joined(same) == tuple(same)
 
 
@@ -400,11 +400,11 @@ def test_copies_of_two_shapes_that_take_turns_join_by_shape() -> None:
     copies = []
     for sender in range(5):
         for number, (columns, first) in enumerate([(6, 0), (6, 60), (4, 120)]):
-            here = Place(32 * sender + 12 * number, (columns, 1))
-            copies.append(Copy((2, columns), here, Place(first + 2 * columns * sender, (columns, 1))))
+            here = BufferPlace(32 * sender + 12 * number, (columns, 1))
+            copies.append(Copy((2, columns), here, BufferPlace(first + 2 * columns * sender, (columns, 1))))
     assert joined(copies) == (
-        Copy((5, 2, 12), Place(0, (32, 12, 1)), Place(0, (12, 60, 1))),
-        Copy((5, 8), Place(24, (32, 1)), Place(120, (8, 1))),
+        Copy((5, 2, 12), BufferPlace(0, (32, 12, 1)), BufferPlace(0, (12, 60, 1))),
+        Copy((5, 8), BufferPlace(24, (32, 1)), BufferPlace(120, (8, 1))),
     )
 
 

@@ -17,7 +17,7 @@ from shardmuon.layout.views import view_of
 T = TypeVar("T")
 
 
-class Said(NamedTuple):
+class Description(NamedTuple):
     """One rank's description of a parameter.
 
     Attributes:
@@ -48,10 +48,10 @@ class Describer:
         alike: T = found[1]
         return alike
 
-    def _unified(self, ties: Ties, claim: Claim) -> Said:
-        return Said(self._one(ties), claim._replace(form=self._one(claim.form), text=self._one(claim.text)))
+    def _unified(self, ties: Ties, claim: Claim) -> Description:
+        return Description(self._one(ties), claim._replace(form=self._one(claim.form), text=self._one(claim.text)))
 
-    def describe(self, param: Tensor, group: Group) -> Said:
+    def describe(self, param: Tensor, group: Group) -> Description:
         """Describe a parameter on this rank.
 
         Raises:
@@ -61,7 +61,7 @@ class Describer:
         return self._unified(engine.ties(param, group), engine.claim(param, group))
 
     def layout(
-        self, param: Tensor, group: Group, everyone: Mapping[int, Said], view: Mapping[str, Any] | None
+        self, param: Tensor, group: Group, everyone: Mapping[int, Description], view: Mapping[str, Any] | None
     ) -> ParamLayout:
         """Lay a parameter out by the descriptions of all ranks of a set.
 
@@ -81,7 +81,9 @@ class Describer:
         return self._layouts[key]
 
 
-def _layout(param: Tensor, group: Group, everyone: Mapping[int, Said], view: Mapping[str, Any] | None) -> ParamLayout:
+def _layout(
+    param: Tensor, group: Group, everyone: Mapping[int, Description], view: Mapping[str, Any] | None
+) -> ParamLayout:
     ranks: Ranks = tuple(everyone)
     first = everyone[ranks[0]].claim
     for rank, (_, claim) in everyone.items():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.anew import Describer, Said
+from shardmuon.auditing.anew import Describer, Description
 from shardmuon.auditing.dense import collect, sent_by
 from shardmuon.auditing.evidence import Evidence
 from shardmuon.auditing.judge import Judged, judge
@@ -26,8 +26,8 @@ from shardmuon.auditing.replicas import Prints, Replicated, local_prints, said_o
 from shardmuon.auditing.report import AuditReport, Finding, MatrixRow
 from shardmuon.auditing.routing import idle_params, misrouted
 from shardmuon.auditing.samples import (
-    Found,
     Sample,
+    SampledParam,
     arithmetic_of,
     choose,
     keepers_of,
@@ -36,7 +36,7 @@ from shardmuon.auditing.samples import (
     read_momentum,
     stored_momentum,
 )
-from shardmuon.auditing.schedule import PATIENCE, AuditSchedule, Kept, Watched
+from shardmuon.auditing.schedule import PATIENCE, AuditNotes, AuditSchedule, Watched
 from shardmuon.auditing.stages import unchecked
 from shardmuon.comm.component import Ranks
 from shardmuon.comm.groups import my_rank
@@ -70,7 +70,7 @@ class StepAudit:
         self._news.findings += self._news.caught("the momentum kept from the last audit", self._changed_momentum) or []
         self._news.findings += self._news.caught("the model's own weights", self._unlike_model) or []
         self._taken: dict[Ranks, list[Sample]] = {}
-        self._adamws: dict[Ranks, list[dict[str, Said]]] = {}  # of each set, what each of its ranks says of them
+        self._adamws: dict[Ranks, list[dict[str, Description]]] = {}  # of each set, what each of its ranks says of them
         if samples:
             self._news.findings += self._news.caught("the routing", self._check_routing) or []
             for ranks, members in binding.table.sets.items():
@@ -139,7 +139,7 @@ class StepAudit:
         chosen = choose(len(items), self._samples, self._schedule.num_audits)
         picked = [items[i] for i in chosen]
         mine = [self._find(index, ranks) for index, _ in picked]
-        others: dict[str, Said] | None = {}
+        others: dict[str, Description] | None = {}
         if len(ranks) > 1:
             others = self._news.caught("AdamW's parameters", lambda: self._said_of_adamws(ranks))
         everyone = gather((mine, others or {}), ranks)
@@ -168,31 +168,33 @@ class StepAudit:
                     sample.target = keepers[0]
         return taken
 
-    def _said_of_adamws(self, ranks: Ranks) -> dict[str, Said]:
+    def _said_of_adamws(self, ranks: Ranks) -> dict[str, Description]:
         return said_of_adamws(self._optimizer, ranks, self._describer)
 
-    def _find(self, index: int, ranks: Ranks) -> Found:
+    def _find(self, index: int, ranks: Ranks) -> SampledParam:
         """Describe a parameter here; an exception is reported by every rank of the set."""
         try:
             return self._describe(index, ranks)
         except Exception as error:
-            return Found(f"{type(error).__name__}: {error}")
+            return SampledParam(f"{type(error).__name__}: {error}")
 
-    def _describe(self, index: int, ranks: Ranks) -> Found:
+    def _describe(self, index: int, ranks: Ranks) -> SampledParam:
         param, group = self._current[index]
         said, planned = self._describer.describe(param, group), self._binding.table.claims[index]
         sharing = {*said.ties.parts, *said.ties.mates}
         if not sharing <= {*ranks} or said.claim.form != planned.form:
-            return Found(f"it now is {said.claim.text} over ranks {tuple(sorted(sharing))}, planned was {planned.text}")
+            return SampledParam(
+                f"it now is {said.claim.text} over ranks {tuple(sorted(sharing))}, planned was {planned.text}"
+            )
         grad = read_gradient(param, self._proposal.grads[index])
         wide = torch.float64 in (
             param.dtype,
             stored_momentum(self._optimizer, param).dtype,
             grad.dtype if grad is not None else None,
         )
-        return Found(None, said, grad is not None, wide)
+        return SampledParam(None, said, grad is not None, wide)
 
-    def _read(self, index: int, matrix: int, heard: Mapping[int, Found]) -> Sample | None:
+    def _read(self, index: int, matrix: int, heard: Mapping[int, SampledParam]) -> Sample | None:
         """A sample with what this rank holds of it before the step. The same on all ranks but for the content."""
         plan, member = self._binding.plan, self._binding.members[index]
         trouble = next((theirs.trouble for theirs in heard.values() if theirs.trouble is not None), None)
@@ -389,7 +391,7 @@ class StepAudit:
             name = self._binding.members[sample.order[0]].name
             watched.setdefault(sample.order[0], Watched(name, sample.param, print_))
         step = self._schedule.num_steps if self._samples else -1  # the same on all ranks, whatever they have
-        self._schedule.kept = Kept(tuple(watched.values()), self._optimizer.state, step, idle)
+        self._schedule.kept = AuditNotes(tuple(watched.values()), self._optimizer.state, step, idle)
 
 
 def _shapes(layout: ParamLayout) -> list[tuple[int, int]]:

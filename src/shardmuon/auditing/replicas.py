@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardmuon.auditing.anew import Describer, Said
+from shardmuon.auditing.anew import Describer, Description
 from shardmuon.auditing.report import Finding
 from shardmuon.host import Core
 from shardmuon.layout.engines import engine_for
@@ -36,7 +36,7 @@ def _adamws(optimizer: Core) -> Iterator[tuple[str, Tensor, Mapping[str, Any]]]:
                 yield name_of(group, index, position), p, group
 
 
-def said_of_adamws(optimizer: Core, ranks: Ranks, describer: Describer) -> dict[str, Said]:
+def said_of_adamws(optimizer: Core, ranks: Ranks, describer: Describer) -> dict[str, Description]:
     """Describe AdamW's parameters that no rank outside this set shares with this one."""
     found = {}
     for name, param, group in _adamws(optimizer):
@@ -51,7 +51,9 @@ def said_of_adamws(optimizer: Core, ranks: Ranks, describer: Describer) -> dict[
     return found
 
 
-def sharers(optimizer: Core, ranks: Ranks, everyone: Sequence[Mapping[str, Said]], describer: Describer) -> Replicated:
+def sharers(
+    optimizer: Core, ranks: Ranks, everyone: Sequence[Mapping[str, Description]], describer: Describer
+) -> Replicated:
     """AdamW's parameters that lie on just these ranks.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.anew import Said
+from shardmuon.auditing.anew import Description
 from shardmuon.auditing.dense import Part, part_of
 from shardmuon.auditing.report import MatrixRow
 from shardmuon.auditing.same import Arithmetic
@@ -83,7 +83,7 @@ _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SampledParam:
     """One rank's description of a sampled parameter before the step.
 
     Attributes:
@@ -94,7 +94,7 @@ class Found:
     """
 
     trouble: str | None
-    said: Said | None = None
+    said: Description | None = None
     has_grad: bool = False
     wide: bool = False
 

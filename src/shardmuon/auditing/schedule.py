@@ -40,7 +40,7 @@ class Watched(NamedTuple):
 
 
 @dataclass(slots=True)
-class Kept:
+class AuditNotes:
     """Notes of one audit for the next.
 
     Attributes:
@@ -69,7 +69,7 @@ class AuditSchedule:
         self.num_steps = 0
         self.num_audits = 0
         self.at = NEVER if every is None else 1
-        self.kept = Kept()
+        self.kept = AuditNotes()
         self.asked: PendingAudit | None = None  # by `audit()`, for the next step
 
     @property
@@ -119,7 +119,7 @@ class AuditSchedule:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to one process."""
-        return {**self.__dict__, "kept": Kept(), "asked": None}
+        return {**self.__dict__, "kept": AuditNotes(), "asked": None}
 
 
 PATIENCE = 3  # audits in a row without a gradient before that is reported: a warm-up starts with lr=0

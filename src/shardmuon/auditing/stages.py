@@ -18,7 +18,7 @@ from shardmuon.variants.muon_eq import MuonEq
 from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
 from shardmuon.variants.normuon import NorMuon
 
-Kept = Mapping[str, Tensor]  # key -> 1-D fp64
+KeptNumbers = Mapping[str, Tensor]  # key -> 1-D fp64
 Formula = Callable[[Stage, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -96,7 +96,7 @@ class Applied:
     """
 
     stages: Stages
-    before: Kept
+    before: KeptNumbers
     factor: Tensor | None = None
     on_weights: Tensor | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)

@@ -34,7 +34,7 @@ from shardmuon.options import view_options
 from shardmuon.variants import KEPT_KEYS
 
 
-class Shard(torch.Tensor):
+class CheckpointShard(torch.Tensor):
     """One rank's pieces of a logical tensor, of its global shape; memory is shared with the storage.
 
     The dunder methods are DCP's protocol for tensors of other libraries (`_Checkpointable`).
@@ -43,9 +43,11 @@ class Shard(torch.Tensor):
     _views: dict[torch.Size, Tensor]  # offset of a box of the whole -> what is stored of it
 
     @staticmethod
-    def __new__(cls, storage: Tensor, layout: ParamLayout) -> Shard:
+    def __new__(cls, storage: Tensor, layout: ParamLayout) -> CheckpointShard:
         shape = layout.view.shape
-        made: Shard = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=storage.dtype, device=storage.device)
+        made: CheckpointShard = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=storage.dtype, device=storage.device
+        )
         made._views = {}
         for held in layout.of_rank(my_rank()):
             for start, sizes in spans_of(held.piece, shape):
@@ -56,7 +58,7 @@ class Shard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"a Shard is for checkpoints only and has no {func}")
+        raise NotImplementedError(f"a CheckpointShard is for checkpoints only and has no {func}")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(at, view.shape) for at, view in self._views.items()]
@@ -117,7 +119,7 @@ def as_global(
     groups: Sequence[Mapping[str, Any]],
     table: Table,
 ) -> dict[str, Any]:
-    """A job with every plain shard as a `Shard`, as {"model": weights, "optimizer": {"state": state}}.
+    """A job with every plain shard as a `CheckpointShard`, as {"model": weights, "optimizer": {"state": state}}.
 
     Args:
         weights, state: By parameter names.
@@ -141,13 +143,13 @@ def as_global(
         if group is None or layout is None:
             continue
         if not isinstance(engine_of(param), FlatEngine):  # FSDP1 itself has made tensors of its own of these
-            weights[name] = Shard(weights[name], layout)
+            weights[name] = CheckpointShard(weights[name], layout)
         for key, value in kept.get(name, {}).items():
             if key == SCALE:
                 rows = matrix_view(layout.view.shape, **view_options(group)).num_row_dims
-                kept[name][key] = Shard(value, _of_scales(layout, rows))
+                kept[name][key] = CheckpointShard(value, _of_scales(layout, rows))
             elif isinstance(value, Tensor) and value.shape == param.shape and key not in KEPT_KEYS:
-                kept[name][key] = Shard(value, layout)
+                kept[name][key] = CheckpointShard(value, layout)
     return {"model": weights, "optimizer": {"state": kept}}
 
 

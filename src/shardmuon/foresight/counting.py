@@ -43,7 +43,7 @@ class _Flow(NamedTuple):
     numel: Ints
 
 
-class _Ways(NamedTuple):
+class _TileSources(NamedTuple):
     """The tiles of a matrix, given its owner.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Table:
         self.at: Ints = np.array([at for at, _ in found], dtype=np.int64)
         self.numel: Ints = np.array([tile.numel for _, tile in found], dtype=np.int64)
         self._pieces = [tile.held.piece for _, tile in found]
-        self._ways: dict[int, _Ways] = {}
+        self._ways: dict[int, _TileSources] = {}
 
     @cached_property
     def _keepers(self) -> tuple[Ints, Ints, Ints, Ints]:
@@ -81,7 +81,7 @@ class _Table:
         everyone = np.array([self.position[rank] for ranks in keepers for rank in ranks], dtype=np.int64)
         return np.array([numbers[p] for p in self._pieces], dtype=np.int64), everyone, np.cumsum(many) - many, many
 
-    def ways(self, owner: int) -> _Ways:
+    def ways(self, owner: int) -> _TileSources:
         """The tiles by what an owner at this position does with them."""
         if owner not in self._ways:
             own, sources = self.at == owner, self.at
@@ -92,7 +92,7 @@ class _Table:
                 of_piece[pieces[own]] = owner
                 sources = of_piece[pieces]
             foreign = ~own & (sources == self.at)
-            self._ways[owner] = _Ways(sources, own, foreign, ~own & ~foreign)
+            self._ways[owner] = _TileSources(sources, own, foreign, ~own & ~foreign)
         return self._ways[owner]
 
     @cached_property
@@ -152,7 +152,7 @@ _BATCHES, _LOCAL, _OWN, _FOREIGN, _IDLE, _PACKED, _FILLED, _COLUMNS = (*range(24
 _APPLIED = slice(31, 33)
 
 
-class _Counted(NamedTuple):
+class _CountedBucket(NamedTuple):
     """One bucket on all its ranks."""
 
     bucket: Bucket
@@ -224,7 +224,7 @@ class PlanCounts:
             found.append((item.rows, item.cols, item.how, item.cost, sizes))
         return tuple(found)
 
-    def _bucket_of(self, number: int, one: _Counted, row: int) -> BucketCount:
+    def _bucket_of(self, number: int, one: _CountedBucket, row: int) -> BucketCount:
         bucket, n = one.bucket, one.numbers[row].tolist()
         matrices, owners = one.matrices[int(one.kinds[row])]
         gather, gather_received, scatter, scatter_received, relay, relay_received = (Sent(*n[at]) for at in _SIDES)
@@ -259,7 +259,7 @@ class PlanCounts:
             self._tables[key] = _Table(layout, matrix)
         return self._tables[key]
 
-    def _count(self, bucket: Bucket) -> _Counted:
+    def _count(self, bucket: Bucket) -> _CountedBucket:
         plan, position = self._plan, {rank: i for i, rank in enumerate(bucket.ranks)}
         numbers = np.zeros((len(position), _COLUMNS), dtype=np.int64)
         limit = PORTION if bucket.kind == "cpu" else PORTION_ELSEWHERE
@@ -311,7 +311,7 @@ class PlanCounts:
         passes_on = bucket.route == "owner" and any(
             plan.specs[plan.items[n].param].layout.has_replicas for n in bucket.items
         )
-        return _Counted(bucket, passes_on, numbers, *_kinds(owned, len(position)))
+        return _CountedBucket(bucket, passes_on, numbers, *_kinds(owned, len(position)))
 
     def _count_moved(
         self,

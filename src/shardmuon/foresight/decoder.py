@@ -82,7 +82,7 @@ class DecoderConfig:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
-class Attention(nn.Module):
+class GroupedQueryAttention(nn.Module):
     """Grouped-query attention."""
 
     def __init__(self, c: DecoderConfig) -> None:
@@ -183,7 +183,7 @@ class Layer(nn.Module):
     def __init__(self, c: DecoderConfig, index: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(c.hidden_size)
-        self.self_attn = DeepseekV3Attention(c) if c.kv_lora_rank else Attention(c)
+        self.self_attn = DeepseekV3Attention(c) if c.kv_lora_rank else GroupedQueryAttention(c)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size)
         sparse = c.num_experts and index >= c.first_k_dense and index not in c.dense_layers
         sparse = sparse and (index + 1) % c.sparse_step == 0

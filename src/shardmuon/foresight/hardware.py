@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardmuon.foresight.tables import Curve, Found, Surface
+from shardmuon.foresight.tables import Curve, Surface, TableValue
 from shardmuon.foresight.times import NOTHING, Time
 from shardmuon.orthogonalize.slots import batch_size
 from shardmuon.plan.machines import SIDES, Machine
@@ -70,7 +70,7 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class MeasuredTable:
     """Measured values and how they are known; `surface` over short side and aspect, or `curve` over one size."""
 
     source: str
@@ -102,10 +102,10 @@ class Hardware:
     device: str
     flops: Mapping[str, Fact]
     facts: Mapping[str, Fact]
-    products: Mapping[str, Table] = field(default_factory=dict)
-    exchanges: Mapping[int, Table] = field(default_factory=dict)
-    passes: Mapping[str, Table] = field(default_factory=dict)
-    together: Table | None = None
+    products: Mapping[str, MeasuredTable] = field(default_factory=dict)
+    exchanges: Mapping[int, MeasuredTable] = field(default_factory=dict)
+    passes: Mapping[str, MeasuredTable] = field(default_factory=dict)
+    together: MeasuredTable | None = None
     notes: str = ""
 
     @property
@@ -193,7 +193,7 @@ class Uses:
             self.unverified.setdefault(name, fact.source)
         return fact
 
-    def table(self, name: str, table: Table, outside: bool = False, where: str = "") -> None:
+    def table(self, name: str, table: MeasuredTable, outside: bool = False, where: str = "") -> None:
         """Note that a table is used, perhaps beyond its end."""
         if not table.verified:
             self.unverified.setdefault(name, table.source)
@@ -253,7 +253,7 @@ def product_seconds(
         filled = filled._replace(outside=alone.outside)
     uses.table(f"efficiency of {name}", table, alone.outside, f"{rows}x{cols}")
     # Where the size is 1, `filled` is `alone`, and this is the table's own interval.
-    share = Found(min(alone.lo, filled.lo), math.sqrt(alone.mid * filled.mid), max(alone.hi, filled.hi))
+    share = TableValue(min(alone.lo, filled.lo), math.sqrt(alone.mid * filled.mid), max(alone.hi, filled.hi))
     work = num_batches * size * flops
     found = Time(work / (share.hi * peak.hi), work / (share.mid * peak.mid), work / (share.lo * peak.lo))
     launch = hardware.facts["launch"]
@@ -263,7 +263,7 @@ def product_seconds(
     return found
 
 
-def _table_of(hardware: Hardware, how: str, dtype: str) -> tuple[str, Table]:
+def _table_of(hardware: Hardware, how: str, dtype: str) -> tuple[str, MeasuredTable]:
     method, _, _ = _split(how)
     for key in (how.removesuffix(" alone"), f"{method} {dtype}", dtype, "any"):
         if key in hardware.products:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardmuon.foresight.hardware import PASSES, SCALARS, Fact, Hardware, Table
+from shardmuon.foresight.hardware import PASSES, SCALARS, Fact, Hardware, MeasuredTable
 from shardmuon.foresight.tables import Surface, of_triples
 
 FOLDER = Path(__file__).parent / "data" / "hardware"
@@ -94,13 +94,13 @@ def _fact(data: Any, name: str) -> Fact:
     return Fact(float(low), float(high), str(data["source"]), data["verified"] is True)
 
 
-def _products(rows: Sequence[Mapping[str, Any]]) -> dict[str, Table]:
+def _products(rows: Sequence[Mapping[str, Any]]) -> dict[str, MeasuredTable]:
     """One table for each thing multiplied; several aspects of one stand in several rows."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(str(row["of"]), []).append(row)
     return {
-        of: Table(
+        of: MeasuredTable(
             "; ".join(dict.fromkeys(str(row["source"]) for row in group)),
             all(row["verified"] is True for row in group),
             surface=Surface(tuple(sorted((float(row.get("aspect", 1.0)), of_triples(row["rows"])) for row in group))),
@@ -109,8 +109,8 @@ def _products(rows: Sequence[Mapping[str, Any]]) -> dict[str, Table]:
     }
 
 
-def _curve(row: Mapping[str, Any], slope: float) -> Table:
-    return Table(str(row["source"]), row["verified"] is True, curve=of_triples(row["rows"], slope))
+def _curve(row: Mapping[str, Any], slope: float) -> MeasuredTable:
+    return MeasuredTable(str(row["source"]), row["verified"] is True, curve=of_triples(row["rows"], slope))
 
 
 def _pass(row: Mapping[str, Any]) -> str:

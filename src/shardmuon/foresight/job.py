@@ -29,7 +29,7 @@ from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
 from shardmuon.step.options import GroupOptions, OptionsReader
-from shardmuon.step.specs import Wire, check_blocks, make_spec
+from shardmuon.step.specs import WireFormat, check_blocks, make_spec
 from shardmuon.variants import Stage
 
 PeakOf = Callable[[Sequence[BucketCount]], int]
@@ -160,7 +160,7 @@ class Job:
         )
         self._options: list[GroupOptions] = OptionsReader().read(self._muon.param_groups)
         self._chooser = setting.orthogonalizer.chooser()
-        self._wire = Wire.of(setting.orthogonalizer, setting.exchange, doubles=setting.weights == torch.float64)
+        self._wire = WireFormat.of(setting.orthogonalizer, setting.exchange, doubles=setting.weights == torch.float64)
         self.params: list[Param] = parameters_of(self._muon.param_groups, model.module)
         if mesh.engine == "megatron":
             self.params = in_megatrons_order(self.params, self._muon.param_groups)
@@ -237,7 +237,7 @@ class Job:
             uneven_experts(self.params, self.mesh),
         )
 
-    def _count(self, unit: Unit, plan: Plan, shares: Shares) -> _Counted:
+    def _count(self, unit: Unit, plan: Plan, shares: Shares) -> _CountedUnit:
         """A unit's counts, once for each way in which its copies lie on nodes."""
         per_node = self.mesh.gpus_per_node
         patterns: dict[tuple[int, ...], int] = {}
@@ -251,7 +251,7 @@ class Job:
                 node_of = dict(zip(unit.ranks, pattern, strict=True))
                 made.append(PlanCounts(plan, node_of.__getitem__, shares))
             which.append(patterns[pattern])
-        return _Counted(made, which)
+        return _CountedUnit(made, which)
 
     def _stored(self, unit: Unit, at: int) -> Stored:
         """Bytes that a rank keeps of a unit."""
@@ -305,7 +305,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _Counted:
+class _CountedUnit:
     """A unit's counts: for each way of lying on nodes, and which way each copy takes."""
 
     ways: list[PlanCounts]
@@ -324,7 +324,7 @@ def _ranks_text(ranks: Ranks) -> str:
 def _classes(
     world: int,
     units: Sequence[Unit],
-    counted: Sequence[_Counted],
+    counted: Sequence[_CountedUnit],
     stored: Callable[[Unit, int], Stored],
     peak_of: PeakOf,
 ) -> tuple[RankClass, ...]:
@@ -351,7 +351,7 @@ def _classes(
 def _class_of(
     ranks: Sequence[int],
     units: Sequence[Unit],
-    counted: Sequence[_Counted],
+    counted: Sequence[_CountedUnit],
     stored: Callable[[Unit, int], Stored],
     peak_of: PeakOf,
 ) -> RankClass:

@@ -25,7 +25,7 @@ from shardmuon.foresight.hardware import (
 from shardmuon.foresight.times import NOTHING, Time, total
 from shardmuon.foresight.types import BucketCount, Exact, Matrices, RankClass, Sent
 from shardmuon.plan import pipeline
-from shardmuon.plan.pipeline import Course, Event, Work
+from shardmuon.plan.pipeline import BucketTimes, Course, Event
 
 FACTORS = {
     "products": "how much of the peak the matrix products reach",
@@ -113,11 +113,11 @@ class _Durations:
     relay: Mapping[str, Time] | None
     finish: Mapping[str, Time]
 
-    def work(self, pick: _Pick) -> Work:
+    def work(self, pick: _Pick) -> BucketTimes:
         def seconds(of_factors: Mapping[str, Time]) -> float:
             return sum(time[pick[factor]] for factor, time in of_factors.items())
 
-        return Work(
+        return BucketTimes(
             self.key,
             seconds(self.pack),
             None if self.gather is None else seconds(self.gather),

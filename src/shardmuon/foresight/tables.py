@@ -18,7 +18,7 @@ class Point(NamedTuple):
     hi: float
 
 
-class Found(NamedTuple):
+class TableValue(NamedTuple):
     """A value read off a table.
 
     Attributes:
@@ -49,13 +49,13 @@ class Curve:
         if not sizes or sizes != sorted(set(sizes)) or min(min(p) for p in self.points) <= 0.0:
             raise ValueError(f"a table needs ascending sizes and positive values, found {self.points}")
 
-    def at(self, size: float) -> Found:
+    def at(self, size: float) -> TableValue:
         """The value at a size > 0."""
         last = self.points[-1].at
         beyond = max(1.0, size / last) ** self.slope  # below the first size a time keeps its value: it is all latency
         sizes = [p.at for p in self.points]
         lo, mid, hi = (beyond * _between(size, sizes, [p[i] for p in self.points]) for i in (1, 2, 3))
-        return Found(lo, mid, hi, size > last or (size < self.points[0].at and not self.slope))
+        return TableValue(lo, mid, hi, size > last or (size < self.points[0].at and not self.slope))
 
 
 def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
@@ -82,7 +82,7 @@ class Surface:
         if not aspects or aspects != sorted(set(aspects)):
             raise ValueError(f"a table needs ascending aspects, found {aspects}")
 
-    def at(self, size: float, aspect: float) -> Found:
+    def at(self, size: float, aspect: float) -> TableValue:
         """The value at a size and an aspect: along both neighbouring aspects, then between them."""
         aspects = [one for one, _ in self.curves]
         above = min(bisect_left(aspects, aspect), len(aspects) - 1)
@@ -90,7 +90,7 @@ class Surface:
         found = [self.curves[i][1].at(size) for i in range(below, above + 1)]
         lo, mid, hi = (_between(aspect, aspects[below : above + 1], [one[i] for one in found]) for i in range(3))
         beyond = len(aspects) > 1 and aspect > aspects[-1]
-        return Found(lo, mid, hi, beyond or any(one.outside for one in found))
+        return TableValue(lo, mid, hi, beyond or any(one.outside for one in found))
 
 
 def of_triples(rows: Sequence[Sequence[float]], slope: float = 0.0) -> Curve:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardmuon.carried import carry_by_position
 from shardmuon.host import Host
-from shardmuon.layout.engines.fsdp1 import Place, place_of
+from shardmuon.layout.engines.fsdp1 import UnitPlace, place_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> N
             }
 
 
-def _sharded(param: Tensor) -> Place | None:
+def _sharded(param: Tensor) -> UnitPlace | None:
     """The place of a parameter that FSDP1 cuts, or None."""
     place = place_of(param)
     return place if place is not None and place.is_sharded else None

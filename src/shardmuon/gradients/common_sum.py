@@ -28,7 +28,7 @@ from shardmuon.comm.vote import Fault, Phase, gather
 from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, raised_at
 from shardmuon.gradients.norms import combine, norm_of
 from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import Call, Kept, Said, agree, digest_of
+from shardmuon.layout.calls import Call, KeptTable, Said, agree, digest_of
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, named_params
 from shardmuon.layout.table import ParamLayout
@@ -63,7 +63,7 @@ def listed_of(source: Source, fault: Fault) -> list[Listed]:
     return found
 
 
-class Share(NamedTuple):
+class GradientShare(NamedTuple):
     """One parameter's gradient on this rank, as far as it is the same in every call.
 
     Attributes:
@@ -131,7 +131,7 @@ class Reach(NamedTuple):
         return f"process_group={self.beyond}" if self.contained else f"one rank each={self.beyond is not None}"
 
 
-class Bound(Kept):
+class BoundGradients(KeptTable):
     """The layout table of some parameters, as far as their gradients need it, made by all ranks of a component.
 
     Attributes:
@@ -145,7 +145,7 @@ class Bound(Kept):
 
     def __init__(self, table: Table, beyond: Ranks | None) -> None:
         super().__init__(table)
-        self.key, self.beyond, self.shares = _key_of(table.params), beyond, list[Share]()
+        self.key, self.beyond, self.shares = _key_of(table.params), beyond, list[GradientShare]()
         self.in_order = [number for numbers in table.sets.values() for number in numbers]
         counts = {layout: _counts(layout) for layout in dict.fromkeys(table.layouts)}
         for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
@@ -154,7 +154,7 @@ class Bound(Kept):
             line = f"{one.identity} {layout.view.shape} {clipped}"
             fault = claim.uncounted if clipped else None
             engine, compared = engine_for(one.param, one.group), not claim.empty_lacks_gradient
-            share = Share(one.name, engine, counts[layout], rank_local, loose, clipped, compared, line, fault)
+            share = GradientShare(one.name, engine, counts[layout], rank_local, loose, clipped, compared, line, fault)
             self.shares.append(share)
 
     def hear(self, reaches: Sequence[Reach]) -> None:
@@ -194,7 +194,7 @@ class Counted(NamedTuple):
 
     Attributes:
         own: Norm of elements that no other rank counts.
-        loose: Norm of tensors that are `Share.loose`.
+        loose: Norm of tensors that are `GradientShare.loose`.
         loose_print: Equal on two ranks whose loose tensors are replicas; empty if there are none.
         wide: True if some gradient is fp64.
     """
@@ -210,7 +210,7 @@ _BOUND: Any = WeakTensorKeyDictionary()
 
 
 @dataclass
-class Clipping(Call[Bound]):
+class Clipping(Call[BoundGradients]):
     """Call of one rank for the norm of all gradients, by which it then clips its own.
 
     Attributes:
@@ -228,7 +228,7 @@ class Clipping(Call[Bound]):
     text: str
     fault: Fault
     beyond: Ranks | None
-    held: list[tuple[Share, Tensor]] = field(default_factory=list)
+    held: list[tuple[GradientShare, Tensor]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
     counted: Counted = field(default_factory=Counted)
 
@@ -237,12 +237,12 @@ class Clipping(Call[Bound]):
     doing = "clip"
     rule = "Every rank that shares a parameter must have its gradient, or none, and pass the same arguments"
 
-    def known(self) -> Bound | None:
-        found: Bound | None = _BOUND.get(self.params[0].param) if self.params else None
+    def known(self) -> BoundGradients | None:
+        found: BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
         same = found is not None and found.world.is_current and found.beyond == self.beyond  # the same ranks vote
         return found if same else None
 
-    def is_current(self, kept: Bound) -> bool:
+    def is_current(self, kept: BoundGradients) -> bool:
         return kept.key == _key_of(self.params)
 
     def listed(self) -> list[Listed]:
@@ -251,16 +251,16 @@ class Clipping(Call[Bound]):
     def waiting(self) -> list[tuple[Tensor, Group]]:
         return [(one.param, one.group) for one in self.params]
 
-    def made(self, table: Table) -> tuple[Bound, Reach]:
-        bound = Bound(table, self.beyond)
+    def made(self, table: Table) -> tuple[BoundGradients, Reach]:
+        bound = BoundGradients(table, self.beyond)
         return bound, _reach(bound)
 
-    def heard(self, kept: Bound, everyone: Sequence[Reach]) -> None:
+    def heard(self, kept: BoundGradients, everyone: Sequence[Reach]) -> None:
         kept.hear(everyone)
         if self.params:
             _BOUND[self.params[0].param] = kept
 
-    def read(self, kept: Bound) -> Said:
+    def read(self, kept: BoundGradients) -> Said:
         """Read gradients and count what this rank counts."""
         self.states, self.held = [], []
         for share, one in zip(kept.shares, self.params, strict=True):
@@ -286,19 +286,19 @@ class Clipping(Call[Bound]):
         wide = any(local.dtype == torch.float64 for _, local in self.held)
         return Counted(norm_of(own, self.norm_type), combine(norms, self.norm_type), code, wide)
 
-    def _said(self, kept: Bound, ranks: Ranks) -> list[Any]:
+    def _said(self, kept: BoundGradients, ranks: Ranks) -> list[Any]:
         """Values that the ranks of a set must have alike: arguments; if they share parameters, also the ranks that they
         sum with, and which of these parameters have gradients."""
         numbers = kept.sets.get(ranks)
         states = None if numbers is None else bytes(self.states[n] for n in numbers if kept.shares[n].compared)
         return [self.text, *(() if states is None else (kept.reaches[my_rank()].text, states))]
 
-    def lines(self, kept: Bound, ranks: Ranks) -> list[str]:
+    def lines(self, kept: BoundGradients, ranks: Ranks) -> list[str]:
         shares = [(kept.shares[number], self.states[number]) for number in kept.sets.get(ranks, ())]
         lines = [f"{share.line} {STATES[state]}" if share.compared else share.line for share, state in shares]
         return [self.text, *([kept.reaches[my_rank()].text] if shares else []), *lines]
 
-    def align_(self, bound: Bound) -> None:
+    def align_(self, bound: BoundGradients) -> None:
         """Redistribute gradients to their parameters' placements, in one order on all ranks that share any of them.
         Collective."""
         for number in bound.in_order:
@@ -325,7 +325,7 @@ class Clipping(Call[Bound]):
         return _total(bound, self.norm_type, everyone, named), any(theirs.wide for theirs in everyone.values())
 
 
-def _reach(bound: Bound) -> Reach:
+def _reach(bound: BoundGradients) -> Reach:
     """The ranks that this rank sums with.
 
     Raises:
@@ -355,7 +355,7 @@ def _reach(bound: Bound) -> Reach:
     return Reach(own, beyond, False)
 
 
-def _total(bound: Bound, norm_type: float, everyone: Mapping[int, Counted], loose: str) -> float:
+def _total(bound: BoundGradients, norm_type: float, everyone: Mapping[int, Counted], loose: str) -> float:
     """The norm, from what every rank of the component counts; nothing here is another rank's to decide. `loose`: what
     this rank has of such gradients.
 

@@ -231,7 +231,7 @@ def _sets(
     return [_Set(ranks, numbers[ranks], mine, grids, groups.get(ranks, ""), fault) for ranks in ordered]
 
 
-class Line(NamedTuple):
+class ListedLine(NamedTuple):
     """Text about one parameter that every sharing rank must list alike.
 
     Attributes:
@@ -298,7 +298,7 @@ class _Set:
                 self._compare(found, prints or [])
         return found
 
-    def _lines(self) -> list[Line]:
+    def _lines(self) -> list[ListedLine]:
         """Text of each shared parameter that every rank of the set must list alike."""
         found = []
         for one in self._mine:
@@ -306,10 +306,10 @@ class _Set:
             view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
             sizes = f"{shape}".replace("-1", "any")  # along a dim that is cut in parts of any size
             about = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
-            found.append(Line(about, (f"{form}", *one.listed.options.split(" "), *view)))
+            found.append(ListedLine(about, (f"{form}", *one.listed.options.split(" "), *view)))
         return found
 
-    def _difference(self, everyone: Sequence[Sequence[Line]]) -> str:
+    def _difference(self, everyone: Sequence[Sequence[ListedLine]]) -> str:
         first, here = everyone[0] if everyone else [], self.ranks[0]
         for rank, theirs in zip(self.ranks, everyone, strict=False):
             unlike = [(a, b) for a, b in zip(first, theirs, strict=False) if a != b]

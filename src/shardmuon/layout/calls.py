@@ -29,7 +29,7 @@ from shardmuon.layout.bind import Listed, Sharers, Table, bind, sharers_of
 from shardmuon.layout.engines.base import Group
 
 
-class Kept:
+class KeptTable:
     """The part of a table that outlives a call.
 
     Attributes:
@@ -45,7 +45,7 @@ class Kept:
         self.world = World()
 
 
-K = TypeVar("K", bound=Kept)
+K = TypeVar("K", bound=KeptTable)
 
 
 class Said(NamedTuple):

@@ -34,7 +34,7 @@ BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, which has a "step" of its own
 
 
-class Kept(Protocol):
+class MomentumParam(Protocol):
     """A parameter whose momentum is kept.
 
     Attributes:
@@ -112,7 +112,7 @@ class Keeper:
             return False
         return buffer.dtype == grad.dtype and self.dtype in (None, grad.dtype) and buffer.device == grad.device
 
-    def fit(self, c: Kept, view: MatrixView, grad: Tensor, state: MutableMapping[str, Any]) -> Fitted:
+    def fit(self, c: MomentumParam, view: MatrixView, grad: Tensor, state: MutableMapping[str, Any]) -> Fitted:
         """Momentum of a parameter for this step, made or converted if need be, with the random bits for rounding it and
         its weights.
 

@@ -79,7 +79,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _Published:
     """A published set. `tail`: the triple of further steps, or None if the number of steps is fixed."""
 
     triples: Triples
@@ -92,9 +92,9 @@ class _Row:
 _KELLER: Coefficients = (3.4445, -4.7750, 2.0315)
 _TAYLOR: Coefficients = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: two terms of the Taylor series of 1/sqrt
 
-SCHEDULES: dict[str, _Row] = {
-    "keller": _Row((), "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's", _KELLER),
-    "quintic": _Row(
+SCHEDULES: dict[str, _Published] = {
+    "keller": _Published((), "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's", _KELLER),
+    "quintic": _Published(
         (
             (4.0848, -6.8946, 2.9270),
             (3.9505, -6.3029, 2.6377),
@@ -104,7 +104,7 @@ SCHEDULES: dict[str, _Row] = {
         ),
         "You Jiacheng 2025, https://x.com/YouJiacheng/status/1905861218138804534",
     ),
-    "polar_express": _Row(
+    "polar_express": _Published(
         (
             (8.28721201814563, -23.595886519098837, 17.300387312530933),
             (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -118,7 +118,7 @@ SCHEDULES: dict[str, _Row] = {
         _TAYLOR,
         safety=1.01,
     ),
-    "cans": _Row(
+    "cans": _Published(
         (
             (8.4703, -25.1081, 18.6293),
             (4.1828, -3.1087, 0.5806),
@@ -129,7 +129,7 @@ SCHEDULES: dict[str, _Row] = {
         "Grishina et al. 2025, arXiv 2506.10935; divided by 1.01: as published it diverges at 1.001",
         safety=1.01,
     ),
-    "cubic": _Row(
+    "cubic": _Published(
         (
             (3.3657, -3.3421, 0.0),
             (2.5744, -1.4957, 0.0),
@@ -140,7 +140,7 @@ SCHEDULES: dict[str, _Row] = {
         "arXiv 2606.00371: a third less work; divided by 1.01: as published it flips signs at 1.004",
         safety=1.01,
     ),
-    "deepseek_v4": _Row(
+    "deepseek_v4": _Published(
         (_KELLER,) * 8 + ((2.0, -1.5, 0.5),) * 2,
         "DeepSeek-V4 technical report 2026: eight of Jordan's steps and two classical ones",
         default_steps=10,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardmuon.layout.views import Ints
 
 
-class Place(NamedTuple):
+class BufferPlace(NamedTuple):
     """Place of a block in a buffer: its first element, and the stride of each dim."""
 
     start: int
@@ -19,8 +19,8 @@ class Copy(NamedTuple):
     """A block in two buffers, to be copied one way or the other. No stride is 0: places differ."""
 
     sizes: Ints
-    here: Place
-    there: Place
+    here: BufferPlace
+    there: BufferPlace
 
 
 def joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
@@ -44,7 +44,7 @@ def _merged(copy: Copy) -> Copy:
         else:
             dims.append((size, here, there))
     sizes, here_strides, there_strides = zip(*(dims or [(1, 1, 1)]), strict=True)
-    return Copy(sizes, Place(copy.here.start, here_strides), Place(copy.there.start, there_strides))
+    return Copy(sizes, BufferPlace(copy.here.start, here_strides), BufferPlace(copy.there.start, there_strides))
 
 
 def _rows(copies: Sequence[Copy]) -> list[Copy]:
@@ -59,7 +59,7 @@ def _rows(copies: Sequence[Copy]) -> list[Copy]:
             first = alike[at]
             if count > 1:
                 here, there = (
-                    Place(place.start, (step, *place.strides))
+                    BufferPlace(place.start, (step, *place.strides))
                     for place, step in zip((first.here, first.there), steps, strict=True)
                 )
                 first = _merged(Copy((count, *first.sizes), here, there))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shardmuon.layout.pieces import Tile
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
-from shardmuon.plan.copies import Place
+from shardmuon.plan.copies import BufferPlace
 from shardmuon.plan.cuts import strides_in, turned
 from shardmuon.plan.plan import Bucket, Item, Plan
 from shardmuon.plan.types import Load, Program, Wire, aligned
@@ -24,7 +24,7 @@ Pair = tuple[int, int]  # the rank at the other end, and an item
 _NORM_BYTES = 8  # a part's norm travels as fp64
 
 
-class Shard(NamedTuple):
+class GramShard(NamedTuple):
     """All that this rank stores of a matrix, as the columns of a row-major (short side, columns) matrix.
 
     Attributes:
@@ -64,7 +64,7 @@ class GramProgram(Program):
         factors_sent, factors_came: On the owner's and on the holder's side of the scatter.
     """
 
-    shards: tuple[Shard, ...]
+    shards: tuple[GramShard, ...]
     iterated: tuple[Ints, ...]
     parts_sent: tuple[Message, ...]
     parts_came: tuple[Message, ...]
@@ -81,7 +81,7 @@ def make_gram_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection
     """The program of a rank of the bucket, without parameters that have no gradient in this step (`missing`)."""
     numbers = sorted((n for n in bucket.items if plan.items[n].param not in missing), key=lambda n: _key(plan, n))
     owned = [n for n in numbers if plan.items[n].owners == (rank,)]
-    shards: list[Shard] = []
+    shards: list[GramShard] = []
     own: list[Load] = []
     foreign: list[Load] = []
     parts: list[Pair] = []  # to the owner of each item: a part of its Gram matrix
@@ -132,7 +132,7 @@ def _layout(plan: Plan, item: Item) -> ParamLayout:
     return plan.specs[item.param].layout
 
 
-def _shard(plan: Plan, number: int, rank: int, start: int) -> tuple[Shard, list[Load]]:
+def _shard(plan: Plan, number: int, rank: int, start: int) -> tuple[GramShard, list[Load]]:
     """One rank's shard of a matrix, placed in the buffer from `start` on, with loads for its tiles, as they are
     stored."""
     item = plan.items[number]
@@ -141,9 +141,9 @@ def _shard(plan: Plan, number: int, rank: int, start: int) -> tuple[Shard, list[
     sizes = [turned(layout.view, tile)[1] for tile in tiles]
     loads, column = [], 0
     for tile, size in zip(tiles, sizes, strict=True):
-        loads.append(Load(item.param, tile, Place(start + column, strides_in(layout.view, tile, sum(sizes)))))
+        loads.append(Load(item.param, tile, BufferPlace(start + column, strides_in(layout.view, tile, sum(sizes)))))
         column += size
-    return Shard(number, start, (item.short, column), _adds(layout, tiles, item.owners[0], rank)), loads
+    return GramShard(number, start, (item.short, column), _adds(layout, tiles, item.owners[0], rank)), loads
 
 
 def _adds(layout: ParamLayout, tiles: Sequence[Tile], owner: int, rank: int) -> bool:

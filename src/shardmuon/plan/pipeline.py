@@ -57,7 +57,7 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
             yield "finish", i
 
 
-class Work(NamedTuple):
+class BucketTimes(NamedTuple):
     """One bucket on one rank, in seconds.
 
     Attributes:
@@ -112,7 +112,7 @@ class _Exchange:
     end: float = 0.0
 
 
-def run(ranks: Sequence[Sequence[Work]], first: float, last: Sequence[float], overlap: float) -> list[Course]:
+def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[float], overlap: float) -> list[Course]:
     """Carry a step out.
 
     Args:
@@ -147,7 +147,7 @@ class _Rank:
 
     def __init__(
         self,
-        works: Sequence[Work],
+        works: Sequence[BucketTimes],
         first: float,
         exchanges: dict[tuple[Hashable, Phase], _Exchange],
         members: Mapping[Hashable, int],

@@ -21,7 +21,7 @@ from shardmuon.layout.table import ParamLayout, Ranks, digest_of
 from shardmuon.plan.balance import UNEVEN, fitted, handed_on
 from shardmuon.plan.cuts import cut_faults
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
-from shardmuon.plan.price import Cut, Priced, Products, bucket_work, cut_of, products_of, step_ns, taken_by
+from shardmuon.plan.price import BatchPrice, Priced, Spread, bucket_times, products_of, spread_of, step_ns, taken_by
 
 Route = Literal["local", "owner", "gram"]
 RouteOption = Literal["auto", "owner", "local", "gram"]
@@ -481,8 +481,8 @@ class _Cutter:
 
     def __init__(self, specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> None:
         self._specs, self._items, self._policy = specs, items, policy
-        self._cuts: dict[int, Cut] = {}  # by id of the layout
-        self._known: dict[tuple[int, str, int], Products] = {}
+        self._spreads: dict[int, Spread] = {}  # by id of the layout
+        self._known: dict[tuple[int, str, int], BatchPrice] = {}
 
     def local(self, numbers: Sequence[int], itemsize: int, kind: str) -> list[list[int]]:
         """The shares of what moves nowhere: as few as memory allows, and small ones on a CPU."""
@@ -496,14 +496,14 @@ class _Cutter:
         sizes = {n: _size(items[n], len(ranks)) for n in numbers}
         priced = {n: self._priced(n) for n in numbers}
         bound = self._policy.bucket_bytes or itemsize * sum(sizes.values())
-        tails = _TAILS if any(one.cut.replicas > 1 for one in priced.values()) else (1,)
+        tails = _TAILS if any(one.spread.replicas > 1 for one in priced.values()) else (1,)
         found: dict[Option, list[list[int]]] = {}
         known = 0
         for least in _BUCKETS:
             waves = self._shares(sizes, max(1, bound // itemsize), least)
             for tail in tails if len(waves) > known else ():
                 shares = self._narrowed(waves, tail)
-                buckets = [bucket_work([priced[n] for n in share], itemsize, machine) for share in shares]
+                buckets = [bucket_times([priced[n] for n in share], itemsize, machine) for share in shares]
                 taken = itemsize * max(taken_by([priced[n] for n in share]) for share in shares)
                 for step in (1, -1)[: len(shares)]:  # those with least first, or last
                     found.setdefault(Option(taken, len(shares), step_ns(buckets[::step])), shares[::step])
@@ -540,12 +540,12 @@ class _Cutter:
     def _priced(self, number: int) -> Priced:
         item = self._items[number]
         layout = self._specs[item.param].layout
-        cut = self._cuts.get(id(layout))
-        if cut is None:
-            cut = self._cuts[id(layout)] = cut_of(layout, self._policy.machine.per_node)
-        return Priced(item.owners[0], item.rows * item.cols, self._products(item), cut)
+        spread = self._spreads.get(id(layout))
+        if spread is None:
+            spread = self._spreads[id(layout)] = spread_of(layout, self._policy.machine.per_node)
+        return Priced(item.owners[0], item.rows * item.cols, self._products(item), spread)
 
-    def _products(self, item: Item) -> Products:
+    def _products(self, item: Item) -> BatchPrice:
         key = item.short, "float64" if item.route == "gram" else item.how, item.cost
         if key not in self._known:
             self._known[key] = products_of(*key, self._policy.machine)

@@ -22,7 +22,7 @@ _LAUNCHES = 30  # of five steps
 _PACKS, _APPLIES, _FILLS = 30, 26, 12  # bytes that pass through memory for an element, see `foresight.hardware`
 
 
-class Cut(NamedTuple):
+class Spread(NamedTuple):
     """Numbers of ranks on which the matrices of a layout lie.
 
     Attributes:
@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     near: int
 
 
-def cut_of(layout: ParamLayout, per_node: int) -> Cut:
+def spread_of(layout: ParamLayout, per_node: int) -> Spread:
     """Count the ranks of a layout on nodes of `per_node` ranks each: those of its first replica, and the keepers of its
     first piece."""
     first = next(iter(layout.keepers.values()), layout.ranks[:1])
@@ -46,14 +46,14 @@ def cut_of(layout: ParamLayout, per_node: int) -> Cut:
         rank for rank, of_rank in zip(layout.ranks, layout.held, strict=True) if any(h.piece.numel for h in of_rank)
     ]
     replica = [rank for rank in mates if layout.replica_of[rank] == 0]
-    return Cut(len(replica), _on_one_node(replica, per_node), len(first), _on_one_node(first, per_node))
+    return Spread(len(replica), _on_one_node(replica, per_node), len(first), _on_one_node(first, per_node))
 
 
 def _on_one_node(ranks: Sequence[int], per_node: int) -> int:
     return max(Counter(rank // per_node for rank in ranks).values(), default=1)
 
 
-class Products(NamedTuple):
+class BatchPrice(NamedTuple):
     """Size and time of a batch of equal matrices, which run in batches of a fixed size, the last one filled up. `ns`:
     nanoseconds of a batch."""
 
@@ -68,16 +68,16 @@ class Priced(NamedTuple):
         owner: The rank that orthogonalizes it.
         numel: Its elements.
         products: Batches of matrices like it.
-        cut: Numbers of ranks on which it lies.
+        spread: Numbers of ranks on which it lies.
     """
 
     owner: int
     numel: int
-    products: Products
-    cut: Cut
+    products: BatchPrice
+    spread: Spread
 
 
-def products_of(short: int, how: str, flops: int, machine: Machine) -> Products:
+def products_of(short: int, how: str, flops: int, machine: Machine) -> BatchPrice:
     """Batches of matrices with this short side, each of so many floating point operations."""
     words = how.split()
     rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
@@ -85,14 +85,16 @@ def products_of(short: int, how: str, flops: int, machine: Machine) -> Products:
     size = 1 << (size.bit_length() - 1)
     filled = next(side for side in range(short, 5 * short) if side**3 >= size * short**3)  # as large as all together
     share = isqrt(_share(short, machine) * _share(filled, machine))
-    return Products(size, max(size * flops * 1000 // (rate * share), _LAUNCHES * machine.launch))
+    return BatchPrice(size, max(size * flops * 1000 // (rate * share), _LAUNCHES * machine.launch))
 
 
 def _share(short: int, machine: Machine) -> int:
     return next((share for side, share in zip(SIDES, machine.shares, strict=True) if short <= side), machine.shares[-1])
 
 
-def bucket_work(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> tuple[pipeline.Work, Mapping[int, int]]:
+def bucket_times(
+    matrices: Sequence[Priced], itemsize: int, machine: Machine
+) -> tuple[pipeline.BucketTimes, Mapping[int, int]]:
     """A bucket of the owner route on a rank that owns nothing of it, and what products and copies take on its owners.
 
     Args:
@@ -106,19 +108,19 @@ def bucket_work(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> 
         computed[owner] += -(-count // of_batch.size) * of_batch.ns
     sent = relayed = 0  # elements of one rank
     held = 1
-    for owner, numel, _, cut in matrices:
-        came[owner] += numel - numel // cut.holders
-        held += numel // cut.holders
-        sent += numel // (cut.holders * cut.replicas)
-        relayed += (numel - numel // cut.replicas) // cut.holders
+    for owner, numel, _, spread in matrices:
+        came[owner] += numel - numel // spread.holders
+        held += numel // spread.holders
+        sent += numel // (spread.holders * spread.replicas)
+        relayed += (numel - numel // spread.replicas) // spread.holders
     for owner, elements in came.items():
         computed[owner] += 4 * itemsize * elements * 1000 // machine.memory
-    most = max(one.cut for one in matrices)
+    most = max(one.spread for one in matrices)
     gather = relay = None
     if most.holders > 1:
         gather = _exchange_ns(itemsize * max(sent, *came.values()), most.holders, most.inside, machine)
     if most.replicas > 1:
-        replicas, near = max(one.cut[2:] for one in matrices)
+        replicas, near = max(one.spread[2:] for one in matrices)
         relay = _exchange_ns(itemsize * relayed, replicas, near, machine)
     idle, own = relayed, max(0, held - sent - relayed)
     half = machine.bucket // 2
@@ -126,7 +128,7 @@ def bucket_work(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> 
     def passed(each: int, elements: int) -> int:  # bytes for each of them; and its share of the host's work
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 
-    work = pipeline.Work(
+    work = pipeline.BucketTimes(
         key=0,
         pack=half + passed(_PACKS, sent),
         gather=gather,
@@ -145,7 +147,9 @@ def taken_by(matrices: Sequence[Priced]) -> int:
     owned = Counter[int]()
     for one in matrices:
         owned[one.owner] += one.numel
-    return max(owned.values()) + sum((one.numel - one.numel // one.cut.replicas) // one.cut.holders for one in matrices)
+    return max(owned.values()) + sum(
+        (one.numel - one.numel // one.spread.replicas) // one.spread.holders for one in matrices
+    )
 
 
 def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
@@ -156,7 +160,7 @@ def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
     return latency + max(near * 1000 // machine.link, far * 1000 // machine.network)
 
 
-def step_ns(buckets: Sequence[tuple[pipeline.Work, Mapping[int, int]]]) -> int:
+def step_ns(buckets: Sequence[tuple[pipeline.BucketTimes, Mapping[int, int]]]) -> int:
     """A step of these buckets, in their order, see [Note: the price of buckets]."""
     slowest = dict.fromkeys(max(computed, key=lambda rank: (computed[rank], rank)) for _, computed in buckets)
     ranks = [

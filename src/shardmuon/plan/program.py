@@ -23,7 +23,7 @@ from typing import NamedTuple
 from shardmuon.layout.pieces import Tile
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints, row_major
-from shardmuon.plan.copies import Copy, Place, joined
+from shardmuon.plan.copies import BufferPlace, Copy, joined
 from shardmuon.plan.gram import make_gram_program
 from shardmuon.plan.plan import Bucket, Item, Plan, by_rank
 from shardmuon.plan.types import Batch, KeptLoad, Load, Program, Relay, Wire, aligned
@@ -201,7 +201,7 @@ class _Wired:
         """Loads of the tiles, packed side by side."""
         for part, at in self._ordered(parts):
             if part.number < 0:
-                yield Load(part.item.param, part.tile, Place(at, row_major(part.tile.sizes)))
+                yield Load(part.item.param, part.tile, BufferPlace(at, row_major(part.tile.sizes)))
 
     def kept_loads(self, parts: Parts) -> Iterator[KeptLoad]:
         """Loads of the kept numbers, behind the tiles of their rank."""
@@ -209,23 +209,23 @@ class _Wired:
             if part.number >= 0:
                 yield KeptLoad(part.item.param, part.number, part.tile, at, self._size(part))
 
-    def in_batch(self, part: _Part) -> Place:
+    def in_batch(self, part: _Part) -> BufferPlace:
         """Place of a tile of an owned matrix among the batches."""
         offset, strides = part.tile.in_matrix(self._plan.specs[part.item.param].layout.view)
-        return Place(self._slots[part.item] + offset, strides)
+        return BufferPlace(self._slots[part.item] + offset, strides)
 
     def copies(self, parts: Parts) -> tuple[Copy, ...]:
         """Copies of packed tiles from the wire to the batches."""
         return joined(
-            Copy(part.tile.sizes, Place(at, row_major(part.tile.sizes)), self.in_batch(part))
+            Copy(part.tile.sizes, BufferPlace(at, row_major(part.tile.sizes)), self.in_batch(part))
             for part, at in self._ordered(parts)
             if part.number < 0
         )
 
-    def passed_on(self, parts: Parts, places: Mapping[tuple[int, Tile], Place]) -> tuple[Copy, ...]:
+    def passed_on(self, parts: Parts, places: Mapping[tuple[int, Tile], BufferPlace]) -> tuple[Copy, ...]:
         """Copies from these places to the relay's buffer, for those of the tiles that have a place."""
         return joined(
-            Copy(part.tile.sizes, places[part.item.param, part.tile], Place(at, row_major(part.tile.sizes)))
+            Copy(part.tile.sizes, places[part.item.param, part.tile], BufferPlace(at, row_major(part.tile.sizes)))
             for part, at in self._ordered(parts)
             if part.number < 0 and (part.item.param, part.tile) in places
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import Ints
-from shardmuon.plan.copies import Copy, Place
+from shardmuon.plan.copies import BufferPlace, Copy
 from shardmuon.plan.plan import Bucket
 
 _ALIGNMENT = 64  # bytes: where every matrix of a batch begins at a multiple, its bits depend on no slot
@@ -24,7 +24,7 @@ class Load(NamedTuple):
 
     param: int
     tile: Tile
-    place: Place
+    place: BufferPlace
 
 
 class KeptLoad(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from shardmuon.routing.experts import Router
-from shardmuon.routing.heads import Weight
+from shardmuon.routing.heads import RoutedParam
 from shardmuon.routing.overrides import override_text
 from shardmuon.routing.presets import numbers_out
 from shardmuon.routing.roles import by
@@ -13,7 +13,7 @@ from shardmuon.routing.roles import by
 __all__ = ["doubts_of"]
 
 
-def doubts_of(weights: Sequence[Weight], experts: Mapping[str, Router], known: Collection[str]) -> list[str]:
+def doubts_of(weights: Sequence[RoutedParam], experts: Mapping[str, Router], known: Collection[str]) -> list[str]:
     """A text for each kind of parameters that only their shape speaks for.
 
     Args:
@@ -35,18 +35,18 @@ def doubts_of(weights: Sequence[Weight], experts: Mapping[str, Router], known: C
     ]
 
 
-def _alike(weights: Iterable[Weight], key: Callable[[Weight], Hashable]) -> Iterable[list[Weight]]:
-    found: dict[Hashable, list[Weight]] = {}
+def _alike(weights: Iterable[RoutedParam], key: Callable[[RoutedParam], Hashable]) -> Iterable[list[RoutedParam]]:
+    found: dict[Hashable, list[RoutedParam]] = {}
     for w in weights:
         found.setdefault(key(w), []).append(w)
     return found.values()
 
 
-def _type(weight: Weight) -> type:
+def _type(weight: RoutedParam) -> type:
     return type(weight.places[0].module)
 
 
-def _kind(weight: Weight) -> Hashable:
+def _kind(weight: RoutedParam) -> Hashable:
     """The type of its module, what that calls it, and how many dims it has."""
     return _type(weight), weight.places[0].leaf, len(weight.shape)
 
@@ -59,7 +59,7 @@ def _broadcast(names: Sequence[str]) -> str:
     )
 
 
-def _pairs(found: Sequence[Weight]) -> str:
+def _pairs(found: Sequence[RoutedParam]) -> str:
     return (
         f"{_example(found)} is a parameter of {_type(found[0]).__name__} with a last dim of 2, as torch.view_as_real "
         f"leaves complex numbers. It went to AdamW. If right, write {_all_of(found, 'adamw')}; "
@@ -67,7 +67,7 @@ def _pairs(found: Sequence[Weight]) -> str:
     )
 
 
-def _bare(found: Sequence[Weight]) -> str:
+def _bare(found: Sequence[RoutedParam]) -> str:
     stacked = len(found[0].shape) == 3
     went = f"a stack of {found[0].shape[0]} matrices, each" if stacked else "one matrix"
     table = "a table (positions, codes, biases)" if stacked else "a table, a set of biases or scales"
@@ -78,7 +78,7 @@ def _bare(found: Sequence[Weight]) -> str:
     )
 
 
-def _turned(found: Sequence[Weight], router: Router) -> str:
+def _turned(found: Sequence[RoutedParam], router: Router) -> str:
     return (
         f"{_example(found)} is a stack of experts of {_type(found[0]).__name__}, read as (outputs, inputs). But "
         f"{router.name} reads {router.width} features, and {router.first.name} ({by(router.first.shape)}) has as many "
@@ -87,7 +87,7 @@ def _turned(found: Sequence[Weight], router: Router) -> str:
     )
 
 
-def _is_positions(weight: Weight, weights: Sequence[Weight]) -> bool:
+def _is_positions(weight: RoutedParam, weights: Sequence[RoutedParam]) -> bool:
     """True if a (1, M, N) parameter is surely a table, as positions are: its rows are as wide as a norm, and no other
     in its module takes what it gives, or gives what it takes, as the two matrices of a stack of one expert do."""
     _, rows, cols = weight.shape
@@ -97,12 +97,12 @@ def _is_positions(weight: Weight, weights: Sequence[Weight]) -> bool:
     return cols in widths and not any(rows == other[2] or cols == other[1] for other in others)
 
 
-def _example(found: Sequence[Weight]) -> str:
+def _example(found: Sequence[RoutedParam]) -> str:
     more = f"; {len(found) - 1} more like it" if len(found) > 1 else ""
     return f"{found[0].name} ({by(found[0].shape)}{more})"
 
 
-def _all_of(found: Sequence[Weight], choice: object) -> str:
+def _all_of(found: Sequence[RoutedParam], choice: object) -> str:
     """Text of an override that matches these parameters."""
     names = [found[0].name] if len(found) == 1 else dict.fromkeys(numbers_out(w.name) for w in found)
     return override_text(names, choice)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shardmuon.layout.views import Ints
-from shardmuon.routing.heads import Weight
+from shardmuon.routing.heads import RoutedParam
 from shardmuon.routing.presets import Role
 
 __all__ = ["Router", "find_experts"]
@@ -25,7 +25,7 @@ class Router(NamedTuple):
 
     name: str
     width: int
-    first: Weight
+    first: RoutedParam
 
     @property
     def is_inputs_first(self) -> bool:
@@ -35,7 +35,7 @@ class Router(NamedTuple):
         return rows == self.width != cols
 
 
-def find_experts(weights: Sequence[Weight]) -> dict[str, Router]:
+def find_experts(weights: Sequence[RoutedParam]) -> dict[str, Router]:
     """Make routers of the matrices that choose among experts, and biases of the rows that lie beside them.
 
     A router has as many rows as there are experts, stands beside them or in the module around, and reads what they
@@ -45,7 +45,7 @@ def find_experts(weights: Sequence[Weight]) -> dict[str, Router]:
     Returns:
         name -> router, of each stack that only its shape speaks for.
     """
-    stacks: dict[int, list[Weight]] = {}
+    stacks: dict[int, list[RoutedParam]] = {}
     for w in weights:
         if w.role.kind in ("bare", "matrices") and w.role.view.get("view") == "stack":
             for place in w.places:
@@ -69,7 +69,7 @@ def find_experts(weights: Sequence[Weight]) -> dict[str, Router]:
     return found
 
 
-def _beside(weight: Weight) -> Iterator[nn.Module]:
+def _beside(weight: RoutedParam) -> Iterator[nn.Module]:
     """The modules around the one that holds a weight, up to the third, and their children on other branches."""
     for place in weight.places:
         for below, module in place.owners[1:4]:

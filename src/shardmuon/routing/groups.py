@@ -24,7 +24,7 @@ from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS, given_lr
 from shardmuon.routing.doubts import doubts_of
 from shardmuon.routing.experts import find_experts
-from shardmuon.routing.heads import Weight, find_heads
+from shardmuon.routing.heads import RoutedParam, find_heads
 from shardmuon.routing.overrides import (
     SPLIT_OPTIONS,
     Overrides,
@@ -282,7 +282,7 @@ _LOW_RATE = 2e-3
 # ------------------------------------------------------------------------------------------------------- routing
 
 
-def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -> tuple[list[Weight], list[str]]:
+def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -> tuple[list[RoutedParam], list[str]]:
     """Every parameter once, in model order, with where it goes; and the choices that may be wrong."""
     found = find_places(model)
     check_all_match(rules, found)
@@ -304,7 +304,7 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
     return weights, doubts + doubts_of(weights, experts, {*read, *heads})
 
 
-def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_group: GroupRef | None) -> Weight:
+def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_group: GroupRef | None) -> RoutedParam:
     """A parameter with what its modules and the user say of it."""
     rule, name = next((rule for rule in rules if rule.matches(param, places)), None), places[0].name
     given = {} if rule is None else rule.options
@@ -325,13 +325,13 @@ def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_
     settled = given.get("use_muon", getattr(param, "use_muon", None))  # as DeepSpeed's users write it
     if settled is not None and not isinstance(settled, bool):
         raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
-    return Weight(param, places, shape, role, rule, settled)
+    return RoutedParam(param, places, shape, role, rule, settled)
 
 
 # ----------------------------------------------------------------------------------------- options of a parameter
 
 
-def _check_usable(w: Weight) -> None:
+def _check_usable(w: RoutedParam) -> None:
     """Refuse what no optimizer here takes, what cannot be known, and overrides meant for the other optimizer."""
     if w.param.is_complex():
         raise ValueError(
@@ -356,7 +356,7 @@ def _check_usable(w: Weight) -> None:
         )
 
 
-def _muon_options(w: Weight, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
+def _muon_options(w: RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
     """The group options of a matrix parameter, and the sizes of its matrices. Raises with the parameter's name."""
     given, view = dict(w.given), dict(w.role.view)
     if given.keys() & SPLIT_OPTIONS:  # they replace the splits that the module's type has by default

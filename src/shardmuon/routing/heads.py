@@ -32,14 +32,14 @@ from shardmuon.routing.overrides import Rule, few, override_text
 from shardmuon.routing.presets import Role
 from shardmuon.routing.roles import Place, is_table
 
-__all__ = ["Weight", "find_heads"]
+__all__ = ["RoutedParam", "find_heads"]
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(eq=False, slots=True)
-class Weight:
+class RoutedParam:
     """A parameter, and what is found out about it step by step.
 
     Attributes:
@@ -73,7 +73,7 @@ class Weight:
         return self.settled is None and self.param.requires_grad
 
 
-def find_heads(model: nn.Module, weights: Sequence[Weight]) -> tuple[dict[str, str], list[str]]:
+def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[str, str], list[str]]:
     """Find the output heads among matrices. See [Note: output heads].
 
     Args:
@@ -134,7 +134,7 @@ def _parameters_of(model: nn.Module, hook: str) -> dict[int, str] | None:
     return found
 
 
-def _vocabularies(model: nn.Module, weights: Sequence[Weight]) -> list[Weight]:
+def _vocabularies(model: nn.Module, weights: Sequence[RoutedParam]) -> list[RoutedParam]:
     """Embeddings whose entries may be outputs, too: those that the model names, if it does, else all."""
     tables = [w for w in weights if w.role.kind == "embedding" and len(w.shape) == 2]
     named = _parameters_of(model, "get_input_embeddings") or {}
@@ -143,7 +143,7 @@ def _vocabularies(model: nn.Module, weights: Sequence[Weight]) -> list[Weight]:
     return [w for w in tables if id(w.param) in named or not all(is_table(p.module) for p in w.places)]
 
 
-def _with_labels(weights: Sequence[Weight], blocks: _Blocks) -> dict[str, str]:
+def _with_labels(weights: Sequence[RoutedParam], blocks: _Blocks) -> dict[str, str]:
     """The classifiers of modules that have a `num_labels`: the last linear layer with so many rows below each."""
     apart = [w for w in weights if w.role.kind == "linear" and w.settled is not True and not blocks.around(w, ())]
     owners = ((w, module) for w in apart for place in w.places for _, module in place.owners)
@@ -151,7 +151,7 @@ def _with_labels(weights: Sequence[Weight], blocks: _Blocks) -> dict[str, str]:
     return {w.name: f"classifier: num_labels ({w.shape[0]})" for w in found.values()}
 
 
-def _last_of_all(weights: Sequence[Weight], blocks: _Blocks) -> dict[str, str]:
+def _last_of_all(weights: Sequence[RoutedParam], blocks: _Blocks) -> dict[str, str]:
     """The last module with weights, if it is a linear layer behind repeated blocks."""
     places = [(place, w) for w in weights for place in w.places]
     listed = [pair for pair in places if pair[0].leaf != "bias"]
@@ -164,33 +164,33 @@ def _last_of_all(weights: Sequence[Weight], blocks: _Blocks) -> dict[str, str]:
     return {weight.name: "output head: the last layer, behind all blocks"}
 
 
-def _is_2d(weight: Weight) -> bool:
+def _is_2d(weight: RoutedParam) -> bool:
     return weight.role.kind in ("linear", "bare") and len(weight.shape) == 2
 
 
-def _may_have_rows(weight: Weight, size: int) -> bool:
+def _may_have_rows(weight: RoutedParam, size: int) -> bool:
     """True if a matrix may give `size` outputs: by its rows, or by either dim where nothing says which are inputs."""
     if not _is_2d(weight) or weight.settled is True:
         return False
     return weight.shape[0] == size or (weight.role.kind == "bare" and weight.shape[1] == size)
 
 
-def _is_width(size: int, candidate: Weight, weights: Iterable[Weight]) -> bool:
+def _is_width(size: int, candidate: RoutedParam, weights: Iterable[RoutedParam]) -> bool:
     """True if something reads `size` features. A bare matrix reads one of its dims, but which is unknown, so it is no
     evidence about itself."""
     return any(size in w.role.reads for w in weights if w is not candidate or w.role.kind == "linear")
 
 
-def _last(outside: Sequence[Weight]) -> Weight | None:
+def _last(outside: Sequence[RoutedParam]) -> RoutedParam | None:
     """The last matrix by position, unless the user named a head among them."""
     return outside[-1] if outside and all(w.settled is None for w in outside) else None
 
 
-def _side(weight: Weight, size: int) -> str:
+def _side(weight: RoutedParam, size: int) -> str:
     return "rows" if weight.shape[0] == size else "columns"
 
 
-def _doubt_shape(taken: Sequence[Weight], size: int, *, elsewhere: bool) -> list[str]:
+def _doubt_shape(taken: Sequence[RoutedParam], size: int, *, elsewhere: bool) -> list[str]:
     open_ones = [w.name for w in taken if w.is_open]
     if not open_ones:
         return []
@@ -202,7 +202,9 @@ def _doubt_shape(taken: Sequence[Weight], size: int, *, elsewhere: bool) -> list
     ]
 
 
-def _doubt_position(chosen: Weight, outside: Sequence[Weight], size: int, last: Weight | None) -> list[str]:
+def _doubt_position(
+    chosen: RoutedParam, outside: Sequence[RoutedParam], size: int, last: RoutedParam | None
+) -> list[str]:
     hidden = [w.name for w in outside if w is not chosen and w.is_open]
     if not chosen.is_open or (not hidden and chosen is last):
         return []
@@ -221,7 +223,7 @@ class _Blocks:
     Containers say nothing by their type: a decoder's layers and its list of extra heads are both a ModuleList.
     """
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
+    def __init__(self, weights: Sequence[RoutedParam]) -> None:
         matrices = [(p, w) for w in weights for p in w.places if len(w.shape) > 1 and w.role.kind != "embedding"]
         matrices.sort(key=lambda pair: pair[0].order)
         around = {path: module for place, _ in matrices for path, module in [("", place.owners[-1][1]), *place.paths]}
@@ -240,11 +242,11 @@ class _Blocks:
         """True if there are repeated blocks."""
         return bool(self._paths)
 
-    def around(self, weight: Weight, tables: Iterable[Place]) -> str | None:
+    def around(self, weight: RoutedParam, tables: Iterable[Place]) -> str | None:
         """The outermost block around a matrix. One that also holds the embedding is a model in itself, no block."""
         models = {path for table in tables for path, _ in table.paths}
         return next((p for p, _ in weight.places[0].paths if p in self._paths and p not in models), None)
 
-    def last(self, block: str | None) -> Weight | None:
+    def last(self, block: str | None) -> RoutedParam | None:
         """The last matrix of a block."""
         return None if block is None else self._last[block]

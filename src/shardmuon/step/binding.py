@@ -15,7 +15,7 @@ from shardmuon.comm.groups import GroupRef, wire_device
 from shardmuon.comm.vote import Unlike
 from shardmuon.errors import ranks_text
 from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import Kept
+from shardmuon.layout.calls import KeptTable
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, name_of, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
@@ -24,7 +24,7 @@ from shardmuon.layout.kept import OnMesh, kept_layout
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, kept_view
 from shardmuon.momentum.keeper import Keeper, offloaded_from
-from shardmuon.options import Config
+from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
@@ -33,7 +33,7 @@ from shardmuon.plan.plan import Bucket, Plan, Policy, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound, Buckets
 from shardmuon.step.options import Group, GroupOptions, rates_text
-from shardmuon.step.specs import Wire, check_blocks, make_spec
+from shardmuon.step.specs import WireFormat, check_blocks, make_spec
 from shardmuon.step.weights import WeightSet, weight_sets
 from shardmuon.variants import Stage, Stages, WeightStage, keeping
 
@@ -60,7 +60,7 @@ class Member(NamedTuple):
 
 
 @dataclass
-class Binding(Kept):
+class Binding(KeptTable):
     """A plan with this rank's part of it. `sets`, `component`, `token` and `world` are its table's.
 
     Attributes:
@@ -189,7 +189,7 @@ def _alike(table: Table, rank: int) -> tuple[dict[Ranks, tuple[int, ...]], froze
 
 
 def listed_of(
-    groups: Sequence[Group], options: Sequence[GroupOptions], config: Config, keeper: Keeper, how: How
+    groups: Sequence[Group], options: Sequence[GroupOptions], config: MuonConfig, keeper: Keeper, how: How
 ) -> list[Listed]:
     found, whole = [], config.text()
     for index, (group, of_group) in enumerate(zip(groups, options, strict=True)):
@@ -223,7 +223,7 @@ class How(NamedTuple):
     device: torch.device | None = None
 
     @classmethod
-    def of(cls, groups: Sequence[Group], config: Config) -> How:
+    def of(cls, groups: Sequence[Group], config: MuonConfig) -> How:
         device = config.ns_device
         if device is None:
             muon = (p for group in groups if group["use_muon"] for p in group["params"])
@@ -244,7 +244,7 @@ class How(NamedTuple):
         return machine_stamp(where) + flags
 
 
-def _notes(table: Table, how: How, config: Config) -> tuple[str, ...]:
+def _notes(table: Table, how: How, config: MuonConfig) -> tuple[str, ...]:
     """Lines for the printed plan on how far equal bits reach.
 
     Raises:
@@ -273,7 +273,7 @@ def bound(
     table: Table,
     groups: Sequence[Group],
     options: Sequence[GroupOptions],
-    config: Config,
+    config: MuonConfig,
     how: How,
     keeper: Keeper,
 ) -> Binding:
@@ -285,7 +285,7 @@ def bound(
         engine = engine_for(one.param, one.group)
         remember_shape(engine, one.param, layout)
         kept = partial(_kept_layout, kept_layouts, engine, claim, layout)
-        wire = Wire.of(config.orthogonalizer, config.exchange, doubles=one.param.dtype == torch.float64)
+        wire = WireFormat.of(config.orthogonalizer, config.exchange, doubles=one.param.dtype == torch.float64)
         spec = make_spec(one.name, layout, options[number], one.param.device, how.chooser, wire, kept)
         keys = [stage.key for stage in keeping(spec_stages(options[number]))]
         shapes = dict(zip(keys, (kept.layout.view.shape for kept in spec.kept), strict=True))

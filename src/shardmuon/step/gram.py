@@ -17,7 +17,7 @@ from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import Products
 from shardmuon.orthogonalize.newton_schulz import normalize_into
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
-from shardmuon.plan.gram import GramProgram, Message, Shard
+from shardmuon.plan.gram import GramProgram, GramShard, Message
 from shardmuon.step.bucket import Bound, Exchange, Kernel
 from shardmuon.step.update import Results, Work, apply_results, update_momentum
 
@@ -73,10 +73,10 @@ class GramRun:
                 else:
                     self._norms[shard.item] = _normalize(self._view(shard))
 
-    def _view(self, shard: Shard) -> Tensor:  # (short side, columns)
+    def _view(self, shard: GramShard) -> Tensor:  # (short side, columns)
         return self._shards.as_strided(shard.shape, (shard.shape[1], 1), shard.start)
 
-    def _part(self, shard: Shard) -> _Scaled:
+    def _part(self, shard: GramShard) -> _Scaled:
         """Normalize a shard. Returns its Gram matrix and its norm."""
         x = self._view(shard)
         norm = self._norms[shard.item] = _normalize(x)

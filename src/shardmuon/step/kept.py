@@ -56,7 +56,7 @@ def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tup
     return tuple(found)
 
 
-class Matrices(NamedTuple):
+class MatrixNumbers(NamedTuple):
     """Numbers of the matrices in which each row (or column) of a parameter lies.
 
     Attributes:
@@ -72,7 +72,7 @@ def forget_norms(
     state: Mapping[str, Any],
     settled: Settled,
     factors: Tensor,  # (rows,), or of columns
-    matrices: Matrices | None,  # None: each row is in all of them
+    matrices: MatrixNumbers | None,  # None: each row is in all of them
 ) -> None:
     """Let the next step measure anew the norms of matrices that have any row whose factor is not 1, as a parameter's
     rows have been multiplied with `factors`. To be called on every rank that shares it; waits for no device."""

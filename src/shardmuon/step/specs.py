@@ -23,7 +23,7 @@ from shardmuon.step.options import GroupOptions
 from shardmuon.variants import Stage, Stages, gram_fault, keeping
 
 
-class Wire(NamedTuple):
+class WireFormat(NamedTuple):
     """Bytes per element of wires, and True if matrices with half-precision products have narrower ones all the same:
     see `Exchange.dtype`."""
 
@@ -31,7 +31,7 @@ class Wire(NamedTuple):
     narrows: bool
 
     @classmethod
-    def of(cls, orthogonalizer: Orthogonalizer, exchange: Exchange, *, doubles: bool) -> Wire:
+    def of(cls, orthogonalizer: Orthogonalizer, exchange: Exchange, *, doubles: bool) -> WireFormat:
         """The wire of a parameter, as the optimizer's options ask for it. `doubles`: True for a parameter of fp64."""
         if exchange.dtype is not None:
             return cls(exchange.dtype.itemsize, False)
@@ -50,7 +50,7 @@ def make_spec(
     options: GroupOptions,
     device: torch.device,
     chooser: Chooser,
-    wire: Wire,
+    wire: WireFormat,
     kept_of: Callable[[Stage], ParamLayout],
 ) -> Spec:
     """One parameter as the planner sees it.

@@ -16,7 +16,7 @@ from shardmuon._torch import foreach_copy_
 from shardmuon.layout.views import row_major
 from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.slots import empty_batch
-from shardmuon.plan.copies import Place
+from shardmuon.plan.copies import BufferPlace
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import KeptLoad, Load, Program
 from shardmuon.step.update import Side, Stored
@@ -30,7 +30,7 @@ class KeptSide:
     def __init__(self, plan: Plan, loads: Sequence[KeptLoad]) -> None:
         self._loads = tuple(loads)
         views = [plan.specs[load.param].kept[load.number].layout.view for load in loads]
-        tiles = [Load(at, load.tile, Place(0, row_major(load.tile.sizes))) for at, load in enumerate(loads)]
+        tiles = [Load(at, load.tile, BufferPlace(0, row_major(load.tile.sizes))) for at, load in enumerate(loads)]
         self._side = Side(tiles, views, [()] * len(tiles))
 
     def of(self, stored: Stored) -> list[Tensor]:  # 1-D each, fp32

@@ -313,7 +313,7 @@ def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOpti
     return found
 
 
-class Line(NamedTuple):
+class ProposalLine(NamedTuple):
     """Text on what a rank is about to do with one parameter.
 
     Attributes:
@@ -327,20 +327,20 @@ class Line(NamedTuple):
     text: str
 
 
-def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks) -> list[Line]:
+def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks) -> list[ProposalLine]:
     """Text of what a set of ranks must have alike in this step, a line for each parameter; the first line is the
     plan's."""
-    lines = [Line("", binding.digests.get(ranks, b"").hex(), "")]
+    lines = [ProposalLine("", binding.digests.get(ranks, b"").hex(), "")]
     for number in binding.alike[ranks]:
         member, said = binding.members[number], proposal.said[number][1:]
         named = [f"{what}={dtype}" for what, dtype in zip(("weights", "gradient", BUFFER), said, strict=False)]
         more = [str(value).replace(" ", "") for value in said[3:]]
         text = " ".join([*named, *more, options[member.group].text])
-        lines.append(Line(member.name, STATES[proposal.states[number]], text))
+        lines.append(ProposalLine(member.name, STATES[proposal.states[number]], text))
     return lines
 
 
-def difference(ranks: Ranks, everyone: Sequence[Sequence[Line] | None]) -> str:
+def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) -> str:
     """Message on the first thing in which the ranks of a set are about to differ. `everyone`: their lines, in the order
     of ranks; None for a rank that has no such set in its plan."""
     told = [lines for lines in everyone if lines is not None]

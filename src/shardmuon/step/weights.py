@@ -27,7 +27,7 @@ from shardmuon._torch import Later, foreach_copy_, foreach_norm, foreach_product
 from shardmuon.errors import level_of_the_caller, ranks_text
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints, row_major
-from shardmuon.plan.copies import Place
+from shardmuon.plan.copies import BufferPlace
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import KeptLoad, Load
 from shardmuon.step.stages import KeptSide
@@ -65,7 +65,7 @@ class WeightSet:
         for at, (param, matrix) in enumerate(matrices):
             layout = self._params[param].layout
             for tile in layout.tiles[matrix].get(rank, ()):
-                tiles.append(Load(param, tile, Place(0, row_major(tile.sizes))))
+                tiles.append(Load(param, tile, BufferPlace(0, row_major(tile.sizes))))
                 self._tiles_at.append(at)
                 self._counts.append(layout.keepers[tile.held.piece][0] == rank)
             number = [stage.key for stage in keeping(stages[param])].index(self._stage.key)

@@ -29,7 +29,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Model(NamedTuple):
+class SyntheticModel(NamedTuple):
     """Matrices for Muon, vectors for AdamW."""
 
     matrices: list[nn.Parameter]
@@ -56,18 +56,18 @@ def shapes_of(d: int, layers: int) -> list[tuple[int, int]]:
     return [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
 
 
-def make_model(device: torch.device, d: int = 64, layers: int = 2, num_vectors: int = 4) -> Model:
+def make_model(device: torch.device, d: int = 64, layers: int = 2, num_vectors: int = 4) -> SyntheticModel:
     """A model's parameters with gradients, the same on every device."""
     generator = torch.Generator("cpu").manual_seed(0)
     shapes: list[tuple[int, ...]] = [*shapes_of(d, layers), *[(d,)] * num_vectors]
     drawn = [torch.randn(s, generator=generator, dtype=torch.float32, device="cpu").to(device) for s in shapes]
     params = [nn.Parameter(t) for t in drawn]
-    model = Model(params[: len(params) - num_vectors], params[len(params) - num_vectors :])
+    model = SyntheticModel(params[: len(params) - num_vectors], params[len(params) - num_vectors :])
     model.set_gradients(1)
     return model
 
 
-def make_optimizer(model: Model, **options: Any) -> Muon:
+def make_optimizer(model: SyntheticModel, **options: Any) -> Muon:
     """An optimizer with both kinds of group."""
     groups = [{"params": model.matrices}, {"params": model.vectors, "use_muon": False}]
     return Muon(groups, **{"lr": 0.02, **options})
@@ -123,7 +123,7 @@ def graph_differs(device: torch.device, replays: int = 3, **options: Any) -> lis
     return [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
 
 
-def bytes_above(device: torch.device, model: Model, step: Callable[[], Any]) -> int:
+def bytes_above(device: torch.device, model: SyntheticModel, step: Callable[[], Any]) -> int:
     """The most that a step takes of a CUDA device beside what stands before it."""
     del model
     torch.cuda.synchronize(device)

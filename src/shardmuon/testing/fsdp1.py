@@ -25,7 +25,7 @@ FSDP1_ROWS = {  # name -> strategy
 }
 
 
-class Unit(nn.Module):
+class FSDP1Unit(nn.Module):
     """Parameters, perhaps of a smaller unit inside, and a loss whose gradients are given. FSDP1 shows a module its own
     parameters by their names only."""
 
@@ -41,7 +41,7 @@ class Unit(nn.Module):
         return own if self.inner is None else own + self.inner(grads)
 
 
-class Inner(Unit):
+class Inner(FSDP1Unit):
     """A module that is wrapped by itself."""
 
 
@@ -102,7 +102,7 @@ class Fsdp1Run:
         names = list(full)
         inside = {name: full[name] for name in names[: len(names) // 2]}
         outside = {name: full[name] for name in names[len(names) // 2 :]}
-        self._model = wrap(Unit(outside, Inner(inside) if inside else None), strategy)
+        self._model = wrap(FSDP1Unit(outside, Inner(inside) if inside else None), strategy)
         params = {name.rpartition(".")[2]: p for name, p in self._model.named_parameters()}
         options = {"process_group": dist.group.WORLD} if strategy == "NO_SHARD" else {}
         self.optimizer = make({name: params[name] for name in names}, options)

@@ -23,7 +23,7 @@ SHAPES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -43,7 +43,7 @@ def search(
     draws: int = 4,
     seed: int = 0,
     report: Callable[[str], object] = lambda line: None,
-) -> Found:
+) -> SearchResult:
     """Compare the products of Newton-Schulz, and whole iterations, of one matrix in every slot of its batch.
 
     Args:
@@ -68,7 +68,7 @@ def search(
         if found:
             unequal[f"{rows}x{cols}"] = found
         report(f"{rows}x{cols}, batches of {batch_size(rows, cols, device)}: {found or 'equal'}")
-    return Found(searched, unequal)
+    return SearchResult(searched, unequal)
 
 
 def _choices(device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Choice]:
@@ -121,4 +121,4 @@ def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
     return [gram, poly, products.multiply(None, left, right), products.multiply(y, left, right, 3.4445)]
 
 
-__all__ = ["SHAPES", "Found", "search"]
+__all__ = ["SHAPES", "SearchResult", "search"]

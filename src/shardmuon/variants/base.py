@@ -21,8 +21,9 @@
 [Note: what a stage costs]
     Where a launch costs more than its arithmetic, factors after the orthogonalization are found for all matrices of a
     bucket at once, those on weights for all matrices of a step. So a factor is a formula of vectors, with a number for
-    each matrix or each of its lines (variants/norms.py). A number of a matrix's shape comes in by `Cut.times_`: `where`
-    with a Python number makes a tensor of it, a launch more, and a product with a host's tensor would wait.
+    each matrix or each of its lines (variants/norms.py). A number of a matrix's shape comes in by
+    `NumberLayout.times_`: `where` with a Python number makes a tensor of it, a launch more, and a product with a host's
+    tensor would wait.
 
 [Note: to add one]
     1. A file here: a frozen dataclass that derives from `BeforeStage`, `AfterStage` or `WeightStage`. Its fields are
@@ -50,7 +51,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
-from shardmuon.variants.norms import Cut, Norms, measured
+from shardmuon.variants.norms import Norms, NumberLayout, measured
 from shardmuon.variants.passes import wide_of
 
 
@@ -100,7 +101,7 @@ class AfterStage(Stage):
     Factors of all stages after a matrix follow from one read of it, and are multiplied in one pass (`scaled_`).
 
     Attributes:
-        of_lines: True: its factor and what it keeps have a number for each line, laid out by `Cut` (see
+        of_lines: True: its factor and what it keeps have a number for each line, laid out by `NumberLayout` (see
             variants/norms.py): rows where rows >= cols, else columns. False: they are those of each whole matrix.
     """
 
@@ -130,7 +131,7 @@ def scaled_(
 ) -> None:
     """Run stages one after the other: one read for the norms, one pass that scales. Zeros stay zeros."""
     lines = any(stage.of_lines for stage in stages)
-    cut = Cut(tuple((x.shape[0], x.shape[1], x.shape[2]) for x in xs))
+    cut = NumberLayout(tuple((x.shape[0], x.shape[1], x.shape[2]) for x in xs))
     norms = measured(xs, cut, lines, one_by_one or xs[0].device.type == "cpu")
     total: Tensor | None = None
     of_lines = False
@@ -154,7 +155,9 @@ def scaled_(
 _NOTHING = torch.empty(0, 0, device="cpu")
 
 
-def _gathered(cut: Cut, rows: Sequence[Tensor], of_lines: bool) -> Tensor:  # N of (num_kept,) -> (N, num_kept) or (L,)
+def _gathered(
+    cut: NumberLayout, rows: Sequence[Tensor], of_lines: bool
+) -> Tensor:  # N of (num_kept,) -> (N, num_kept) or (L,)
     """Kept numbers of all matrices in one tensor."""
     if not of_lines:
         return torch.stack(list(rows))

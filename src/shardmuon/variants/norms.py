@@ -22,7 +22,7 @@ _ALIGNED = 16  # elements of fp32
 Shapes = tuple[tuple[int, int, int], ...]  # (B, rows, cols) of each batch
 
 
-class Cut:
+class NumberLayout:
     """Places of numbers of N matrices in one tensor: one of each matrix (N,), or one of each line (L,).
 
     Lines run along the shorter dim: rows where rows >= cols, else columns.
@@ -112,7 +112,7 @@ class Norms:
         means: (L,) the mean square of each line's elements; only if a stage asks for lines.
     """
 
-    def __init__(self, cut: Cut, whole: Tensor | None, means: Tensor | None) -> None:
+    def __init__(self, cut: NumberLayout, whole: Tensor | None, means: Tensor | None) -> None:
         self.cut, self._whole, self._means = cut, whole, means
 
     @property
@@ -137,7 +137,7 @@ class Norms:
 
 def measured(
     xs: Sequence[Tensor],  # (B, rows, cols) each, not written to
-    cut: Cut,
+    cut: NumberLayout,
     lines: bool,  # whether a stage asks for lines
     one_by_one: bool,  # whether each matrix is summed by itself, so that its bits hang on no other
 ) -> Norms:
@@ -166,4 +166,4 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 64 == 0 else x.clone()
 
 
-__all__ = ["Cut", "Norms", "measured"]
+__all__ = ["Norms", "NumberLayout", "measured"]

@@ -42,7 +42,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
     slices_of,
 )
 from shardmuon.frameworks.stack import caller
-from shardmuon.host import Course, Host, Weight
+from shardmuon.host import Host, Progress, Weight
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
 from shardmuon.step.adamw import init_state, step_adamw
@@ -298,14 +298,14 @@ class DeepSpeedHost(Host):
 
         return check
 
-    def step(self, core: Core, course: Course, fault: Fault) -> None:
+    def step(self, core: Core, progress: Progress, fault: Fault) -> None:
         """Step those of the groups that DeepSpeed has put into `core.param_groups` for this call."""
         try:
             if self._num_stepped in (0, len(self._flats)):  # see [Note: one vote before the first call]
                 self._num_stepped = 0
                 self._ranks = core.component = run_together(lambda: self._begin(core, fault), self._ranks)
                 self._unchecked = False
-            course.changing = True
+            progress.changing = True
             if fault.cause is not None:
                 raise fault.cause
             self._step_flats(core)

@@ -22,7 +22,7 @@ import torch
 
 from shardmuon.carried import carry, kept_in, take_carried
 from shardmuon.comm.vote import Fault
-from shardmuon.host import Course, Host, Weight
+from shardmuon.host import Host, Progress, Weight
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class ShardHost(Host):
             if not weight.stored.numel():
                 weight.stored.grad = torch.empty_like(weight.stored)
 
-    def step(self, core: Core, course: Course, fault: Fault) -> None:
+    def step(self, core: Core, progress: Progress, fault: Fault) -> None:
         core.take_step(fault)
         self._count += 1
         for weight in self.weights(core):

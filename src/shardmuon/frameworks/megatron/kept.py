@@ -30,7 +30,7 @@ from shardmuon.variants import KEPT_KEYS
 
 BY_PLACE = "kept_state_by_place"  # in the first saved group: place in the whole model -> key -> tensor
 
-Kept = dict[str, dict[str, Tensor]]  # name or place -> key -> tensor
+KeptByName = dict[str, dict[str, Tensor]]  # name or place -> key -> tensor
 
 
 def places_of(
@@ -64,7 +64,7 @@ def bring_together(groups: Sequence[dict[str, Any]], places: Mapping[str, str], 
     Raises:
         Refused: On every rank.
     """
-    mine: Kept = {}
+    mine: KeptByName = {}
     fault = Fault()
     with fault:
         for group in groups:
@@ -77,7 +77,7 @@ def bring_together(groups: Sequence[dict[str, Any]], places: Mapping[str, str], 
                     )
                 _put(mine, places[name], kept)
     everyone = gather(mine if tells else {}, tuple(range(num_ranks())), fault.text, fault.cause)
-    whole: Kept = {}
+    whole: KeptByName = {}
     for theirs in everyone:
         for place, kept in theirs.items():
             _put(whole, place, kept)
@@ -85,7 +85,7 @@ def bring_together(groups: Sequence[dict[str, Any]], places: Mapping[str, str], 
         groups[0][BY_PLACE] = whole
 
 
-def _put(whole: Kept, place: str, kept: dict[str, Tensor]) -> None:
+def _put(whole: KeptByName, place: str, kept: dict[str, Tensor]) -> None:
     known = whole.setdefault(place, kept)
     if known.keys() != kept.keys() or any(not torch.equal(known[key], kept[key]) for key in kept):
         raise ValueError(
@@ -95,10 +95,10 @@ def _put(whole: Kept, place: str, kept: dict[str, Tensor]) -> None:
         )
 
 
-def carried_by(groups: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> Kept:
+def carried_by(groups: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> KeptByName:
     """State that saved groups carry, by name."""
-    by_place: Kept = {}
-    found: Kept = {}
+    by_place: KeptByName = {}
+    found: KeptByName = {}
     for group in groups:
         by_place.update(group.get(BY_PLACE) or {})
         found.update(group.get(CARRIED) or {})

@@ -33,7 +33,7 @@ from shardmuon.layout.views import Ints
 KIND = "FSDP1 flat parameters"
 
 
-class Place(NamedTuple):
+class UnitPlace(NamedTuple):
     """A parameter's place in FSDP1's units.
 
     Attributes:
@@ -58,7 +58,7 @@ class Place(NamedTuple):
         return unit is not None and unit._handle.flat_param._params[self.number] is param
 
 
-_PLACES: Any = WeakTensorKeyDictionary()  # parameter -> Place, or when its model was looked for in vain
+_PLACES: Any = WeakTensorKeyDictionary()  # parameter -> UnitPlace, or when its model was looked for in vain
 _PATIENCE = 5.0  # seconds until it is looked for again: a search takes 0.1 s
 
 
@@ -94,7 +94,7 @@ def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
             fault = "it is a DTensor (tensor parallelism) inside FSDP1"
         start, numel = int(here.intra_param_start_idx or 0), int(here.numel_in_shard or 0)
         info = FlatShard(tuple(shape), start, group, KIND, copies, None, home, copies is not None)
-        _PLACES[param] = Place(weakref.ref(unit), number, info, numel, fault, is_sharded)
+        _PLACES[param] = UnitPlace(weakref.ref(unit), number, info, numel, fault, is_sharded)
         if home is not None:
             param._shardmuon_home = home
 
@@ -104,7 +104,7 @@ def is_flattened(param: Tensor) -> bool:
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
-def place_of(param: Tensor) -> Place | None:
+def place_of(param: Tensor) -> UnitPlace | None:
     """A parameter's place in FSDP1's units; None if it is not FSDP1's, or its model cannot be found."""
     if not is_flattened(param):
         return None
@@ -117,9 +117,9 @@ def place_of(param: Tensor) -> Place | None:
     return found
 
 
-def _known(param: Tensor) -> Place | None:
+def _known(param: Tensor) -> UnitPlace | None:
     found = _PLACES.get(param)
-    return found if isinstance(found, Place) and found.holds(param) else None
+    return found if isinstance(found, UnitPlace) and found.holds(param) else None
 
 
 def shape_of(param: Tensor) -> Ints | None:
@@ -137,7 +137,7 @@ def shape_of(param: Tensor) -> Ints | None:
     return place.info.shape if place.is_sharded else tuple(param.shape)
 
 
-def _found(param: Tensor) -> Place:
+def _found(param: Tensor) -> UnitPlace:
     refuse_flat(param)
     place = place_of(param)
     if place is None:
