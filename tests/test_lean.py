@@ -168,9 +168,9 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
     with Operations() as operations:
         step()
     others = replicas - 1
-    assert operations.found["copy_"] <= 4 + 8 * min(1, others) + 3 * others
+    assert operations.found["copy_"] <= 4 + 13 * min(1, others) + 3 * others
     assert operations.found.total() - operations.found["copy_"] <= 72  # 45 of them of the products
-    assert _calls(step) <= 700 + 20 * others
+    assert _calls(step) <= 700 + 40 * min(1, others) + 20 * others
 
 
 # ------------------------------------------------------------------------------- a quick look misses nothing

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import train
+from demo_script import train
 from torch import Tensor, nn
 
 from shardmuon import Muon

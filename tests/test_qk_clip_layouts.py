@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import train
+from demo_script import train
 from megatron_gpt import clean, gpt, megatron, needs_megatron, optimizer_config
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -7,6 +7,7 @@ compared. The reference has the published formulas written out; it shares no lin
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import random
@@ -312,12 +313,12 @@ class Job:
         """Ctrl-C at a random operation. Either nothing has changed, or the job must be rolled back."""
         grads, largest = self.backward()
         before = [_whole(p).clone() for p in self.model.parameters()]
-        try:
-            with _Interrupted(self.chance.randrange(300)):
-                self.optimizer.step()
-        except KeyboardInterrupt:
-            pass
-        else:  # it had fewer operations
+        done: list[bool] = []
+        hook = self.optimizer.register_step_post_hook(lambda *_: done.append(True))
+        with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
+            self.optimizer.step()
+        hook.remove()
+        if done:  # it had fewer operations, or torch's wrapper was interrupted behind it
             self.zero_grad()
             self.stepped(grads, largest)
             return

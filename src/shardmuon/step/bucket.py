@@ -144,8 +144,9 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     apply_results(bound.held, work, sources, like_torch=bound.like_torch)
     if passed is None or relay is None:
         return
+    del batches, own, sources, came
     pending.append(exchange(passed, relay.send_splits, relay.recv_splits))
-    del batches, own, sources, passed, came
+    del passed
     yield
     came = pending.pop().wait()
     bound.heard_late.hear(came, work.kept)
