@@ -41,7 +41,8 @@ class DenseMuon:
         groups: As `Muon.param_groups`, of one parameter each.
         chooser: Chooses how each matrix is orthogonalized.
         storage: How momentum and weights are stored.
-        wire: Dtype in which matrices come and results go where products are not in half precision.
+        wire: Dtype in which matrices come and results go where products are not in half precision; fp64 for fp64
+            weights.
     """
 
     def __init__(
@@ -53,7 +54,14 @@ class DenseMuon:
         wire: torch.dtype = torch.float32,
     ) -> None:
         self.params = [
-            _Param(f"w{number}", weight.clone(), group, chooser, storage or Storage(), wire)
+            _Param(
+                f"w{number}",
+                weight.clone(),
+                group,
+                chooser,
+                storage or Storage(),
+                torch.float64 if weight.dtype == torch.float64 else wire,
+            )
             for number, (weight, group) in enumerate(zip(weights, groups, strict=True))
         ]
 

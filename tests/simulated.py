@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -202,7 +202,7 @@ def planned(
     policy: Policy = _SMALL,
     *,
     device: torch.device = CPU,
-    wide: bool = False,  # wires are fp64, as where a parameter is
+    wide: Collection[int] = (),  # numbers of parameters whose wires are fp64, as if they were
 ) -> Plan:
     """The plan of parameters with these layouts."""
     specs = []
@@ -221,7 +221,7 @@ def planned(
                 tuple(map(str, choices)),
                 tuple(rows * cols * min(rows, cols) for rows, cols in shapes),
                 batch_text(settings_of(group)),
-                itemsizes=tuple(8 if wide or c.method == "reference" else _itemsize(c) for c in choices),
+                itemsizes=tuple(8 if number in wide or c.method == "reference" else _itemsize(c) for c in choices),
                 kept=kept,
                 grams=tuple(Gram(min(shape) ** 3, "") for shape in shapes),
             )

@@ -275,7 +275,7 @@ def test_simulated_ranks_give_the_update_of_the_formula(layout: str, dtype: torc
     torch.manual_seed(7)
     weights = [torch.randn(make[name]().shape, dtype=dtype) for name in names]
     groups = Muon([{"params": [w], **options[n]} for n, w in zip(names, weights, strict=True)], lr=0.1).param_groups
-    chooser, wide = Chooser("standard", dtype), dtype == torch.float64
+    chooser, wide = Chooser("standard", dtype), range(len(names) if dtype == torch.float64 else 0)
     plan = planned([rule(make[name]()) for name in names], groups, chooser, Policy("gram", 2000), wide=wide)
     ranks, dense = SimulatedRanks(plan, weights), DenseMuon(weights, groups, chooser, wire=dtype)
     for step in range(3):

@@ -48,7 +48,7 @@ def compare(
         for i, ((name, _), p) in enumerate(zip(made, whole, strict=True))
     ]
     optimizer = Muon(groups, lr=0.05, orthogonalizer=orthogonalizer, storage=storage)
-    wide = orthogonalizer.method == "reference" or any(kind[0] == FP64 for kind in kinds)
+    wide = orthogonalizer.method == "reference"
     chooser = Chooser(orthogonalizer.method, orthogonalizer.products_dtype)
     dense = DenseMuon(
         [p.detach() for p in whole], optimizer.param_groups, chooser, storage, wire=FP64 if wide else FP32

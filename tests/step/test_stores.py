@@ -140,7 +140,7 @@ def assert_like_one_process(
     orthogonalizer = Orthogonalizer(method=case.method, device=buffers)
     optimizer = Muon(groups, lr=0.05, storage=case.storage, orthogonalizer=orthogonalizer, **case.options)
     layouts = [LAYOUTS[layout](view) for view in made.values()]
-    wide = any(d[0] == FP64 for d in dtypes)
+    wide = [number for number, d in enumerate(dtypes) if d[0] == FP64]
     at = torch.device(buffers or device)
     chooser, policy = Chooser(case.method, None), Policy(bucket_bytes=4000)
     plan = planned(layouts, optimizer.param_groups, chooser, policy, device=at, wide=wide)
