@@ -1,4 +1,4 @@
-"""Which learning rate a pretrained model is fine-tuned with: all weights or LoRA's, AdamW or Muon.
+"""The best learning rates of fine-tuning a pretrained model: all weights or LoRA's, AdamW or Muon.
 
     python benchmarks/fine_tuning.py                  # about twenty minutes on two cores
     python benchmarks/fine_tuning.py --seeds 1

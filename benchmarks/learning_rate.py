@@ -1,4 +1,4 @@
-"""Where the best learning rate lies as the demo's model gets wider, for each way of setting it.
+"""The best learning rate as the demo's model gets wider, for each way of setting it.
 
     python benchmarks/learning_rate.py                       # all widths, ways and seeds: about an hour on two cores
     python benchmarks/learning_rate.py --widths 64,128 --seeds 1
@@ -55,7 +55,8 @@ WAYS = {
 
 
 def held_out_loss(way: Way, width: int, lr: float, seed: int, text: list[Any], args: argparse.Namespace) -> float:
-    """Of one run, nats per byte; infinite where it diverged. Heads have width / 4 channels, hidden layers 3 width."""
+    """Held-out loss of one run, nats per byte; infinite where it diverged. Heads have width / 4 channels, hidden layers
+    3 width."""
     config = Config(
         dim=width, layers=args.layers, hidden=3 * width, seq_len=args.seq_len, batch=args.batch, steps=args.steps,
         warmup=args.steps // 5, seed=seed, eval_batches=args.eval_batches,

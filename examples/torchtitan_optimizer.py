@@ -79,7 +79,7 @@ class Net(nn.Module):
 
 
 def sharded(net: Net) -> Net:
-    """As torchtitan's parallelize functions do, where there are several ranks."""
+    """Shard the net as torchtitan's parallelize functions do, where there are several ranks."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo")

@@ -21,9 +21,11 @@ from shardmuon.layout.mesh import Shard, readings
 from shardmuon.layout.pieces import Patch
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
+from shardmuon.momentum import update as update_module
 from shardmuon.momentum.keeper import tiles_cut
 from shardmuon.momentum.rounding import NEAREST, Stream, round_by, round_patch
 from shardmuon.momentum.stores import BLOCK, decode, encode, scale_shape
+from shardmuon.momentum.update import apply_, momentum_into_
 from shardmuon.testing.cases import ParamCase, groups_of
 from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
@@ -530,3 +532,42 @@ def test_momentum_dtypes_train_alike(text: Any) -> None:
     assert max(loss, other_seed) < 3.2  # from 5.5: it does learn
     for other in (BF16, "int8"):  # as near as another seed, or as a hundredth of what was learned
         assert abs(_train(text, 0, other, 60) - loss) < max(abs(loss - other_seed), (5.5 - loss) / 100)
+
+
+# -------------------------------------------------------------------------------------------------------- slabs
+
+SLABBED = [(17, 40, 3), (1, 23, 31), (700,)]  # the first dim divides nothing, is 1, is all there is
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("mode", ["decoupled", "l2", "independent", "cautious"])
+def test_a_large_tile_has_the_same_bits_in_slabs(
+    mode: Any, dtype: torch.dtype, wire: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Momentum and weights of a tile that is cut into slabs of 64 elements, and of one that is not; gradients and
+    weights also lie otherwise than row by row."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in SLABBED:
+        order = tuple(reversed(range(len(shape))))
+        found: list[list[torch.Tensor]] = []
+        made = [torch.randn(shape, generator=generator).to(kind) for kind in (dtype, dtype, dtype, wire)]
+        for portion in (1 << 17, 64):
+            monkeypatch.setattr(update_module, "PORTION", portion)
+            weight, grad, momentum, result = (x.permute(order).contiguous().permute(order).clone() for x in made)
+            out = torch.empty(shape, dtype=wire)
+            momentum_into_([out], [grad], [momentum], momentum=0.9, nesterov=True)
+            apply_([weight], [result], [0.3], 0.1, 0.01, mode)
+            found.append([out, momentum, weight])
+        for whole, cut in zip(*found, strict=True):
+            assert torch.equal(whole, cut)
+        assert len(list(update_module.in_cache([made[0]], [made[3]]))) > 1, "it was cut"
+
+
+def test_what_moves_nowhere_on_a_cpu_is_in_buckets_of_4_mib_or_what_was_asked_for() -> None:
+    params = [torch.nn.Parameter(torch.ones(512, 512)) for _ in range(9)] + [torch.nn.Parameter(torch.ones(1024, 2048))]
+    products = Orthogonalizer(method="standard", dtype=torch.float32)
+    for bound, sizes in ((None, [3, 3, 3, 8]), (2**20, [1] * 9 + [8])):
+        plan = Muon(params, lr=0.1, orthogonalizer=products, exchange=Exchange(bucket_bytes=bound)).prepare()
+        held = [sum(plan.items[n].rows * plan.items[n].cols * 4 for n in b.items) / 2**20 for b in plan.buckets]
+        assert sorted(held) == sorted(sizes)
