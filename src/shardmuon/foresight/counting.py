@@ -44,14 +44,16 @@ class _Flow(NamedTuple):
 
 
 class _TileSources(NamedTuple):
-    """The tiles of a matrix, given its owner.
+    """The tiles of a matrix, given its owner, or its owner in each replica.
 
     Attributes:
+        owners: Position of the owner of each tile.
         sources: Position of the one keeper that talks with the owner about each tile; the owner's where it has it.
         own, foreign, idle: Tiles that the owner stores; that are sent to it; that are sent by another replica, which
             also passes their results on.
     """
 
+    owners: Ints
     sources: Ints
     own: Bools
     foreign: Bools
@@ -69,7 +71,7 @@ class _Table:
         self.at: Ints = np.array([at for at, _ in found], dtype=np.int64)
         self.numel: Ints = np.array([tile.numel for _, tile in found], dtype=np.int64)
         self._pieces = [tile.held.piece for _, tile in found]
-        self._ways: dict[int, _TileSources] = {}
+        self._ways: dict[Ranks, _TileSources] = {}
 
     @cached_property
     def _keepers(self) -> tuple[Ints, Ints, Ints, Ints]:
@@ -81,19 +83,27 @@ class _Table:
         everyone = np.array([self.position[rank] for ranks in keepers for rank in ranks], dtype=np.int64)
         return np.array([numbers[p] for p in self._pieces], dtype=np.int64), everyone, np.cumsum(many) - many, many
 
-    def ways(self, owner: int) -> _TileSources:
-        """The tiles by what an owner at this position does with them."""
-        if owner not in self._ways:
-            own, sources = self.at == owner, self.at
-            if self._layout.has_replicas:
+    def owners(self, item: Item) -> Ints:
+        """Position of the owner for each rank."""
+        ranks = self._layout.ranks
+        if len(item.owners) == 1:
+            return np.full(len(ranks), self.position[item.owners[0]], dtype=np.int64)
+        return np.array([self.position[item.owner_for(self._layout, rank)] for rank in ranks], dtype=np.int64)
+
+    def ways(self, item: Item) -> _TileSources:
+        """The tiles by what owners do with them."""
+        if item.owners not in self._ways:
+            owners = self.owners(item)[self.at]
+            own, sources = self.at == owners, self.at
+            if self._layout.has_replicas and len(item.owners) == 1:
                 pieces, everyone, first, many = self._keepers
-                replica = self._layout.replica_of[self._layout.ranks[owner]]
+                replica = self._layout.replica_of[item.owners[0]]
                 of_piece = everyone[first + replica % many]
-                of_piece[pieces[own]] = owner
+                of_piece[pieces[own]] = self.position[item.owners[0]]
                 sources = of_piece[pieces]
             foreign = ~own & (sources == self.at)
-            self._ways[owner] = _TileSources(sources, own, foreign, ~own & ~foreign)
-        return self._ways[owner]
+            self._ways[item.owners] = _TileSources(owners, sources, own, foreign, ~own & ~foreign)
+        return self._ways[item.owners]
 
     @cached_property
     def waves(self) -> list[Ints]:
@@ -117,14 +127,15 @@ class _Table:
         at = np.searchsorted(self.holders, self.at[which])
         return np.bincount(at, self.numel[which], len(self.holders)).astype(np.int64)
 
-    def mates(self, owner: int) -> Ints:
+    def mates(self, item: Item) -> Ints:
         """The position from which each rank hears what stages keep."""
-        found = np.full(len(self._layout.ranks), owner, dtype=np.int64)
+        found = self.owners(item)
         if len(self.at):
-            sources = self.ways(owner).sources
+            ways = self.ways(item)
             _, first = np.unique(self.at, return_index=True)
-            found[self.holders] = sources[first]
-            found[self.at[sources == self.at]] = owner
+            found[self.holders] = ways.sources[first]
+            at_home = ways.sources == self.at
+            found[self.at[at_home]] = ways.owners[at_home]
         return found
 
 
@@ -227,12 +238,16 @@ class PlanCounts:
     def _bucket_of(self, number: int, one: _CountedBucket, row: int) -> BucketCount:
         bucket, n = one.bucket, one.numbers[row].tolist()
         matrices, owners = one.matrices[int(one.kinds[row])]
+        ranks = bucket.ranks[:1]
+        if bucket.exchange:  # each replica exchanges by itself if each has owners
+            first = self._plan.items[bucket.items[0]]
+            ranks = self._plan.specs[first.param].layout.replicas[0] if len(first.owners) > 1 else bucket.ranks
         gather, gather_received, scatter, scatter_received, relay, relay_received = (Sent(*n[at]) for at in _SIDES)
         return BucketCount(
             number=number,
             route=bucket.route,
-            num_ranks=len(bucket.ranks) if bucket.exchange else 1,
-            num_nodes=len({self._node_of(rank) for rank in bucket.ranks}) if bucket.exchange else 1,
+            num_ranks=len(ranks),
+            num_nodes=len(set(map(self._node_of, ranks))),
             wire=_WIRES[bucket.itemsize],
             matrices=matrices,
             held=n[_OWN] + n[_FOREIGN] + n[_IDLE],
@@ -284,12 +299,11 @@ class PlanCounts:
                 for wave in table.waves:
                     own.add(ours[wave], table.numel[wave])
                 continue
-            owner = position[item.owners[0]]
             if bucket.route == "gram":
-                sides = _count_gram(table, item, owner, bucket.itemsize, numbers, gathers, scatters)
+                sides = _count_gram(table, item, bucket.itemsize, numbers, gathers, scatters)
             else:
-                sides = table.ways(owner)[1:]
-                self._count_moved(table, item, owner, bucket.itemsize, gathers, scatters, relays)
+                sides = table.ways(item)[2:]
+                self._count_moved(table, item, bucket.itemsize, gathers, scatters, relays)
             for side, portion in zip(sides, portions, strict=True):
                 waves = [wave[side[wave]] for wave in table.waves]
                 tiles = [(table.at[wave], table.numel[wave]) for wave in waves]
@@ -309,7 +323,7 @@ class PlanCounts:
                 for columns, sums in zip(sides_of, _sums(_together(flows), nodes, bucket.itemsize), strict=True):
                     numbers[:, columns] = sums
         passes_on = bucket.route == "owner" and any(
-            plan.specs[plan.items[n].param].layout.has_replicas for n in bucket.items
+            plan.specs[plan.items[n].param].layout.has_replicas and len(plan.items[n].owners) == 1 for n in bucket.items
         )
         return _CountedBucket(bucket, passes_on, numbers, *_kinds(owned, len(position)))
 
@@ -317,47 +331,44 @@ class PlanCounts:
         self,
         table: _Table,
         item: Item,
-        owner: int,
         itemsize: int,
         gathers: list[_Flow],  # these three are changed
         scatters: list[_Flow],
         relays: list[_Flow],
     ) -> None:
         """Add the messages of a matrix of the owner route."""
-        sources, _, foreign, idle = table.ways(owner)
-        holders, numel = table.at[foreign], table.numel[foreign]
-        owners = np.full(len(holders), owner, dtype=np.int64)
+        ways = table.ways(item)
+        holders, numel, owners = (of_tile[ways.foreign] for of_tile in (table.at, table.numel, ways.owners))
         gathers.append(_Flow(holders, owners, numel))
         scatters.append(_Flow(owners, holders, numel))
-        relays.append(_Flow(sources[idle], table.at[idle], table.numel[idle]))
+        relays.append(_Flow(ways.sources[ways.idle], table.at[ways.idle], table.numel[ways.idle]))
         for kept in self._plan.specs[item.param].kept:
             if kept.travels:
-                told = _told(kept, item.matrix, table, owner, itemsize)
-                late = told.source != owner
+                told = _told(kept, item, table, itemsize)
+                late = told.source != table.owners(item)[told.target]
                 scatters.append(_Flow(*(column[~late] for column in told)))
                 relays.append(_Flow(*(column[late] for column in told)))
 
 
-def _told(kept: Kept, matrix: int, table: _Table, owner: int, itemsize: int) -> _Flow:
+def _told(kept: Kept, item: Item, table: _Table, itemsize: int) -> _Flow:
     """Messages with what a stage keeps of a matrix."""
-    tiles = kept.layout.tiles[matrix]
+    tiles = kept.layout.tiles[item.matrix]
     keepers = np.array([table.position[rank] for rank in tiles], dtype=np.int64)
     words = np.array([-(-of_rank[0].numel * 4 // itemsize) for of_rank in tiles.values()], dtype=np.int64)
-    others = keepers != owner
-    return _Flow(table.mates(owner)[keepers[others]], keepers[others], words[others])
+    others = keepers != table.owners(item)[keepers]
+    return _Flow(table.mates(item)[keepers[others]], keepers[others], words[others])
 
 
 def _count_gram(
     table: _Table,
     item: Item,
-    owner: int,
     itemsize: int,
     numbers: Ints,  # these three are changed
     gathers: list[_Flow],
     scatters: list[_Flow],
 ) -> tuple[Bools, Bools, Bools]:
     """Add a matrix of the Gram route. Returns its tiles by sides as programs have them: no relay brings any."""
-    sources = table.ways(owner).sources
+    owner, sources = table.position[item.owners[0]], table.ways(item).sources
     holders, added = table.holders, table.added_up(sources == table.at)
     adders = holders[added > 0]
     size = message_size(item.short, itemsize)

@@ -79,6 +79,22 @@ class ParamLayout:
         return found
 
     @cached_property
+    def replicas(self) -> tuple[Ranks, ...]:
+        """The ranks of each replica, in the order of `replica_of`; empty if ranks cannot be told apart like that, as
+        some piece is stored more often than another, or by ranks of unlike places."""
+        of_rank = {
+            rank: [held.piece for held in of_rank if held.piece.numel]
+            for rank, of_rank in zip(self.ranks, self.held, strict=True)
+        }
+        places = (
+            (self.replica_of[rank], self.keepers[piece].index(rank)) for rank in of_rank for piece in of_rank[rank]
+        )
+        num = {len(ranks) for ranks in self.keepers.values()}
+        if len(num) != 1 or any(own != place for own, place in places):
+            return ()
+        return tuple(tuple(r for r in self.ranks if of_rank[r] and self.replica_of[r] == n) for n in range(*num))
+
+    @cached_property
     def has_replicas(self) -> bool:
         """True if any piece is stored more than once."""
         return any(len(ranks) > 1 for ranks in self.keepers.values())

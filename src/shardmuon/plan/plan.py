@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -85,9 +86,10 @@ class Policy(NamedTuple):
     """The choices that a user may make about a plan.
 
     Attributes:
-        route: "auto" and "owner": one rank orthogonalizes a matrix, where it lies if one rank alone stores it. "local":
-            every rank that stores it whole does, replicas redundantly, and nothing moves. "gram": the Gram route (see
-            cuts.py) for matrices that are cut along their long side only, "auto" for the others.
+        route: "owner": one rank orthogonalizes a matrix, where it lies if one rank alone stores it. "auto": so, or one
+            rank of each replica, where that is cheaper. "local": every rank that stores it whole does, and nothing
+            moves. "gram": the Gram route (see cuts.py) for matrices that are cut along their long side only, "owner"
+            for the others.
         bucket_bytes: Most bytes (of the wire) of whole matrices that one owner has in a bucket. A larger matrix makes
             a bucket of its own. None: what is hardly dearer than the cheapest; of what moves nowhere 32 MiB, or a
             thirty-second part of what its momentum takes on a rank in fp32, if that is more.
@@ -127,13 +129,31 @@ class Chosen(NamedTuple):
     other: Option | None
 
 
+class Sharing(NamedTuple):
+    """A choice by price between replicas that share the work, and each replica for itself.
+
+    Attributes:
+        ranks: Ranks of the set.
+        replicas: Number of replicas.
+        shared, alone: Nanoseconds of a step by which it was chosen, see price.py.
+        each: True for each replica for itself.
+    """
+
+    ranks: Ranks
+    replicas: int
+    shared: int
+    alone: int
+    each: bool
+
+
 class Item(NamedTuple):
     """One matrix, and who orthogonalizes it.
 
     Attributes:
         param, matrix: Number of its `Spec`, and of the matrix in the view.
         rows, cols: Its shape.
-        owners: The rank that orthogonalizes it; several on the redundant local route.
+        owners: The rank that orthogonalizes it, or one of each replica, in their order (see `ParamLayout.replicas`). On
+            the local route all that do.
         route: "local": nothing of it moves. "gram": see cuts.py.
         how, cost: See `Spec`.
         reason: Why it is orthogonalized like this, and why not by the Gram route if that was asked for. Not compared
@@ -153,6 +173,13 @@ class Item(NamedTuple):
     @property
     def short(self) -> int:
         return min(self.rows, self.cols)
+
+    def owner_for(self, layout: ParamLayout, rank: int) -> int:
+        """The owner that sends a rank its results."""
+        return self.owners[layout.replica_of[rank]] if len(self.owners) > 1 else self.owners[0]
+
+
+Items = Sequence[Item] | Mapping[int, Item]  # by number
 
 
 class Bucket(NamedTuple):
@@ -191,7 +218,7 @@ class Plan:
         buckets: Buckets in the order in which every rank begins them. It depends on nothing but their content, so that
             ranks of several sets never wait for each other in unlike orders.
         notes: Lines on what holds for the plan as a whole, printed below it.
-        chosen: What was chosen by price.
+        chosen, sharing: What was chosen by price.
         machine: The machine by whose rates it was chosen.
     """
 
@@ -200,6 +227,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
     chosen: tuple[Chosen, ...] = field(default=(), compare=False)
+    sharing: tuple[Sharing, ...] = field(default=(), compare=False)
     machine: Machine = field(default=MACHINES[DEFAULT], compare=False)
 
     @cached_property
@@ -309,12 +337,19 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
     for number, item in enumerate(items):
         if item.route != "local":
             of_param[item.param].append(number)
+    sharing = list[Sharing]()
     for ranks, numbers in sets.items():
-        owners = dict(_owners(specs, items, ranks, numbers, policy.machine.per_node))
+        drafts = {number: items[number] for number in numbers}
+        owners = dict(_owners(specs, drafts, ranks, numbers, policy.machine.per_node))
         for number, owner in (owners | _handed_on(specs, items, ranks, owners, policy.machine)).items():
-            items[number] = _placed(specs[items[number].param], items[number], owner)
+            items[number] = _placed(specs[items[number].param], items[number], (owner,))
+        each = _each_for_itself(specs, drafts, policy.machine.per_node) if policy.route == "auto" else {}
+        if each:
+            sharing.append(_by_price(specs, items, policy, ranks, numbers, each))
+            for number, item in each.items() if sharing[-1].each else ():
+                items[number] = item
     buckets, chosen = _buckets(specs, items, policy)
-    return Plan(tuple(specs), tuple(items), tuple(buckets), chosen=tuple(chosen), machine=policy.machine)
+    return Plan(tuple(specs), tuple(items), tuple(buckets), (), tuple(chosen), tuple(sharing), policy.machine)
 
 
 def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequence[str]) -> Item:
@@ -353,7 +388,7 @@ def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequen
 
 
 def _owners(
-    specs: Sequence[Spec], items: Sequence[Item], ranks: Ranks, numbers: Sequence[int], per_node: int
+    specs: Sequence[Spec], items: Mapping[int, Item], ranks: Ranks, numbers: Sequence[int], per_node: int
 ) -> list[tuple[int, int]]:
     """Pairs of an item of a set and its owner: those without a choice first, then the costliest to the least loaded."""
     balance = _Balance(per_node)
@@ -392,11 +427,54 @@ def _handed_on(
     return handed_on(loads, alone, machine.per_node)
 
 
-def _placed(spec: Spec, item: Item, owner: int) -> Item:
-    """A matrix with its owner; nothing of it moves if that one alone has anything of it."""
+def _each_for_itself(specs: Sequence[Spec], drafts: Mapping[int, Item], per_node: int) -> dict[int, Item]:
+    """Matrices with an owner in each replica: those that lie on the replicas on which most of the work lies. The owners
+    in the others are those that store what the owner in the first one does."""
+    work = Counter[tuple[Ranks, ...]]()
+    for item in drafts.values():
+        work[specs[item.param].layout.replicas] += item.cost
+    replicas = max(work, key=lambda of: (work[of], of), default=())
+    if len(replicas) < 2:
+        return {}
+    first, able = set(replicas[0]), dict[int, Item]()
+    for number, item in drafts.items():
+        inside = tuple(rank for rank in item.owners if rank in first)
+        if inside and specs[item.param].layout.replicas == replicas:
+            able[number] = item._replace(owners=inside)
+    found = dict[int, Item]()
+    for number, owner in _owners(specs, able, replicas[0], list(able), per_node):
+        item = drafts[number]
+        layout = specs[item.param].layout
+        owners = layout.keepers[layout.tiles[item.matrix][owner][0].held.piece]
+        if set(owners) <= set(item.owners):
+            found[number] = _placed(specs[item.param], item, owners)
+    return found
+
+
+def _by_price(
+    specs: Sequence[Spec],
+    items: Sequence[Item],
+    policy: Policy,
+    ranks: Ranks,
+    numbers: Sequence[int],
+    each: Mapping[int, Item],
+) -> Sharing:
+    """The cheaper of the owners that matrices of a set have, and of owners in each replica.
+
+    Replicas that share the work are equal because they get the same results, which is worth a little.
+    """
+    shared = _Cutter(specs, items, policy).ns(numbers)
+    alone = _Cutter(specs, {n: each.get(n, items[n]) for n in numbers}, policy).ns(numbers, shared)
+    percent, latencies = _GAIN
+    gains = alone * percent <= shared * 100 and alone + latencies * policy.machine.across <= shared
+    return Sharing(ranks, max(len(item.owners) for item in each.values()), shared, alone, gains)
+
+
+def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
+    """A matrix with its owners; nothing of it moves if they have all that anybody has of it."""
     having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
-    stays = all(layout.tiles[item.matrix].keys() == {owner} for layout in having)
-    return item._replace(owners=(owner,), route="local" if stays else item.route)
+    stays = all(layout.tiles[item.matrix].keys() == set(owners) for layout in having)
+    return item._replace(owners=owners, route="local" if stays else item.route)
 
 
 class _Balance:
@@ -436,6 +514,7 @@ _LEAST_BYTES = 32 * 2**20
 _IN_CACHE = 4 * 2**20  # bytes of a bucket on a CPU that moves nowhere: what is made for it stays in a cache
 _OF_MOMENTUM = 32  # a bucket of what moves nowhere may have one part of so many
 _NO_DEARER = 102  # percent of the cheapest that a plan which takes less memory may cost
+_GAIN = 103, 3  # percent, and latencies between nodes, for less than which replicas do not each work for themselves
 
 
 def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tuple[list[Bucket], list[Chosen]]:
@@ -445,16 +524,9 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tu
     scatters to pass by. Nothing of it comes in between: ranks that have nothing there would post the exchanges of a set
     in another order.
     """
-    together: dict[tuple[bool, Ranks, Route, str, int], list[int]] = {}
-    for number, item in enumerate(items):
-        spec, moves = specs[item.param], item.route != "local"
-        itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
-        itemsize = max(itemsize, 4) if item.route == "gram" else itemsize
-        ranks = spec.layout.ranks if moves else item.owners
-        together.setdefault((moves, ranks, item.route, spec.kind, itemsize), []).append(number)
     moving, before, behind, chosen = list[Bucket](), list[Bucket](), list[Bucket](), list[Chosen]()
     cutter = _Cutter(specs, items, policy)
-    for (moves, ranks, route, kind, itemsize), numbers in sorted(together.items()):
+    for (moves, ranks, route, _, kind, itemsize), numbers in sorted(cutter.together(range(len(items))).items()):
         if moves:
             shares, why = cutter.cheapest(ranks, numbers, itemsize)
             chosen.append(why)
@@ -476,13 +548,50 @@ def _gathered(spec: Spec, item: Item) -> bool:
     return not whole or any(kept.travels for kept in spec.kept)
 
 
+class _Alike(NamedTuple):
+    """All that matrices of one bucket share, see `Bucket`."""
+
+    moves: bool
+    ranks: Ranks
+    route: Route
+    num_owners: int
+    kind: str
+    itemsize: int
+
+
 class _Cutter:
     """Cuts matrices that move, or stay, together into buckets."""
 
-    def __init__(self, specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> None:
+    def __init__(self, specs: Sequence[Spec], items: Items, policy: Policy) -> None:
         self._specs, self._items, self._policy = specs, items, policy
         self._spreads: dict[int, Spread] = {}  # by id of the layout
         self._known: dict[tuple[int, str, int], BatchPrice] = {}
+
+    def together(self, numbers: Iterable[int]) -> dict[_Alike, list[int]]:
+        """Matrices that may be in one bucket."""
+        found: dict[_Alike, list[int]] = {}
+        for number in numbers:
+            item = self._items[number]
+            spec, moves = self._specs[item.param], item.route != "local"
+            itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
+            itemsize = max(itemsize, 4) if item.route == "gram" else itemsize
+            ranks = spec.layout.ranks if moves else item.owners
+            alike = _Alike(moves, ranks, item.route, len(item.owners), spec.kind, itemsize)
+            found.setdefault(alike, []).append(number)
+        return found
+
+    def ns(self, numbers: Sequence[int], limit: int = sys.maxsize) -> int:
+        """Nanoseconds of a step of these, without what lies on one rank alone; `limit` if they are no less."""
+        total = 0
+        for (moves, ranks, *_, itemsize), alike in self.together(numbers).items():
+            if len(ranks) > 1:
+                priced = [self._priced(n) for n in alike]
+                _, computed = bucket_times(priced, itemsize, self._policy.machine)
+                at_least = total + max(computed.values())
+                if at_least >= limit:  # the products alone
+                    return limit
+                total = total + self.cheapest(ranks, alike, itemsize)[1].option.ns if moves else at_least
+        return total
 
     def local(self, numbers: Sequence[int], itemsize: int, kind: str) -> list[list[int]]:
         """The shares of what moves nowhere: as few as memory allows, and small ones on a CPU."""
@@ -543,6 +652,8 @@ class _Cutter:
         spread = self._spreads.get(id(layout))
         if spread is None:
             spread = self._spreads[id(layout)] = spread_of(layout, self._policy.machine.per_node)
+        if len(item.owners) > 1:
+            spread = spread._replace(replicas=1, near=1)
         return Priced(item.owners[0], item.rows * item.cols, self._products(item), spread)
 
     def _products(self, item: Item) -> BatchPrice:
@@ -559,7 +670,7 @@ def _size(item: Item, num_ranks: int) -> int:
 
 
 def _shares(
-    lines: Sequence[Sequence[int]], items: Sequence[Item], sizes: Mapping[int, int], most: int, least: int
+    lines: Sequence[Sequence[int]], items: Items, sizes: Mapping[int, int], most: int, least: int
 ) -> list[list[int]]:
     """Cut the lines of all owners into so few shares, `least` if there are matrices for them, that no owner has more
     than `most` elements in one, unless that is a single matrix. Every owner has equal work in each, as far as that and
@@ -586,7 +697,7 @@ def _needed(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _cut(
-    line: Sequence[int], items: Sequence[Item], sizes: Mapping[int, int], needed: Sequence[int], most: int, num: int
+    line: Sequence[int], items: Items, sizes: Mapping[int, int], needed: Sequence[int], most: int, num: int
 ) -> list[list[int]]:
     """One owner's matrices, in order, in `num` shares of equal work; none is empty that need not be."""
     parts: list[list[int]] = [[] for _ in range(num)]

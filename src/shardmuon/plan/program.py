@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardmuon.layout.pieces import Tile
-from shardmuon.layout.table import Ranks
+from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.copies import BufferPlace, Copy, joined
 from shardmuon.plan.gram import make_gram_program
@@ -117,7 +117,8 @@ def _route(plan: Plan, item: Item, rank: int, ways: _Ways) -> bool:
     if item.route == "local":
         ways.own += [_Part(item, tile) for tile in mine]
         return False
-    owner = item.owners[0]
+    owner = item.owner_for(layout, rank)
+    shared = len(item.owners) == 1
     for tile in mine:
         part, source = _Part(item, tile), layout.source(tile.held.piece, owner)
         if rank == owner:
@@ -126,17 +127,17 @@ def _route(plan: Plan, item: Item, rank: int, ways: _Ways) -> bool:
             ways.outgoing.setdefault(owner, []).append(part)
         else:
             ways.idle.setdefault(source, []).append(part)
-        for other in layout.keepers[tile.held.piece] if source == rank else ():
+        for other in layout.keepers[tile.held.piece] if shared and source == rank else ():
             if other != rank:
                 ways.relayed.setdefault(other, []).append(part)
     for holder, of_holder in tiles.items() if rank == owner else ():
-        if holder != owner:
+        if holder != owner and item.owner_for(layout, holder) == owner:
             came = [tile for tile in _in_order(of_holder) if layout.source(tile.held.piece, owner) == holder]
             ways.incoming.setdefault(holder, []).extend(_Part(item, tile) for tile in came)
     for number, kept in enumerate(plan.specs[item.param].kept):
         if kept.travels:
-            _route_kept(item, number, kept.layout.tiles[item.matrix], _mates(plan, item), rank, ways)
-    return layout.has_replicas
+            _route_kept(layout, item, number, kept.layout.tiles[item.matrix], rank, ways)
+    return shared and layout.has_replicas
 
 
 def _in_order(tiles: Sequence[Tile]) -> list[Tile]:
@@ -144,27 +145,19 @@ def _in_order(tiles: Sequence[Tile]) -> list[Tile]:
     return sorted(tiles, key=lambda tile: tile.key)
 
 
-def _mates(plan: Plan, item: Item) -> dict[int, int]:
-    """Rank that stores any of a matrix -> the rank from which it hears what stages keep of that."""
-    layout, owner = plan.specs[item.param].layout, item.owners[0]
-    found = {}
-    for holder, tiles in layout.tiles[item.matrix].items():
-        sources = [layout.source(tile.held.piece, owner) for tile in _in_order(tiles)]
-        found[holder] = owner if holder in sources else sources[0]
-    return found
+def _mate(layout: ParamLayout, item: Item, keeper: int) -> int:
+    """The rank from which a rank hears what stages keep of a matrix: that which its first tile comes from, or the owner
+    of all that it stores nothing of."""
+    owner = item.owner_for(layout, keeper)
+    sources = [layout.source(tile.held.piece, owner) for tile in _in_order(layout.tiles[item.matrix].get(keeper, ()))]
+    return owner if keeper in sources else next(iter(sources), owner)
 
 
 def _route_kept(
-    item: Item,
-    number: int,
-    tiles: Mapping[int, tuple[Tile, ...]],
-    mates: Mapping[int, int],
-    rank: int,
-    ways: _Ways,
+    layout: ParamLayout, item: Item, number: int, tiles: Mapping[int, tuple[Tile, ...]], rank: int, ways: _Ways
 ) -> None:
-    owner = item.owners[0]
     for keeper in tiles:
-        mate = mates.get(keeper, owner)
+        owner, mate = item.owner_for(layout, keeper), _mate(layout, item, keeper)
         sent, got = (ways.told, ways.heard) if mate == owner else (ways.relayed, ways.idle)
         if keeper != owner and rank in (mate, keeper):
             parts, other = (sent, keeper) if rank == mate else (got, mate)
