@@ -17,6 +17,7 @@ from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
 from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Choice, Chooser, Task
+from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.plan import Gram, Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound, Kernel, Work, run_owners
@@ -28,7 +29,11 @@ from shardmuon.variants import Stages, keeping, stages_of
 
 CPU = torch.device("cpu")
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-_AUTO, _SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
+_AUTO, SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
+# pairs of ranks with hardly a network between them: each replica works for itself
+PAIRS = MACHINES["h100"]._replace(per_node=2, network=1)
+EACH = Policy(bucket_bytes=1500, machine=PAIRS)
+REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")  # layouts of which it is then true
 
 
 def cut(layout: ParamLayout, whole: Tensor) -> dict[int, Tensor]:
@@ -199,7 +204,7 @@ def planned(
     layouts: Sequence[ParamLayout],
     groups: Sequence[Mapping[str, Any]],  # of each parameter
     chooser: Chooser = _AUTO,
-    policy: Policy = _SMALL,
+    policy: Policy = SMALL,
     *,
     device: torch.device = CPU,
     wide: Collection[int] = (),  # numbers of parameters whose wires are fp64, as if they were

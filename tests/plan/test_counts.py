@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from simulated import LAYOUTS, VIEWS, spec
+from simulated import EACH, LAYOUTS, VIEWS, spec
 
 from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.types import BucketCount, Sent
@@ -14,12 +14,13 @@ from shardmuon.plan.plan import Plan, Policy, make_plan
 from shardmuon.plan.program import Load, Program, make_program
 
 
+@pytest.mark.parametrize("policy", [Policy(bucket_bytes=1200), EACH])
 @pytest.mark.parametrize("stages", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_is_counted_as_its_programs_run(layout: str, stages: int) -> None:
+def test_a_layout_is_counted_as_its_programs_run(layout: str, stages: int, policy: Policy) -> None:
     """Every view in one plan, twice."""
     specs = [spec(f"{name} {i}", LAYOUTS[layout](make()), stages) for name, make in VIEWS.items() for i in (0, 1)]
-    check(make_plan(specs, Policy(bucket_bytes=1200)))
+    check(make_plan(specs, policy))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -30,6 +31,7 @@ def test_layouts_that_mix_are_counted_as_their_programs_run(seed: int) -> None:
         layout = LAYOUTS[draw.choice(list(LAYOUTS))](draw.choice(list(VIEWS.values()))())
         specs.append(spec(f"p{number}", layout, draw.randrange(3), draw.choice([2, 4]), draw.random() < 0.5))
     check(make_plan(specs, Policy(bucket_bytes=draw.choice([100, 2000, 1 << 25]))))
+    check(make_plan(specs, EACH))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

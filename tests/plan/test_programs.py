@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
-from simulated import LAYOUTS, VIEWS, cut, sharded, spec
+from simulated import EACH, LAYOUTS, REPLICATED, VIEWS, cut, sharded, spec
 from torch import Tensor
 
 from shardmuon.layout.pieces import Box, Held
@@ -147,12 +147,18 @@ class Ranks:
         return arrived
 
 
+@pytest.mark.parametrize("policy", [Policy(bucket_bytes=1200), EACH])
 @pytest.mark.parametrize("stages", [0, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_programs_of_all_ranks_change_every_matrix_once(layout: str, stages: int) -> None:
+def test_programs_of_all_ranks_change_every_matrix_once(layout: str, stages: int, policy: Policy) -> None:
     """Every view in one plan, twice, one parameter without a gradient; buckets of at most two matrices or so."""
     specs = [spec(f"{name} {i}", LAYOUTS[layout](make()), stages) for name, make in VIEWS.items() for i in (0, 1)]
-    check(specs, missing=frozenset({3}), policy=Policy(bucket_bytes=1200))
+    plan, ranks = check(specs, missing=frozenset({3}), policy=policy)
+    if policy is EACH and layout in REPLICATED:
+        replicas = specs[0].layout.replicas
+        assert all(len(item.owners) == len(replicas) for item in plan.items)
+        assert all(owner in of for item in plan.items for owner, of in zip(item.owners, replicas, strict=True))
+        assert any(ranks.sent.values()) == (layout != "hsdp 4x1")  # where every rank has all, nothing moves
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -164,6 +170,7 @@ def test_sets_that_overlap_and_layouts_that_mix(seed: int) -> None:
         specs.append(spec(f"p{number}", layout, draw.randrange(3), draw.choice([2, 4]), draw.random() < 0.5))
     missing = frozenset(number for number in range(len(specs)) if draw.random() < 0.2)
     check(specs, missing, Policy(bucket_bytes=draw.choice([100, 2000, 1 << 25])))
+    check(specs, missing, EACH)
 
 
 def check(specs: Sequence[Spec], missing: frozenset[int], policy: Policy) -> tuple[Plan, Ranks]:

@@ -10,7 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_step import DenseMuon
-from simulated import LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, group_of, in_both, in_turn, planned, sharded
+from simulated import (
+    EACH,
+    LAYOUTS,
+    OPTIONS,
+    REPLICATED,
+    VIEWS,
+    SimulatedRanks,
+    cut,
+    group_of,
+    in_both,
+    in_turn,
+    planned,
+    sharded,
+)
 from torch import Tensor
 
 from shardmuon import Muon
@@ -35,10 +48,14 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {  # options, dtype,
     "l2": ({"nesterov": False, "weight_decay_mode": "l2", "adjust_lr_fn": "match_rms_adamw"}, torch.float32, 150),
     "cautious": ({"weight_decay_mode": "cautious", "ns_coefficients": "polar_express"}, torch.bfloat16, 1 << 17),
 }
+_SHARED = [(case, layout, Policy(bucket_bytes=1500)) for case, layout in in_turn(CASES, every=2)]
+_APART = [(case, layout, EACH) for case, layout in in_turn(CASES, REPLICATED, every=1)]
 
 
-@pytest.mark.parametrize(("case", "layout"), in_both(in_turn(CASES, every=2)))
-def test_simulated_ranks_give_the_bits_of_one_process(case: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("case", "layout", "policy"), in_both([*_SHARED, *_APART]))
+def test_simulated_ranks_give_the_bits_of_one_process(
+    case: str, layout: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every view twice, small buckets, four steps with changing lr, gradients missing in one of them; tiles of several
     parameters are stepped in one call, or few of them in each."""
     options, dtype, portion = CASES[case]
@@ -49,7 +66,7 @@ def test_simulated_ranks_give_the_bits_of_one_process(case: str, layout: str, mo
     weights = [torch.randn(view.shape).to(dtype) for _, view in views]
     given = [{"params": [w], **OPTIONS[name]} for (name, _), w in zip(views, weights, strict=True)]
     groups = Muon(given, lr=0.05, **options).param_groups
-    plan = planned([LAYOUTS[layout](view) for _, view in views], groups)
+    plan = planned([LAYOUTS[layout](view) for _, view in views], groups, policy=policy)
     ranks, dense = SimulatedRanks(plan, weights), DenseMuon(weights, groups, Chooser("auto", None))
     for step in range(4):
         grads = [None if step == 2 and i in (0, 5) else torch.randn_like(w) for i, w in enumerate(weights)]
@@ -78,7 +95,11 @@ def _crossed(view: MatrixView, number: int) -> ParamLayout:
     return sharded(view, grids.get(list(VIEWS)[number], [(1, 2)]), 0)
 
 
-FAMILIES: dict[str, Family] = {**{name: _one_for_all(name) for name in LAYOUTS}, "crossed": _crossed}
+FAMILIES: dict[str, Family] = {
+    **{name: _one_for_all(name) for name in LAYOUTS},
+    **{f"{name}, each for itself": _one_for_all(name) for name in REPLICATED},
+    "crossed": _crossed,
+}
 
 
 def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
@@ -90,6 +111,8 @@ def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
         layouts = [FAMILIES[name](view, number) for number, view in enumerate(views)]
         group = group_of()
         settings, policy = settings_of(group), Policy(bucket_bytes=1500 if name != "crossed" else 600)
+        if name.endswith("each for itself"):
+            policy = EACH
         plan = planned(layouts, [group] * len(views), policy=policy)
         mine = [bucket for bucket in plan.buckets if rank in bucket.ranks]
         for ranks in groups_of(mine):  # before the first exchange

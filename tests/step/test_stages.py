@@ -12,7 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_step import DenseMuon
-from simulated import CPU, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, group_of, in_both, in_turn, planned, sharded
+from simulated import (
+    CPU,
+    EACH,
+    LAYOUTS,
+    OPTIONS,
+    REPLICATED,
+    SMALL,
+    VIEWS,
+    SimulatedRanks,
+    cut,
+    group_of,
+    in_both,
+    in_turn,
+    planned,
+    sharded,
+)
 from torch import Tensor
 
 from shardmuon import Muon
@@ -50,12 +65,16 @@ def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str)
     compare(layout, [variant] * (2 * len(VIEWS)), Chooser("auto", None))
 
 
-@pytest.mark.parametrize("layout", in_both(list(LAYOUTS)))
-def test_variants_side_by_side_have_their_own_rules(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layout", "policy"), in_both([*((name, SMALL) for name in LAYOUTS), *((name, EACH) for name in REPLICATED)])
+)
+def test_variants_side_by_side_have_their_own_rules(
+    layout: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Variants keep their own rules in one plan, plain Muon among them; squares are summed in small parts."""
     monkeypatch.setattr(weights_module, "_PART", 16)
     variants = [None, *JOINED.values()]
-    compare(layout, [variants[i % len(variants)] for i in range(2 * len(VIEWS))], Chooser("auto", None))
+    compare(layout, [variants[i % len(variants)] for i in range(2 * len(VIEWS))], Chooser("auto", None), policy)
 
 
 @pytest.mark.parametrize(("method", "dtype"), [("standard", torch.float16), ("reference", None), ("gram", None)])
@@ -64,7 +83,7 @@ def test_stages_stand_around_every_method(layout: str, method: Any, dtype: torch
     compare(layout, ["muon_eq+normuon"] * (2 * len(VIEWS)), Chooser(method, dtype))
 
 
-def compare(layout: str, variants: Sequence[str | None], chooser: Chooser) -> None:
+def compare(layout: str, variants: Sequence[str | None], chooser: Chooser, policy: Policy = SMALL) -> None:
     torch.manual_seed(3)
     views = [(name, make(), dtype) for name, make in VIEWS.items() for dtype in (torch.float32, torch.bfloat16)]
     weights = [torch.randn(view.shape).to(dtype) for _, view, dtype in views]
@@ -72,7 +91,7 @@ def compare(layout: str, variants: Sequence[str | None], chooser: Chooser) -> No
     groups = Muon(
         [{"params": [w], **of_param} for w, of_param in zip(weights, options, strict=True)], lr=0.05
     ).param_groups
-    plan = planned([LAYOUTS[layout](view) for _, view, _ in views], groups, chooser)
+    plan = planned([LAYOUTS[layout](view) for _, view, _ in views], groups, chooser, policy)
     wire = torch.float64 if chooser.method == "reference" else torch.float32
     ranks, dense = SimulatedRanks(plan, weights), DenseMuon(weights, groups, chooser, wire=wire)
     gone = {0: (3, 8), 1: (0, 5)}
