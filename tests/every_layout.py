@@ -22,7 +22,7 @@ from shardmuon.step import commit
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.pool import get_pool
 
-MANY_BUCKETS = Exchange(bucket_bytes=3000)
+MANY_BUCKETS = Exchange(bucket_bytes=3000, route="owner")  # results in two stages wherever there are replicas
 EXCHANGES = {8: MANY_BUCKETS, 3: Exchange(), 2: MANY_BUCKETS, 4: MANY_BUCKETS}  # with one process, by number of ranks
 
 STEPS = {8: 1, 3: 2, 2: 1, 4: 3}  # with one process

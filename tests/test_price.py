@@ -10,13 +10,15 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from frozen_price import frozen_price
-from simulated import SimulatedRanks, sharded, spec
+from simulated import PAIRS, SimulatedRanks, sharded, spec
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.foresight import plan
@@ -26,7 +28,9 @@ from shardmuon.layout.views import matrix_view
 from shardmuon.plan.machines import MACHINES, Machine, machine_of
 from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Plan, Policy, Spec, _Cutter, make_plan
+from shardmuon.step import binding
 from shardmuon.testing import RankPool
+from shardmuon.testing.layouts import mesh_of
 
 # Percent of a training step of 4 M tokens on H100s that a step takes beside AdamW's: what was promised, and what it is.
 TABLE = {
@@ -97,6 +101,19 @@ def test_no_other_buckets_are_cheaper_by_three_percent(seed: int, monkeypatch: p
         assert ours < 1.03 * _seconds(other), [bucket.items for bucket in other.buckets]
     monkeypatch.setattr("shardmuon.plan.plan.fitted", lambda *given: [])
     assert ours < 1.03 * _seconds(make_plan(specs, Policy()))
+
+
+@pytest.mark.parametrize("seed", [seed for seed in range(40) if _job(seed)[0][0].layout.has_replicas])
+def test_replicas_share_the_work_where_that_is_cheaper(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 3 %, and three latencies between nodes: what makes replicas equal is worth a little."""
+    specs, _ = _job(seed)
+    made, shared = make_plan(specs, Policy()), make_plan(specs, Policy("owner"))
+    monkeypatch.setattr("shardmuon.plan.plan._GAIN", (0, -(10**9)))
+    each = make_plan(specs, Policy())
+    assert [found.each for found in each.sharing] == [True] and not shared.sharing
+    ours, *others = (price_plan(one, "h100").step.mid for one in (made, shared, each))
+    assert ours < 1.03 * min(others) + 3e-9 * MACHINES["h100"].across
+    assert made.items == (each if made.sharing[0].each else shared).items
 
 
 @pytest.mark.parametrize("mesh", ["dp=8 shard=8", "dp=2 shard=64"])
@@ -212,9 +229,12 @@ def test_plans_take_the_optimizers_option_objects() -> None:
     assert {kind.how for kind in exact.matrices} == {"standard bfloat16"}
 
 
-def test_choosing_takes_half_a_second_at_most() -> None:
+@pytest.mark.parametrize("replicas", [1, 8, 128])
+def test_choosing_takes_half_a_second_at_most(replicas: int) -> None:
     shapes = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336))
-    layouts = [sharded(matrix_view(shape), [range(1024)], 0) for shape in shapes]
+    shards = 1024 // replicas
+    grid = [range(first, first + shards) for first in range(0, 1024, shards)]
+    layouts = [sharded(matrix_view(shape), grid, 0) for shape in shapes]
     specs = [spec(f"{i}.{j}", layout, itemsize=2) for i in range(100) for j, layout in enumerate(layouts)]
     took = []
     for _ in range(3):  # other tests' garbage is collected in between, and machines are shared
@@ -244,3 +264,41 @@ def test_rates_that_differ_between_ranks_are_refused_on_all(world2: RankPool) ->
     for message, unchanged in world2.run(_unlike_rates):
         assert unchanged
         assert "network=41413" in message and "network=41414" in message
+
+
+def _replicas(exchange: Exchange, unlike: bool = False) -> tuple[list[torch.Tensor], list[int], str, list[int]]:
+    """Three steps on two replicas of two shards each, with numbers that stages keep; rank 3 may be another machine."""
+    rank, real = dist.get_rank(), binding.machine_stamp
+    mesh = mesh_of((2, 2))
+    generator = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    params = [torch.nn.Parameter(distribute_tensor(w, mesh, [Replicate(), Shard(0)])) for w in wholes]
+    optimizer = Muon(params, lr=0.1, variant="normuon", exchange=exchange)
+    with mock.patch.object(binding, "machine_stamp", lambda on: "other" if unlike and rank == 3 else real(on)):
+        for _ in range(3):
+            for p, whole in zip(params, wholes, strict=True):
+                p.grad = distribute_tensor(whole.flip(0).cos() + p.full_tensor().detach(), mesh, p.placements)
+            optimizer.step()
+    plan = optimizer.plan
+    assert plan is not None
+    kept = [cast(DTensor, optimizer.state[p]["second_moment"]).full_tensor() for p in params]
+    owners = [len(item.owners) for item in plan.items]
+    full = [p.full_tensor().detach() for p in params]
+    return [*full, *kept], owners, str(plan), [optimizer.traffic.bytes_sent, optimizer.traffic.orthogonalized]
+
+
+SHAPES = ((48, 32), (96, 32), (7, 5), (32, 96))
+
+
+def test_replicas_that_each_work_for_themselves_have_the_bits_of_those_that_share(world4: RankPool) -> None:
+    """And none where machines differ, as replicas would drift apart."""
+    each, shared = (world4.run(_replicas, Exchange(route=r, machine=PAIRS)) for r in ("auto", "owner"))
+    for mine, theirs in zip(each, shared, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine[0], theirs[0], strict=True))
+        assert mine[1] == [2] * len(SHAPES) and theirs[1] == [1] * len(SHAPES)
+        assert "2 replicas: each works for itself, by price (h100); shared, it would take" in mine[2]
+        assert "replicas" not in theirs[2]
+    assert sum(one[3][0] for one in each) < sum(one[3][0] for one in shared)  # nothing between replicas
+    assert sum(one[3][1] for one in each) == 2 * sum(one[3][1] for one in shared)
+    for _, owners, text, _ in world4.run(_replicas, Exchange(machine=PAIRS), True):
+        assert owners == [1] * len(SHAPES) and "machines differ: " in text

@@ -514,7 +514,7 @@ _LEAST_BYTES = 32 * 2**20
 _IN_CACHE = 4 * 2**20  # bytes of a bucket on a CPU that moves nowhere: what is made for it stays in a cache
 _OF_MOMENTUM = 32  # a bucket of what moves nowhere may have one part of so many
 _NO_DEARER = 102  # percent of the cheapest that a plan which takes less memory may cost
-_GAIN = 103, 3  # percent, and latencies between nodes, for less than which replicas do not each work for themselves
+_GAIN = 102, 3  # percent, and latencies between nodes, for less than which replicas do not each work for themselves
 
 
 def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tuple[list[Bucket], list[Chosen]]:
@@ -654,7 +654,8 @@ class _Cutter:
             spread = self._spreads[id(layout)] = spread_of(layout, self._policy.machine.per_node)
         if len(item.owners) > 1:
             spread = spread._replace(replicas=1, near=1)
-        return Priced(item.owners[0], item.rows * item.cols, self._products(item), spread)
+        owner = item.owners[0]
+        return Priced(owner, layout.replica_of[owner], item.rows * item.cols, self._products(item), spread)
 
     def _products(self, item: Item) -> BatchPrice:
         key = item.short, "float64" if item.route == "gram" else item.how, item.cost

@@ -65,13 +65,14 @@ class Priced(NamedTuple):
     """A matrix as its price sees it.
 
     Attributes:
-        owner: The rank that orthogonalizes it.
+        owner, replica: The rank that orthogonalizes it, and the number of its replica.
         numel: Its elements.
         products: Batches of matrices like it.
         spread: Numbers of ranks on which it lies.
     """
 
     owner: int
+    replica: int
     numel: int
     products: BatchPrice
     spread: Spread
@@ -95,7 +96,7 @@ def _share(short: int, machine: Machine) -> int:
 def bucket_times(
     matrices: Sequence[Priced], itemsize: int, machine: Machine
 ) -> tuple[pipeline.BucketTimes, Mapping[int, int]]:
-    """A bucket of the owner route on a rank that owns nothing of it, and what products and copies take on its owners.
+    """A bucket of the owner route on a rank that owns least of it, and what products and copies take on its owners.
 
     Args:
         matrices: The matrices that move in it.
@@ -106,22 +107,29 @@ def bucket_times(
     computed, came = Counter[int](), Counter[int]()  # by owner
     for (owner, of_batch), count in alike.items():
         computed[owner] += -(-count // of_batch.size) * of_batch.ns
+    kept, passed_on = Counter[int](), Counter[int]()  # what owners store of their own; what ranks of a replica pass on
     sent = relayed = 0  # elements of one rank
     held = 1
-    for owner, numel, _, spread in matrices:
+    for owner, replica, numel, _, spread in matrices:
         came[owner] += numel - numel // spread.holders
+        kept[owner] += numel // spread.holders
+        passed_on[replica] += numel * (spread.replicas - 1) // spread.holders
         held += numel // spread.holders
         sent += numel // (spread.holders * spread.replicas)
         relayed += (numel - numel // spread.replicas) // spread.holders
     for owner, elements in came.items():
         computed[owner] += 4 * itemsize * elements * 1000 // machine.memory
     most = max(one.spread for one in matrices)
+    if len(kept) >= most.holders * most.replicas:  # nobody owns nothing
+        sent -= min(sent, min(kept.values()))
     gather = relay = None
+    copied = 0  # nanoseconds, to what the relay sends
     if most.holders > 1:
         gather = _exchange_ns(itemsize * max(sent, *came.values()), most.holders, most.inside, machine)
     if most.replicas > 1:
         replicas, near = max(one.spread[2:] for one in matrices)
-        relay = _exchange_ns(itemsize * relayed, replicas, near, machine)
+        size = itemsize * max(relayed, *passed_on.values())
+        relay, copied = _exchange_ns(size, replicas, near, machine), 2 * size * 1000 // machine.memory
     idle, own = relayed, max(0, held - sent - relayed)
     half = machine.bucket // 2
 
@@ -134,7 +142,7 @@ def bucket_times(
         gather=gather,
         orthogonalize=0,
         scatter=gather,
-        apply=half + passed(_APPLIES, held - idle),
+        apply=half + passed(_APPLIES, held - idle) + copied,
         fill=passed(_PACKS, own) + passed(_FILLS, idle),
         relay=relay,
         finish=0 if relay is None else half + passed(_APPLIES, idle),

@@ -295,7 +295,10 @@ def bound(
         if keeper.dtype == "int8":
             check_blocks(one.name, layout)
     machine = config.exchange.machine or machine_of(table.stamps.values())
-    policy = Policy(config.exchange.route, config.exchange.bucket_bytes, machine)
+    route = config.exchange.route
+    if route == "auto" and len(set(table.stamps.values())) > 1:
+        route = "owner"  # replicas on unlike machines would drift apart
+    policy = Policy(route, config.exchange.bucket_bytes, machine)
     plan = make_plan(specs, policy)
     plan = replace(plan, notes=(*rates_text(plan, [options[member.group].settings for member in members]), *notes))
     of_each = [spec_stages(options[member.group]) for member in members]
