@@ -102,7 +102,7 @@ def _exchanges(plan: Plan, rank: int) -> int:
 
 
 def _many_buckets(layout: str, wire: torch.dtype) -> tuple[bool, int, int]:
-    options: dict[str, Any] = {"exchange": Exchange(bucket_bytes=BUCKET * wire.itemsize, dtype=wire)}
+    options: dict[str, Any] = {"exchange": Exchange(wire, BUCKET * wire.itemsize, "owner")}
     found = compare_with_dense(layout, lr=0.02, remember=True, **options)
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     full = {name: torch.zeros(case.shape) for name, case in PARAMS.items()}

@@ -133,14 +133,10 @@ def summary(plan: Plan) -> list[str]:
             waiting = found.parts["waiting for exchanges"].mid / found.step.mid
             lines.append(f"a step on {machine.name}: {found.step}, of which {waiting:.0%} waits for exchanges")
             lines += _splitting(plan, load(known), found)
-    for found in plan.sharing:
-        one = "each works for itself" if found.each else "they share the work"
-        other = "shared, it would take" if found.each else "each for itself would take"
-        times = found.shared / found.alone if found.each else found.alone / found.shared
-        lines.append(
-            f"ranks {ranks_text(found.ranks)}, {found.replicas} replicas: {one}, by price ({machine.name}); {other} "
-            f"{times:.3g}x as long"
-        )
+    for ranks, num, shared, alone, each in plan.sharing:
+        choice = "each works for itself" if each else "they share the work"
+        beside = f"shared, it would take {shared / alone:.3g}x as long" if each else "each for itself is not cheaper"
+        lines.append(f"ranks {ranks_text(ranks)}, {num} replicas: {choice}, by price ({machine.name}); {beside}")
     for chosen in plan.chosen:
         option, other = chosen.option, chosen.other
         beside = "there are no others"

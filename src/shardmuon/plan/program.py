@@ -8,9 +8,9 @@
 
 [Note: results in two stages]
     An owner talks with one keeper of each piece, in its own replica if it is in one. That keeper sends the results on
-    to the others by a second exchange on the same ranks, the relay. What stages keep goes the same ways, behind the
-    tiles of each rank: from the owner to all whose first tile comes from it and to ranks that store nothing of the
-    matrix, to others from where their first tile comes.
+    to the others by a second exchange on the same ranks, the relay; there is none if each replica has an owner. What
+    stages keep goes the same ways, behind the tiles of each rank: from the owner to all whose first tile comes from it
+    and to ranks that store nothing of the matrix, to others from where their first tile comes.
 """
 
 from __future__ import annotations
