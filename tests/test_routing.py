@@ -26,7 +26,7 @@ from shardmuon.commands.main import COMMANDS, main
 from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.groups import RoutingRow
-from shardmuon.routing.presets import PRESETS
+from shardmuon.routing.presets import PRESETS, Preset
 from shardmuon.testing import RankPool
 from shardmuon.testing.cases import cut_matrices
 
@@ -469,7 +469,7 @@ def test_groups_of_known_types_train() -> None:
 def test_the_table_of_types_is_well_formed() -> None:
     for preset in PRESETS:
         assert preset.types and preset.weight and preset.what
-        assert preset.kind in ("linear", "matrices") or not preset.parts
+        assert preset.kind in ("linear", "matrices") or preset.view is Preset.view
 
 
 # ------------------------------------------------------------------------------------------------------ the command
