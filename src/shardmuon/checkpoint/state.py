@@ -144,14 +144,12 @@ def _parts(saved: Mapping[str, Any]) -> tuple[Mapping[Any, Any], Sequence[Mappin
             "torch.distributed.checkpoint returned"
         )
     entries, groups = saved["state"], saved["param_groups"]
-    listed = isinstance(groups, (list, tuple)) and all(isinstance(group, Mapping) for group in groups)
-    if not isinstance(entries, Mapping) or not listed:
+    dicts = isinstance(entries, Mapping) and isinstance(groups, (list, tuple))
+    if not dicts or not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
         raise ValueError(
-            "a state dict's 'state' must be a dict and its 'param_groups' dicts. The checkpoint is damaged"
+            "a state dict's 'state' must be a dict, and its 'param_groups' dicts that list 'params'. The checkpoint is "
+            "damaged"
         )
-    unlisted = [i for i, group in enumerate(groups) if not isinstance(group.get("params"), (list, tuple))]
-    if unlisted:
-        raise ValueError(f"group {unlisted[0]} of the state dict lists no 'params'. The checkpoint is damaged")
     return entries, groups
 
 
@@ -204,12 +202,10 @@ def clean_name(name: str) -> str:
 
 def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Names must stand in the same order: state goes by position, and equal shapes would hide a swap."""
-    ours, saved = mine.get("param_names"), theirs.get("param_names")
-    if not ours or not saved:
-        return
-    if len(saved) != len(ours):
+    ours, saved = mine.get("param_names") or (), theirs.get("param_names") or ()
+    if ours and saved and len(saved) != len(ours):
         raise ValueError(f"{where}the state dict names {len(saved)} parameters, the optimizer {len(ours)}")
-    for position, (a, b) in enumerate(zip(ours, saved, strict=True)):
+    for position, (a, b) in enumerate(zip(ours, saved, strict=False)):
         if clean_name(str(a)) != clean_name(str(b)):
             raise ValueError(
                 f"{a}: parameter {position} of {where[:-2]} is called {b!r} in the state dict. Give the optimizer its "
