@@ -20,7 +20,7 @@ from shardmuon.errors import made_public
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon_qkclip import clip, qk_clip
-from shardmuon_qkclip.heads import Attention, Rows
+from shardmuon_qkclip.layers import Attention, Rows
 
 pytestmark = pytest.mark.ranks
 

@@ -28,7 +28,7 @@ from shardmuon.testing import RankPool
 from shardmuon.testing.deepspeed import ZERO_ROWS, initialize
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon_qkclip import QKClip, qk_clip, scaling
-from shardmuon_qkclip.heads import Attention, Rows
+from shardmuon_qkclip.layers import Attention, Rows
 
 TAU = 0.5
 
