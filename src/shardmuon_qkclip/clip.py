@@ -173,7 +173,7 @@ _MANY = 64  # maxima of a layer that are kept one by one, before they become one
 
 
 class QKClip:
-    """Measures the largest attention logit of each head in forward passes, and scales queries and keys by `qk_clip`.
+    """Hooks that measure the largest logit of each head in forward passes, and scale queries and keys by `qk_clip`.
 
     Each `optimizer.step()` ends with it. So frameworks that step copies of the weights (DeepSpeed's ZeRO, Megatron)
     hand on what is scaled already, and the optimizer's groups say over which ranks plain tensors are replicas. What is
@@ -243,7 +243,7 @@ class QKClip:
             self._scaler.find(strictly=True)
         self._pending: dict[str, list[Tensor]] = {}  # of forward passes whose backward pass has come, see `reset`
         # of the step under way; of a training step whose weights are stepped in several calls until its last one
-        self._has_reduced, self._is_measured = False, False
+        self._has_reduced = False
         self._num_steps, self._measured, self._last = 0, 0, dict[str, Scaled]()
         self._history, self._arriving = list[tuple[int, float]](), list[tuple[int, Later]]()
         self._handles: list[Any] = []
@@ -288,7 +288,7 @@ class QKClip:
             if called is not module:  # a copy has these hooks, too
                 return
             passes.append(ExitStack())
-            if self._measures and not isinstance(module, nn.MultiheadAttention):
+            if self._is_measured and torch.is_grad_enabled() and not isinstance(module, nn.MultiheadAttention):
                 passes[-1].enter_context(_watch_interface(module, found, self._bound))
                 passes[-1].enter_context(_Watch(found, self._bound))
 
@@ -296,16 +296,17 @@ class QKClip:
         def after(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if called is module and passes:
                 passes.pop().close()
-                if self._measures and isinstance(module, nn.MultiheadAttention) and output is not None:
+                seen = self._is_measured and torch.is_grad_enabled() and output is not None
+                if seen and isinstance(module, nn.MultiheadAttention):
                     found(_of_multihead_attention(module, args, kwargs, bound=self._bound), output[0])
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     @property
-    def _measures(self) -> bool:
-        """True in forward passes that may be those of a measured step."""
-        return self._num_steps % self.every == 0 and torch.is_grad_enabled()
+    def _is_measured(self) -> bool:
+        """True if the next step, or the one under way, is one that is measured."""
+        return self._num_steps % self.every == 0
 
     def _count(self, name: str, maxima: Tensor, grad: Tensor) -> None:
         """Note that a backward pass has come through a layer: its forward pass is one of the next step's."""
@@ -325,7 +326,7 @@ class QKClip:
         in another way: `model.zero_grad()` after a batch that is skipped.
         """
         self._pending.clear()
-        self._has_reduced, self._is_measured = False, False
+        self._has_reduced = False
 
     def _among_all(self, layer: Attention, holder: Holder, maxima: Tensor) -> Tensor:
         """Maxima of this rank's heads in their places among all, or of batch times heads head by head."""
@@ -364,7 +365,7 @@ class QKClip:
         are not there before it has stepped them."""
         if creates_state_only() or getattr(optimizer, "broken", None) is not None or host_of(optimizer) is not None:
             return None
-        self._has_reduced, self._is_measured = False, False  # of a step that was refused
+        self._has_reduced = False  # of a step that was refused
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._reduce()
@@ -379,10 +380,9 @@ class QKClip:
         return None
 
     def _reduce(self) -> None:
-        if self._num_steps % self.every == 0:
+        if self._is_measured:
             with made_public():
                 self._scaler.reduce(self._measure, self.tau, self.alpha)
-            self._is_measured = True
         self._has_reduced = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -546,7 +546,7 @@ def _is_hidden(mask: Tensor, when: bool) -> Tensor:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees the attention of one layer while it is entered, see [Note: where it is measured].
+    """A view of the attention of one layer while it is entered, see [Note: where it is measured].
 
     Args:
         found: Is given the maxima.

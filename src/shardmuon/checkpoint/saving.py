@@ -417,7 +417,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """Reads a checkpoint folder after looking at its metadata."""
+    """A reader of a checkpoint folder that looks at its metadata first."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -439,7 +439,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Takes over values that are not tensors (options of groups) after looking at them."""
+    """A plan of loading that looks at values that are not tensors (options of groups) before it takes them over."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Do as DCP does, once it has been looked at.
@@ -460,7 +460,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 class _OptionsPlanner(_Planner):
-    """Reads what a file has of groups, whatever keys that are, into a dict that has "optimizer": {}.
+    """A plan of loading all that a file has of groups, under whatever keys, into a dict that has "optimizer": {}.
 
     Attributes:
         kept: Parameter's name -> keys of the state that the file has of it.
