@@ -289,7 +289,7 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool, bool]]:
 def test_whatever_is_raised_after_the_vote_breaks_the_step_of_all(kind: str, ranks: RankPool, tmp_path: Path) -> None:
     """Nobody waits for a rank that cannot go on, also where it has not begun to scale."""
     everyone = ranks.run(_after_the_vote, str(tmp_path / "store"), kind)
-    assert {"gains", "factors", "_scale", "_views", "forget_norms"} <= {name for name, *_ in everyone[1]}
+    assert {"gains", "_factors", "_scale", "_views", "forget_norms"} <= {name for name, *_ in everyone[1]}
     for rank, of_rank in enumerate(everyone):
         for name, text, stays, broken in of_rank:
             assert broken, (name, text)

@@ -29,8 +29,8 @@ from shardmuon.layout.views import Ints
 from shardmuon.routing.presets import find_preset, fused_parts
 from shardmuon.routing.roles import Place, find_places, logical_shape
 
-Role = Literal["q", "k", "q_pe", ""]
-Parts = tuple[tuple[Role, int], ...]
+_Role = Literal["q", "k", "q_pe", ""]
+_Parts = tuple[tuple[_Role, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Rows:
     """
 
     weight: str
-    parts: Parts
+    parts: _Parts
     repeats: int = 1
     dim: int = 0
 
@@ -71,7 +71,7 @@ class Rows:
         """Number of all rows."""
         return self.repeats * sum(size for _, size in self.parts)
 
-    def num(self, role: Role) -> int:
+    def num(self, role: _Role) -> int:
         """Number of rows of a role."""
         return self.repeats * sum(size for what, size in self.parts if what == role)
 
@@ -112,14 +112,14 @@ class Attention:
                 raise ValueError(f"{self.name}: no rows of role {role!r}: name the parameters of queries and of keys")
 
     @property
-    def _heads(self) -> dict[Role, int]:
+    def _heads(self) -> dict[_Role, int]:
         """Role -> number of heads that share its rows, in the order in which `factors` has theirs."""
         return {"": 1, "q": self.num_heads, "q_pe": self.num_heads, "k": self.num_groups}
 
     def places(self, rows: Rows) -> Tensor:  # (rows.total,), int64
         """The place of each row's factor in what `factors` returns. Rows of a role are dealt to its heads in order, in
         equal parts."""
-        out, seen = list[Tensor](), Counter[Role]()
+        out, seen = list[Tensor](), Counter[_Role]()
         first = dict(zip(self._heads, itertools.accumulate(self._heads.values(), initial=0), strict=False))
         for role, size in rows.parts * rows.repeats:
             index = torch.arange(seen[role], seen[role] + size, device="cpu")
@@ -185,7 +185,7 @@ class Holder(NamedTuple):
         return 0
 
 
-HeldLayer = tuple[Attention, Holder]  # what is scaled, and whose forward makes the logits
+_HeldLayer = tuple[Attention, Holder]  # what is scaled, and whose forward makes the logits
 
 
 class _Form(NamedTuple):
@@ -197,7 +197,7 @@ class _Form(NamedTuple):
         heads: How many there are, where not the size of one counts.
     """
 
-    parts: dict[str, Parts]
+    parts: dict[str, _Parts]
     repeats: int = 1
     dim: int = 0
     heads: int | None = None
@@ -216,9 +216,9 @@ def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
     return tuple(layer for layer, _ in find_layers(model))
 
 
-def find_layers(model: nn.Module) -> list[HeldLayer]:
+def find_layers(model: nn.Module) -> list[_HeldLayer]:
     """The layers of `attention_layers`, each with the module that has it."""
-    holders, found = _holders(model), list[HeldLayer]()
+    holders, found = _holders(model), list[_HeldLayer]()
     for holder in holders:
         form = next(_forms(holder), None)
         if form is not None:
@@ -236,13 +236,13 @@ def find_layers(model: nn.Module) -> list[HeldLayer]:
     return found
 
 
-def modules_of(model: nn.Module, layers: Iterable[Attention], hooked: bool) -> list[HeldLayer]:
+def modules_of(model: nn.Module, layers: Iterable[Attention], hooked: bool) -> list[_HeldLayer]:
     """Layers that the user lists, with their modules. `hooked`: their forwards are to be measured.
 
     Raises:
         ValueError: There is no module of a layer's name.
     """
-    holders, found = {holder.name: holder for holder in _holders(model)[::-1]}, list[HeldLayer]()
+    holders, found = {holder.name: holder for holder in _holders(model)[::-1]}, list[_HeldLayer]()
     for layer in layers:
         if layer.name not in holders and hooked:
             raise ValueError(
@@ -273,7 +273,7 @@ def _forms(holder: Holder) -> Iterator[_Form]:
                 f"{holder.name}: add_bias_kv=True adds a key that no projection makes, so scaling weights does not "
                 "bound its logits. Make it with add_bias_kv=False, or leave the layer out with layers="
             )
-        fused: Parts = tuple((role, module.embed_dim) for role in ("q", "k", ""))
+        fused: _Parts = tuple((role, module.embed_dim) for role in ("q", "k", ""))
         leaves = {
             "in_proj_weight": fused,
             "in_proj_bias": fused,
@@ -284,7 +284,7 @@ def _forms(holder: Holder) -> Iterator[_Form]:
     for query, key, sizes in _LATENT:
         if {f"{query}.weight", f"{key}.weight"} <= holder.weights.keys():
             (nope, rope, value), heads = map(number, sizes), number(*_HEADS)
-            parts: dict[str, Parts] = {f"{query}.weight": (("q", nope), ("q_pe", rope))}
+            parts: dict[str, _Parts] = {f"{query}.weight": (("q", nope), ("q_pe", rope))}
             yield _Form({**parts, f"{key}.weight": (("k", nope), ("", value))}, heads, heads=heads)
     for query, key in _SEPARATE:
         shapes = [holder.shape(f"{leaf}.weight") for leaf in (query, key)]

@@ -20,7 +20,7 @@
     places of its own in it, and who does not have the layer leaves -inf there.
 
 [Note: weights that layers share]
-    A weight is scaled once, however many layers have it. Layers that share one are scaled by the same factors: those of
+    A weight is scaled once, however many layers have it. Layers that share one are scaled by the same _factors: those of
     the largest logit of all of them.
 """
 
@@ -102,7 +102,7 @@ class Scaled(NamedTuple):
     gains: Tensor
 
 
-class Target(NamedTuple):
+class _Target(NamedTuple):
     """A weight of one or more layers.
 
     Attributes:
@@ -133,7 +133,7 @@ class _Found(NamedTuple):
     """
 
     key: object
-    targets: list[Target]
+    targets: list[_Target]
     families: dict[str, list[str]]
     spared: set[str]
 
@@ -148,7 +148,7 @@ class _Bound(KeptTable):
         found: The weights.
         beyond: The ranks of `process_group`.
         layouts: Who stores what of each weight.
-        places: For each, where its rows' factors stand, on its device.
+        places: For each, where its rows' _factors stand, on its device.
         matrices: For each, which of its matrices a row is in.
         slots: (layer, number of heads, ranks that the layer's sets connect), in the order of the reduction.
         mine: The layer of each slot; None: it is of other ranks.
@@ -292,7 +292,7 @@ class Scaler(Call[_Bound]):
         for name, layer in self._by_name.items():
             most = functools.reduce(torch.maximum, [maxima[other] for other in found.families[name]])
             gain = gains(layer, most, math.inf if name in found.spared else tau)
-            done[name], factor[name] = Scaled(maxima[name], gain), factors(layer, gain, alpha)
+            done[name], factor[name] = Scaled(maxima[name], gain), _factors(layer, gain, alpha)
         now = {id(w.stored): w.now for w in _weights_of(self._optimizer)}
         for at, target in enumerate(found.targets):
             name, is_now = target.layers[0], now.get(id(target.weight.stored), True)
@@ -301,7 +301,7 @@ class Scaler(Call[_Bound]):
         return done
 
     def _multiply(
-        self, target: Target, factor: Tensor, layout: ParamLayout, places: Tensor, matrices: MatrixNumbers | None
+        self, target: _Target, factor: Tensor, layout: ParamLayout, places: Tensor, matrices: MatrixNumbers | None
     ) -> None:
         """Scale what this rank stores of a weight."""
         stored, dim = target.weight.stored, target.rows.dim
@@ -421,7 +421,7 @@ class Scaler(Call[_Bound]):
         """
         weights = _weights_of(self._optimizer)
         by_param, by_name = {id(w.param): w for w in weights}, {w.name: w for w in weights}
-        found: dict[int, Target] = {}
+        found: dict[int, _Target] = {}
         for layer in self._layers:
             for rows in layer.rows:
                 param, named = self._params.get(rows.weight), by_name.get(rows.weight)
@@ -453,7 +453,7 @@ class Scaler(Call[_Bound]):
         targets, ordered = list(found.values()), {name: sorted(family) for name, family in families.items()}
         return _Found((self._layers, [target.key for target in targets]), targets, ordered, spared)
 
-    def _joined(self, first: Target, second: Target) -> Target:
+    def _joined(self, first: _Target, second: _Target) -> _Target:
         """A weight that layers share, see [Note: weights that layers share].
 
         Raises:
@@ -470,7 +470,7 @@ class Scaler(Call[_Bound]):
         layers = (*first.layers, other.name)
         return first._replace(layers=layers, key=(first.key, layers))
 
-    def _one_listed(self, target: Target) -> Listed:
+    def _one_listed(self, target: _Target) -> Listed:
         """A weight as the layout table lists it.
 
         Raises:
@@ -495,7 +495,7 @@ class Scaler(Call[_Bound]):
         return Listed(weight.name, target.rows.weight, weight.stored, group, None, alike)
 
 
-def _target(layer: Attention, rows: Rows, weight: Weight, frozen: bool) -> Target:
+def _target(layer: Attention, rows: Rows, weight: Weight, frozen: bool) -> _Target:
     try:
         engine = engine_for(weight.stored, {**weight.group, "use_muon": False})
         lies = (
@@ -505,7 +505,7 @@ def _target(layer: Attention, rows: Rows, weight: Weight, frozen: bool) -> Targe
         )
     except ValueError as wrong:
         raise ValueError(f"{weight.name}: {wrong}") from None
-    return Target((layer.name,), rows, weight, frozen, engine, (layer.name, rows, id(weight.stored), frozen, *lies))
+    return _Target((layer.name,), rows, weight, frozen, engine, (layer.name, rows, id(weight.stored), frozen, *lies))
 
 
 def _is_copy(weight: Weight | None, param: Tensor) -> bool:
@@ -515,7 +515,7 @@ def _is_copy(weight: Weight | None, param: Tensor) -> bool:
     return param.dtype != weight.param.dtype or getattr(param, "main_param", None) is weight.param
 
 
-def _matrices(target: Target, shape: Ints) -> MatrixNumbers | None:
+def _matrices(target: _Target, shape: Ints) -> MatrixNumbers | None:
     """The matrix that each row is in, by the options of its group; None: there is one, or a row is in several."""
     group, dim = target.weight.group, target.rows.dim
     if len(shape) != 2 or not group.get("use_muon") or "view" not in group:
@@ -570,7 +570,7 @@ def gains(
     return torch.where(over, torch.full_like(largest, tau) / largest, torch.ones_like(largest))
 
 
-def factors(
+def _factors(
     layer: Attention,
     gain: Tensor,  # (num_groups,)
     alpha: float,

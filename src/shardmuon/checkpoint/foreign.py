@@ -23,12 +23,12 @@ from shardmuon.options import per_step
 from shardmuon.step.options import view_of
 
 Muon = Any  # `shardmuon.Muon`, which stands above
-StateDict = Mapping[str, Any]
+_StateDict = Mapping[str, Any]
 
 _MOMENTS = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
 
-class Format(NamedTuple):
+class _Format(NamedTuple):
     """The form in which one library keeps its state.
 
     Attributes:
@@ -51,13 +51,13 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "torch": Format(
+    "torch": _Format(
         "torch.optim.Muon, torch.optim.AdamW and shardmuon", False, ({"ns_coefficients"}, {"betas", "amsgrad"})
     ),
-    "keller": Format("KellerJordan/Muon since 2025-02", False, ({"update_buffer"},)),
-    "keller2024": Format("KellerJordan/Muon before 2025-02", True, ({"adamw_lr_ratio"}, {"backup_adamw_lr"})),
-    "moonlight": Format("MoonshotAI/Moonlight", True, ({"wd", "adamw_betas"},)),
-    "dion": Format(
+    "keller": _Format("KellerJordan/Muon since 2025-02", False, ({"update_buffer"},)),
+    "keller2024": _Format("KellerJordan/Muon before 2025-02", True, ({"adamw_lr_ratio"}, {"backup_adamw_lr"})),
+    "moonlight": _Format("MoonshotAI/Moonlight", True, ({"wd", "adamw_betas"},)),
+    "dion": _Format(
         "microsoft/dion Muon and NorMuon",
         is_sum=True,
         marks=({"mu"}, {"algorithm"}),
@@ -66,12 +66,12 @@ FORMATS = {
         adamw={"momentum": "exp_avg", "variance": "exp_avg_sq", "step_dev": "step"},
         ignored=("variance_neuron",),  # of rows, where ours is of rows or columns: a few steps make it anew
     ),
-    "emerging": Format("Emerging-Optimizers and Megatron-LM", False, ({"wd_mult"},)),
+    "emerging": _Format("Emerging-Optimizers and Megatron-LM", False, ({"wd_mult"},)),
 }
 _KELLERS_OPTIONS = {"lr", "momentum", "weight_decay", "betas", "eps"}  # of later versions, which have no mark
 
 
-class LoadedRow(NamedTuple):
+class _LoadedRow(NamedTuple):
     """One parameter: where its state came from and what was done to it."""
 
     name: str
@@ -93,7 +93,7 @@ class LoadReport(NamedTuple):
     """
 
     kinds: tuple[str, ...]
-    rows: tuple[LoadedRow, ...]
+    rows: tuple[_LoadedRow, ...]
     fresh: tuple[str, ...]
     skipped: tuple[str, ...]
 
@@ -129,7 +129,7 @@ class _Entry(NamedTuple):
     source: list[str]
 
 
-def _entries(saved: StateDict, form: Format) -> list[_Entry]:
+def _entries(saved: _StateDict, form: _Format) -> list[_Entry]:
     """All parameters of a state dict, in its order."""
     found = []
     for group in saved["param_groups"]:
@@ -150,7 +150,7 @@ def _entries(saved: StateDict, form: Format) -> list[_Entry]:
 
 def load_foreign(
     optimizer: Optimizer,
-    state_dict: StateDict | Sequence[StateDict],
+    state_dict: _StateDict | Sequence[_StateDict],
     *,
     kind: str = "auto",
     params: Mapping[str, Tensor] | Sequence[Tensor] | Sequence[Sequence[Tensor]] | None = None,
@@ -188,7 +188,7 @@ def load_foreign(
     targets = [_Target(name_of(g, i, at), p, g) for i, g in groups for at, p in enumerate(g["params"])]
     keeper: Keeper = optimizer.keeper  # type: ignore[attr-defined]
     loaded: dict[Tensor, dict[str, Tensor]] = {}
-    rows: list[LoadedRow] = []
+    rows: list[_LoadedRow] = []
     skipped: list[str] = []
     orders = _orders(params, len(dicts))
     for saved, form, order in zip(dicts, (FORMATS[of_dict] for of_dict in kinds), orders, strict=True):
@@ -206,7 +206,7 @@ def load_foreign(
             elif entry.state:
                 _check_routed_alike(target, entry)
                 loaded[target.param], done = _read(target, entry, form, keeper)
-                rows.append(LoadedRow(target.name, f"{entry.key}: {', '.join(entry.source)}", done))
+                rows.append(_LoadedRow(target.name, f"{entry.key}: {', '.join(entry.source)}", done))
     if not rows and not skipped:
         raise ValueError("the state dict holds no state at all: it was saved before the first step. Nothing to load")
     lacking = [t for t in targets if t.param.requires_grad and t.param not in loaded]
@@ -220,7 +220,7 @@ def load_foreign(
     return LoadReport(tuple(kinds), tuple(rows), tuple(fresh), tuple(skipped))
 
 
-def merge_ranks(state_dicts: Sequence[StateDict]) -> dict[str, Any]:
+def merge_ranks(state_dicts: Sequence[_StateDict]) -> dict[str, Any]:
     """One state dict from those that each rank saved, for optimizers that keep the momentum of a matrix on one rank.
 
     Raises:
@@ -239,7 +239,7 @@ def merge_ranks(state_dicts: Sequence[StateDict]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ formats
 
 
-def _kind(saved: StateDict) -> str:
+def _kind(saved: _StateDict) -> str:
     """The format of a state dict, told by its groups' options."""
     keys = set().union(*(g.keys() for g in saved["param_groups"])) - {"params", "param_names", "initial_lr", "use_muon"}
     for kind, form in FORMATS.items():
@@ -353,7 +353,7 @@ def _check_routed_alike(target: _Target, entry: _Entry) -> None:
     raise ValueError(f"{target.name}: its state is {theirs}'s ({entry.source}), but here it is {ours}'s. {remedy}")
 
 
-def _read(target: _Target, entry: _Entry, form: Format, keeper: Keeper) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def _read(target: _Target, entry: _Entry, form: _Format, keeper: Keeper) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """State as ours, and what was done to get there."""
     p, group, done = target.param, target.group, list[str]()
     start, state = dict[str, Any](), dict(entry.state)

@@ -43,7 +43,7 @@ from shardmuon.spelling import did_you_mean
 
 Pattern = str | Callable[[str, Tensor, nn.Module], bool]
 Overrides = Mapping[Pattern, str | Mapping[str, Any]] | Sequence[tuple[Pattern, str | Mapping[str, Any]]]
-OptimizerName = Literal["Muon", "AdamW", "frozen"]
+_OptimizerName = Literal["Muon", "AdamW", "frozen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class RoutingRow:
     name: str
     shape: Ints
     matrices: tuple[tuple[int, int], ...]
-    optimizer: OptimizerName
+    optimizer: _OptimizerName
     reason: str
 
 

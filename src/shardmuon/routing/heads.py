@@ -220,7 +220,7 @@ class _Blocks:
 # ------------------------------------------------------------------------------------------------ routers and experts
 
 
-class Router(NamedTuple):
+class _Router(NamedTuple):
     """The weight whose rows choose among the matrices of a stack.
 
     Attributes:
@@ -234,7 +234,7 @@ class Router(NamedTuple):
     first: RoutedParam
 
 
-def find_experts(weights: Sequence[RoutedParam]) -> dict[str, Router]:
+def find_experts(weights: Sequence[RoutedParam]) -> dict[str, _Router]:
     """Make routers of the matrices that choose among experts, and biases of the rows that lie beside them.
 
     A router has as many rows as there are experts, stands beside them or in the module around, and reads what they
@@ -249,7 +249,7 @@ def find_experts(weights: Sequence[RoutedParam]) -> dict[str, Router]:
         if w.role.kind in ("bare", "matrices") and w.role.view.get("view") == "stack":
             for place in w.places:
                 stacks.setdefault(id(place.module), []).append(w)
-    found: dict[str, Router] = {}
+    found: dict[str, _Router] = {}
     for w in weights:
         if len(w.shape) != 2 or w.shape[0] < 2 or w.role.kind not in ("linear", "bare", "router"):
             continue
@@ -260,7 +260,7 @@ def find_experts(weights: Sequence[RoutedParam]) -> dict[str, Router]:
             if w.role.kind != "router" and (first is not None or _is_list_of(module, w.shape)):
                 w.role = Role("router", f"router: its rows choose among {num} experts", reads=w.shape[1:])
             if first is not None:
-                found |= {stack.name: Router(w.name, width, first) for stack in experts if stack.role.kind == "bare"}
+                found |= {stack.name: _Router(w.name, width, first) for stack in experts if stack.role.kind == "bare"}
         own = [stack.shape for place in w.places for stack in stacks.get(id(place.module), ())]
         if w.role.kind != "router" and any(shape[0] == num and width in shape[1:] for shape in own):
             reason = f"a row for each of {num} experts: biases, or a router"
@@ -288,7 +288,7 @@ def _is_list_of(module: nn.Module, shape: Ints) -> bool:
 # ------------------------------------------------------------------------------------------------------------- doubts
 
 
-def doubts_of(weights: Sequence[RoutedParam], experts: Mapping[str, Router], known: Collection[str]) -> list[str]:
+def doubts_of(weights: Sequence[RoutedParam], experts: Mapping[str, _Router], known: Collection[str]) -> list[str]:
     """A text for each kind of parameters that only their shape speaks for.
 
     Args:
@@ -317,7 +317,7 @@ def doubts_of(weights: Sequence[RoutedParam], experts: Mapping[str, Router], kno
     return texts + [_doubt(found, experts.get(found[0].name)) for found in alike.values()]
 
 
-def _doubt(found: Sequence[RoutedParam], router: Router | None) -> str:
+def _doubt(found: Sequence[RoutedParam], router: _Router | None) -> str:
     """Text on parameters that are alike in what speaks for them."""
     w, more = found[0], f"; {len(found) - 1} more like it" if len(found) > 1 else ""
     example, kind = f"{w.name} ({by(w.shape)}{more})", type(w.places[0].module).__name__
