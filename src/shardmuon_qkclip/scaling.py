@@ -20,7 +20,7 @@
     places of its own in it, and who does not have the layer leaves -inf there.
 
 [Note: weights that layers share]
-    A weight is scaled once, however many layers have it. Layers that share one are scaled by the same _factors: those of
+    A weight is scaled once, however many layers have it. Layers that share one are scaled by the same factors: those of
     the largest logit of all of them.
 """
 
@@ -148,7 +148,7 @@ class _Bound(KeptTable):
         found: The weights.
         beyond: The ranks of `process_group`.
         layouts: Who stores what of each weight.
-        places: For each, where its rows' _factors stand, on its device.
+        places: For each, where its rows' factors stand, on its device.
         matrices: For each, which of its matrices a row is in.
         slots: (layer, number of heads, ranks that the layer's sets connect), in the order of the reduction.
         mine: The layer of each slot; None: it is of other ranks.
