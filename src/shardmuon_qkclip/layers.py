@@ -113,12 +113,12 @@ class Attention:
 
     @property
     def _heads(self) -> dict[_Role, int]:
-        """Role -> number of heads that share its rows, in the order in which `_factors` (scaling.py) has theirs."""
+        """Role -> number of heads that share its rows, in the order in which `scaling.py` has their factors."""
         return {"": 1, "q": self.num_heads, "q_pe": self.num_heads, "k": self.num_groups}
 
     def places(self, rows: Rows) -> Tensor:  # (rows.total,), int64
-        """The place of each row's factor in what `_factors` of scaling.py returns. Rows of a role are dealt to its heads in order, in
-        equal parts."""
+        """The place of each row's factor among those that `scaling.py` makes. Rows of a role are dealt to its heads in
+        order, in equal parts."""
         out, seen = list[Tensor](), Counter[_Role]()
         first = dict(zip(self._heads, itertools.accumulate(self._heads.values(), initial=0), strict=False))
         for role, size in rows.parts * rows.repeats:
