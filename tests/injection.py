@@ -64,7 +64,7 @@ TRANSPORT = {
     ("frameworks/megatron/host.py", "step"),
     ("checkpoint/saving.py", "_read"),
     ("checkpoint/saving.py", "_take_over"),
-    ("checkpoint/shards.py", "describe_shards"),
+    ("checkpoint/saving.py", "_describe_shards"),
     ("../shardmuon_qkclip/scaling.py", "reduce"),
     ("../shardmuon_qkclip/scaling.py", "_largest"),
     ("../shardmuon_qkclip/scaling.py", "apply_"),

@@ -727,7 +727,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no dict at all": (lambda s: [], "found list"),
     "groups without parameters": (
         _edited(lambda s: s["param_groups"][0].pop("params")),
-        "group 0 of the state dict lists no 'params'",
+        "its 'param_groups' dicts that list 'params'",
     ),
 }
 

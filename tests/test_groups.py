@@ -29,8 +29,7 @@ from shardmuon.layout.views import matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import MUON_OPTIONS, OPTION_OBJECTS, PLACE_OPTIONS, VIEW_DEFAULTS
 from shardmuon.routing import groups as groups_module
-from shardmuon.routing.groups import ForModule, ParamGroups, RoutingRow, param_groups
-from shardmuon.routing.rates import matched_lr
+from shardmuon.routing.groups import ForModule, ParamGroups, RoutingRow, matched_lr, param_groups
 from shardmuon.testing import RankPool
 
 

@@ -18,7 +18,7 @@ from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.variants import WEIGHT_NORMS
 from shardmuon_qkclip import qk_clip
-from shardmuon_qkclip.heads import Attention, Rows
+from shardmuon_qkclip.layers import Attention, Rows
 
 # ------------------------------------------------------------------------------ one process with a tensor a matrix
 

@@ -21,7 +21,7 @@ from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon_qkclip import qk_clip
-from shardmuon_qkclip.heads import Attention, Rows
+from shardmuon_qkclip.layers import Attention, Rows
 
 SHAPES = [(12, 12), (17, 5), (6, 20)]
 WIDE = Orthogonalizer(method="standard", dtype=torch.float64)

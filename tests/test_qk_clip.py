@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from shardmuon import Muon
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon_qkclip import QKClip, qk_clip
-from shardmuon_qkclip import logits as measuring
-from shardmuon_qkclip.heads import Attention, Rows
-from shardmuon_qkclip.layers import attention_layers
-from shardmuon_qkclip.logits import largest_logits
+from shardmuon_qkclip import clip as measuring
+from shardmuon_qkclip.clip import largest_logits
+from shardmuon_qkclip.layers import Attention, Rows, attention_layers
 
 
 def _normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon_qkclip import QKClip, qk_clip
-from shardmuon_qkclip.heads import Attention, Rows
+from shardmuon_qkclip.layers import Attention, Rows
 
 HEADS, SIZE, DIM, LAYERS = 8, 16, 128, 6
 

@@ -20,7 +20,7 @@ from shardmuon.errors import made_public
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon_qkclip import clip, qk_clip
-from shardmuon_qkclip.heads import Attention, Rows
+from shardmuon_qkclip.layers import Attention, Rows
 
 pytestmark = pytest.mark.ranks
 
@@ -121,20 +121,28 @@ def test_a_layer_is_scaled_by_the_maxima_of_all_ranks_that_its_weights_connect(n
 # ----------------------------------------------------------------------------------------------------- differences
 
 
+DIFFERENT: dict[str, dict[str, Any]] = {  # what rank 2 gives
+    "tau": {"tau": 7},
+    "alpha": {"alpha": 0.25},
+    "logits": {"logits": {"0": torch.ones(3)}},
+    "function": {"logits": lambda: 1 / 0},
+}
+
+
 def _differing(what: str) -> list[str]:
-    """Errors of a call in which rank 2 differs, or has no table; the next one goes on."""
+    """Errors of a call in which rank 2 differs, or has no table, or another weight; the next one goes on."""
     job, twin = Job(FAMILIES["rows and columns"]), Job(FAMILIES["rows and columns"])
     for one in (job, twin):
         one.clip(0)
-    odd, said, changes = job.rank == 2, list[str](), dict[str, Any]()
-    if odd and what == "tau":
-        changes["tau"] = 7
-    elif odd and what == "alpha":
-        changes["alpha"] = 0.25
-    elif odd and what == "logits":
-        changes["logits"] = {"0": torch.ones(3)}
-    elif odd and what == "new":
+    odd, said = job.rank == 2, list[str]()
+    changes = DIFFERENT.get(what, {}) if odd else {}
+    if odd and what == "layers":
+        changes = {"layers": job.layers[:1], "logits": {"0": torch.ones(4)}}
+    elif odd and what == "no table":
         clip._KNOWN.pop(job.optimizer)
+    elif odd and what == "replaced":
+        job.params["q0"] = nn.Parameter(job.params["q0"].detach().clone())
+        job.optimizer.param_groups[0]["params"][0] = job.params["q0"]
     before = job.held()
     try:
         job.clip(1, **changes)
@@ -153,7 +161,10 @@ def _differing(what: str) -> list[str]:
         ("tau", r"ranks \(0, 2\) scale queries and keys together but differ: .*'tau=0.5 .*tau=7.0.*the same tau and"),
         ("alpha", r"differ: rank 0 has 'tau=0.5 alpha=0.5', rank 2 has 'tau=0.5 alpha=0.25'"),
         ("logits", r"rank 2: logits of '0': found \(3,\)"),
-        ("new", ""),
+        ("function", "rank 2: .*ZeroDivisionError"),
+        ("layers", "lists"),
+        ("no table", ""),
+        ("replaced", ""),
     ],
 )
 def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found: str, world4: RankPool) -> None:
@@ -278,7 +289,7 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool, bool]]:
 def test_whatever_is_raised_after_the_vote_breaks_the_step_of_all(kind: str, ranks: RankPool, tmp_path: Path) -> None:
     """Nobody waits for a rank that cannot go on, also where it has not begun to scale."""
     everyone = ranks.run(_after_the_vote, str(tmp_path / "store"), kind)
-    assert {"gains", "factors", "_scale", "_views", "forget_norms"} <= {name for name, *_ in everyone[1]}
+    assert {"gains", "_factors", "_scale", "_views", "forget_norms"} <= {name for name, *_ in everyone[1]}
     for rank, of_rank in enumerate(everyone):
         for name, text, stays, broken in of_rank:
             assert broken, (name, text)

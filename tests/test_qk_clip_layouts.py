@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from functools import lru_cache, partial
 from typing import Any
@@ -26,7 +25,7 @@ from shardmuon.testing.fsdp1 import FSDP1_ROWS, Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon_qkclip import QKClip, qk_clip
-from shardmuon_qkclip.heads import Attention, Rows
+from shardmuon_qkclip.layers import Attention, Rows
 
 SHAPES = {
     "q": (30, 14),
@@ -421,56 +420,6 @@ def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts:
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
-def _one_rank(what: str) -> str:
-    """Something is wrong on rank 1 alone; the weights as they were."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    params = parameters(_build("fsdp2", _model()))
-    optimizer = _optimizer(params)
-    qk_clip(optimizer, {}, layers=LAYERS)
-    before = {n: _local(p).clone() for n, p in params.items()}
-    mine: Any = _maxima(rank)
-    layers: Any = LAYERS
-    if rank == 1:
-        if what == "shape":
-            mine["fused"] = torch.ones(5)
-        elif what == "callable":
-            mine = lambda: 1 / 0  # noqa: E731
-        elif what == "replaced":  # planned anew on all ranks, without an error
-            listed = optimizer.param_groups[0]["params"]
-            assert listed[0] is params["q"]
-            listed[0] = params["q"] = nn.Parameter(params["q"].detach().clone())
-    if what == "layers":
-        layers = LAYERS[: 3 if rank == 1 else 4]
-        mine = {name: x for name, x in mine.items() if name in {layer.name for layer in layers}}
-    try:
-        qk_clip(optimizer, mine, layers=layers)
-    except ValueError as error:
-        assert_bitwise({n: _local(p) for n, p in params.items()}, before)
-        return str(error)
-    wanted = _build("fsdp2", _one_round(world))
-    return "" if all(torch.equal(_local(p), _local(wanted[n])) for n, p in params.items()) else "other bits"
-
-
-def _one_round(world: int) -> dict[str, Tensor]:
-    return _clipped_by_one(world, torch.float32, 1)
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("shape", r"logits of 'fused': found \(5,\)"),
-        ("callable", "ZeroDivisionError"),
-        ("layers", "rank 0 lists"),
-        ("replaced", ""),
-    ],
-)
-def test_what_is_wrong_on_one_rank_is_raised_on_all_and_nothing_is_scaled(
-    what: str, said: str, world3: RankPool
-) -> None:
-    for text in world3.run(_one_rank, what):
-        assert bool(text) == bool(said) and re.search(said, text), text
-
-
 def _refused_again() -> tuple[str, str]:
     """Rows of a second layer that do not add up, on all ranks; what two calls say. Then one with the right rows."""
     params = parameters(_build("fsdp2", _model()))
@@ -485,7 +434,7 @@ def _refused_again() -> tuple[str, str]:
         assert_bitwise({n: _local(p) for n, p in params.items()}, before)
         said.append(str(caught.value))
     qk_clip(optimizer, _maxima(dist.get_rank()), layers=LAYERS)
-    wanted = _build("fsdp2", _one_round(dist.get_world_size()))
+    wanted = _build("fsdp2", _clipped_by_one(dist.get_world_size(), torch.float32, 1))
     assert_bitwise({n: _local(p) for n, p in params.items()}, {n: _local(t) for n, t in wanted.items()})
     return said[0], said[1]
 

@@ -21,12 +21,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from shardmuon import Muon, param_groups
+from shardmuon import param_groups
 from shardmuon.commands.main import COMMANDS, main
 from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.groups import RoutingRow
-from shardmuon.routing.presets import PRESETS
 from shardmuon.testing import RankPool
 from shardmuon.testing.cases import cut_matrices
 
@@ -197,16 +196,6 @@ def test_entries_that_are_no_map_do_not_decay_and_routers_do() -> None:
     assert (decays["e.gate_up_proj_bias"], decays["e.down_proj_bias"], decays["r.weight"]) == (0.0, 0.0, 0.1)
 
 
-@pytest.mark.parametrize("package", ["timm.models.levit", "my.models"])
-def test_a_name_that_other_classes_bear_is_not_enough(package: str) -> None:
-    """LeViT's Attention keeps q, k and v head by head; and whose Attention it is elsewhere, nobody knows."""
-    rows = routed(nn.ModuleDict({"a": timm_attention(package)}))
-    assert rows["a.qkv.weight"].matrices == ((24, 8),)
-    assert rows["a.qkv.weight"].reason == (
-        'linear, fused? if q, then k, then v: "a.qkv.weight": {"split_sizes": (8, 8, 8)}'
-    )
-
-
 @pytest.mark.parametrize("heads", ["num_heads", "heads"])
 def test_a_hint_says_for_which_order_of_rows_it_is_and_none_mixes_heads(heads: str) -> None:
     """MaxViT and TinyViT store q, k and v of one head after the other, others all of q first. A name does not tell."""
@@ -250,19 +239,6 @@ def test_names_that_often_mean_fused_parts_are_marked(name: str, rows: int, cols
             assert len(split) == hint.count("then") + 1
 
 
-def test_a_kernel_wider_than_a_position_is_no_fused_projection() -> None:
-    assert routed(nn.ModuleDict({"qkv": nn.Conv2d(8, 24, 3)}))["qkv.weight"].reason == "convolution, 1 group"
-
-
-def test_sizes_that_do_not_add_up_are_no_proof() -> None:
-    module = typed("Phi3MLP", config=config(intermediate_size=7), gate_up_proj=linear(8, 20))
-    rows = routed(nn.ModuleList([module]))
-    assert rows["0.gate_up_proj.weight"].matrices == ((20, 8),)
-    assert rows["0.gate_up_proj.weight"].reason == (
-        'linear, fused? if gate, then up: "*.gate_up_proj.weight": {"split_sizes": (10, 10)}'
-    )
-
-
 def test_placeholders_count_by_the_shapes_they_stand_for() -> None:
     """DeepSpeed's zero.Init leaves parameters without elements."""
     models = [nn.ModuleDict({"e": gpt_oss_experts(), "a": gpt2_attention(), "t": timm_attention()}) for _ in range(2)]
@@ -271,11 +247,6 @@ def test_placeholders_count_by_the_shapes_they_stand_for() -> None:
             setattr(module, name, nn.Parameter(torch.empty(0)))
             getattr(module, name).ds_shape = p.shape
     assert str(param_groups(models[1], lr=1e-3)) == str(param_groups(models[0], lr=1e-3))
-
-
-def test_a_conv1d_with_outputs_first_is_not_turned() -> None:
-    other = typed("Conv1D", "my.models", nf=12, nx=8, out_features=12, weight=table(12, 8))
-    assert routed(nn.ModuleList([other]))["0.weight"].matrices == ((12, 8),)
 
 
 def test_what_the_user_says_comes_first() -> None:
@@ -346,20 +317,6 @@ def test_rows_that_choose_among_the_experts_beside_them_are_a_router(
     assert all(row.optimizer == "Muon" for name, row in rows.items() if "experts" in name)
 
 
-def test_a_router_in_the_module_that_holds_the_stacks() -> None:
-    module = Stacks()
-    module.choose = linear(8, 4)
-    assert routed(nn.ModuleList([module]))["0.choose.weight"].optimizer == "AdamW"
-    module.bare = table(4, 8)
-    assert routed(nn.ModuleList([module]))["0.bare"].reason == "a row for each of 4 experts: biases, or a router"
-
-
-def test_a_layer_with_as_many_rows_as_a_model_has_blocks_is_no_router() -> None:
-    blocks = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": Mlp()}) for _ in range(4))
-    model = nn.ModuleDict({"stem": linear(8, 4), "blocks": blocks, "norm": nn.LayerNorm(8)})
-    assert routed(model)["stem.weight"].reason == "linear"
-
-
 # ------------------------------------------------------------------------------------------------------------ heads
 
 
@@ -387,38 +344,7 @@ def test_a_classifier_is_one_whatever_its_number_of_labels(labels: int, options:
     assert hidden == ["Muon"] * 5
 
 
-def test_a_model_that_names_its_words_has_no_other_vocabulary() -> None:
-    """Two projections with as many rows as there are positions, as in CLIP: linear layers, without a word."""
-    model = Classifier(16, tables=True, says=True)
-    model.num_labels = 0
-    model.project = linear(8, 16)
-    model.get_output_embeddings = lambda: None  # type: ignore[assignment]
-    rows = routed(model)
-    assert [rows[name].reason for name in ("project.weight", "classify.weight")] == ["linear", "linear"]
-
-
-def test_timms_classifier_is_asked_for() -> None:
-    model = nn.Sequential(linear(5, 8), nn.ModuleDict({"a": linear(8, 3), "b": nn.LayerNorm(8)}))
-    model.get_classifier = lambda: model[1]["a"]  # type: ignore[assignment,index,operator]
-    assert routed(model)["1.a.weight"].reason == "output head: get_classifier()"
-
-
-def test_layers_without_blocks_have_no_head() -> None:
-    assert {row.optimizer for row in param_groups(nn.Sequential(linear(8, 8), linear(8, 3)), lr=1e-3).rows} == {"Muon"}
-
-
 # ----------------------------------------------------------------------------------------------------- what is said
-
-
-class Positions(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.cls_token, self.pos_embed = table(1, 1, width), table(1, 17, width)
-
-
-def test_positions_as_wide_as_a_norm_are_a_table_without_a_word() -> None:
-    rows = routed(nn.ModuleDict({"embed": Positions(8), "norm": nn.LayerNorm(8), "w": linear(8, 8)}))
-    assert rows["embed.pos_embed"].optimizer == "AdamW"
 
 
 def test_a_stack_of_one_expert_beside_its_partner_is_said() -> None:
@@ -446,30 +372,6 @@ def test_a_bare_parameter_that_no_rule_knows_is_said_once_with_the_line_that_set
     for choice in ("muon", "adamw", {"transposed": True}):
         settled = {"*.rates": choice, "*.mix": "muon"}
         assert routed(model, overrides=settled)["one.rates"].optimizer == ("AdamW" if choice == "adamw" else "Muon")
-
-
-def test_a_module_that_names_its_outputs_is_a_linear_layer() -> None:
-    """Megatron's and Transformer Engine's are no nn.Linear."""
-    for key in ("out_features", "output_size_per_partition"):
-        module = typed("TELinear", "transformer_engine.pytorch", weight=table(6, 4), **{key: 6})
-        assert routed(nn.ModuleList([module]))["0.weight"].reason == "linear (TELinear)"
-
-
-def test_groups_of_known_types_train() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(conv1d(12, 8), linear(8, 8))
-    optimizer = Muon(model, lr=0.02)
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer.step()
-    assert all(not torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
-
-
-def test_the_table_of_types_is_well_formed() -> None:
-    for preset in PRESETS:
-        assert preset.types and preset.weight and preset.what
-        assert preset.kind in ("linear", "matrices") or not preset.parts
 
 
 # ------------------------------------------------------------------------------------------------------ the command
@@ -568,10 +470,102 @@ def test_route_builds_the_model_of_a_config_on_the_meta_device(
     assert "it takes transformers" in capsys.readouterr().err
 
 
-def test_torch_geometrics_linear_is_a_linear_layer_and_others_of_that_name_are_asked_about() -> None:
-    known = nn.ModuleDict({"conv": typed("Linear", "torch_geometric.nn.dense.linear", weight=table(6, 4))})
-    (row,) = routed(known).values()
-    assert row.matrices == ((6, 4),) and row.reason.startswith("linear")
+def but(module: nn.Module, **attributes: Any) -> Any:
+    """A module with these attributes, too."""
+    for key, value in attributes.items():
+        setattr(module, key, value)
+    return module
+
+
+def timms() -> nn.Module:
+    model = nn.Sequential(linear(5, 8), nn.ModuleDict({"a": linear(8, 3), "b": nn.LayerNorm(8)}))
+    return but(model, get_classifier=lambda: model[1]["a"])  # type: ignore[index]
+
+
+def named_words() -> nn.Module:
+    """Two projections with as many rows as there are positions, as in CLIP."""
+    model = Classifier(16, tables=True, says=True)
+    return but(model, num_labels=0, project=linear(8, 16), get_output_embeddings=lambda: None)
+
+
+def blocks(**others: nn.Module) -> nn.Module:
+    listed = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": Mlp()}) for _ in range(4))
+    return nn.ModuleDict({**others, "blocks": listed, "norm": nn.LayerNorm(8)})
+
+
+_QKV = 'linear, fused? if q, then k, then v: "m.qkv.weight": {"split_sizes": (8, 8, 8)}'
+_MLP = 'linear, fused? if gate, then up: "m.gate_up_proj.weight": {"split_sizes": (10, 10)}'
+_ENGINE = "transformer_engine.pytorch"
+# A claim: the module, and of some of its parameters the matrices and the reason.
+REASONS: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[tuple[tuple[int, int], ...], str]]]] = {
+    "a name that other classes bear is not enough: LeViT keeps q, k and v head by head": (
+        lambda: timm_attention("timm.models.levit"),
+        {"qkv.weight": (((24, 8),), _QKV)},
+    ),
+    "whose Attention it is elsewhere nobody knows": (
+        lambda: timm_attention("my.models"),
+        {"qkv.weight": (((24, 8),), _QKV)},
+    ),
+    "sizes that do not add up are no proof": (
+        lambda: typed("Phi3MLP", config=config(intermediate_size=7), gate_up_proj=linear(8, 20)),
+        {"gate_up_proj.weight": (((20, 8),), _MLP)},
+    ),
+    "a Conv1D with outputs first is not turned": (
+        lambda: typed("Conv1D", "my.models", nf=12, nx=8, out_features=12, weight=table(12, 8)),
+        {"weight": (((12, 8),), "linear (Conv1D)")},
+    ),
+    "a kernel wider than a position is no fused projection": (
+        lambda: nn.ModuleDict({"qkv": nn.Conv2d(8, 24, 3)}),
+        {"qkv.weight": (((24, 72),), "convolution, 1 group")},
+    ),
+    "torch_geometric's Linear is a linear layer": (
+        lambda: typed("Linear", "torch_geometric.nn.dense.linear", weight=table(6, 4)),
+        {"weight": (((6, 4),), "linear")},
+    ),
+    "a module that names its outputs is a linear layer, as Transformer Engine's": (
+        lambda: typed("TELinear", _ENGINE, weight=table(6, 4), out_features=6),
+        {"weight": (((6, 4),), "linear (TELinear)")},
+    ),
+    "a module that names its outputs is a linear layer, as Megatron's": (
+        lambda: typed("TELinear", _ENGINE, weight=table(6, 4), output_size_per_partition=6),
+        {"weight": (((6, 4),), "linear (TELinear)")},
+    ),
+    "a router, and biases, in the module that holds the stacks": (
+        lambda: but(Stacks(), choose=linear(8, 4), bare=table(4, 8)),
+        {
+            "choose.weight": ((), "router: its rows choose among 4 experts"),
+            "bare": ((), "a row for each of 4 experts: biases, or a router"),
+        },
+    ),
+    "a layer with as many rows as a model has blocks is no router": (
+        lambda: blocks(stem=linear(8, 4)),
+        {"stem.weight": (((4, 8),), "linear")},
+    ),
+    "a model that names its words has no other vocabulary": (
+        named_words,
+        {"project.weight": (((16, 8),), "linear"), "classify.weight": (((16, 8),), "linear")},
+    ),
+    "timm's classifier is asked for": (timms, {"1.a.weight": ((), "output head: get_classifier()")}),
+    "layers without blocks have no head": (
+        lambda: nn.Sequential(linear(8, 8), linear(8, 3)),
+        {"0.weight": (((8, 8),), "linear"), "1.weight": (((3, 8),), "linear")},
+    ),
+    "positions as wide as a norm are a table, without a word": (
+        lambda: nn.ModuleDict({"e": typed("Embed", cls=table(1, 1, 8), pos=table(1, 17, 8)), "n": nn.LayerNorm(8)}),
+        {"e.pos": ((), "leading dim of 1: a table for all of a batch")},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:param_groups. no parameter goes to Muon")
+@pytest.mark.parametrize("claim", REASONS)
+def test_a_parameter_goes_where_it_belongs_for_this_reason(claim: str) -> None:
+    make, wanted = REASONS[claim]
+    rows = routed(nn.ModuleDict({"m": make()}))
+    assert {name: (rows[f"m.{name}"].matrices, rows[f"m.{name}"].reason) for name in wanted} == wanted
+
+
+def test_a_linear_of_somebody_elses_is_asked_about() -> None:
     strange = nn.ModuleDict({"conv": typed("Linear", "somewhere.else", weight=table(6, 4))})
     with pytest.warns(UserWarning, match="conv.weight .* is a parameter of Linear, of which no rule knows what it is"):
         routed(strange)

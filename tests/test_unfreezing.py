@@ -66,12 +66,9 @@ def _unfrozen_part(shard: bool) -> list[str]:
     return [name for name, found in _weights(whole).items() if not torch.equal(found, wanted[name])]
 
 
-def test_an_unfrozen_part_trains_like_a_fresh_one() -> None:
-    assert _unfrozen_part(shard=False) == []
-
-
-def test_an_unfrozen_part_trains_like_a_fresh_one_on_fsdp2(world2: RankPool) -> None:
-    assert world2.run(_unfrozen_part, True) == [[]] * 2
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_unfrozen_part_trains_like_a_fresh_one(shard: bool, world2: RankPool) -> None:
+    assert (world2.run(_unfrozen_part, True) if shard else [_unfrozen_part(False)] * 2) == [[]] * 2
 
 
 def test_a_part_that_is_added_as_it_stands_is_told_what_to_write() -> None:

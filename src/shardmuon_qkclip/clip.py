@@ -1,29 +1,45 @@
-"""QK-clip: measure the largest attention logits of a model as it trains, and scale queries and keys after each step."""
+"""QK-clip: measure the largest attention logits of a model as it trains, and scale queries and keys after each step.
+
+[Note: what is measured]
+    The logit of a query and a key is their product times the softmax scale, where the mask lets the query see the key.
+    A bias that a mask adds is no part of it: no weight of q or k makes it. Products are made of fp32 values (fp64 of
+    fp64), so what half-precision kernels round away is not seen. Nothing larger than a chunk of the matrix of all
+    logits is kept. `bound` is cheaper, the largest |q| times the largest |k| times the scale (Cauchy-Schwarz): never
+    less than the largest logit and often much more, so that clipping by it clips more.
+
+[Note: where it is measured]
+    Inside of a layer's forward a `TorchFunctionMode` sees `scaled_dot_product_attention`, by whatever name it was
+    imported, with the queries and keys that it is given: rotated, cached, repeated. Attention that is written out ends
+    in a softmax over the logits themselves (transformers' "eager"): there they are read off. torch's
+    MultiheadAttention has paths that call neither, so its queries and keys are made once more from its inputs. Kernels
+    that are no torch functions (flash-attn's) are seen where transformers looks them up (`_watch_interface`).
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
-from shardmuon._torch import Later, creates_state_only, is_dtensor, never_compiled, on_zero_grad
+from shardmuon._torch import Later, creates_state_only, is_dtensor, local_if_any, never_compiled, on_zero_grad
 from shardmuon.comm.groups import GroupRef, my_rank
 from shardmuon.errors import level_of_the_caller, made_public
 from shardmuon.host import Hosts
-from shardmuon_qkclip.heads import Attention, check_numbers
-from shardmuon_qkclip.layers import Holder, find_layers, modules_of
-from shardmuon_qkclip.logits import Watch, of_multihead_attention, watch_interface
-from shardmuon_qkclip.scaling import Measure, Scaled, Scaler, host_of
+from shardmuon_qkclip.layers import Attention, Holder, find_layers, modules_of
+from shardmuon_qkclip.scaling import Measure, Scaled, Scaler, check_numbers, host_of
 
 _KNOWN: weakref.WeakKeyDictionary[Optimizer, Scaler] = weakref.WeakKeyDictionary()
 
@@ -157,7 +173,7 @@ _MANY = 64  # maxima of a layer that are kept one by one, before they become one
 
 
 class QKClip:
-    """Measures the largest attention logit of each head in forward passes, and scales queries and keys by `qk_clip`.
+    """Hooks that measure the largest logit of each head in forward passes, and scale queries and keys by `qk_clip`.
 
     Each `optimizer.step()` ends with it. So frameworks that step copies of the weights (DeepSpeed's ZeRO, Megatron)
     hand on what is scaled already, and the optimizer's groups say over which ranks plain tensors are replicas. What is
@@ -223,10 +239,11 @@ class QKClip:
         self._optimizer, self._measure = _inner(optimizer, self.layers), logits or self._maxima
         params = {place.name: param for _, holder in found for param, place in holder.weights.values()}
         self._scaler = Scaler(self._optimizer, self.layers, process_group, params)
-        self._scaler.check()
+        if host_of(self._optimizer) is None:
+            self._scaler.find(strictly=True)
         self._pending: dict[str, list[Tensor]] = {}  # of forward passes whose backward pass has come, see `reset`
         # of the step under way; of a training step whose weights are stepped in several calls until its last one
-        self._has_reduced, self._is_measured = False, False
+        self._has_reduced = False
         self._num_steps, self._measured, self._last = 0, 0, dict[str, Scaled]()
         self._history, self._arriving = list[tuple[int, float]](), list[tuple[int, Later]]()
         self._handles: list[Any] = []
@@ -271,24 +288,25 @@ class QKClip:
             if called is not module:  # a copy has these hooks, too
                 return
             passes.append(ExitStack())
-            if self._measures and not isinstance(module, nn.MultiheadAttention):
-                passes[-1].enter_context(watch_interface(module, found, self._bound))
-                passes[-1].enter_context(Watch(found, self._bound))
+            if self._is_measured and torch.is_grad_enabled() and not isinstance(module, nn.MultiheadAttention):
+                passes[-1].enter_context(_watch_interface(module, found, self._bound))
+                passes[-1].enter_context(_Watch(found, self._bound))
 
         @never_compiled
         def after(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if called is module and passes:
                 passes.pop().close()
-                if self._measures and isinstance(module, nn.MultiheadAttention) and output is not None:
-                    found(of_multihead_attention(module, args, kwargs, bound=self._bound), output[0])
+                seen = self._is_measured and torch.is_grad_enabled() and output is not None
+                if seen and isinstance(module, nn.MultiheadAttention):
+                    found(_of_multihead_attention(module, args, kwargs, bound=self._bound), output[0])
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     @property
-    def _measures(self) -> bool:
-        """True in forward passes that may be those of a measured step."""
-        return self._num_steps % self.every == 0 and torch.is_grad_enabled()
+    def _is_measured(self) -> bool:
+        """True if the next step, or the one under way, is one that is measured."""
+        return self._num_steps % self.every == 0
 
     def _count(self, name: str, maxima: Tensor, grad: Tensor) -> None:
         """Note that a backward pass has come through a layer: its forward pass is one of the next step's."""
@@ -308,7 +326,7 @@ class QKClip:
         in another way: `model.zero_grad()` after a batch that is skipped.
         """
         self._pending.clear()
-        self._has_reduced, self._is_measured = False, False
+        self._has_reduced = False
 
     def _among_all(self, layer: Attention, holder: Holder, maxima: Tensor) -> Tensor:
         """Maxima of this rank's heads in their places among all, or of batch times heads head by head."""
@@ -347,7 +365,7 @@ class QKClip:
         are not there before it has stepped them."""
         if creates_state_only() or getattr(optimizer, "broken", None) is not None or host_of(optimizer) is not None:
             return None
-        self._has_reduced, self._is_measured = False, False  # of a step that was refused
+        self._has_reduced = False  # of a step that was refused
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._reduce()
@@ -362,10 +380,9 @@ class QKClip:
         return None
 
     def _reduce(self) -> None:
-        if self._num_steps % self.every == 0:
+        if self._is_measured:
             with made_public():
                 self._scaler.reduce(self._measure, self.tau, self.alpha)
-            self._is_measured = True
         self._has_reduced = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -447,3 +464,184 @@ def _inner(optimizer: Any, layers: tuple[Attention, ...]) -> Optimizer:
         f"optimizer is a {type(optimizer).__name__}, which is no torch.optim.Optimizer and has no part that steps "
         f"{first!r}. Give the shardmuon.Muon that does"
     )
+
+
+# --------------------------------------------------------------------------------------------------------- measuring
+
+
+CHUNK = 1 << 24  # logits that are looked at together
+
+_Measured = Callable[[Tensor, Tensor], None]  # (maxima of the heads, what they were measured of)
+
+
+@torch.no_grad()
+def largest_logits(
+    query: Tensor,  # (.., H, L, E)
+    key: Tensor,  # (.., G, S, E); G divides H
+    *,
+    scale: float | None = None,
+    attn_mask: Tensor | None = None,  # broadcasts to (.., H, L, S); False or -inf: not seen
+    is_causal: bool = False,
+    bound: bool = False,
+    chunk: int = CHUNK,
+) -> Tensor:  # (H,), fp32; -inf for a head that sees nothing
+    """The largest logit of each head over batch and positions.
+
+    Args:
+        query: As `torch.nn.functional.scaled_dot_product_attention` takes it; of a DTensor this rank's part.
+        key: Likewise; of fewer heads if several query heads share one.
+        scale: Scale of the softmax. Default: 1 / sqrt(E).
+        attn_mask: As there. What a mask of floats adds is not counted, see [Note: what is measured].
+        is_causal: Query i sees keys 0 to i.
+        bound: Return a number that no logit of a head is larger than, without any product of queries and keys.
+        chunk: How many logits to look at together, at least one row of each head.
+
+    Raises:
+        ValueError: The shapes do not fit together.
+    """
+    query, key = (t if t.dtype == torch.float64 else t.float() for t in map(_local, (query, key)))
+    if query.ndim < 3 or key.ndim < 3 or query.shape[-1] != key.shape[-1] or query.shape[-3] % key.shape[-3]:
+        raise ValueError(
+            f"queries of shape {tuple(query.shape)} and keys of shape {tuple(key.shape)}: expected (.., heads, "
+            "positions, size) with the heads of the keys dividing those of the queries"
+        )
+    heads, length, size = query.shape[-3:]
+    share, num_keys = heads // key.shape[-3], key.shape[-2]
+    scale = size**-0.5 if scale is None else scale
+    found = query.new_full((heads,), -math.inf)
+    if bound and query.numel() and key.numel():
+        longest, others = (_per_head(t.norm(dim=-1, keepdim=True)) for t in (query, key))
+        return torch.mul(longest * others.repeat_interleave(share), abs(scale)).float()
+    query = query.unflatten(-3, (-1, share))  # (.., G, H/G, L, E)
+    keys = key.unsqueeze(-3)  # (.., G, 1, S, E)
+    hidden = None if attn_mask is None else _is_hidden(_local(attn_mask), False)
+    batch = math.prod(torch.broadcast_shapes(query.shape[:-4], keys.shape[:-4]))
+    rows = max(1, chunk // max(1, batch * heads * num_keys))
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
+        seen = min(num_keys, stop) if is_causal else num_keys
+        logits = (query[..., start:stop, :] @ keys[..., :seen, :].mT).mul_(scale).flatten(-4, -3)
+        if hidden is not None:
+            of_rows = hidden[..., start:stop, :] if hidden.shape[-2] > 1 else hidden
+            logits = logits.masked_fill(of_rows[..., :seen], -math.inf)
+        if is_causal:
+            later = torch.ones(stop - start, seen, dtype=torch.bool, device=logits.device).triu(start + 1)
+            logits = logits.masked_fill(later, -math.inf)
+        found = torch.maximum(found, _per_head(logits))
+    return found.float()
+
+
+def _per_head(logits: Tensor) -> Tensor:  # (.., H, L, S) -> (H,), -inf of none at all
+    each = logits.transpose(0, -3).flatten(1)
+    return each.amax(dim=1) if logits.numel() else each.new_full((len(each),), -math.inf)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_if_any(tensor).detach()
+
+
+def _is_hidden(mask: Tensor, when: bool) -> Tensor:
+    """Say where a mask of booleans is `when`, or one of numbers -inf or about the lowest number of its dtype."""
+    return mask == when if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+
+
+class _Watch(TorchFunctionMode):
+    """A view of the attention of one layer while it is entered, see [Note: where it is measured].
+
+    Args:
+        found: Is given the maxima.
+        bound: An upper bound will do.
+    """
+
+    def __init__(self, found: _Measured, bound: bool) -> None:
+        super().__init__()
+        self._found, self._bound = found, bound
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self._see(*args, **kwargs)
+        elif func in (F.softmax, torch.softmax, Tensor.softmax):
+            logits = args[0] if args else kwargs["input"]
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            if logits.ndim >= 3 and dim in (-1, logits.ndim - 1):
+                self._found(_per_head(_local(logits)).float(), logits)
+        return func(*args, **kwargs)
+
+    def _see(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        given: Any = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "bound": self._bound}
+        self._found(largest_logits(query, key, **given), query if query.requires_grad else key)
+
+
+@contextmanager
+def _watch_interface(module: nn.Module, found: _Measured, bound: bool) -> Iterator[None]:
+    """Measure what transformers gives to a kernel that is no torch function. Its masks are of
+    its own kind: what they hide counts, but for later positions."""
+    chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    functions: Any = {}
+    if chosen not in (None, "eager", "sdpa") and "transformers" in sys.modules:
+        functions = sys.modules["transformers"].modeling_utils.ALL_ATTENTION_FUNCTIONS
+    kernel = functions.get(chosen)
+    if kernel is None:
+        yield
+        return
+
+    def watched(
+        owner: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if owner is module:
+            given = kwargs.get("is_causal")
+            causal = getattr(owner, "is_causal", True) if given is None else given
+            seen = bool(causal) and query.shape[-2] == key.shape[-2]
+            maxima = largest_logits(query, key, scale=kwargs.get("scaling"), is_causal=seen, bound=bound)
+            found(maxima, query if query.requires_grad else key)
+        return kernel(owner, query, key, value, mask, *args, **kwargs)
+
+    functions[chosen] = watched
+    try:
+        yield
+    finally:
+        functions[chosen] = kernel
+
+
+_OF_TORCH = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")  # and more
+
+
+@torch.no_grad()
+def _of_multihead_attention(
+    module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, bound: bool
+) -> Tensor:  # (num_heads,)
+    """The maxima of torch's MultiheadAttention for these arguments of its forward."""
+    given = {**dict(zip(_OF_TORCH, args, strict=False)), **kwargs}
+    fused, bias = module.in_proj_weight, module.in_proj_bias
+    weights = (module.q_proj_weight, module.k_proj_weight) if fused is None else fused.chunk(3)[:2]
+    biases = (None, None) if bias is None else bias.chunk(3)[:2]
+    made = []
+    for inputs, weight, of_it in zip((given["query"], given["key"]), weights, biases, strict=True):
+        heads = F.linear(inputs, weight, of_it).unflatten(-1, (module.num_heads, -1))  # (L, N, H, E), or (L, H, E)
+        if heads.ndim == 4 and not module.batch_first:
+            heads = heads.transpose(0, 1)
+        made.append(heads.transpose(-3, -2))
+    hidden = _hidden_by_torch(given.get("attn_mask"), given.get("key_padding_mask"), made[0])
+    return largest_logits(*made, attn_mask=None if hidden is None else ~hidden, bound=bound)
+
+
+def _hidden_by_torch(attn: Tensor | None, padding: Tensor | None, query: Tensor) -> Tensor | None:
+    """Positions that MultiheadAttention's masks hide: they are True there, or -inf."""
+    found = [] if attn is None else [_is_hidden(attn, True)]
+    if found and found[0].ndim == 3 and query.ndim == 4:  # (N H, L, S)
+        found[0] = found[0].unflatten(0, (query.shape[0], -1))
+    if padding is not None:
+        here = _is_hidden(padding, True)
+        found.append(here[:, None, None, :] if query.ndim == 4 else here[None, None, :])
+    return found[0] | found[-1] if found else None

@@ -1,4 +1,9 @@
-"""Find the attention layers of a model by what their modules hold and say of themselves. Imports no framework.
+"""Attention layers: rows of weights that make queries and keys, and a model's layers, found by what its modules hold
+and say of themselves. Imports no framework.
+
+Words: a *layer* is one attention layer; a *head* is a query head; a *group* is the query heads that share one key head;
+a *role* says what rows are: "q" and "k" are scaled against each other, "q_pe" are query rows whose keys all heads share
+(rotary keys of multi-head latent attention), "" is anything else (values, gates).
 
 What is known:
     separate      q_proj and k_proj (Llama, Qwen, Mistral, ..), wq and wk, to_q and to_k (diffusers), query and key
@@ -11,17 +16,121 @@ What is known:
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shardmuon.layout.views import Ints
 from shardmuon.routing.presets import find_preset, fused_parts
 from shardmuon.routing.roles import Place, find_places, logical_shape
-from shardmuon_qkclip.heads import Attention, Parts, Rows
 
-_SEPARATE = (
+_Role = Literal["q", "k", "q_pe", ""]
+_Parts = tuple[tuple[_Role, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The meaning of the rows of one parameter.
+
+    Attributes:
+        weight: The parameter's name.
+        parts: (role, number of rows) of the blocks of one repeat, in order.
+        repeats: How often the blocks follow each other: once for [all q, all k, all v], the number of heads for
+            [q, k, v of head 0, q, k, v of head 1, ..].
+        dim: The dim of the parameter that they run along: 1 where it is stored the other way round (`x @ W`).
+
+    Raises:
+        ValueError: A role is unknown or a count is not positive.
+
+    Examples:
+        >>> Rows("q_proj.weight", (("q", 64),))
+        >>> Rows("qkv.weight", (("q", 64), ("k", 16), ("", 16)))  # fused, values last
+        >>> Rows("kv_b_proj.weight", (("k", 32), ("", 32)), repeats=8)  # 8 heads of (k, v)
+    """
+
+    weight: str
+    parts: _Parts
+    repeats: int = 1
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        known = all(role in ("q", "k", "q_pe", "") and size > 0 for role, size in self.parts)
+        if not known or not self.parts or self.repeats < 1 or self.dim not in (0, 1):
+            raise ValueError(
+                f"{self.weight}: parts={self.parts}, repeats={self.repeats}, dim={self.dim}: parts are pairs of a role "
+                "('q', 'k', 'q_pe' or '', which is anything else) and 1 row or more, repeats 1 or more, dim 0 or 1"
+            )
+
+    @property
+    def total(self) -> int:
+        """Number of all rows."""
+        return self.repeats * sum(size for _, size in self.parts)
+
+    def num(self, role: _Role) -> int:
+        """Number of rows of a role."""
+        return self.repeats * sum(size for what, size in self.parts if what == role)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One attention layer.
+
+    Attributes:
+        name: As in the mapping of maxima.
+        num_heads: Query heads.
+        num_groups: Key heads; `num_heads` unless several query heads share one.
+        rows: The parameters that make queries and keys; biases, too.
+        normed: What normalizes queries or keys after their projection, if anything does. Scaling the weights then does
+            nothing to the logits.
+
+    Raises:
+        ValueError: The numbers do not fit together.
+    """
+
+    name: str
+    num_heads: int
+    num_groups: int
+    rows: tuple[Rows, ...]
+    normed: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_groups < 1 or self.num_heads % self.num_groups:
+            raise ValueError(f"{self.name}: {self.num_heads} heads do not share {self.num_groups} key heads evenly")
+        for role, heads in self._heads.items():
+            uneven = next((rows for rows in self.rows if rows.num(role) % heads), None)
+            if uneven is not None:
+                raise ValueError(
+                    f"{self.name}: {uneven.weight} has {uneven.num(role)} rows of role {role!r}, which {heads} heads "
+                    "do not divide"
+                )
+            if role in ("q", "k") and not any(rows.num(role) for rows in self.rows):
+                raise ValueError(f"{self.name}: no rows of role {role!r}: name the parameters of queries and of keys")
+
+    @property
+    def _heads(self) -> dict[_Role, int]:
+        """Role -> number of heads that share its rows, in the order in which `scaling.py` has their factors."""
+        return {"": 1, "q": self.num_heads, "q_pe": self.num_heads, "k": self.num_groups}
+
+    def places(self, rows: Rows) -> Tensor:  # (rows.total,), int64
+        """The place of each row's factor among those that `scaling.py` makes. Rows of a role are dealt to its heads in
+        order, in equal parts."""
+        out, seen = list[Tensor](), Counter[_Role]()
+        first = dict(zip(self._heads, itertools.accumulate(self._heads.values(), initial=0), strict=False))
+        for role, size in rows.parts * rows.repeats:
+            index = torch.arange(seen[role], seen[role] + size, device="cpu")
+            out.append(first[role] + index // (rows.num(role) // self._heads[role]))
+            seen[role] += size
+        return torch.cat(out)
+
+
+# ------------------------------------------------------------------------------------------------------ finding them
+
+_SEPARATE = (  # what modules call the two projections
     ("q_proj", "k_proj"),
     ("wq", "wk"),
     ("to_q", "to_k"),
@@ -30,11 +139,13 @@ _SEPARATE = (
     ("query_proj", "key_proj"),
     ("linear_q", "linear_k"),
 )
-_LATENT = (
-    ("q_b_proj", "kv_b_proj", ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
-    ("q_proj", "kv_b_proj", ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
-    ("linear_q_up_proj", "linear_kv_up_proj", ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")),
-    ("linear_q_proj", "linear_kv_up_proj", ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")),
+_DEEPSEEK = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_MEGATRON = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_LATENT = (  # likewise, and the sizes of a head: without rotary part, of that, of a value
+    ("q_b_proj", "kv_b_proj", _DEEPSEEK),
+    ("q_proj", "kv_b_proj", _DEEPSEEK),
+    ("linear_q_up_proj", "linear_kv_up_proj", _MEGATRON),
+    ("linear_q_proj", "linear_kv_up_proj", _MEGATRON),
 )
 _NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm", "norm_q", "norm_k", "qk_norm")
 _SIZES = ("head_dim", "attention_head_size", "hidden_size_per_attention_head", "kv_channels", "head_size")
@@ -74,7 +185,7 @@ class Holder(NamedTuple):
         return 0
 
 
-HeldLayer = tuple[Attention, Holder]  # what is scaled, and whose forward makes the logits
+_HeldLayer = tuple[Attention, Holder]  # what is scaled, and whose forward makes the logits
 
 
 class _Form(NamedTuple):
@@ -86,7 +197,7 @@ class _Form(NamedTuple):
         heads: How many there are, where not the size of one counts.
     """
 
-    parts: dict[str, Parts]
+    parts: dict[str, _Parts]
     repeats: int = 1
     dim: int = 0
     heads: int | None = None
@@ -105,9 +216,9 @@ def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
     return tuple(layer for layer, _ in find_layers(model))
 
 
-def find_layers(model: nn.Module) -> list[HeldLayer]:
+def find_layers(model: nn.Module) -> list[_HeldLayer]:
     """The layers of `attention_layers`, each with the module that has it."""
-    holders, found = _holders(model), list[HeldLayer]()
+    holders, found = _holders(model), list[_HeldLayer]()
     for holder in holders:
         form = next(_forms(holder), None)
         if form is not None:
@@ -125,13 +236,13 @@ def find_layers(model: nn.Module) -> list[HeldLayer]:
     return found
 
 
-def modules_of(model: nn.Module, layers: Iterable[Attention], hooked: bool) -> list[HeldLayer]:
+def modules_of(model: nn.Module, layers: Iterable[Attention], hooked: bool) -> list[_HeldLayer]:
     """Layers that the user lists, with their modules. `hooked`: their forwards are to be measured.
 
     Raises:
         ValueError: There is no module of a layer's name.
     """
-    holders, found = {holder.name: holder for holder in _holders(model)[::-1]}, list[HeldLayer]()
+    holders, found = {holder.name: holder for holder in _holders(model)[::-1]}, list[_HeldLayer]()
     for layer in layers:
         if layer.name not in holders and hooked:
             raise ValueError(
@@ -162,22 +273,19 @@ def _forms(holder: Holder) -> Iterator[_Form]:
                 f"{holder.name}: add_bias_kv=True adds a key that no projection makes, so scaling weights does not "
                 "bound its logits. Make it with add_bias_kv=False, or leave the layer out with layers="
             )
-        size = module.embed_dim
-        fused: Parts = (("q", size), ("k", size), ("", size))
-        parts = {
+        fused: _Parts = tuple((role, module.embed_dim) for role in ("q", "k", ""))
+        leaves = {
             "in_proj_weight": fused,
             "in_proj_bias": fused,
             "q_proj_weight": fused[:1],
             "k_proj_weight": fused[1:2],
         }
-        yield _Form(parts, heads=module.num_heads)
+        yield _Form(leaves, heads=module.num_heads)
     for query, key, sizes in _LATENT:
         if {f"{query}.weight", f"{key}.weight"} <= holder.weights.keys():
-            nope, rope, value = map(number, sizes)
-            of_query: Parts = (("q", nope), ("q_pe", rope))
-            of_key: Parts = (("k", nope), ("", value))
-            heads = number(*_HEADS)
-            yield _Form({f"{query}.weight": of_query, f"{key}.weight": of_key}, heads, heads=heads)
+            (nope, rope, value), heads = map(number, sizes), number(*_HEADS)
+            parts: dict[str, _Parts] = {f"{query}.weight": (("q", nope), ("q_pe", rope))}
+            yield _Form({**parts, f"{key}.weight": (("k", nope), ("", value))}, heads, heads=heads)
     for query, key in _SEPARATE:
         shapes = [holder.shape(f"{leaf}.weight") for leaf in (query, key)]
         if None not in shapes:

@@ -1,5 +1,14 @@
 """Scale rows of sharded weights by maxima of logits that ranks have measured: found once, then one reduction a step.
 
+[Note: the rule]
+    Kimi K2 (https://arxiv.org/abs/2507.20534, section 2.1) and Megatron (`clip_qk` in attention.py and
+    multi_latent_attention.py): with S the largest logit of a head, of all heads of a group where they share keys,
+
+        g = tau / S if S > tau, else 1
+        q rows <- g^alpha,  k rows <- g^(1 - alpha),  q_pe rows <- g,  shared rotary keys unchanged
+
+    so that the head's logits shrink by g. A maximum that is not finite says nothing about weights: g = 1.
+
 [Note: exact on any sharding]
     A weight is multiplied element by element with a factor that every rank computes alike, from maxima that are the
     same on every rank after a reduction by max, in which no order matters. So a rank scales what it stores and the bits
@@ -52,9 +61,9 @@ from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.pieces import Tile, spans_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, matrix_view
-from shardmuon.options import view_options
+from shardmuon.options import PLACE_OPTIONS, view_options
 from shardmuon.step.kept import MatrixNumbers, forget_norms
-from shardmuon_qkclip.heads import Attention, Rows, check_numbers, factors, gains
+from shardmuon_qkclip.layers import Attention, Rows
 
 if TYPE_CHECKING:
     from shardmuon.core import Core
@@ -62,10 +71,15 @@ if TYPE_CHECKING:
 Measure = Callable[[], Mapping[str, Tensor]]  # layer -> maxima of this rank, (num_heads,)
 
 
+def _core_of(optimizer: Any) -> Core | None:
+    """The optimizer, if it is one of ours."""
+    return cast("Core", optimizer) if isinstance(getattr(optimizer, "hosts", None), Hosts) else None
+
+
 def host_of(optimizer: Any) -> Host | None:
     """The framework whose tensors an optimizer steps, if one is active."""
-    hosts = getattr(optimizer, "hosts", None)
-    return hosts.active if isinstance(hosts, Hosts) else None
+    core = _core_of(optimizer)
+    return None if core is None else core.hosts.active
 
 
 def _weights_of(optimizer: Optimizer) -> list[Weight]:
@@ -88,7 +102,7 @@ class Scaled(NamedTuple):
     gains: Tensor
 
 
-class Target(NamedTuple):
+class _Target(NamedTuple):
     """A weight of one or more layers.
 
     Attributes:
@@ -119,7 +133,7 @@ class _Found(NamedTuple):
     """
 
     key: object
-    targets: list[Target]
+    targets: list[_Target]
     families: dict[str, list[str]]
     spared: set[str]
 
@@ -143,8 +157,8 @@ class _Bound(KeptTable):
     def __init__(self, table: Table, found: _Found, layers: Mapping[str, Attention], beyond: Ranks | None) -> None:
         super().__init__(table)
         self.found, self.beyond, self.layouts = found, beyond, table.layouts
-        self.mine: list[str | None] = []
-        self.slots: list[tuple[str, int, Ranks]] = []
+        self.mine, self.slots = list[str | None](), list[tuple[str, int, Ranks]]()
+        self.places, self.matrices = list[Tensor](), list[MatrixNumbers | None]()
         for target, layout in zip(found.targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
             if size != rows.total:  # the layout is the same on every rank that has it
@@ -152,8 +166,8 @@ class _Bound(KeptTable):
                     f"{target.layers[0]}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
                     f"{rows.repeats} times make {rows.total}"
                 )
-        self.places = [layers[t.layers[0]].places(t.rows).to(t.weight.stored.device) for t in found.targets]
-        self.matrices = [_matrices(t, at.view.shape) for t, at in zip(found.targets, table.layouts, strict=True)]
+            self.places.append(layers[target.layers[0]].places(rows).to(target.weight.stored.device))
+            self.matrices.append(_matrices(target, layout.view.shape))
 
     def hear(self, everyone: Sequence[_Told]) -> None:
         """Give each layer its slots in the reduction, from what each rank of the component tells."""
@@ -214,7 +228,7 @@ class Scaler(Call[_Bound]):
 
         Args:
             measure: Layers may be missing. The user's function, so it may raise anything.
-            tau, alpha: See [Note: the rule] in heads.py.
+            tau, alpha: See [Note: the rule].
 
         Raises:
             Refused: Something is wrong here or on another rank. On every rank.
@@ -224,7 +238,15 @@ class Scaler(Call[_Bound]):
         with fault:
             check_numbers(tau, alpha)
             self._numbers = float(tau), float(alpha)
-            self._given = self._ask(measure)
+            try:
+                self._given = measure()
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as wrong:
+                raise ValueError(
+                    f"QK-clip: the function logits= raised {type(wrong).__name__}: {wrong}. It must return the largest "
+                    f"logit of each head, as tensors, of the layers {list(self._by_name)}"
+                ) from wrong
         try:
             bound, _ = agree(self, fault)
             self._all = _largest(self._flat, bound.component, self._group) if bound.slots else self._flat
@@ -270,7 +292,7 @@ class Scaler(Call[_Bound]):
         for name, layer in self._by_name.items():
             most = functools.reduce(torch.maximum, [maxima[other] for other in found.families[name]])
             gain = gains(layer, most, math.inf if name in found.spared else tau)
-            done[name], factor[name] = Scaled(maxima[name], gain), factors(layer, gain, alpha)
+            done[name], factor[name] = Scaled(maxima[name], gain), _factors(layer, gain, alpha)
         now = {id(w.stored): w.now for w in _weights_of(self._optimizer)}
         for at, target in enumerate(found.targets):
             name, is_now = target.layers[0], now.get(id(target.weight.stored), True)
@@ -279,7 +301,7 @@ class Scaler(Call[_Bound]):
         return done
 
     def _multiply(
-        self, target: Target, factor: Tensor, layout: ParamLayout, places: Tensor, matrices: MatrixNumbers | None
+        self, target: _Target, factor: Tensor, layout: ParamLayout, places: Tensor, matrices: MatrixNumbers | None
     ) -> None:
         """Scale what this rank stores of a weight."""
         stored, dim = target.weight.stored, target.rows.dim
@@ -297,7 +319,7 @@ class Scaler(Call[_Bound]):
     def _remember(self, text: str) -> str:
         """Let the optimizer refuse further steps, as after an error in one of its own; returns why."""
         text = f"QK-clip was broken off: {text}. {RELOAD if self._is_alone else REMEDY}"
-        core = self._core()
+        core = _core_of(self._optimizer)
         if core is not None:
             core.broken = core.broken or text
         return text
@@ -306,13 +328,9 @@ class Scaler(Call[_Bound]):
     def _is_alone(self) -> bool:
         return num_ranks() == 1 or (self._bound is not None and len(self._bound.component) == 1)
 
-    def _core(self) -> Core | None:
-        """The optimizer, if it is one of ours."""
-        return cast("Core", self._optimizer) if isinstance(getattr(self._optimizer, "hosts", None), Hosts) else None
-
     def _keeping(self) -> tuple[Core, ...]:
         """Cores that keep norms of the weights."""
-        core, host = self._core(), host_of(self._optimizer)
+        core, host = _core_of(self._optimizer), host_of(self._optimizer)
         return () if core is None else (core,) if host is None else tuple(host.keeping(core))
 
     def trained(self) -> list[Attention]:
@@ -368,18 +386,6 @@ class Scaler(Call[_Bound]):
         layers = [f"{len(self._layers)} attention layers", *map(repr, self._layers)]
         return [f"tau={tau!r} alpha={alpha!r}", *(layers if ranks == kept.beyond else ())]
 
-    def _ask(self, measure: Measure) -> Mapping[str, Tensor]:
-        """Call the user's function and return what it says."""
-        try:
-            return measure()
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as wrong:
-            raise ValueError(
-                f"QK-clip: the function logits= raised {type(wrong).__name__}: {wrong}. It must return the largest "
-                f"logit of each head, as tensors, of the layers {list(self._by_name)}"
-            ) from wrong
-
     def _maxima(self, device: torch.device) -> dict[str, Tensor]:
         """One vector for each layer, -inf where nothing was measured."""
         given, found = self._given, dict[str, Tensor]()
@@ -406,11 +412,6 @@ class Scaler(Call[_Bound]):
 
     # ------------------------------------------------------------------------------------------------ where it lies
 
-    def check(self) -> None:
-        """Raise ValueError if a weight of a layer is not there or cannot be scaled, as far as this rank can tell."""
-        if host_of(self._optimizer) is None:
-            self.find(strictly=True)
-
     def find(self, *, strictly: bool = False) -> _Found:
         """Every weight of the layers: the model's parameter, or what is stepped by its name.
 
@@ -420,7 +421,7 @@ class Scaler(Call[_Bound]):
         """
         weights = _weights_of(self._optimizer)
         by_param, by_name = {id(w.param): w for w in weights}, {w.name: w for w in weights}
-        found: dict[int, Target] = {}
+        found: dict[int, _Target] = {}
         for layer in self._layers:
             for rows in layer.rows:
                 param, named = self._params.get(rows.weight), by_name.get(rows.weight)
@@ -428,11 +429,14 @@ class Scaler(Call[_Bound]):
                 if weight is None and not (strictly and param is not None and not _is_copy(named, param)):
                     weight = named
                 if weight is None and (strictly or not frozen):
-                    kind = self._optimizer.__class__.__name__
+                    kind, why = self._optimizer.__class__.__name__, ""
+                    if frozen:
+                        why = " It is frozen (requires_grad=False); unfrozen when the optimizer is made, it would be."
+                    elif named is not None:
+                        why = " It steps a weight of this name, which is another tensor than the model's."
                     raise ValueError(
                         f"{layer.name}: {rows.weight} is not among the weights of {kind}, so it cannot be scaled with "
-                        f"the others.{_why(frozen, named)} Give it to the optimizer with its name, or leave the layer "
-                        "out with layers="
+                        f"the others.{why} Give it to the optimizer with its name, or leave the layer out with layers="
                     )
                 if weight is not None:
                     target, stored = _target(layer, rows, weight, frozen), id(weight.stored)
@@ -449,7 +453,7 @@ class Scaler(Call[_Bound]):
         targets, ordered = list(found.values()), {name: sorted(family) for name, family in families.items()}
         return _Found((self._layers, [target.key for target in targets]), targets, ordered, spared)
 
-    def _joined(self, first: Target, second: Target) -> Target:
+    def _joined(self, first: _Target, second: _Target) -> _Target:
         """A weight that layers share, see [Note: weights that layers share].
 
         Raises:
@@ -466,7 +470,7 @@ class Scaler(Call[_Bound]):
         layers = (*first.layers, other.name)
         return first._replace(layers=layers, key=(first.key, layers))
 
-    def _one_listed(self, target: Target) -> Listed:
+    def _one_listed(self, target: _Target) -> Listed:
         """A weight as the layout table lists it.
 
         Raises:
@@ -491,22 +495,17 @@ class Scaler(Call[_Bound]):
         return Listed(weight.name, target.rows.weight, weight.stored, group, None, alike)
 
 
-_OPTIONS = ("rank_local", "process_group", "tp_group", "partition_dim", "partition_stride")
-
-
-def _target(layer: Attention, rows: Rows, weight: Weight, frozen: bool) -> Target:
+def _target(layer: Attention, rows: Rows, weight: Weight, frozen: bool) -> _Target:
     try:
         engine = engine_for(weight.stored, {**weight.group, "use_muon": False})
-        lies = engine, engine.signature(weight.stored), [weight.group.get(key) for key in _OPTIONS]
+        lies = (
+            engine,
+            engine.signature(weight.stored),
+            [weight.group.get(key) for key in ("rank_local", *PLACE_OPTIONS)],
+        )
     except ValueError as wrong:
         raise ValueError(f"{weight.name}: {wrong}") from None
-    return Target((layer.name,), rows, weight, frozen, engine, (layer.name, rows, id(weight.stored), frozen, *lies))
-
-
-def _why(frozen: bool, named: Weight | None) -> str:
-    if frozen:
-        return " It is frozen (requires_grad=False); unfrozen when the optimizer is made, it would be."
-    return "" if named is None else " It steps a weight of this name, which is another tensor than the model's."
+    return _Target((layer.name,), rows, weight, frozen, engine, (layer.name, rows, id(weight.stored), frozen, *lies))
 
 
 def _is_copy(weight: Weight | None, param: Tensor) -> bool:
@@ -516,7 +515,7 @@ def _is_copy(weight: Weight | None, param: Tensor) -> bool:
     return param.dtype != weight.param.dtype or getattr(param, "main_param", None) is weight.param
 
 
-def _matrices(target: Target, shape: Ints) -> MatrixNumbers | None:
+def _matrices(target: _Target, shape: Ints) -> MatrixNumbers | None:
     """The matrix that each row is in, by the options of its group; None: there is one, or a row is in several."""
     group, dim = target.weight.group, target.rows.dim
     if len(shape) != 2 or not group.get("use_muon") or "view" not in group:
@@ -554,3 +553,38 @@ def _views(local: Tensor, layout: ParamLayout, dim: int) -> Iterator[tuple[Tenso
         for start, sizes in spans_of(held.piece, layout.view.shape):
             offset, strides = Tile(0, start, sizes, held).in_storage(layout.view, local.stride())
             yield local.as_strided(sizes, strides, local.storage_offset() + offset), start[dim]
+
+
+# ---------------------------------------------------------------------------------------------------------- the rule
+
+
+def gains(
+    layer: Attention,
+    maxima: Tensor,  # (num_heads,), fp32
+    tau: float,
+) -> Tensor:  # (num_groups,), fp32
+    """g of each key head, see [Note: the rule]."""
+    largest = maxima.view(layer.num_groups, -1).amax(dim=1)
+    over = (largest > tau) & torch.isfinite(largest)
+    # a number over a tensor would be a product with its reciprocal, rounded twice
+    return torch.where(over, torch.full_like(largest, tau) / largest, torch.ones_like(largest))
+
+
+def _factors(
+    layer: Attention,
+    gain: Tensor,  # (num_groups,)
+    alpha: float,
+) -> Tensor:  # (1 + 2 num_heads + num_groups,): 1, of each head's q and q_pe, of each group's k
+    """The numbers that rows are multiplied with."""
+    of_head = gain.repeat_interleave(layer.num_heads // layer.num_groups)
+    return torch.cat([gain.new_ones(1), of_head.pow(alpha), of_head, gain.pow(1.0 - alpha)])
+
+
+def check_numbers(tau: float, alpha: float) -> None:
+    """Raise ValueError for numbers that the rule does not know."""
+    if not tau > 0.0:
+        raise ValueError(
+            f"tau={tau!r}: the largest logit that is allowed must be above 0; 100 is usual, math.inf only measures"
+        )
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"alpha={alpha!r}: the queries' share must be in [0, 1]; 0.5 is usual")

@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardmuon.checkpoint.foreign import FORMATS, LoadReport, load_foreign, merge_ranks
-    from shardmuon.checkpoint.saving import load, save, to_torch_muon
+    from shardmuon.checkpoint.foreign import FORMATS, LoadReport, load_foreign, merge_ranks, to_torch_muon
+    from shardmuon.checkpoint.saving import load, save
 
 __all__ = ["FORMATS", "LoadReport", "load", "load_foreign", "merge_ranks", "save", "to_torch_muon"]
 
@@ -19,5 +19,5 @@ def __getattr__(name: str) -> Any:
     """Import on first use: torch.distributed.checkpoint takes longer than torch itself."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "saving" if name in ("load", "save", "to_torch_muon") else "foreign"
+    home = "saving" if name in ("load", "save") else "foreign"
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +16,22 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import is_dtensor
-from shardmuon.checkpoint.state import clean_name, init_missing, kept_keys, placed_like, read_param
+from shardmuon.checkpoint.state import ADAMW_KEYS, clean_name, init_missing, kept_keys, placed_like, read_param
 from shardmuon.layout.engines.base import name_of
-from shardmuon.momentum.keeper import BUFFER, Keeper
+from shardmuon.momentum.keeper import BUFFER, SCALE, Keeper
+from shardmuon.options import per_step
+from shardmuon.step.options import view_of
 
-StateDict = Mapping[str, Any]
+Muon = Any  # `shardmuon.Muon`, which stands above
+_StateDict = Mapping[str, Any]
+
+_MOMENTS = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class _Format(NamedTuple):
     """The form in which one library keeps its state.
 
     Attributes:
-        name: As the argument `kind` has it.
         about: Class and place, for messages.
         is_sum: True if momentum is a sum, see [Note: sums and averages].
         marks: Options of groups that no other library has together.
@@ -39,50 +41,37 @@ class Format:
         ignored: State keys that are left out.
     """
 
-    name: str
     about: str
     is_sum: bool
     marks: tuple[set[str], ...]
     mu: str = "momentum"
     momentum: str = BUFFER
-    adamw: Mapping[str, str] = field(default_factory=lambda: {"moment1": "exp_avg", "moment2": "exp_avg_sq"})
+    adamw: Mapping[str, str] = _MOMENTS
     ignored: tuple[str, ...] = ("use_muon",)
 
 
-FORMATS: dict[str, Format] = {
-    f.name: f
-    for f in (
-        Format(
-            "torch",
-            "torch.optim.Muon, torch.optim.AdamW and shardmuon",
-            is_sum=False,
-            marks=({"ns_coefficients"}, {"betas", "amsgrad"}),
-        ),
-        Format("keller", "KellerJordan/Muon since 2025-02", is_sum=False, marks=({"update_buffer"},)),
-        Format(
-            "keller2024",
-            "KellerJordan/Muon before 2025-02",
-            is_sum=True,
-            marks=({"adamw_lr_ratio"}, {"backup_adamw_lr"}),
-        ),
-        Format("moonlight", "MoonshotAI/Moonlight", is_sum=True, marks=({"wd", "adamw_betas"},)),
-        Format(
-            "dion",
-            "microsoft/dion Muon and NorMuon",
-            is_sum=True,
-            marks=({"mu"}, {"algorithm"}),
-            mu="mu",
-            momentum="momentum",
-            adamw={"momentum": "exp_avg", "variance": "exp_avg_sq", "step_dev": "step"},
-            ignored=("variance_neuron",),  # of rows, where ours is of rows or columns: a few steps make it anew
-        ),
-        Format("emerging", "Emerging-Optimizers and Megatron-LM", is_sum=False, marks=({"wd_mult"},)),
-    )
+FORMATS = {
+    "torch": _Format(
+        "torch.optim.Muon, torch.optim.AdamW and shardmuon", False, ({"ns_coefficients"}, {"betas", "amsgrad"})
+    ),
+    "keller": _Format("KellerJordan/Muon since 2025-02", False, ({"update_buffer"},)),
+    "keller2024": _Format("KellerJordan/Muon before 2025-02", True, ({"adamw_lr_ratio"}, {"backup_adamw_lr"})),
+    "moonlight": _Format("MoonshotAI/Moonlight", True, ({"wd", "adamw_betas"},)),
+    "dion": _Format(
+        "microsoft/dion Muon and NorMuon",
+        is_sum=True,
+        marks=({"mu"}, {"algorithm"}),
+        mu="mu",
+        momentum="momentum",
+        adamw={"momentum": "exp_avg", "variance": "exp_avg_sq", "step_dev": "step"},
+        ignored=("variance_neuron",),  # of rows, where ours is of rows or columns: a few steps make it anew
+    ),
+    "emerging": _Format("Emerging-Optimizers and Megatron-LM", False, ({"wd_mult"},)),
 }
 _KELLERS_OPTIONS = {"lr", "momentum", "weight_decay", "betas", "eps"}  # of later versions, which have no mark
 
 
-class LoadedRow(NamedTuple):
+class _LoadedRow(NamedTuple):
     """One parameter: where its state came from and what was done to it."""
 
     name: str
@@ -104,7 +93,7 @@ class LoadReport(NamedTuple):
     """
 
     kinds: tuple[str, ...]
-    rows: tuple[LoadedRow, ...]
+    rows: tuple[_LoadedRow, ...]
     fresh: tuple[str, ...]
     skipped: tuple[str, ...]
 
@@ -124,29 +113,44 @@ class _Target(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """State that another optimizer has of a parameter, by our names and under its own key."""
+    """State that another optimizer has of a parameter, by our names.
 
+    Attributes:
+        name: The parameter's name there, or its number.
+        key: The key of its state.
+        state, group: Its state and the options of its group.
+        source: Their names of the state.
+    """
+
+    name: Any
     key: Any
     state: dict[str, Any]
     group: Mapping[str, Any]
-    source: list[str]  # their names of it
+    source: list[str]
 
 
-def _entry(key: Any, state: Mapping[str, Any], group: Mapping[str, Any], form: Format) -> _Entry:
-    found = {name: value for name, value in state.items() if name not in form.ignored}
-    source = sorted(map(str, found))
-    if any(form.adamw.get(name, name) == "exp_avg_sq" for name in found):
-        found = {form.adamw.get(name, name): value for name, value in found.items()}
-        if "step" in group:
-            found.setdefault("step", group["step"])
-    elif form.momentum in found:
-        found[BUFFER] = found.pop(form.momentum)
-    return _Entry(key, found, group, source)
+def _entries(saved: _StateDict, form: _Format) -> list[_Entry]:
+    """All parameters of a state dict, in its order."""
+    found = []
+    for group in saved["param_groups"]:
+        for key, name in zip(group["params"], group.get("param_names") or group["params"], strict=False):
+            state = {k: value for k, value in saved["state"].get(key, {}).items() if k not in form.ignored}
+            source = sorted(map(str, state))
+            if any(form.adamw.get(k, k) == "exp_avg_sq" for k in state):
+                counted = {"step": group["step"]} if "step" in group else {}
+                state = counted | {form.adamw.get(k, k): value for k, value in state.items()}
+            elif form.momentum in state:
+                state[BUFFER] = state.pop(form.momentum)
+            found.append(_Entry(name, key, state, group, source))
+    unknown = list(saved["state"].keys() - {entry.key for entry in found})
+    if unknown:
+        raise ValueError(f"the state dict has state for {unknown[0]!r}, which none of its groups lists: it is damaged")
+    return found
 
 
 def load_foreign(
     optimizer: Optimizer,
-    state_dict: StateDict | Sequence[StateDict],
+    state_dict: _StateDict | Sequence[_StateDict],
     *,
     kind: str = "auto",
     params: Mapping[str, Tensor] | Sequence[Tensor] | Sequence[Sequence[Tensor]] | None = None,
@@ -177,25 +181,32 @@ def load_foreign(
         ValueError: Something cannot be mapped; says the parameter's name and what to do. Nothing has changed.
     """
     dicts = [_nested(d) for d in ([state_dict] if isinstance(state_dict, Mapping) else state_dict)]
-    forms = [_format(d, kind) for d in dicts]
+    kinds = [_kind(d) if kind == "auto" else kind for d in dicts]
+    if not FORMATS.keys() >= {*kinds}:
+        raise ValueError(f"kind={kind!r} is not one of auto, {', '.join(FORMATS)}")
     groups = enumerate(optimizer.param_groups)
     targets = [_Target(name_of(g, i, at), p, g) for i, g in groups for at, p in enumerate(g["params"])]
     keeper: Keeper = optimizer.keeper  # type: ignore[attr-defined]
     loaded: dict[Tensor, dict[str, Tensor]] = {}
-    rows: list[LoadedRow] = []
+    rows: list[_LoadedRow] = []
     skipped: list[str] = []
-    for number, (saved, form) in enumerate(zip(dicts, forms, strict=True)):
-        order = _order_of(number, len(dicts), params)
-        for target, entry in _matched(saved, form, targets, order, len(dicts) > 1, skip_matrices):
+    orders = _orders(params, len(dicts))
+    for saved, form, order in zip(dicts, (FORMATS[of_dict] for of_dict in kinds), orders, strict=True):
+        for target, entry in _matched(_entries(saved, form), targets, order, len(dicts) > 1, skip_matrices):
             if skip_matrices and target.group["use_muon"]:
-                _check_left_out(target, entry.state)
+                left = entry.state.get("exp_avg")  # a wrong order shows in what is left out, too
+                if isinstance(left, Tensor) and left.shape != target.param.shape:
+                    raise ValueError(
+                        f"{target.name}: the state to leave out has shape {tuple(left.shape)}, the parameter "
+                        f"{tuple(target.param.shape)}. Give params= in the order the other optimizer had them"
+                    )
                 skipped.append(target.name)
             elif entry.state and target.param in loaded:
                 raise ValueError(f"{target.name}: two of the state dicts have state for it. Give each parameter's once")
             elif entry.state:
                 _check_routed_alike(target, entry)
                 loaded[target.param], done = _read(target, entry, form, keeper)
-                rows.append(LoadedRow(target.name, f"{entry.key}: {', '.join(entry.source)}", done))
+                rows.append(_LoadedRow(target.name, f"{entry.key}: {', '.join(entry.source)}", done))
     if not rows and not skipped:
         raise ValueError("the state dict holds no state at all: it was saved before the first step. Nothing to load")
     lacking = [t for t in targets if t.param.requires_grad and t.param not in loaded]
@@ -206,10 +217,10 @@ def load_foreign(
             "all ranks' (merge_ranks), or allow_missing=True to let them start afresh"
         )
     optimizer.state.update(loaded)
-    return LoadReport(tuple(f.name for f in forms), tuple(rows), tuple(fresh), tuple(skipped))
+    return LoadReport(tuple(kinds), tuple(rows), tuple(fresh), tuple(skipped))
 
 
-def merge_ranks(state_dicts: Sequence[StateDict]) -> dict[str, Any]:
+def merge_ranks(state_dicts: Sequence[_StateDict]) -> dict[str, Any]:
     """One state dict from those that each rank saved, for optimizers that keep the momentum of a matrix on one rank.
 
     Raises:
@@ -228,21 +239,18 @@ def merge_ranks(state_dicts: Sequence[StateDict]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ formats
 
 
-def _format(saved: StateDict, kind: str) -> Format:
-    if kind != "auto":
-        if kind not in FORMATS:
-            raise ValueError(f"kind={kind!r} is not one of auto, {', '.join(FORMATS)}")
-        return FORMATS[kind]
+def _kind(saved: _StateDict) -> str:
+    """The format of a state dict, told by its groups' options."""
     keys = set().union(*(g.keys() for g in saved["param_groups"])) - {"params", "param_names", "initial_lr", "use_muon"}
-    for form in FORMATS.values():
+    for kind, form in FORMATS.items():
         if any(marks <= keys for marks in form.marks):
-            return form
+            return kind
     if keys <= _KELLERS_OPTIONS:
-        return FORMATS["keller"]
+        return "keller"
     raise ValueError(
         f"cannot tell which optimizer saved this: its groups have {sorted(keys)}. If it has momentum, that may be a "
         "sum or an average. Give kind=, one of "
-        + "; ".join(f"{f.name!r} ({f.about}: {'sum' if f.is_sum else 'average'})" for f in FORMATS.values())
+        + "; ".join(f"{kind!r} ({f.about}: {'sum' if f.is_sum else 'average'})" for kind, f in FORMATS.items())
     )
 
 
@@ -268,114 +276,84 @@ def _nested(saved: Any) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------- matching
 
 
-def _order_of(number: int, count: int, params: Any) -> Any:
-    """The names or the order that were given for one of the state dicts."""
+def _orders(params: Any, count: int) -> list[Any]:
+    """The names or the order that were given for each of the state dicts."""
     if params is None or isinstance(params, Mapping) or count == 1:
-        return params
-    params = list(params)
-    if len(params) != count or not all(isinstance(of_dict, (list, tuple)) for of_dict in params):
+        return [params] * count
+    listed = list(params)
+    if len(listed) != count or not all(isinstance(of_dict, (list, tuple)) for of_dict in listed):
         raise ValueError(f"params must hold one list of parameters for each of the {count} state dicts")
-    return params[number]
+    return listed
 
 
 def _matched(
-    saved: StateDict, form: Format, targets: Sequence[_Target], order: Any, several: bool, skips: bool
+    entries: Sequence[_Entry], targets: Sequence[_Target], order: Any, several: bool, skips: bool
 ) -> list[tuple[_Target, _Entry]]:
     """Pairs of our parameter and theirs, by name if both have names, else by position."""
-    members = [
-        (names[at] if (names := g.get("param_names")) else key, _entry(key, saved["state"].get(key, {}), g, form))
-        for g in saved["param_groups"]
-        for at, key in enumerate(g["params"])
-    ]
-    unknown = list(saved["state"].keys() - {entry.key for _, entry in members})
-    if unknown:
-        raise ValueError(f"the state dict has state for {unknown[0]!r}, which none of its groups lists: it is damaged")
     by_param = {id(t.param): t for t in targets}
-    named = bool(members) and all(isinstance(name, str) for name, _ in members)
-    if isinstance(order, Mapping):
-        ours = {clean_name(n): by_param[id(p)] for n, p in order.items() if id(p) in by_param}
-        if not named:
-            raise ValueError(
-                "params gives names, but the state dict numbers its parameters. Give params as a list, in the order in "
-                "which the other optimizer had them"
-            )
+    named, given = bool(entries) and all(isinstance(e.name, str) for e in entries), isinstance(order, Mapping)
+    if given:
+        ours = {clean_name(name): by_param[id(p)] for name, p in order.items() if id(p) in by_param}
     else:
         ours = {clean_name(t.name): t for t in targets if t.group.get("param_names")}
-    if named and (ours or isinstance(order, Mapping) or isinstance(members[0][1].key, str)):
-        return _by_name(members, ours)
-    if order is None and skips:
+    if given and not named:
+        raise ValueError(
+            "params gives names, but the state dict numbers its parameters. Give params as a list, in the order in "
+            "which the other optimizer had them"
+        )
+    if named and (ours or given or isinstance(entries[0].key, str)):
+        strange = next((e.name for e in entries if clean_name(e.name) not in ours and e.state), None)
+        if not ours:
+            raise ValueError(
+                "the state dict names its parameters, the optimizer does not: give "
+                "params=dict(model.named_parameters())"
+            )
+        if strange is not None:
+            raise ValueError(
+                f"{strange}: the state dict has state for it, but the optimizer has no such parameter (it has "
+                f"{', '.join(list(ours)[:4])}, ...). Rename the keys of the state dict, or give params="
+            )
+        return [(ours[clean_name(e.name)], e) for e in entries if clean_name(e.name) in ours]
+    if order is not None:
+        strange = next((p for p in order if id(p) not in by_param), None)
+        if strange is not None:
+            raise ValueError(f"params lists a {tuple(strange.shape)} tensor that is none of the optimizer's parameters")
+        chosen = [by_param[id(p)] for p in order]
+    elif skips:
         raise ValueError(
             "skip_matrices: the state dict numbers its parameters, and one optimizer for all has them in another "
             "order than Muon's and AdamW's groups here. Give the order it had: params=list(model.parameters()) if "
             "it was made so"
         )
-    if order is None:
-        is_adamw = all("betas" in e.group and "momentum" not in e.group for _, e in members)
-        chosen = [t for t in targets if not several or bool(t.group["use_muon"]) != is_adamw]
     else:
-        strange = next((p for p in order if id(p) not in by_param), None)
-        if strange is not None:
-            raise ValueError(f"params lists a {tuple(strange.shape)} tensor that is none of the optimizer's parameters")
-        chosen = [by_param[id(p)] for p in order]
-    if len(chosen) != len(members):
+        is_adamw = all("betas" in e.group and "momentum" not in e.group for e in entries)
+        chosen = [t for t in targets if not several or bool(t.group["use_muon"]) != is_adamw]
+    if len(chosen) != len(entries):
         raise ValueError(
-            f"the state dict lists {len(members)} parameters, {len(chosen)} are to take them. Give params= in the "
+            f"the state dict lists {len(entries)} parameters, {len(chosen)} are to take them. Give params= in the "
             "order the other optimizer had them, and the state dicts of all its parts"
         )
-    return [(target, entry) for target, (_, entry) in zip(chosen, members, strict=True)]
-
-
-def _by_name(members: Sequence[tuple[str, _Entry]], ours: Mapping[str, _Target]) -> list[tuple[_Target, _Entry]]:
-    if not ours:
-        raise ValueError(
-            "the state dict names its parameters, the optimizer does not: give params=dict(model.named_parameters())"
-        )
-    strange = [name for name, entry in members if clean_name(name) not in ours and entry.state]
-    if strange:
-        raise ValueError(
-            f"{strange[0]}: the state dict has state for it, but the optimizer has no such parameter (it has "
-            f"{', '.join(list(ours)[:4])}, ...). Rename the keys of the state dict, or give params="
-        )
-    return [(ours[clean_name(name)], entry) for name, entry in members if clean_name(name) in ours]
-
-
-def _check_left_out(target: _Target, state: Mapping[str, Any]) -> None:
-    """Raise ValueError for AdamW's state of another parameter: what is left out shows a wrong order all the same."""
-    value = state.get("exp_avg")
-    if isinstance(value, Tensor) and value.shape != target.param.shape:
-        raise ValueError(
-            f"{target.name}: the state to leave out has shape {tuple(value.shape)}, the parameter "
-            f"{tuple(target.param.shape)}. Give params= in the order the other optimizer had them"
-        )
+    return list(zip(chosen, entries, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------- conversion
 
 
 def _check_routed_alike(target: _Target, entry: _Entry) -> None:
-    kind = "adamw" if "exp_avg_sq" in entry.state else "muon"
-    theirs = entry.group.get("algorithm", kind)  # dion's
-    if theirs in ("muon", "adamw") or (theirs == "normuon" and kind == "adamw"):
-        theirs = kind
-    ours = "muon" if target.group["use_muon"] else "adamw"
-    if theirs == ours or (theirs == "normuon" and "normuon" in str(target.group.get("variant"))):
+    kind, said = "AdamW" if "exp_avg_sq" in entry.state else "Muon", entry.group.get("algorithm", "muon")  # dion's
+    theirs = {"muon": kind, "adamw": kind, "normuon": "NorMuon" if kind == "Muon" else kind}.get(said, said)
+    ours = "Muon" if target.group["use_muon"] else "AdamW"
+    if theirs == ours or (theirs == "NorMuon" and "normuon" in str(target.group.get("variant"))):
         return
-    remedy = "Route it alike, or leave its state out and give allow_missing=True"
-    if (theirs, ours) == ("adamw", "muon"):
-        remedy = (
-            "Give skip_matrices=True to go on from AdamW: it leaves out the state of all matrices and takes the rest. "
-            "Or route it alike"
-        )
-    if theirs == "normuon":
-        remedy = "Give the optimizer variant='normuon'"
-    words = {"adamw": "AdamW", "muon": "Muon", "normuon": "NorMuon"}
-    raise ValueError(
-        f"{target.name}: its state is {words.get(theirs, theirs)}'s ({entry.source}), but here it is "
-        f"{words[ours]}'s. {remedy}"
-    )
+    remedy = {
+        "AdamW": "Give skip_matrices=True to go on from AdamW: it leaves out the state of all matrices and takes the "
+        "rest. Or route it alike",
+        "NorMuon": "Give the optimizer variant='normuon'",
+    }.get(theirs, "Route it alike, or leave its state out and give allow_missing=True")
+    raise ValueError(f"{target.name}: its state is {theirs}'s ({entry.source}), but here it is {ours}'s. {remedy}")
 
 
-def _read(target: _Target, entry: _Entry, form: Format, keeper: Keeper) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def _read(target: _Target, entry: _Entry, form: _Format, keeper: Keeper) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """State as ours, and what was done to get there."""
     p, group, done = target.param, target.group, list[str]()
     start, state = dict[str, Any](), dict(entry.state)
@@ -402,3 +380,81 @@ def _read(target: _Target, entry: _Entry, form: Format, keeper: Keeper) -> tuple
         if isinstance(value, Tensor) and key != "step" and value.dtype != found[key].dtype:
             done.append(f"{str(value.dtype)[6:]} to {str(found[key].dtype)[6:]}")
     return found, tuple(dict.fromkeys(done))
+
+
+# ------------------------------------------------------------------------------------------------------ to torch
+
+
+def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State dicts for a torch.optim.Muon over the Muon groups and a torch.optim.AdamW over the others.
+
+    Both list parameters in this optimizer's order. With the method "torch" training goes on there bit for bit.
+
+    Returns:
+        (Muon's, AdamW's); tensors are copies.
+
+    Raises:
+        ValueError: A parameter or option has no counterpart in torch.optim.Muon.
+    """
+    adamw = torch.optim.AdamW([torch.zeros(1, device="cpu")]).state_dict()["param_groups"][0]
+    made: dict[bool, dict[str, Any]] = {is_muon: {"state": {}, "param_groups": []} for is_muon in (True, False)}
+    for index, group in enumerate(optimizer.param_groups):
+        _check_torch_can(index, group)
+        out, is_muon = made[group["use_muon"]], group["use_muon"]
+        options = {key: group[key] for key in (_MUON_OPTIONS if is_muon else _ADAMW_OPTIONS)}
+        if is_muon:
+            steps = per_step(group["ns_coefficients"], group["ns_steps"])
+            options |= {"ns_coefficients": steps[0], "ns_steps": len(steps)}
+        else:  # the arithmetic that this optimizer uses itself, see shardmuon.step.adamw
+            options = {**adamw, "fused": True, **options}
+        if "param_names" in group:
+            options["param_names"] = list(group["param_names"])
+        start = sum(len(g["params"]) for g in out["param_groups"])
+        out["param_groups"].append({**options, "params": list(range(start, start + len(group["params"])))})
+        wanted = (BUFFER,) if is_muon else ADAMW_KEYS
+        for position, p in enumerate(group["params"]):
+            state = optimizer.state.get(p, {})
+            if SCALE in state:
+                raise ValueError(
+                    f"{name_of(group, index, position)}: its momentum is 8-bit codes, which torch.optim.Muon cannot "
+                    "read. Load the state into one with Storage(momentum_dtype=torch.float32), step, and export that"
+                )
+            if state:
+                out["state"][start + position] = {key: state[key].clone() for key in wanted if key in state}
+    return made[True], made[False]
+
+
+_MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+_ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
+# Options of ours -> the values that torch has; and how to do without the others.
+_OF_TORCH: dict[str, tuple[Any, ...]] = {
+    "adjust_lr_fn": (None, "original", "match_rms_adamw"),
+    "extra_scale_factor": (1.0,),
+    "weight_decay_mode": ("decoupled",),
+    "variant": (None,),
+}
+
+
+def _check_torch_can(index: int, group: Mapping[str, Any]) -> None:
+    if not group["use_muon"]:
+        if group.get("adamw", "adamw") != "adamw":
+            raise ValueError(
+                f"group {index}: adamw={group['adamw']!r} is none that torch.optim.AdamW has. To export the state as "
+                "AdamW's, set the group's adamw to \"adamw\"; save that of an optimizer of your own by itself"
+            )
+        return
+    for key, choices in _OF_TORCH.items():
+        if group.get(key) not in choices:
+            raise ValueError(
+                f"group {index}: {key}={group[key]!r} is none of those torch.optim.Muon has: {choices}. Set one of "
+                "them; what another one keeps is not exported"
+            )
+    if len(set(per_step(group["ns_coefficients"], group["ns_steps"]))) != 1:
+        raise ValueError(f"group {index}: torch.optim.Muon has one ns_coefficients triple for all steps. Set one")
+    for position, p in enumerate(group["params"]):
+        name = name_of(group, index, position)
+        if p.ndim != 2 or len(view_of(name, p, group).matrices) != 1:
+            raise ValueError(
+                f"{name}: torch.optim.Muon takes a {p.ndim}-D parameter of shape {tuple(p.shape)} as no or one matrix, "
+                "here it is several or reshaped. Leave it out of the optimizer you export"
+            )

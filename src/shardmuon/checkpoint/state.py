@@ -30,7 +30,7 @@ from shardmuon.step.kept import KEPT_DTYPE, start_kept, state_shapes
 from shardmuon.step.options import view_of
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
-MUON_KEYS = (BUFFER,)
+_MUON_KEYS = (BUFFER,)
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 # Options that a group must bring along with state: those without which it was not saved by Muon or AdamW at all.
 _MARKS = {True: ("lr", "momentum", "ns_coefficients"), False: ("lr", "betas")}
@@ -41,7 +41,7 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", 
 
 def keys_of(group: Mapping[str, Any]) -> tuple[str, ...]:
     """Keys of the state of a group's parameters."""
-    return (*MUON_KEYS, *kept_keys(group)) if group["use_muon"] else ADAMW_KEYS
+    return (*_MUON_KEYS, *kept_keys(group)) if group["use_muon"] else ADAMW_KEYS
 
 
 def kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -144,14 +144,12 @@ def _parts(saved: Mapping[str, Any]) -> tuple[Mapping[Any, Any], Sequence[Mappin
             "torch.distributed.checkpoint returned"
         )
     entries, groups = saved["state"], saved["param_groups"]
-    listed = isinstance(groups, (list, tuple)) and all(isinstance(group, Mapping) for group in groups)
-    if not isinstance(entries, Mapping) or not listed:
+    dicts = isinstance(entries, Mapping) and isinstance(groups, (list, tuple))
+    if not dicts or not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
         raise ValueError(
-            "a state dict's 'state' must be a dict and its 'param_groups' dicts. The checkpoint is damaged"
+            "a state dict's 'state' must be a dict, and its 'param_groups' dicts that list 'params'. The checkpoint is "
+            "damaged"
         )
-    unlisted = [i for i, group in enumerate(groups) if not isinstance(group.get("params"), (list, tuple))]
-    if unlisted:
-        raise ValueError(f"group {unlisted[0]} of the state dict lists no 'params'. The checkpoint is damaged")
     return entries, groups
 
 
@@ -204,12 +202,10 @@ def clean_name(name: str) -> str:
 
 def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Names must stand in the same order: state goes by position, and equal shapes would hide a swap."""
-    ours, saved = mine.get("param_names"), theirs.get("param_names")
-    if not ours or not saved:
-        return
-    if len(saved) != len(ours):
+    ours, saved = mine.get("param_names") or (), theirs.get("param_names") or ()
+    if ours and saved and len(saved) != len(ours):
         raise ValueError(f"{where}the state dict names {len(saved)} parameters, the optimizer {len(ours)}")
-    for position, (a, b) in enumerate(zip(ours, saved, strict=True)):
+    for position, (a, b) in enumerate(zip(ours, saved, strict=False)):
         if clean_name(str(a)) != clean_name(str(b)):
             raise ValueError(
                 f"{a}: parameter {position} of {where[:-2]} is called {b!r} in the state dict. Give the optimizer its "
@@ -225,10 +221,10 @@ def read_param(
     Raises:
         ValueError: The state does not fit; says the parameter's name.
     """
-    needed, allowed = keys_of(group), (*MUON_KEYS, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if group["use_muon"] else ()))
+    needed, allowed = keys_of(group), (*_MUON_KEYS, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if group["use_muon"] else ()))
     kind = "Muon's" if group["use_muon"] else "AdamW's"
     keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
-    muons = group["use_muon"] and isinstance(found, Mapping) and set(MUON_KEYS) <= found.keys()
+    muons = group["use_muon"] and isinstance(found, Mapping) and set(_MUON_KEYS) <= found.keys()
     if muons and not set(needed) <= found.keys():
         raise ValueError(
             f"{name}: its state in the checkpoint is {keys} and lacks {sorted(set(needed) - found.keys())}, which "
@@ -284,7 +280,7 @@ def _own(found: Mapping[str, Any], group: Mapping[str, Any], keeper: Keeper) -> 
 
 def _read_value(name: str, p: Tensor, key: str, value: Any, keeper: Keeper) -> Any:
     if key == STEP:
-        return read_step(name, value, p)
+        return _read_step(name, value, p)
     if key == SCALE or (key == BUFFER and isinstance(value, Tensor) and value.dtype == torch.int8):
         return keeper.take(p, key, value)
     if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -297,7 +293,7 @@ def _read_value(name: str, p: Tensor, key: str, value: Any, keeper: Keeper) -> A
     return keeper.take(p, key, value) if key == BUFFER else value.to(device=p.device, dtype=p.dtype)
 
 
-def read_step(name: str, value: Any, p: Tensor) -> Tensor:  # fp32 scalar, as torch's AdamW keeps it
+def _read_step(name: str, value: Any, p: Tensor) -> Tensor:  # fp32 scalar, as torch's AdamW keeps it
     """AdamW's counter from a number or a tensor. Raises ValueError if it is not a count."""
     count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     number = isinstance(count, (int, float)) and not isinstance(count, bool)

@@ -7,13 +7,15 @@ from the model's structure alone, so data-parallel ranks agree, before and after
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from torch import Tensor, nn
 
@@ -21,26 +23,27 @@ from shardmuon._tables import table
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, matrix_view
-from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS, given_lr
-from shardmuon.routing.doubts import doubts_of
-from shardmuon.routing.experts import find_experts
-from shardmuon.routing.heads import RoutedParam, find_heads
-from shardmuon.routing.overrides import (
-    SPLIT_OPTIONS,
-    Overrides,
-    Rule,
-    check_all_match,
-    check_for_module,
-    check_options,
-    parse,
+from shardmuon.momentum.update import lr_scale
+from shardmuon.options import (
+    GROUP_OPTIONS,
+    MUON_OPTIONS,
+    ONLY_ADAMW,
+    ONLY_MUON,
+    OPTIMIZER_KEYWORDS,
+    PLACE_OPTIONS,
+    PLACES,
+    VIEW_DEFAULTS,
+    given_lr,
+    refuse_sets,
 )
+from shardmuon.routing.heads import RoutedParam, doubts_of, find_experts, find_heads
 from shardmuon.routing.presets import Role, numbers_out
-from shardmuon.routing.rates import matched_lr, scale_of
 from shardmuon.routing.roles import Place, by, find_places, logical_shape, role_of
+from shardmuon.spelling import did_you_mean
 
-__all__ = ["Overrides", "ParamGroups", "RoutingRow", "param_groups"]
-
-OptimizerName = Literal["Muon", "AdamW", "frozen"]
+Pattern = str | Callable[[str, Tensor, nn.Module], bool]
+Overrides = Mapping[Pattern, str | Mapping[str, Any]] | Sequence[tuple[Pattern, str | Mapping[str, Any]]]
+_OptimizerName = Literal["Muon", "AdamW", "frozen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class RoutingRow:
     name: str
     shape: Ints
     matrices: tuple[tuple[int, int], ...]
-    optimizer: OptimizerName
+    optimizer: _OptimizerName
     reason: str
 
 
@@ -95,21 +98,35 @@ class ParamGroups(list[dict[str, Any]]):
         return f"{_table(rows)}\n\n{self._totals()}"
 
     def _totals(self) -> str:
-        totals = []
+        lines = []
         for optimizer in ("Muon", "AdamW", "frozen"):
             rows = [row for row in self.rows if row.optimizer == optimizer]
-            if not rows and optimizer == "frozen":
-                continue
-            counts = [_num(len(rows), "parameter", "parameters")]
+            counts = [_num(len(rows), "parameter")]
             if optimizer == "Muon":
-                counts.append(_num(sum(len(row.matrices) for row in rows), "matrix", "matrices"))
-            counts.append(_num(sum(math.prod(row.shape) for row in rows), "element", "elements"))
-            totals.append(f"{optimizer}: {', '.join(counts)}")
+                counts.append(_num(sum(len(row.matrices) for row in rows), "matrix"))
+            if rows or optimizer != "frozen":
+                lines.append(
+                    f"{optimizer}: {', '.join(counts)}, {_num(sum(math.prod(r.shape) for r in rows), 'element')}"
+                )
         if self.matched is not None and any(row.optimizer == "AdamW" for row in self.rows):
-            totals.append(
+            lines.append(
                 f"AdamW's lr is {self.matched:.3g} times Muon's, to make its updates as large (no adamw_lr was given)"
             )
-        return "\n".join(totals)
+        return "\n".join(lines)
+
+
+def _table(rows: Iterable[RoutingRow]) -> str:
+    cells = []
+    for row in rows:
+        counts = Counter(row.matrices).items()
+        matrices = ", ".join(f"{count} of {by(size)}" for size, count in counts) or "-"
+        cells.append((row.name, by(row.shape), matrices, row.optimizer, row.reason))
+    return table([("name", "shape", "matrices", "optimizer", "reason"), *cells])
+
+
+def _num(count: int, what: str) -> str:
+    many = "matrices" if what == "matrix" else f"{what}s"
+    return f"{count:,} {what if count == 1 else many}"
 
 
 def param_groups(
@@ -142,7 +159,7 @@ def param_groups(
         weight_decay: Of matrices, embeddings and heads. For others, set it in the groups.
         adamw_betas: AdamW's betas.
         adamw_eps: AdamW's eps.
-        decay_1d: Whether norms, biases and other 1-D parameters decay, too. By default their decay is 0.
+        decay_1d: Let norms, biases and other 1-D parameters decay, too. By default their decay is 0.
         overrides: (pattern, choice) pairs; the first that matches wins. A pattern is a glob over parameter names or a
             predicate (name, parameter, module) -> bool. A choice is "muon", "adamw" or a dict of group options, such as
             ``{"use_muon": True, "num_heads": 8, "lr": 3e-4}``; without ``use_muon`` it leaves the routing as it is.
@@ -179,13 +196,13 @@ def param_groups(
             "whether it is an embedding, a head, a convolution or a matrix. Pass the module itself"
         )
     lr = given_lr("param_groups", lr)
-    check_options(muon_options, inspect.signature(param_groups).parameters.values())
+    _check_options(muon_options)
     tp_group = GroupRef.of(tp_group, "tp_group")
-    weights, doubts = _route(model, parse(overrides), tp_group)
+    weights, doubts = _route(model, parse_overrides(overrides), tp_group)
     trained = [w for w in weights if w.param.requires_grad]
     if not trained:
         raise ValueError(
-            f"nothing to optimize: the model has {_num(len(weights), 'parameter', 'parameters')}, and none requires a "
+            f"nothing to optimize: the model has {_num(len(weights), 'parameter')}, and none requires a "
             "gradient. Call requires_grad_(True) on those to train"
         )
     for w in trained:
@@ -200,7 +217,7 @@ def param_groups(
     matched = None
     if adamw_lr is None:
         listed = ((size, options) for options, sizes in matrices.values() for size in sizes)
-        matched = matched_lr((*size, scale_of(options, *size)) for size, options in listed)
+        matched = matched_lr((*size, _scale_of(options, *size)) for size, options in listed)
         adamw_lr = lr if matched == 1.0 else lr * matched
     adamw: dict[str, Any] = {"use_muon": False, **place, "lr": adamw_lr, "weight_decay": weight_decay}
     adamw |= {"betas": adamw_betas, "eps": adamw_eps}
@@ -218,6 +235,56 @@ def param_groups(
         group["param_names"].append(w.name)
         rows.append(RoutingRow(w.name, w.shape, sizes, "Muon" if w.use_muon else "AdamW", w.reason))
     return ParamGroups(sorted(groups.values(), key=lambda group: not group["use_muon"]), rows, matched)
+
+
+def matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
+    """AdamW's lr, as a multiple of Muon's, at which updates of both have the same root mean square.
+
+    Args:
+        updates: (rows, cols, s(rows, cols)) of each matrix: an orthogonalized matrix has singular values near 1, so the
+            squares of its entries add up to min(rows, cols).
+
+    Returns:
+        The multiple; 1 for `adjust_lr_fn="match_rms_adamw"`, and where there is no matrix.
+    """
+    found = list(updates)
+    total = sum(rows * cols for rows, cols, _ in found)
+    squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
+    return float(f"{math.sqrt(squares / total) / _ADAMW_RMS:.6g}") if total else 1.0  # 1 exactly where it is 1
+
+
+_ADAMW_RMS = 0.2  # of AdamW's updates in units of its lr, see docs/learning_rate.md
+
+
+def _scale_of(options: Mapping[str, Any], rows: int, cols: int) -> float:
+    """The factor of Muon's lr for a matrix of this size, or 0 if the user's function fails: the optimizer says so."""
+    try:
+        return float(lr_scale(options.get("adjust_lr_fn"), rows, cols, float(options.get("extra_scale_factor", 1.0))))
+    except Exception:
+        return 0.0
+
+
+def _check_options(given: Iterable[str]) -> None:
+    """Raise TypeError for keys that are no options of `param_groups`."""
+    for key in given:
+        place = PLACES.get(key) or (f"{key}=..." if key in OPTIMIZER_KEYWORDS else None)
+        if key in MUON_OPTIONS:
+            continue
+        if place is not None:
+            raise TypeError(f"param_groups: {key} is an option of the optimizer. Write shardmuon.Muon(groups, {place})")
+        if key in VIEW_DEFAULTS:
+            raise TypeError(
+                f"param_groups: {key} says how some parameters read as matrices. "
+                f'Write overrides={{"<name pattern>": {{"{key}": ...}}}}'
+            )
+        parameters = inspect.signature(param_groups).parameters.values()
+        allowed = (*(p.name for p in parameters if p.kind is p.KEYWORD_ONLY), *MUON_OPTIONS)
+        raise TypeError(
+            f"param_groups: there is no option {key!r}{did_you_mean(key, allowed)}. Allowed: {', '.join(allowed)}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ of Muon(model)
 
 
 class ForModule(TypedDict, total=False):
@@ -241,16 +308,24 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
         TypeError: Options that do not exist, or such options without a module, which would do nothing.
         ValueError: AdamW's lr was matched to another learning-rate scale than this optimizer's.
     """
-    check_for_module(given, ("adamw_lr", *ForModule.__annotations__))
+    allowed = ("adamw_lr", *ForModule.__annotations__)
+    for key in (key for key in given if key not in allowed):
+        write = f". Write {PLACES[key]}" if key in PLACES else did_you_mean(key, (*allowed, *OPTIMIZER_KEYWORDS))
+        raise TypeError(f"Muon: there is no keyword {key!r}{write}")
     given = {key: value for key, value in given.items() if value is not None}
     if isinstance(params, nn.Module):
         own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn", "extra_scale_factor")}
-        groups = param_groups(params, **own, **given)
-        if own["adjust_lr_fn"] is None and own["extra_scale_factor"] == 1.0 and any(g["use_muon"] for g in groups):
-            _warn_of_low_rate(own["lr"])
+        groups, lr = param_groups(params, **own, **given), own["lr"]
+        default_scale = own["adjust_lr_fn"] is None and own["extra_scale_factor"] == 1.0
+        if default_scale and groups[0]["use_muon"] and not isinstance(lr, Tensor) and 0 < lr < _LOW_RATE:
+            warnings.warn(
+                f"Muon: lr={lr:g} is of AdamW's size; with the default scale it moves matrices very little. "
+                'To keep AdamW\'s lr write adjust_lr_fn="match_rms_adamw"; to train from scratch write lr=0.03; if it '
+                'is meant, write adjust_lr_fn="original"',
+                stacklevel=3,
+            )
         return groups
-    if given:
-        key = next(iter(given))
+    for key in given:
         raise TypeError(
             f"{key} is for a module, which Muon routes by itself; found {type(params).__name__}. Write "
             f"Muon(model, {key}=...), or give the groups of shardmuon.param_groups(model, {key}=...)"
@@ -265,18 +340,63 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
     return params
 
 
-def _warn_of_low_rate(lr: float | Tensor) -> None:
-    """Warn of AdamW's learning rate with the default scale, where it trains matrices far too slowly."""
-    if not isinstance(lr, Tensor) and 0 < lr < _LOW_RATE:
-        warnings.warn(
-            f"Muon: lr={lr:g} is of AdamW's size; with the default scale it moves matrices very little. "
-            'To keep AdamW\'s lr write adjust_lr_fn="match_rms_adamw"; to train from scratch write lr=0.03; if it is '
-            'meant, write adjust_lr_fn="original"',
-            stacklevel=4,
-        )
+_LOW_RATE = 2e-3  # of AdamW, where it trains matrices far too slowly
 
 
-_LOW_RATE = 2e-3
+# ------------------------------------------------------------------------------------------------------- overrides
+
+
+class Rule(NamedTuple):
+    """One override.
+
+    Attributes:
+        pattern: As the user wrote it.
+        label: The pattern's text.
+        options: Group options, `use_muon` among them if it says where parameters go.
+    """
+
+    pattern: Pattern
+    label: str
+    options: Mapping[str, Any]
+
+    def matches(self, param: Tensor, places: Iterable[Place]) -> bool:
+        """True if it speaks of a parameter."""
+        return any(self.fits(place.name, param, place.module) for place in places)
+
+    def fits(self, name: str, param: Tensor, module: nn.Module) -> bool:
+        """True if it speaks of a parameter that the model has by this name."""
+        return fnmatchcase(name, self.pattern) if isinstance(self.pattern, str) else self.pattern(name, param, module)
+
+
+def parse_overrides(overrides: Overrides | None) -> list[Rule]:
+    """Overrides as users write them, checked.
+
+    Raises:
+        TypeError: They are no pairs, or come in no order.
+        ValueError: A choice is none, or names a group option that does not exist.
+    """
+    refuse_sets("overrides, of which the first that matches wins,", overrides, "a dict, or a list of pairs")
+    pairs: Iterable[Any] = overrides.items() if isinstance(overrides, Mapping) else overrides or ()
+    rules = []
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and (isinstance(pair[0], str) or callable(pair[0]))):
+            raise TypeError(
+                f"overrides must be pairs (name pattern or predicate, choice), found {pair!r}. "
+                'Write overrides={"*.qkv.weight": {"num_heads": 8}}'
+            )
+        pattern, choice = pair
+        label = repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
+        options = {"use_muon": choice == "muon"} if choice in ("muon", "adamw") else choice
+        if not isinstance(options, Mapping):
+            raise ValueError(f"override {label}: {choice!r} is not 'muon', 'adamw' or a dict of group options")
+        unknown = next((key for key in options if key not in GROUP_OPTIONS), None)
+        if unknown is not None:
+            raise ValueError(
+                f"override {label}: there is no group option {unknown!r}{did_you_mean(unknown, GROUP_OPTIONS)}. "
+                f"Allowed: {', '.join(GROUP_OPTIONS)}"
+            )
+        rules.append(Rule(pattern, label, dict(options)))
+    return rules
 
 
 # ------------------------------------------------------------------------------------------------------- routing
@@ -285,7 +405,15 @@ _LOW_RATE = 2e-3
 def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -> tuple[list[RoutedParam], list[str]]:
     """Every parameter once, in model order, with where it goes; and the choices that may be wrong."""
     found = find_places(model)
-    check_all_match(rules, found)
+    for rule in rules:
+        if not any(rule.matches(*one) for one in found):
+            names = [place.name for _, places in found for place in places]
+            close = ", ".join(difflib.get_close_matches(str(rule.pattern), names, n=3, cutoff=0.5))
+            raise ValueError(
+                f"override {rule.label} matches none of the model's {len(names)} parameter names."
+                + (f" Close: {close}." if close else "")
+                + " A pattern is a glob over the whole name, such as '*.attn.qkv.weight'"
+            )
     weights = [_weight(*one, rules, tp_group) for one in found]
     experts = find_experts(weights)
     heads, doubts = find_heads(model, weights)
@@ -294,11 +422,11 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
         w.reason = heads.get(w.name, w.role.reason)
         if w.name in experts:
             w.reason = f"stack of {w.shape[0]} experts, chosen by {experts[w.name].name}"
-        if w.rule is not None:
-            w.reason = f"{'' if 'use_muon' in w.given else f'{w.reason}, '}override {w.rule.label}"
+        if w.override:
+            w.reason = f"{'' if 'use_muon' in w.given else f'{w.reason}, '}override {w.override}"
         elif w.settled is not None:
             w.reason = "p.use_muon"
-        if w.use_muon and w.rule is None and w.settled is None and w.role.remark:
+        elif w.use_muon and w.role.remark:
             w.reason += f", {w.role.remark}"
     read = [w.name for w in weights if VIEW_DEFAULTS.keys() & w.given.keys()]
     return weights, doubts + doubts_of(weights, experts, {*read, *heads})
@@ -306,8 +434,9 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
 
 def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_group: GroupRef | None) -> RoutedParam:
     """A parameter with what its modules and the user say of it."""
-    rule, name = next((rule for rule in rules if rule.matches(param, places)), None), places[0].name
-    given = {} if rule is None else rule.options
+    none, name = Rule("", "", {}), places[0].name
+    rule = next((rule for rule in rules if rule.matches(param, places)), none)
+    given = rule.options
     lies = {"tp_group": tp_group} | {key: given[key] for key in PLACE_OPTIONS if key in given}
     try:
         lies["tp_group"] = GroupRef.of(lies["tp_group"], "tp_group")
@@ -325,32 +454,28 @@ def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_
     settled = given.get("use_muon", getattr(param, "use_muon", None))  # as DeepSpeed's users write it
     if settled is not None and not isinstance(settled, bool):
         raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
-    return RoutedParam(param, places, shape, role, rule, settled)
-
-
-# ----------------------------------------------------------------------------------------- options of a parameter
+    return RoutedParam(param, places, shape, role, rule.label, given, settled)
 
 
 def _check_usable(w: RoutedParam) -> None:
     """Refuse what no optimizer here takes, what cannot be known, and overrides meant for the other optimizer."""
+    adamw = f'overrides={{"{w.name}": "adamw"}}'
     if w.param.is_complex():
         raise ValueError(
             f"{w.name}: complex parameters ({w.param.dtype}) are not supported. Keep a real parameter with a "
-            f'last dim of 2, send it to AdamW by overrides={{"{w.name}": "adamw"}}, and call torch.view_as_complex '
+            f"last dim of 2, send it to AdamW by {adamw}, and call torch.view_as_complex "
             "in forward; or freeze it while the groups are built"
         )
-    says_how = w.role.kind == "unclear" and w.settled and "view" in w.given
+    unclear = w.role.kind == "unclear"
+    says_how = unclear and w.settled and "view" in w.given
     if w.role.kind in ("unknown", "unclear") and w.settled is not False and not says_how:
-        flatten = f', or {{"{w.name}": {{"use_muon": True, "view": "flatten"}}}} for one matrix'
-        raise ValueError(
-            f'{w.name} {w.role.reason}. Or choose: overrides={{"{w.name}": "adamw"}}'
-            + (flatten if w.role.kind == "unclear" else "")
-        )
+        flatten = f', or {{"{w.name}": {{"use_muon": True, "view": "flatten"}}}} for one matrix' if unclear else ""
+        raise ValueError(f"{w.name} {w.role.reason}. Or choose: {adamw}{flatten}")
     wrong = sorted(w.given.keys() & (ONLY_ADAMW if w.use_muon else ONLY_MUON))
-    if wrong and w.rule is not None:
+    if wrong:
         here, there = ("Muon", "AdamW") if w.use_muon else ("AdamW", "Muon")
         raise ValueError(
-            f"{w.name}: override {w.rule.label} sets {wrong[0]}={w.given[wrong[0]]!r}, an option of {there}, but "
+            f"{w.name}: override {w.override} sets {wrong[0]}={w.given[wrong[0]]!r}, an option of {there}, but "
             f"the parameter goes to {here} ({w.reason}). Narrow the pattern, or add "
             f'"use_muon": {not w.use_muon}'
         )
@@ -358,16 +483,19 @@ def _check_usable(w: RoutedParam) -> None:
 
 def _muon_options(w: RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
     """The group options of a matrix parameter, and the sizes of its matrices. Raises with the parameter's name."""
-    given, view = dict(w.given), dict(w.role.view)
-    if given.keys() & SPLIT_OPTIONS:  # they replace the splits that the module's type has by default
-        view = {key: value for key, value in view.items() if key in ("view", "transposed", "split_dim")}
-    view |= {key: given.pop(key) for key in VIEW_DEFAULTS if key in given}
+    splits = ("split_sizes", "split_groups", "num_heads")
+    if any(key in w.given for key in splits):  # they replace the splits that the module's type has by default
+        view = {key: value for key, value in w.role.view.items() if key not in splits}
+    else:
+        view = dict(w.role.view)
+    view |= {key: w.given[key] for key in VIEW_DEFAULTS if key in w.given}
     try:
         matrices = matrix_view(w.shape, **view).matrices
     except ValueError as wrong:
         raise ValueError(f"{w.name} ({w.reason}): {wrong}") from None
     if view.get("split_sizes") is not None:
         view["split_sizes"] = tuple(view["split_sizes"])
+    given = {key: value for key, value in w.given.items() if key not in VIEW_DEFAULTS}
     view = {key: view[key] for key, default in VIEW_DEFAULTS.items() if view.get(key, default) != default}
     return {**muon, **given, **view}, tuple((matrix.rows, matrix.cols) for matrix in matrices)
 
@@ -379,19 +507,3 @@ def _key(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     return ("tensor", id(value)) if isinstance(value, Tensor) else value
-
-
-# ---------------------------------------------------------------------------------------------------------- text
-
-
-def _table(rows: Iterable[RoutingRow]) -> str:
-    cells = ((r.name, by(r.shape), _counted(r.matrices), r.optimizer, r.reason) for r in rows)
-    return table([("name", "shape", "matrices", "optimizer", "reason"), *cells])
-
-
-def _counted(matrices: Sequence[tuple[int, int]]) -> str:
-    return ", ".join(f"{count} of {by(size)}" for size, count in Counter(matrices).items()) or "-"
-
-
-def _num(count: int, one: str, many: str) -> str:
-    return f"{count:,} {one if count == 1 else many}"

@@ -1,4 +1,4 @@
-"""Output heads among the matrices. Part of the routing of groups.py; reads the model's structure only.
+"""The second look at a model's parameters: output heads, routers and experts, and choices that structure leaves open.
 
 [Note: output heads]
     A head turns features into one number per entry of a vocabulary, and its rows are about entries as an embedding's
@@ -21,19 +21,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from shardmuon.layout.views import Ints
-from shardmuon.routing.overrides import Rule, few, override_text
-from shardmuon.routing.presets import Role
-from shardmuon.routing.roles import Place, is_table
-
-__all__ = ["RoutedParam", "find_heads"]
-
+from shardmuon.routing.presets import Role, numbers_out
+from shardmuon.routing.roles import Place, by, is_table
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -44,7 +40,7 @@ class RoutedParam:
 
     Attributes:
         param, places, shape, role: The parameter, where it hangs, its global shape and what it is.
-        rule: The override that matches it.
+        override, given: Text of the override that matches it ("": none does), and the options that this sets.
         settled: `use_muon`, where the user said it: in an override or as `p.use_muon`.
         use_muon, reason: Where it goes, and why.
     """
@@ -53,7 +49,8 @@ class RoutedParam:
     places: tuple[Place, ...]
     shape: Ints
     role: Role
-    rule: Rule | None
+    override: str
+    given: Mapping[str, Any]
     settled: bool | None
     use_muon: bool = False
     reason: str = ""
@@ -63,14 +60,12 @@ class RoutedParam:
         return self.places[0].name
 
     @property
-    def given(self) -> Mapping[str, Any]:
-        """Options that the override sets."""
-        return {} if self.rule is None else self.rule.options
-
-    @property
     def is_open(self) -> bool:
         """True if it is trained and the user has not routed it."""
         return self.settled is None and self.param.requires_grad
+
+
+# ---------------------------------------------------------------------------------------------------- output heads
 
 
 def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[str, str], list[str]]:
@@ -90,30 +85,42 @@ def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[s
     blocks = _Blocks(weights)
     heads |= _with_labels(weights, blocks)
     tables = _vocabularies(model, weights)
-    sizes = {w.shape[0] for w in tables}
-    known = {w.shape[0] for w in weights if w.name in heads} & sizes  # vocabularies that surely have a head
-    known |= {w.shape[0] for w in tables if id(w.param) in named or not all(is_table(p.module) for p in w.places)}
+    known = {w.shape[0] for w in weights if w.name in heads} & {w.shape[0] for w in tables}
+    known |= {w.shape[0] for w in tables if id(w.param) in named or _is_tied(w)}  # vocabularies that surely have a head
     needs_guess = not known and not offered and not heads
-    ambiguous, doubts = [], []
+    ambiguous, doubts = list[tuple[int, list[RoutedParam]]](), list[str]()
     for size in dict.fromkeys(w.shape[0] for w in tables):
         places = [place for w in tables if w.shape[0] == size for place in w.places]
         candidates = [w for w in weights if _may_have_rows(w, size)]
         outside = [w for w in candidates if blocks.around(w, places) is None]
-        if any(_is_width(size, w, weights) for w in candidates):
+        # a bare matrix reads one of its dims, but which is unknown, so it is no evidence about itself
+        if any(size in w.role.reads for c in candidates for w in weights if w is not c or w.role.kind == "linear"):
             ambiguous.append((size, outside))
             continue
-        found = [w for w in candidates if w in outside or blocks.last(blocks.around(w, places)) is w]
+        found = [w for w in candidates if w in outside or blocks.last.get(blocks.around(w, places) or "") is w]
         new = [w for w in found if w.name not in heads]
-        heads |= {w.name: f"output head: {_side(w, size)} equal a vocabulary ({size})" for w in new}
-        if len(found) > 1 or known - {size}:
-            doubts += _doubt_shape(new, size, elsewhere=bool(known - {size}))
+        side = {w.name: "rows" if w.shape[0] == size else "columns" for w in new}
+        heads |= {name: f"output head: {which} equal a vocabulary ({size})" for name, which in side.items()}
+        open_ones = [w.name for w in new if w.is_open]
+        if open_ones and (len(found) > 1 or known - {size}):
+            why = "the model has a head for another vocabulary" if known - {size} else "most models have one"
+            doubts.append(
+                f"{_few(open_ones)} went to AdamW as output heads, having as many rows as an embedding ({size}), "
+                f"though {why}. If right, write {_override(open_ones, 'adamw')}; "
+                '"muon" for those that are hidden layers'
+            )
         needs_guess &= not found
-    if needs_guess:
-        for size, outside in ambiguous:
-            chosen = _last(outside)
-            if chosen is not None:
-                heads[chosen.name] = f"output head: last matrix with as many rows as a vocabulary ({size})"
-                doubts += _doubt_position(chosen, outside, size, blocks.last_outside)
+    for size, outside in ambiguous if needs_guess else ():
+        if outside and all(w.settled is None for w in outside):  # else the user has named a head among them
+            chosen, hidden = outside[-1], [w.name for w in outside[:-1] if w.is_open]
+            heads[chosen.name] = f"output head: last matrix with as many rows as a vocabulary ({size})"
+            if chosen.is_open and (hidden or chosen is not blocks.last_outside):
+                rest = f", and {_few(hidden)} to Muon as hidden layers" if hidden else ""
+                doubts.append(
+                    f"{size} is the size of a vocabulary and a width of the model, so shapes do not tell an output "
+                    f"head from a hidden layer. {chosen.name} went to AdamW as the head{rest}. If right, write "
+                    f'{_override([chosen.name], "adamw")}; "muon" if it is a hidden layer'
+                )
     if not heads and not offered and not known:
         heads |= _last_of_all(weights, blocks)
     return heads, doubts
@@ -140,7 +147,12 @@ def _vocabularies(model: nn.Module, weights: Sequence[RoutedParam]) -> list[Rout
     named = _parameters_of(model, "get_input_embeddings") or {}
     if not any(id(w.param) in named for w in tables):
         return tables
-    return [w for w in tables if id(w.param) in named or not all(is_table(p.module) for p in w.places)]
+    return [w for w in tables if id(w.param) in named or _is_tied(w)]
+
+
+def _is_tied(table: RoutedParam) -> bool:
+    """True if a module that looks up no rows shares an embedding's weight."""
+    return not all(is_table(place.module) for place in table.places)
 
 
 def _with_labels(weights: Sequence[RoutedParam], blocks: _Blocks) -> dict[str, str]:
@@ -155,7 +167,7 @@ def _last_of_all(weights: Sequence[RoutedParam], blocks: _Blocks) -> dict[str, s
     """The last module with weights, if it is a linear layer behind repeated blocks."""
     places = [(place, w) for w in weights for place in w.places]
     listed = [pair for pair in places if pair[0].leaf != "bias"]
-    if not blocks.any or not listed:
+    if not blocks.paths or not listed:
         return {}
     last, weight = max(listed, key=lambda pair: pair[0].order)
     behind = all(place.order <= last.order for place, _ in places if place.module is not last.module)
@@ -170,83 +182,183 @@ def _is_2d(weight: RoutedParam) -> bool:
 
 def _may_have_rows(weight: RoutedParam, size: int) -> bool:
     """True if a matrix may give `size` outputs: by its rows, or by either dim where nothing says which are inputs."""
-    if not _is_2d(weight) or weight.settled is True:
-        return False
-    return weight.shape[0] == size or (weight.role.kind == "bare" and weight.shape[1] == size)
-
-
-def _is_width(size: int, candidate: RoutedParam, weights: Iterable[RoutedParam]) -> bool:
-    """True if something reads `size` features. A bare matrix reads one of its dims, but which is unknown, so it is no
-    evidence about itself."""
-    return any(size in w.role.reads for w in weights if w is not candidate or w.role.kind == "linear")
-
-
-def _last(outside: Sequence[RoutedParam]) -> RoutedParam | None:
-    """The last matrix by position, unless the user named a head among them."""
-    return outside[-1] if outside and all(w.settled is None for w in outside) else None
-
-
-def _side(weight: RoutedParam, size: int) -> str:
-    return "rows" if weight.shape[0] == size else "columns"
-
-
-def _doubt_shape(taken: Sequence[RoutedParam], size: int, *, elsewhere: bool) -> list[str]:
-    open_ones = [w.name for w in taken if w.is_open]
-    if not open_ones:
-        return []
-    why = "the model has a head for another vocabulary" if elsewhere else "most models have one"
-    settle = override_text(open_ones, "adamw")
-    return [
-        f"{few(open_ones)} went to AdamW as output heads, having as many rows as an embedding ({size}), though {why}. "
-        f'If right, write {settle}; "muon" for those that are hidden layers'
-    ]
-
-
-def _doubt_position(
-    chosen: RoutedParam, outside: Sequence[RoutedParam], size: int, last: RoutedParam | None
-) -> list[str]:
-    hidden = [w.name for w in outside if w is not chosen and w.is_open]
-    if not chosen.is_open or (not hidden and chosen is last):
-        return []
-    rest = f", and {few(hidden)} to Muon as hidden layers" if hidden else ""
-    return [
-        f"{size} is the size of a vocabulary and a width of the model, so shapes do not tell an output head from a "
-        f"hidden layer. {chosen.name} went to AdamW as the head{rest}. If right, write "
-        f"{override_text([chosen.name], 'adamw')}; "
-        '"muon" if it is a hidden layer'
-    ]
+    dims = weight.shape[: 2 if weight.role.kind == "bare" else 1]
+    return _is_2d(weight) and weight.settled is not True and size in dims
 
 
 class _Blocks:
     """Repeated blocks: modules that hold two matrices or more, in a ModuleList or beside another one of their type.
 
     Containers say nothing by their type: a decoder's layers and its list of extra heads are both a ModuleList.
+
+    Attributes:
+        paths: Their names.
+        last: The last matrix of each module.
+        last_outside: The last matrix that is in no block.
     """
 
     def __init__(self, weights: Sequence[RoutedParam]) -> None:
         matrices = [(p, w) for w in weights for p in w.places if len(w.shape) > 1 and w.role.kind != "embedding"]
         matrices.sort(key=lambda pair: pair[0].order)
         around = {path: module for place, _ in matrices for path, module in [("", place.owners[-1][1]), *place.paths]}
-        self._last = {path: weight for place, weight in matrices for path, _ in place.paths}
+        self.last = {path: weight for place, weight in matrices for path, _ in place.paths}
         num_matrices = Counter(path for place, _ in matrices for path, _ in place.paths)
         types = {path: (path.rpartition(".")[0], type(m)) for path, m in around.items() if num_matrices[path] > 1}
         counts = Counter(one for one in types.values() if one[1] not in _CONTAINERS)
-        self._paths = {
+        self.paths = {
             path for path, one in types.items() if counts[one] > 1 or isinstance(around.get(one[0]), nn.ModuleList)
         }
-        outside = [weight for place, weight in matrices if self._paths.isdisjoint(path for path, _ in place.paths)]
+        outside = [weight for place, weight in matrices if self.paths.isdisjoint(path for path, _ in place.paths)]
         self.last_outside = outside[-1] if outside else None
-
-    @property
-    def any(self) -> bool:
-        """True if there are repeated blocks."""
-        return bool(self._paths)
 
     def around(self, weight: RoutedParam, tables: Iterable[Place]) -> str | None:
         """The outermost block around a matrix. One that also holds the embedding is a model in itself, no block."""
         models = {path for table in tables for path, _ in table.paths}
-        return next((p for p, _ in weight.places[0].paths if p in self._paths and p not in models), None)
+        return next((p for p, _ in weight.places[0].paths if p in self.paths and p not in models), None)
 
-    def last(self, block: str | None) -> RoutedParam | None:
-        """The last matrix of a block."""
-        return None if block is None else self._last[block]
+
+# ------------------------------------------------------------------------------------------------ routers and experts
+
+
+class _Router(NamedTuple):
+    """The weight whose rows choose among the matrices of a stack.
+
+    Attributes:
+        name: Its name.
+        width: Number of features that it reads.
+        first: The first stack of the experts' module that has so many features on one side.
+    """
+
+    name: str
+    width: int
+    first: RoutedParam
+
+
+def find_experts(weights: Sequence[RoutedParam]) -> dict[str, _Router]:
+    """Make routers of the matrices that choose among experts, and biases of the rows that lie beside them.
+
+    A router has as many rows as there are experts, stands beside them or in the module around, and reads what they
+    read. Experts are a stack (E, M, N), or a list of E modules of linear layers alone: a list of a model's blocks has
+    norms, too.
+
+    Returns:
+        name -> router, of each stack that only its shape speaks for.
+    """
+    stacks: dict[int, list[RoutedParam]] = {}
+    for w in weights:
+        if w.role.kind in ("bare", "matrices") and w.role.view.get("view") == "stack":
+            for place in w.places:
+                stacks.setdefault(id(place.module), []).append(w)
+    found: dict[str, _Router] = {}
+    for w in weights:
+        if len(w.shape) != 2 or w.shape[0] < 2 or w.role.kind not in ("linear", "bare", "router"):
+            continue
+        num, width = w.shape
+        for module in _beside(w):
+            experts = [stack for stack in stacks.get(id(module), ()) if stack.shape[0] == num]
+            first = next((stack for stack in experts if width in stack.shape[1:]), None)
+            if w.role.kind != "router" and (first is not None or _is_list_of(module, w.shape)):
+                w.role = Role("router", f"router: its rows choose among {num} experts", reads=w.shape[1:])
+            if first is not None:
+                found |= {stack.name: _Router(w.name, width, first) for stack in experts if stack.role.kind == "bare"}
+        own = [stack.shape for place in w.places for stack in stacks.get(id(place.module), ())]
+        if w.role.kind != "router" and any(shape[0] == num and width in shape[1:] for shape in own):
+            reason = f"a row for each of {num} experts: biases, or a router"
+            w.role = Role("entries", reason, reads=w.shape, decays=False)
+    return found
+
+
+def _beside(weight: RoutedParam) -> Iterator[nn.Module]:
+    """The modules around the one that holds a weight, up to the third, and their children on other branches."""
+    for place in weight.places:
+        for below, module in place.owners[1:4]:
+            yield module
+            yield from (child for name, child in module.named_children() if name != below.split(".")[0])
+
+
+def _is_list_of(module: nn.Module, shape: Ints) -> bool:
+    """True if a module lists as many experts as a weight has rows, each made of linear layers that take its inputs."""
+    if not isinstance(module, nn.ModuleList) or len(module) != shape[0]:
+        return False
+    holders = [[m for m in expert.modules() if m._parameters] for expert in module]
+    linear = all(isinstance(m, nn.Linear) for of_expert in holders for m in of_expert)
+    return linear and all(len(h) > 1 and shape[1] in [m.in_features for m in h] for h in holders)
+
+
+# ------------------------------------------------------------------------------------------------------------- doubts
+
+
+def doubts_of(weights: Sequence[RoutedParam], experts: Mapping[str, _Router], known: Collection[str]) -> list[str]:
+    """A text for each kind of parameters that only their shape speaks for.
+
+    Args:
+        weights: All parameters of the model.
+        experts: Of `find_experts`.
+        known: Names of those that are settled.
+    """
+    tables = [w.name for w in weights if w.role.kind == "broadcast" and w.is_open and not _is_positions(w, weights)]
+    texts = [
+        f"{', '.join(tables)}: a (1, M, N) parameter is a table for all of a batch (positions) or a stack of one "
+        f'expert. It went to AdamW as a table. If right, write overrides={{"{name}": "adamw"}}; '
+        '{"use_muon": True, "view": "stack"} for a stack'
+        for name in tables[:1]
+    ]
+    alike: dict[tuple[object, ...], list[RoutedParam]] = {}
+    for w in weights:
+        num_dims, kind = len(w.shape), type(w.places[0].module)
+        if not w.is_open or w.name in known or (num_dims not in (2, 3) and w.name not in experts):
+            continue
+        if w.name in experts:
+            first, width = experts[w.name].first, experts[w.name].width
+            if first.shape[1] == width != first.shape[2]:  # it should have as many columns
+                alike.setdefault((kind,), []).append(w)
+        elif w.role.kind in ("pairs", "bare"):
+            alike.setdefault((kind, w.places[0].leaf, num_dims), []).append(w)
+    return texts + [_doubt(found, experts.get(found[0].name)) for found in alike.values()]
+
+
+def _doubt(found: Sequence[RoutedParam], router: _Router | None) -> str:
+    """Text on parameters that are alike in what speaks for them."""
+    w, more = found[0], f"; {len(found) - 1} more like it" if len(found) > 1 else ""
+    example, kind = f"{w.name} ({by(w.shape)}{more})", type(w.places[0].module).__name__
+    names = [w.name] if len(found) == 1 else list(dict.fromkeys(numbers_out(one.name) for one in found))
+    if router is not None:
+        return (
+            f"{example} is a stack of experts of {kind}, read as (outputs, inputs). But {router.name} reads "
+            f"{router.width} features, and {router.first.name} ({by(router.first.shape)}) has as many rows, so its "
+            f"inputs seem to come first (x @ W). If so, write {_override(names, {'transposed': True})}; "
+            '"muon" if it is right as it is'
+        )
+    if w.role.kind == "pairs":
+        return (
+            f"{example} is a parameter of {kind} with a last dim of 2, as torch.view_as_real leaves complex numbers. "
+            f'It went to AdamW. If right, write {_override(names, "adamw")}; "muon" if it holds matrices of two inputs'
+        )
+    stacked = len(w.shape) == 3
+    went = f"a stack of {w.shape[0]} matrices, each" if stacked else "one matrix"
+    table = "a table (positions, codes, biases)" if stacked else "a table, a set of biases or scales"
+    return (
+        f"{example} is a parameter of {kind}, of which no rule knows what it is. It went to Muon as {went} of "
+        f'(outputs, inputs). If right, write {_override(names, "muon")}; {{"transposed": True}} if its inputs come '
+        f'first (x @ W), "adamw" if it is {table}'
+    )
+
+
+def _is_positions(weight: RoutedParam, weights: Sequence[RoutedParam]) -> bool:
+    """True if a (1, M, N) parameter is surely a table, as positions are: its rows are as wide as a norm, and no other
+    in its module takes what it gives, or gives what it takes, as the two matrices of a stack of one expert do."""
+    _, rows, cols = weight.shape
+    held = (p for place in weight.places for p in place.module._parameters.values() if p is not weight.param)
+    others = [tuple(p.shape) for p in held if p is not None and p.ndim == 3 and p.shape[0] == 1]
+    widths = {w.shape[-1] for w in weights if w.role.kind == "norm"}
+    return cols in widths and not any(rows == other[2] or cols == other[1] for other in others)
+
+
+def _override(names: Iterable[str], choice: object) -> str:
+    """The line that a user may write to settle how these parameters are routed."""
+    text = repr(choice).replace("'", '"')
+    return "overrides={" + ", ".join(f'"{name}": {text}' for name in names) + "}"
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

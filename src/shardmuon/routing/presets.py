@@ -17,18 +17,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, Literal, cast
 
 from torch import nn
 
 from shardmuon.layout.views import Ints, matrix_view
 
-__all__ = ["Preset", "Role", "find_preset", "fused_hint", "fused_parts", "numbers_out"]
-
-_Parts = tuple[Sequence[int], int]  # as `split_sizes` and `split_groups`
-
-Kind = Literal[
+_View = Mapping[str, Any]  # options of `matrix_view`
+_Kind = Literal[
     "linear",  # one matrix, of which rows are outputs
     "matrices",  # one or more, read as the module's type says
     "bare",  # matrices by their shape alone, of a module that nothing knows
@@ -48,7 +44,7 @@ class Role:
     """The role of a parameter: how it reads as matrices, or why it is none.
 
     Attributes:
-        kind: See `Kind`.
+        kind: See `_Kind`.
         reason: Why it goes where it goes; for "unclear" and "unknown" what is wrong and what to do.
         view: Options of `matrix_view` that read it as matrices. Also set where AdamW is the better default.
         reads: Numbers of features that it takes as inputs (of a matrix whose orientation is unknown, both dims).
@@ -56,9 +52,9 @@ class Role:
         remark: For the table, where it stays one matrix.
     """
 
-    kind: Kind
+    kind: _Kind
     reason: str
-    view: Mapping[str, Any] = field(default_factory=dict)
+    view: _View = field(default_factory=dict)
     reads: tuple[int, ...] = ()
     decays: bool = True
     remark: str = ""
@@ -70,19 +66,16 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Preset:
+class _Preset:
     """One weight of a type of module.
 
     Attributes:
         types: Class names, or module and name, as globs; any in the module's MRO.
         weight: Name of the parameter below the module, as a glob.
         what: For the table.
-        parts: The sizes of its parts, each a product of the module's numbers from left to right, as in "num_v_heads //
-            num_k_heads * head_v_dim"; or what gives sizes and repeats, from the module and the weight's global shape
-            (the parameter itself may be a placeholder). (): one matrix.
-        repeats: How often the parts repeat, likewise; "": once.
-        view: Further options of `matrix_view`, or what gives them.
-        kind: See `Kind`.
+        view: How it reads as matrices, from the module and the weight's global shape (the parameter itself may be a
+            placeholder). What it raises, and sizes that do not fit, mean that this is another module of that name.
+        kind: See `_Kind`.
         decays: Whether it decays with AdamW.
         has: Attributes that the module must have, too.
     """
@@ -90,54 +83,46 @@ class Preset:
     types: tuple[str, ...]
     weight: str
     what: str
-    parts: tuple[str, ...] | Callable[[Any, Ints], _Parts] = ()
-    repeats: str = ""
-    view: Mapping[str, Any] | Callable[[Any, Ints], Mapping[str, Any]] = field(default_factory=dict)
-    kind: Kind = "matrices"
+    view: Callable[[Any, Ints], _View] = lambda _module, _shape: {}
+    kind: _Kind = "matrices"
     decays: bool = True
     has: tuple[str, ...] = ()
 
 
-def _number(module: nn.Module, product: str) -> int:
-    """A product of the module's numbers, see `Preset.parts`."""
-    first, *rest = product.split()
-    value = int(attrgetter(first)(module))
-    for sign, name in zip(rest[::2], rest[1::2], strict=True):
-        number = int(attrgetter(name)(module))
-        value = value * number if sign == "*" else value // number
-    return value
+def _split(sizes: Sequence[Any], repeats: Any = 1, **view: Any) -> _View:
+    """The view of a weight with parts of these sizes, one after the other, so many times."""
+    groups = {"split_groups": int(repeats)} if repeats > 1 else {}
+    return {**view, "split_sizes": tuple(map(int, sizes)), **groups}
 
 
-def _gate_up(experts: Any, shape: Ints) -> _Parts:
-    """Sizes and repeats of gate and up in experts: one after the other, or by turns."""
-    size = shape[2 if _in_out(experts) else 1] // 2
-    by_turns = not getattr(experts, "is_concatenated", True) or type(experts).__name__ == "GptOssExperts"
-    return ((1, 1), size) if by_turns else ((size, size), 1)
+def _rows(num: int) -> Callable[[Any, Ints], _View]:
+    """The view of this many equal parts."""
+    return lambda _, shape: _split((shape[0] // num,) * num)
 
 
-def _in_out(experts: Any) -> bool:
-    """True if experts are stored (E, inputs, outputs)."""
-    named = any(t.__name__ in ("GptOssExperts", "Llama4TextExperts") for t in type(experts).__mro__)
-    return bool(getattr(experts, "is_transposed", named))
+def _in_columns(*sizes: int) -> _View:
+    return _split(sizes, transposed=True, split_dim=1)
 
 
-def _stack(experts: Any, _: Ints) -> Mapping[str, Any]:
-    return {"view": "stack", **({"transposed": True} if _in_out(experts) else {})}
-
-
-def _stack_of_pairs(experts: Any, shape: Ints) -> Mapping[str, Any]:
-    return {**_stack(experts, shape), **({"split_dim": 1} if _in_out(experts) else {})}
-
-
-def _equal(num: int) -> Callable[[Any, Ints], _Parts]:
-    """Sizes of this many equal parts."""
-    return lambda _, shape: ((shape[0] // num,) * num, 1)
-
-
-def _conv1d(layer: Any, shape: Ints) -> Mapping[str, Any]:
+def _conv1d(layer: Any, shape: Ints) -> _View:
     if shape != (layer.nx, layer.nf):
         raise ValueError("a Conv1D of somebody else's, outputs first")
     return {"transposed": True}
+
+
+def _stack(experts: Any, _: Ints) -> _View:
+    named = any(t.__name__ in ("GptOssExperts", "Llama4TextExperts") for t in type(experts).__mro__)
+    is_inputs_first = getattr(experts, "is_transposed", named)  # (E, inputs, outputs)
+    return {"view": "stack", **({"transposed": True} if is_inputs_first else {})}
+
+
+def _gate_up(experts: Any, shape: Ints) -> _View:
+    """The view of gate and up in experts: one after the other, or by turns."""
+    view = _stack(experts, shape)
+    along = {"split_dim": 1} if "transposed" in view else {}
+    size = shape[1 + len(along)] // 2
+    by_turns = not getattr(experts, "is_concatenated", True) or type(experts).__name__ == "GptOssExperts"
+    return {**view, **along, **(_split((1, 1), size) if by_turns else _split((size, size)))}
 
 
 _TIMM = (  # timm has a dozen classes called Attention; of these the rows are all of q, all of k, all of v
@@ -165,101 +150,113 @@ _KNOWN_EXPERTS = (
     *("GptOssExperts", "Llama4TextExperts"),
 )
 _ROUTERS = ("*TopKRouter", "*TopkRouter", "*Top1Router")
-_TURNED_COLUMNS: Mapping[str, Any] = {"transposed": True, "split_dim": 1}
 
-PRESETS: tuple[Preset, ...] = (
+_PRESETS: tuple[_Preset, ...] = (
     # torch
-    Preset(("torch.nn.modules.activation.MultiheadAttention",), "*in_proj_weight*", "fused q, k, v", _equal(3)),
-    Preset(("torch.nn.modules.activation.MultiheadAttention",), "*weight*", "linear"),
-    Preset(("torch.nn.modules.rnn.LSTM*",), "*weight_[ih]h*", "4 fused gates", _equal(4)),
-    Preset(("torch.nn.modules.rnn.GRU*",), "*weight_[ih]h*", "3 fused gates", _equal(3)),
-    Preset(("torch.nn.modules.rnn.RNN*",), "*weight_*", "linear"),
+    _Preset(("torch.nn.modules.activation.MultiheadAttention",), "*in_proj_weight*", "fused q, k, v", _rows(3)),
+    _Preset(("torch.nn.modules.activation.MultiheadAttention",), "*weight*", "linear"),
+    _Preset(("torch.nn.modules.rnn.LSTM*",), "*weight_[ih]h*", "4 fused gates", _rows(4)),
+    _Preset(("torch.nn.modules.rnn.GRU*",), "*weight_[ih]h*", "3 fused gates", _rows(3)),
+    _Preset(("torch.nn.modules.rnn.RNN*",), "*weight_*", "linear"),
     # transformers: attention and feed-forward layers
-    Preset(
+    _Preset(
         ("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"),
         "c_attn.weight",
         "fused q, k, v in columns",
-        lambda m, _: ((m.split_size,) * (2 if m.is_cross_attention else 3), 1),
-        view=_TURNED_COLUMNS,
+        lambda m, _: _in_columns(*(m.split_size,) * (2 if m.is_cross_attention else 3)),
     ),
-    Preset(("Conv1D",), "weight", "linear, stored transposed", view=_conv1d, has=("nx", "nf")),
-    Preset(
+    _Preset(("Conv1D",), "weight", "linear, stored transposed", _conv1d, has=("nx", "nf")),
+    _Preset(
         ("GPTNeoXAttention",),
         "query_key_value.weight",
         "fused q, k, v of each head",
-        ("head_size",) * 3,
-        "config.num_attention_heads",
+        lambda m, _: _split((m.head_size,) * 3, m.config.num_attention_heads),
     ),
-    Preset(
+    _Preset(
         ("BloomAttention", "PersimmonAttention"),
         "query_key_value.weight",
         "fused q, k, v of each head",
-        ("head_dim",) * 3,
-        "num_heads",
+        lambda m, _: _split((m.head_dim,) * 3, m.num_heads),
     ),
-    Preset(
+    _Preset(
         ("Phi3Attention", "Phi4MultimodalAttention"),
         "qkv_proj.weight",
         "fused q, k, v",
-        ("config.num_attention_heads * head_dim", *("num_key_value_heads * head_dim",) * 2),
+        lambda m, _: _split(
+            (m.config.num_attention_heads * m.head_dim, *(m.num_key_value_heads * m.head_dim,) * 2),
+        ),
     ),
-    Preset(
+    _Preset(
         ("Phi3MLP", "Phi4MultimodalMLP", "GlmMLP", "Glm4MLP"),
         "gate_up_proj.weight",
         "fused gate, up",
-        ("config.intermediate_size",) * 2,
+        lambda m, _: _split((m.config.intermediate_size,) * 2),
     ),
-    Preset(_DEEPSEEK, "kv_b_proj.weight", "fused k, v of each head", ("qk_nope_head_dim", "v_head_dim"), "num_heads"),
-    Preset(_DEEPSEEK, "kv_a_proj_with_mqa.weight", "fused latent, rotary key", ("kv_lora_rank", "qk_rope_head_dim")),
-    Preset(
+    _Preset(
+        _DEEPSEEK,
+        "kv_b_proj.weight",
+        "fused k, v of each head",
+        lambda m, _: _split((m.qk_nope_head_dim, m.v_head_dim), m.num_heads),
+    ),
+    _Preset(
+        _DEEPSEEK,
+        "kv_a_proj_with_mqa.weight",
+        "fused latent, rotary key",
+        lambda m, _: _split((m.kv_lora_rank, m.qk_rope_head_dim)),
+    ),
+    _Preset(
         ("Qwen3NextAttention",),
         "q_proj.weight",
         "fused q, gate of each head",
-        ("head_dim",) * 2,
-        "config.num_attention_heads",
+        lambda m, _: _split((m.head_dim,) * 2, m.config.num_attention_heads),
     ),
-    Preset(
+    _Preset(
         ("Qwen3NextGatedDeltaNet",),
         "in_proj_qkvz.weight",
         "fused q, k, v, z of each group",
-        (*("head_k_dim",) * 2, *("num_v_heads // num_k_heads * head_v_dim",) * 2),
-        "num_k_heads",
+        lambda m, _: _split(
+            (*(m.head_k_dim,) * 2, *(m.num_v_heads // m.num_k_heads * m.head_v_dim,) * 2), m.num_k_heads
+        ),
     ),
-    Preset(
+    _Preset(
         ("Qwen3NextGatedDeltaNet",),
         "in_proj_ba.weight",
         "fused b, a of each group",
-        ("num_v_heads // num_k_heads",) * 2,
-        "num_k_heads",
+        lambda m, _: _split((m.num_v_heads // m.num_k_heads,) * 2, m.num_k_heads),
     ),
     # state spaces
-    Preset(_MAMBA, "in_proj.weight", "fused x, z", ("intermediate_size",) * 2),
-    Preset(_MAMBA, "x_proj.weight", "fused dt, B, C", ("time_step_rank", *("ssm_state_size",) * 2)),
-    Preset(_MAMBA_SSM, "in_proj.weight", "fused x, z", ("d_inner",) * 2),
-    Preset(_MAMBA_SSM, "x_proj.weight", "fused dt, B, C", ("dt_rank", *("d_state",) * 2)),
-    Preset((*_MAMBA, *_MAMBA_SSM), "A_log", "decay rates of the states, entry by entry", kind="entries", decays=False),
-    Preset(
+    _Preset(_MAMBA, "in_proj.weight", "fused x, z", lambda m, _: _split((m.intermediate_size,) * 2)),
+    _Preset(
+        _MAMBA,
+        "x_proj.weight",
+        "fused dt, B, C",
+        lambda m, _: _split((m.time_step_rank, *(m.ssm_state_size,) * 2)),
+    ),
+    _Preset(_MAMBA_SSM, "in_proj.weight", "fused x, z", lambda m, _: _split((m.d_inner,) * 2)),
+    _Preset(_MAMBA_SSM, "x_proj.weight", "fused dt, B, C", lambda m, _: _split((m.dt_rank, *(m.d_state,) * 2))),
+    _Preset((*_MAMBA, *_MAMBA_SSM), "A_log", "decay rates of the states, entry by entry", kind="entries", decays=False),
+    _Preset(
         ("Mamba2Mixer", "BambaMixer"),
         "in_proj.weight",
         "fused z, x, B, C, dt",
-        (*("intermediate_size",) * 2, *("n_groups * ssm_state_size",) * 2, "num_heads"),
+        lambda m, _: _split((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads)),
     ),
     # experts, whose layout transformers' say themselves
     *(
         preset
         for types, has in ((_KNOWN_EXPERTS, ()), (_EXPERTS, _WORDS))
         for preset in (
-            Preset(types, "gate_up_proj", "stack of experts, fused gate, up", _gate_up, view=_stack_of_pairs, has=has),
-            Preset(types, "up_proj", "stack of experts", view=_stack, has=has),
-            Preset(types, "down_proj", "stack of experts", view=_stack, has=has),
-            Preset(types, "*_bias", "biases of experts", kind="entries", decays=False, has=has),
+            _Preset(types, "gate_up_proj", "stack of experts, fused gate, up", _gate_up, has=has),
+            _Preset(types, "up_proj", "stack of experts", _stack, has=has),
+            _Preset(types, "down_proj", "stack of experts", _stack, has=has),
+            _Preset(types, "*_bias", "biases of experts", kind="entries", decays=False, has=has),
         )
     ),
-    Preset(_ROUTERS, "weight", "router: its rows choose experts", kind="router"),
-    Preset(_ROUTERS, "classifier.weight", "router: its rows choose experts", kind="router"),
+    _Preset(_ROUTERS, "weight", "router: its rows choose experts", kind="router"),
+    _Preset(_ROUTERS, "classifier.weight", "router: its rows choose experts", kind="router"),
     # vision
-    Preset(_TIMM, "qkv.weight", "fused q, k, v", _equal(3)),
-    Preset(
+    _Preset(_TIMM, "qkv.weight", "fused q, k, v", _rows(3)),
+    _Preset(
         _WITH_POSITION_BIASES,
         "relative_position_bias_table",
         "table of position biases, looked up row by row",
@@ -267,11 +264,11 @@ PRESETS: tuple[Preset, ...] = (
         decays=False,
     ),
     # peft
-    Preset(("LoraLayer",), "lora_embedding_A.*", "its columns are looked up, like an embedding's", kind="entries"),
-    Preset(("LoraLayer",), "lora_embedding_B.*", "linear", kind="linear"),
-    Preset(("OFTRotationModule",), "weight", "packed entries of skew-symmetric matrices", kind="entries"),
+    _Preset(("LoraLayer",), "lora_embedding_A.*", "its columns are looked up, like an embedding's", kind="entries"),
+    _Preset(("LoraLayer",), "lora_embedding_B.*", "linear", kind="linear"),
+    _Preset(("OFTRotationModule",), "weight", "packed entries of skew-symmetric matrices", kind="entries"),
     # torch_geometric
-    Preset(("torch_geometric.nn.dense.linear.Linear",), "weight", "linear", kind="linear"),
+    _Preset(("torch_geometric.nn.dense.linear.Linear",), "weight", "linear", kind="linear"),
 )
 
 
@@ -292,22 +289,15 @@ def find_preset(owners: Iterable[tuple[str, nn.Module]], shape: Ints) -> Role | 
 
 
 @lru_cache(maxsize=4096)
-def _of_type(kind: Hashable) -> tuple[Preset, ...]:
+def _of_type(kind: Hashable) -> tuple[_Preset, ...]:
     mro = cast(type, kind).__mro__
     names = {name for t in mro for name in (t.__name__, f"{t.__module__}.{t.__qualname__}")}
-    return tuple(p for p in PRESETS if any(fnmatchcase(name, glob) for glob in p.types for name in names))
+    return tuple(p for p in _PRESETS if any(fnmatchcase(name, glob) for glob in p.types for name in names))
 
 
-def _read(preset: Preset, module: nn.Module, shape: Ints) -> Role | None:
+def _read(preset: _Preset, module: nn.Module, shape: Ints) -> Role | None:
     try:
-        view = dict(preset.view(module, shape) if callable(preset.view) else preset.view)
-        if callable(preset.parts):
-            sizes, groups = preset.parts(module, shape)
-        else:
-            sizes = [_number(module, part) for part in preset.parts]
-            groups = _number(module, preset.repeats) if preset.repeats else 1
-        if sizes:
-            view |= {"split_sizes": tuple(map(int, sizes))} | ({"split_groups": groups} if groups > 1 else {})
+        view = preset.view(module, shape)
         if preset.kind in ("matrices", "linear"):
             matrix_view(shape, **view)
     except (AttributeError, LookupError, TypeError, ValueError):

@@ -2,7 +2,7 @@
 
 Reads the model only: the module that holds a parameter, those around it, the modules that share it, and its global
 shape. Well-known types say more: presets.py. Knows nothing of users' overrides, learning rates or groups. Output heads
-and experts take a second look: heads.py, experts.py.
+and experts take a second look: heads.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from shardmuon.layout.engines.base import AUTOTP_GROUP
 from shardmuon.layout.engines.fsdp1 import know, refuse_flat
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.routing.presets import Role, find_preset, fused_hint
-
-__all__ = ["Place", "by", "find_places", "is_table", "logical_shape", "role_of"]
 
 _NORMS = (
     nn.LayerNorm,
@@ -201,12 +199,8 @@ def _role_at(place: Place, shape: Ints) -> Role:
     if isinstance(module, _CONVOLUTIONS):
         return _convolution(place, shape)
     if isinstance(module, nn.Linear):
-        return Role("linear", "linear", reads=shape[1:], remark=_hint(place, shape))
+        return Role("linear", "linear", reads=shape[1:], remark=fused_hint(place.name, shape, place.owners))
     return _bare(place, shape)
-
-
-def _hint(place: Place, shape: Ints) -> str:
-    return fused_hint(place.name, shape, place.owners)
 
 
 def _num_dims(module: nn.Module) -> int:
@@ -244,7 +238,7 @@ def _convolution(place: Place, shape: Ints) -> Role:
     if min(matrix.rows, matrix.cols) == 1:
         return Role("entries", f"{_num(groups, 'vector')} ({matrix.rows}x{matrix.cols})", view)
     pointwise = groups == 1 and math.prod(shape[2:]) == 1 and not isinstance(module, _TRANSPOSED)
-    remark = _hint(place, shape[:2]) if pointwise else ""
+    remark = fused_hint(place.name, shape[:2], place.owners) if pointwise else ""
     return Role("matrices", f"convolution, {_num(groups, 'group')}", view, remark=remark)
 
 
@@ -264,12 +258,17 @@ def _bare(place: Place, shape: Ints) -> Role:
     if stack and isinstance(module, nn.Bilinear):
         return Role("matrices", f"stack of {shape[0]} matrices", stack, shape[1:])
     if not stack and shape[0] in (vars(module).get(name) for name in _NUM_OUTPUTS):
-        return Role("linear", f"linear ({type(module).__name__})", reads=shape[1:], remark=_hint(place, shape))
+        return Role(
+            "linear",
+            f"linear ({type(module).__name__})",
+            reads=shape[1:],
+            remark=fused_hint(place.name, shape, place.owners),
+        )
     reads = shape[1:] if stack else shape
     if shape[-1] == 2:
         return Role("pairs", "last dim of 2: pairs of numbers, as complex ones are kept", stack, reads)
     reason = f"stack of {shape[0]} matrices, by its shape alone" if stack else "2-D parameter"
-    return Role("bare", reason, stack, reads, remark=_hint(place, shape))
+    return Role("bare", reason, stack, reads, remark=fused_hint(place.name, shape, place.owners))
 
 
 def _num(count: int, what: str) -> str:

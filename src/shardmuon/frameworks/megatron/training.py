@@ -25,8 +25,7 @@ from shardmuon.frameworks.megatron.buffers import check_shards, distributed_opti
 from shardmuon.frameworks.megatron.kept import WholeHost
 from shardmuon.muon import Muon
 from shardmuon.options import Storage
-from shardmuon.routing.groups import Overrides, param_groups
-from shardmuon.routing.overrides import Rule, parse
+from shardmuon.routing.groups import Overrides, Rule, param_groups, parse_overrides
 from shardmuon.routing.roles import find_places
 
 
@@ -62,12 +61,12 @@ def get_megatron_optimizer(
     given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
     distributed, fault = bool(config.use_distributed_optimizer), Fault()
     with fault:  # whatever is wrong here, other pipeline stages must hear of it
-        given = parse(overrides)
+        given = parse_overrides(overrides)
         _check(config, model_chunks, options)
         for chunk in model_chunks:
             here = _matching(chunk, given)
             matched.update(here)
-            rules = [*(given[i] for i in here), *parse(_qkv(config, chunk, groups))]
+            rules = [*(given[i] for i in here), *parse_overrides(_qkv(config, chunk, groups))]
             listed += _routed(config, chunk, adamw_lr, rules, routing, groups)
         for expert in (False, True) if distributed else ():
             check_shards([g for g in listed if g["is_expert_parallel"] == expert], _tp(groups, expert))
@@ -226,7 +225,7 @@ def _of_experts(chunk: nn.Module, rules: Sequence[Rule], tp_group: Any) -> list[
 
         return rule._replace(pattern=fits, options={**rule.options, "tp_group": () if tp_group is None else tp_group})
 
-    made = [narrowed(rule) for rule in (*rules, *parse({"*": {}}))]
+    made = [narrowed(rule) for rule in (*rules, *parse_overrides({"*": {}}))]
     return [made[i] for i in _matching(chunk, made)]
 
 
