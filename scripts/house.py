@@ -41,6 +41,13 @@ Function = tuple[str, int, str]  # file, first line, name
 Graph = Mapping[str, Collection[str]]  # module -> the modules that it imports
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
+# Question words, prepositions and pronouns, with which no docstring opens.
+BAD_OPENING = re.compile(
+    r"\W*(how|what|when|where|whether|which|who|whose|why|about|after|against|among|around|as|at|because|before|between|by"
+    r"|during|for|from|if|in|into|like|of|on|out|over|since|than|through|to|under|until|upon|with|within|without|he|her|his"
+    r"|i|it|its|she|that|their|them|they|this|these|those|we|you|your)\b",
+    re.IGNORECASE,
+)
 # Of row 4: parts that no training step needs, under the names that they have or are to have.
 APART = ("price/", "foresight/", "auditing/", "testing/", "commands/")
 
@@ -177,6 +184,31 @@ def statements(tree: ast.AST) -> int:
     }
     counted = (node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node not in docstrings)
     return sum(not isinstance(node, (ast.Import, ast.ImportFrom)) for node in counted)
+
+
+def docstrings(tree: ast.AST) -> list[str]:
+    """Docstrings of a module, its classes and its functions."""
+    nodes = (node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)))
+    return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def public_names(tree: ast.Module) -> Iterator[str]:
+    """Names without an underscore that a module defines at its top."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        bound = [
+            name.id
+            for target in targets
+            if target
+            for name in ast.walk(target)
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+        ]
+        defined = [node.name] if isinstance(node, (ast.ClassDef, *FUNCTIONS)) else bound
+        yield from (name for name in defined if not name.startswith("_"))
+
+
+def classes(tree: ast.Module) -> set[str]:
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 def catches(tree: ast.AST) -> Iterator[int]:
@@ -418,6 +450,34 @@ def row_bytes() -> str:
     return "; ".join(f"{name} " + " / ".join(f"{ratio:.2f}" for ratio in of_job) for name, of_job in found.items())
 
 
+def satellites() -> list[ast.Module]:
+    """Syntax trees of the package and of what stands on it."""
+    return list(sources(ROOT / "src").values())
+
+
+def row_all_statements() -> str:
+    of_tests = sources(ROOT / "tests").values()
+    return f"{sum(map(statements, satellites())):,} / {sum(map(statements, of_tests)):,}"
+
+
+def row_names() -> str:
+    defined = Counter(name for tree in satellites() for name in classes(tree))
+    return f"{sum(1 for tree in satellites() for _ in public_names(tree))} / {sum(n > 1 for n in defined.values())}"
+
+
+def row_docstrings() -> str:
+    found = [BAD_OPENING.match(text) is not None for tree in satellites() for text in docstrings(tree)]
+    return f"{sum(found) / len(found):.1%}"
+
+
+def row_import() -> str:
+    """Processor time of the import after torch's, median of five processes."""
+    code = "import time, torch; began = time.process_time(); import shardmuon; print(time.process_time() - began)"
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    runs = (subprocess.run(command, env=environment, capture_output=True, check=True) for _ in range(5))
+    return f"{statistics.median(float(run.stdout) for run in runs):.2f} s"
+
+
 class Row(NamedTuple):
     """One row of the table; `measure` gives its second column."""
 
@@ -437,6 +497,10 @@ ROWS = {
     8: Row("host time over torch's Muon + AdamW: 48 + 50 / 600 + 120 tensors", "0.38 / 0.19", row_host_time),
     9: Row("time of a vote over an all-reduce, 8 gloo ranks", "0.4", vote_time),
     10: Row("bytes sent by a rank, largest over mean: 60 / 7 / 3 matrices", "1.05 / 1.25 / 1.25", row_bytes),
+    11: Row("statements of src with satellites / of tests", "9,500 / 11,000", row_all_statements),
+    12: Row("public names of modules / class names defined twice", "300 / 0", row_names),
+    13: Row("docstrings that open with a question word, preposition, pronoun", "2.0%", row_docstrings),
+    14: Row("import after torch's", "0.08 s", row_import),
 }
 
 

@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "src" / "shardmuon"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
-FOLDERS = ("layout", "plan", "step", "momentum", "stepping", "comm", "gradients")
+FOLDERS = ("layout", "plan", "step", "momentum", "comm", "gradients")
 FIRST = ("test_golden",)
 # files and folders that are not run: minutes each or environments of their own, and what they see others see too
 SLOW = ("test_foresight_eight", "test_gpu", "test_demo", "site", "stack", "zoo")
@@ -55,11 +55,15 @@ OF_FOLDER = {
         "step/test_gram_runs",
         "step/test_stages",
         "step/test_refusals",
+        "test_passes",
+        "test_lean",
+        "test_adamw",
+        "test_norm_control",
+        "test_cuda_shape",
         "test_faults",
         "test_equality",
     ),
     "momentum": ("step/test_stores", "test_momentum", "test_memory", "test_equality"),
-    "stepping": ("test_passes", "test_lean", "test_adamw", "test_norm_control", "test_cuda_shape", "test_equality"),
     "comm": ("test_vote", "test_faults", "test_first_contact", "test_kill"),
     "gradients": ("test_clip", "test_hostile_norm_clip"),
 }

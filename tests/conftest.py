@@ -4,20 +4,19 @@
     Where the CPU multiplies bf16 matrices in hardware, products are bf16 by default, as on GPUs; elsewhere they are
     fp32. A test of numbers states its arithmetic or holds for both. `--arithmetic` chooses, through the switch that
     CONTRIBUTING.md describes; ranks inherit it. `--both-arithmetics` runs all tests in the machine's own, and those
-    marked `numeric` in the other, too. Tests of one process leave a core idle, and those that start ranks of their own
-    mostly wait: they, the other arithmetic and the frameworks run in processes of their own beside the other tests on
-    ranks. What those say stands before the closing line, and their failures count.
+    marked `numeric` in the other, too, and shares them out to processes, see `_Shared`.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import subprocess
+import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import deepspeed_start
 import hypothesis
@@ -60,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if wanted != "own":
         os.environ[CPU_BF16] = str(int({"other": not own, "bf16": True, "fp32": False}[wanted]))
     if config.getoption("--both-arithmetics"):
-        config.pluginmanager.register(_Beside(config), "beside")
+        config.pluginmanager.register(_Shared(config), "shared")
 
 
 def pytest_report_header() -> str:
@@ -72,79 +71,118 @@ def _name(bf16: bool) -> str:
     return "bf16" if bf16 else "fp32"
 
 
-class _Beside:
-    """See [Note: two arithmetics]. Each run is a process of its own, while this one runs the other tests on ranks.
+class _Shared:
+    """The tests of one session in several processes, so that two cores are busy to the end.
 
-    One after the other run the tests of one process and the other arithmetic; and beside them those that start their
-    own ranks, which mostly wait, and the frameworks, whose ranks no other test uses. So both cores are busy to the end.
-    A run is given the files that hold its tests, so that it imports no others.
+    Files lie in a queue, those with ranks before the others. This process takes them one by one, and so does a fork of
+    it, after the tests that start ranks of their own and mostly wait. Frameworks, whose ranks no other test uses, have
+    a fork of their own; the other arithmetic is a new process. What they say stands before the closing line, and their
+    failures count.
     """
 
     def __init__(self, config: pytest.Config) -> None:
+        self._config, self._folder = config, Path(tempfile.mkdtemp(prefix="shardmuon-tests-"))
+        self._beside: dict[str, int] = {}  # name -> process
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.testsfailed or session.config.option.collectonly:
+            return None
+        framework = [item for item in session.items if _has(item, "framework")]
+        apart = [item for item in session.items if _has(item, "apart") and not _has(item, "framework")]
+        alone = {*framework, *apart}
+        units: dict[object, list[pytest.Item]] = {}
+        for item in sorted((item for item in session.items if item not in alone), key=lambda i: not _has(i, "ranks")):
+            units.setdefault(_unit(item), []).append(item)
+        taken, left = os.pipe()  # numbers of units, two bytes each: a read takes one whole
+        os.write(left, b"".join(number.to_bytes(2, "big") for number in range(len(units))))
+        os.close(left)
+        queue = (list(units.values())[int.from_bytes(number, "big")] for number in iter(lambda: os.read(taken, 2), b""))
+        numeric = [item for item in session.items if _has(item, "numeric")]
         other = _name(not cpu_has_bf16_matmul())
-        chain = {
-            "tests of one process": ["-m", "not ranks"],
-            f"numeric tests with {other} products": ["-m", "numeric", "--arithmetic", other],
-        }
-        waiting = {"tests that start their own ranks": ["-m", "apart"], "tests of frameworks": ["-m", "framework"]}
-        self._runs = chain | waiting
-        self._logs = {name: Path(tempfile.mkdtemp(prefix="shardmuon-tests-"), "log") for name in self._runs}
-        self._args: dict[str, list[str]] = {"tests of one process": config.args}
-        self._folder = config.invocation_params.dir
-        self._failed: list[str] = []
-        self._current: dict[str, subprocess.Popen[bytes]] = {}
-        self._stopped, self._collected = False, threading.Event()
-        self._threads = [threading.Thread(target=self._work, args=tuple(c), daemon=True) for c in (chain, waiting)]
-        for thread in self._threads:
-            thread.start()
+        if numeric and self._forked(f"numeric tests with {other} products"):
+            self._become_other(other, numeric)
+        if framework and self._forked("tests of frameworks"):
+            _preload(framework)
+            return _run(session, [framework])
+        _preload([item for item in session.items if item not in set(framework)])
+        if self._forked("tests that start their own ranks, and half of the others"):
+            return _run(session, itertools.chain([apart], queue))
+        return _run(session, queue)
 
-    def _work(self, *names: str) -> None:
-        for name in names:
-            if name not in self._args:
-                self._collected.wait()
-            if self._stopped:
-                return
-            if not self._args[name]:
-                self._logs[name].write_text("none")
-                continue
-            command = [sys.executable, "-m", "pytest", *self._runs[name], "-p", "no:cacheprovider", *self._args[name]]
-            with self._logs[name].open("w") as log:
-                self._current[name] = subprocess.Popen(command, cwd=self._folder, stdout=log, stderr=subprocess.STDOUT)
-                if self._current[name].wait() not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-                    self._failed.append(name)
+    def _become_other(self, other: str, items: list[pytest.Item]) -> NoReturn:
+        """Run the tests in the other arithmetic: a process that knows this one's cannot."""
+        args = self._config.args
+        if not any("::" in arg for arg in args):  # it imports no other files
+            args = list(dict.fromkeys(str(item.path) for item in items))
+        os.chdir(self._config.invocation_params.dir)
+        command = [sys.executable, "-m", "pytest", "-m", "numeric", "--arithmetic", other, "-p", "no:cacheprovider"]
+        os.execv(sys.executable, [*command, *args])
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Take out what is run beside, and tell those runs their files."""
-        whole_files = not any("::" in arg for arg in config.args)
-        for name, (_, mark, *_rest) in self._runs.items():
-            files = dict.fromkeys(str(item.path) for item in items if item.get_closest_marker(mark))
-            self._args.setdefault(name, list(files) if whole_files else config.args)
-        self._collected.set()
-        here = [i for i in items if _has(i, "ranks") and not (_has(i, "apart") or _has(i, "framework"))]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(here)])
-        items[:] = here
+    def _forked(self, name: str) -> bool:
+        """True in the new process, whose output goes to a log."""
+        reporter: Any = self._config.pluginmanager.getplugin("terminalreporter")
+        reporter.flush()
+        process = os.fork()
+        self._beside[name] = process
+        if process:
+            return False
+        self._beside.clear()
+        capture: Any = self._config.pluginmanager.getplugin("capturemanager")
+        capture.stop_global_capturing()  # its file is the parent's
+        with self._log(name).open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        capture.start_global_capturing()
+        capture.suspend_global_capture()
+        if self._config.pluginmanager.hasplugin("lfplugin"):
+            self._config.pluginmanager.unregister(name="lfplugin")  # the parent remembers its own failures
+        return True
+
+    def _log(self, name: str) -> Path:
+        return self._folder / name
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus == pytest.ExitCode.INTERRUPTED or not self._collected.is_set():
-            self._stopped = True
-            self._collected.set()
-            for process in self._current.values():
-                process.terminate()
-        for thread in self._threads:
-            thread.join()
-        if self._failed and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        failed = []
+        for name, process in self._beside.items():
+            if exitstatus == pytest.ExitCode.INTERRUPTED:
+                os.kill(process, signal.SIGTERM)
+            code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+            if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+                failed.append(name)
+        if failed and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter: Any = self._config.pluginmanager.getplugin("terminalreporter")
+        for name in failed:  # so that the closing line says so
+            where = (f"{name}, see above", None, "")
+            report = pytest.TestReport(where[0], where, {}, "failed", "failed", "call")
+            reporter.stats.setdefault("error", []).append(report)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        for name, log in self._logs.items():
-            terminalreporter.section(f"{name}, run beside those on ranks")
-            terminalreporter.write_line(log.read_text(errors="replace").rstrip() if log.exists() else "not run")
-        for name in self._failed:  # so that the closing line says so
-            where = (f"{name}, see above", None, "")
-            terminalreporter.stats.setdefault("error", []).append(
-                pytest.TestReport(where[0], where, {}, "failed", "failed", "call")
-            )
+        for name in self._beside:
+            terminalreporter.section(f"{name}, run beside these")
+            terminalreporter.write_line(self._log(name).read_text(errors="replace").rstrip())
+
+
+def _unit(item: pytest.Item) -> object:
+    """The file of a test, or all files that share what is compared on all layouts."""
+    return "every_layout" if hasattr(getattr(item, "module", None), "compared") else item.path
+
+
+def _run(session: pytest.Session, units: Iterable[list[pytest.Item]]) -> bool:
+    """Run the tests of units, and read a unit only when it is its turn: fixtures end when nobody needs them next."""
+    items = (item for unit in units for item in unit)
+    item = next(items, None)
+    while item is not None:
+        following = next(items, None)
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        item = following
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -158,11 +196,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("numeric")
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    for module in dict.fromkeys(item.path.stem for item in session.items if _has(item, "ranks")):
-        preload(module)  # ranks find their functions there
-    if session.items and all(_has(item, "framework") for item in session.items):
+def _preload(items: list[pytest.Item]) -> None:
+    """Have the modules of these tests imported before ranks are forked, which find their functions there."""
+    for module in dict.fromkeys(item.path.stem for item in items if _has(item, "ranks")):
+        preload(module)
+    if items and all(_has(item, "framework") for item in items):
         preload("framework_imports")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if not session.config.pluginmanager.hasplugin("shared"):
+        _preload(session.items)
 
 
 def _on_ranks(item: pytest.Item) -> bool:

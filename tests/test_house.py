@@ -111,6 +111,30 @@ def test_statements_leave_out_docstrings_and_imports(house: ModuleType) -> None:
     assert house.statements(tree) == 6  # x, class, def, if, return, the last string
 
 
+def test_names_classes_and_docstrings_of_a_module(house: ModuleType) -> None:
+    tree = parsed(
+        '''
+        """What it is for."""
+        import os
+        ONE, (_two, three) = 1, (2, 3)
+        four: int = 4
+        ONE_MORE["key"] = os.five = 5
+        class K:
+            """Those of it."""
+            six = 6
+            class L:
+                """Kinds."""
+        def _seven(): "Whether, or not."
+        async def eight(): "Return to it."
+        '''
+    )
+    assert list(house.public_names(tree)) == ["ONE", "three", "four", "K", "eight"]
+    assert house.classes(tree) == {"K", "L"}
+    assert [text for text in house.docstrings(tree) if house.BAD_OPENING.match(text)] == [
+        "What it is for.", "Those of it.", "Whether, or not."
+    ]  # fmt: skip
+
+
 def test_catches_are_handlers_that_do_not_raise_and_their_like(house: ModuleType) -> None:
     tree = parsed(
         """

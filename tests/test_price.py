@@ -93,9 +93,13 @@ def _others(made: Plan) -> Iterator[Plan]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_buckets_are_cheaper_by_three_percent(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor are owners that were given out without a search."""
+    """Nor are owners that were given out without a search; and cuts that a bound leaves out are not chosen."""
     specs, _ = _job(seed)
     made = make_plan(specs, Policy())
+    with monkeypatch.context() as without_bound:
+        without_bound.setattr("shardmuon.plan.plan.least_ns", lambda buckets: 0)
+        tried = make_plan(specs, Policy())
+    assert (tried.buckets, tried.chosen) == (made.buckets, made.chosen)
     ours = _seconds(made)
     for other in _others(made):
         assert ours < 1.03 * _seconds(other), [bucket.items for bucket in other.buckets]

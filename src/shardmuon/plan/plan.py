@@ -22,7 +22,17 @@ from shardmuon.layout.table import ParamLayout, Ranks, digest_of
 from shardmuon.plan.balance import UNEVEN, fitted, handed_on
 from shardmuon.plan.cuts import cut_faults
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
-from shardmuon.plan.price import BatchPrice, Priced, Spread, bucket_times, products_of, spread_of, step_ns, taken_by
+from shardmuon.plan.price import (
+    BatchPrice,
+    Priced,
+    Spread,
+    bucket_times,
+    least_ns,
+    products_of,
+    spread_of,
+    step_ns,
+    taken_by,
+)
 
 Route = Literal["local", "owner", "gram"]
 RouteOption = Literal["auto", "owner", "local", "gram"]
@@ -613,6 +623,9 @@ class _Cutter:
             for tail in tails if len(waves) > known else ():
                 shares = self._narrowed(waves, tail)
                 buckets = [bucket_times([priced[n] for n in share], itemsize, machine) for share in shares]
+                two = heapq.nsmallest(2, (option.ns for option in found))
+                if len(two) == 2 and least_ns(buckets) * 100 > max(two[0] * _NO_DEARER, two[1] * 100):
+                    continue  # it is neither chosen nor the next
                 taken = itemsize * max(taken_by([priced[n] for n in share]) for share in shares)
                 for step in (1, -1)[: len(shares)]:  # those with least first, or last
                     found.setdefault(Option(taken, len(shares), step_ns(buckets[::step])), shares[::step])

@@ -168,14 +168,26 @@ def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
     return latency + max(near * 1000 // machine.link, far * 1000 // machine.network)
 
 
+def least_ns(buckets: Sequence[tuple[pipeline.BucketTimes, Mapping[int, int]]]) -> int:
+    """A bound of `step_ns` in any order: the work of the busiest rank, or all exchanges one after the other."""
+    works = [work for work, _ in buckets]
+    busiest = max(sum(computed.get(rank, 0) for _, computed in buckets) for rank in _slowest(buckets))
+    own = busiest + sum(work.pack + work.fill + work.apply + work.finish for work in works)
+    return int(max(own, sum((work.gather or 0) + (work.scatter or 0) + (work.relay or 0) for work in works)))
+
+
 def step_ns(buckets: Sequence[tuple[pipeline.BucketTimes, Mapping[int, int]]]) -> int:
     """A step of these buckets, in their order, see [Note: the price of buckets]."""
-    slowest = dict.fromkeys(max(computed, key=lambda rank: (computed[rank], rank)) for _, computed in buckets)
     ranks = [
         [
             work._replace(key=number, orthogonalize=computed.get(rank, 0))
             for number, (work, computed) in enumerate(buckets)
         ]
-        for rank in slowest
+        for rank in _slowest(buckets)
     ]
     return int(max(course.end for course in pipeline.run(ranks, 0, [0] * len(ranks), 0.5)))
+
+
+def _slowest(buckets: Sequence[tuple[pipeline.BucketTimes, Mapping[int, int]]]) -> dict[int, None]:
+    """The rank of each bucket that computes longest."""
+    return dict.fromkeys(max(computed, key=lambda rank: (computed[rank], rank)) for _, computed in buckets)
