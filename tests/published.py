@@ -10,12 +10,9 @@ from typing import Any
 import torch
 import yaml
 
-from shardmuon.foresight import Setting, count, load_hardware, plan
-from shardmuon.foresight.decoder import DecoderConfig, build, flattened
+from shardmuon.foresight import count, load_hardware, plan
 from shardmuon.foresight.hardware import Uses, product_seconds
-from shardmuon.foresight.job import Job
-from shardmuon.foresight.meshes import parse_mesh
-from shardmuon.foresight.models import Model, of_module
+from shardmuon.foresight.models import DecoderConfig, Model, build, flattened
 from shardmuon.foresight.pricing import adamw_step, price, training_seconds
 from shardmuon.foresight.types import Exact
 from shardmuon.orthogonalize.choice import flops
@@ -37,12 +34,12 @@ def assert_published(model: Model, row: dict[str, Any]) -> None:
     assert abs(total - row.get("modules", total)) * 100_000 <= total  # decoders lack biases of norms
     least, most = _rounded(row["total"])
     assert 0.98 * least <= total <= 1.02 * most  # some count vision, and layers for drafts
-    sizes, active = flattened(row["config"]), model.active
+    sizes, (active, who) = flattened(row["config"]), model.active
     table = sizes["vocab_size"] * (sizes.get("hidden_size") or sizes["d_model"])
     least, most = _rounded(row["active"])
-    assert " experts (" in active.source
-    assert active.elements + (0 if sizes.get("tie_word_embeddings") else table) >= least
-    assert active.elements - table <= most
+    assert " experts (" in who
+    assert active + (0 if sizes.get("tie_word_embeddings") else table) >= least
+    assert active - table <= most
 
 
 def _rounded(text: str) -> Interval:
@@ -50,11 +47,6 @@ def _rounded(text: str) -> Interval:
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
     half = 50.0 if text[-1] == "M" else half  # 400M, 800M
     return (float(text[:-1]) - half) * unit, (float(text[:-1]) + half) * unit
-
-
-def _exact(config: DecoderConfig, name: str, mesh: str, engine: str | None = None) -> Exact:
-    model = of_module(name, "published shapes", build(config))
-    return Job(model, parse_mesh(mesh, engine), Setting(), {}).exact()
 
 
 def _standard(exact: Exact) -> float:
@@ -95,7 +87,7 @@ def llama_8_a800() -> Interval:
 
 
 def one_b_8_b200() -> Interval:
-    step = price(_exact(ONE_B, "1B", "shard=8"), load_hardware("b200")).step
+    step = price(count(build(ONE_B), "shard=8"), load_hardware("b200")).step
     return step.lo, step.hi
 
 
@@ -106,7 +98,7 @@ def newton_schulz_on_h100() -> Interval:
 
 
 def qwen25_3b_memory() -> Interval:
-    exact = _exact(QWEN_3B, "Qwen2.5-3B", "dp=8", "zero2")
+    exact = count(build(QWEN_3B), "dp=8", engine="zero2")
     saved = [4 * c.muon_elements / 2**30 for c in exact.classes]  # of two moments in fp32 one is left
     return min(saved), max(saved)
 

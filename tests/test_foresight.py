@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.comm.exchange import Traffic
-from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
-from shardmuon.foresight.job import Setting, count
-from shardmuon.foresight.layouts import flat, grid_of
-from shardmuon.foresight.ranges import megatron_ranges
+from shardmuon.foresight.job import count
+from shardmuon.foresight.layouts import flat, grid_of, megatron_ranges
+from shardmuon.foresight.models import DecoderConfig, build
 from shardmuon.foresight.types import Exact, Mesh
 from shardmuon.layout.shards import Cut
 from shardmuon.layout.views import matrix_view
@@ -118,13 +116,13 @@ SPARSE = DecoderConfig(
 )
 FEW = DecoderConfig(96, 48, 2, 4, 2, 12, 80, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=24)
 CONFIGS = {"dense": DENSE, "sparse": SPARSE, "few": FEW}
-SETTING = Setting("cpu", torch.float32, STANDARD, Exchange(bucket_bytes=20_000))
+OPTIONS: dict[str, Any] = {"orthogonalizer": STANDARD, "exchange": Exchange(bucket_bytes=20_000)}
 
 
 def _live_model(config: DecoderConfig, mesh: Mesh) -> tuple[nn.Module, dict[str, Any]]:
     """The model as its users would shard it, with torch's own functions."""
     torch.manual_seed(0)
-    model = Decoder(config)
+    model: Any = build(config, "cpu")
     for p in model.parameters():
         nn.init.normal_(p)
     if mesh.engine == "ddp":
@@ -143,7 +141,7 @@ def _live_model(config: DecoderConfig, mesh: Mesh) -> tuple[nn.Module, dict[str,
         share = mesh.shard // mesh.ep
         shape = (mesh.dp, share, mesh.ep)
         lent = init_device_mesh("cpu", shape, mesh_dim_names=("dp2", "efsdp", "ep"))
-        for layer in model.model.layers:
+        for layer in model.model.layers.children():
             experts: Any = layer.mlp.experts
             for name, p in list(experts.named_parameters()):
                 setattr(experts, name, nn.Parameter(distribute_tensor(p.detach(), lent["ep"], [Shard(0)])))
@@ -151,7 +149,7 @@ def _live_model(config: DecoderConfig, mesh: Mesh) -> tuple[nn.Module, dict[str,
             dim = 1 if share * mesh.ep > config.num_experts else 0
             fully_shard(experts, mesh=lent[axes], shard_placement_fn=lambda p, dim=dim: Shard(dim))
     if over:
-        for layer in model.model.layers:
+        for layer in model.model.layers.children():
             fully_shard(layer, mesh=devices[tuple(over)])
         fully_shard(model, mesh=devices[tuple(over)])
     return model, {}
@@ -209,21 +207,18 @@ MESHES = [
 def test_a_model_planned_without_ranks_has_the_digest_and_traffic_of_the_live_job(
     config: str, mesh: str, engine: str | None
 ) -> None:
-    exact = count(build(CONFIGS[config]), mesh, engine=engine, gpus_per_node=2, setting=SETTING)
-    options = {"orthogonalizer": SETTING.orthogonalizer, "exchange": SETTING.exchange}
-    _same_as_live(exact, get_pool(exact.world).run(_live, CONFIGS[config], exact.mesh, options))
+    exact = count(build(CONFIGS[config]), mesh, engine=engine, gpus_per_node=2, device="cpu", **OPTIONS)
+    _same_as_live(exact, get_pool(exact.world).run(_live, CONFIGS[config], exact.mesh, OPTIONS))
 
 
 def test_what_auto_takes_by_rule_is_planned_with_the_wires_that_it_takes(world2: RankPool) -> None:
     """Buckets are cut by the bytes of the wire, which is bf16 for bf16 products and fp32 for others."""
-    setting = replace(SETTING, orthogonalizer=Orthogonalizer())
-    exact = count(build(DENSE), "shard=2", setting=setting)
-    options = {"exchange": SETTING.exchange}
+    options = {"exchange": OPTIONS["exchange"]}
+    exact = count(build(DENSE), "shard=2", device="cpu", **options)
     _same_as_live(exact, world2.run(_live, DENSE, exact.mesh, options))
 
 
 @pytest.mark.parametrize(("mesh", "engine"), [("dp=2 shard=2 tp=2", "fsdp2")])
 def test_the_same_on_eight_ranks(mesh: str, engine: str) -> None:
-    exact = count(build(DENSE), mesh, engine=engine, gpus_per_node=4, setting=SETTING)
-    options = {"orthogonalizer": SETTING.orthogonalizer, "exchange": SETTING.exchange}
-    _same_as_live(exact, get_pool(8).run(_live, DENSE, exact.mesh, options))
+    exact = count(build(DENSE), mesh, engine=engine, gpus_per_node=4, device="cpu", **OPTIONS)
+    _same_as_live(exact, get_pool(8).run(_live, DENSE, exact.mesh, OPTIONS))

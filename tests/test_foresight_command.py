@@ -20,14 +20,10 @@ from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
 from shardmuon.commands import main as cli
 from shardmuon.commands import plan as command
 from shardmuon.foresight import Report, plan, price_plan
-from shardmuon.foresight.advice import ALONE, advise
-from shardmuon.foresight.decoder import DecoderConfig, build
-from shardmuon.foresight.hardware import PASSES, SCALARS
-from shardmuon.foresight.hardware_files import FOLDER
-from shardmuon.foresight.page import timeline
-from shardmuon.foresight.sections import money, number, operations, percent, sections, size
-from shardmuon.foresight.text import plain
-from shardmuon.foresight.times import Time, seconds
+from shardmuon.foresight.hardware import FOLDER, PASSES, SCALARS
+from shardmuon.foresight.models import DecoderConfig, build
+from shardmuon.foresight.report import ALONE, advise, lanes, money, number, operations, percent, sections, size
+from shardmuon.foresight.types import Time, seconds
 from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.pipeline import Event, Phase
 from shardmuon.routing.groups import ForModule
@@ -72,10 +68,8 @@ def test_it_says_which_parameters_are_counted_as_active(capsys: pytest.CaptureFi
     assert few == "388,080 parameters: 2 of 8 experts (num_experts_per_tok)"
     assert _active_row(capsys, str(path), "--active-params", "3B") == "3 B parameters: as given"
     path.write_text(json.dumps(said | {"num_experts_per_tok": None}))
-    every = (
-        "1.49 M parameters: all 8 experts are counted as active, as nothing says how many of them a token takes. Give "
-    )
-    assert _active_row(capsys, str(path)) == every + "--active-params (active_params=)"
+    every = "1.49 M parameters: all 8 experts are counted as active, as no configuration says how many of them a token "
+    assert _active_row(capsys, str(path)) == every + "takes. Give --active-params (active_params=)"
     path.write_text(json.dumps({**said, "model_type": "llama", "num_experts": 0}))
     assert _active_row(capsys, str(path)) == ""
 
@@ -305,16 +299,16 @@ def test_what_a_user_named_cannot_become_markup(report: Report) -> None:
 
 
 def test_bars_of_one_lane_do_not_overlap(report: Report) -> None:
-    drawn = timeline(report.price.timeline)
-    lanes: dict[float, list[Any]] = {}
-    for bar in drawn.bars:
-        lanes.setdefault(bar.y, []).append(bar)
-    for bars in lanes.values():
-        bars.sort(key=lambda bar: bar.x)
-        for first, second in itertools.pairwise(bars):
-            assert first.x + first.width <= second.x + 1.0  # bars of no width are drawn a little wider
-    assert drawn.ticks[-1].x < drawn.width
-    assert timeline((Event(-1, "begin", 0.0, 0.0),)).bars[0].width > 0
+    events = report.price.timeline
+    of_lane: dict[int, list[Event]] = {}
+    for event, lane in zip(events, lanes(events), strict=True):
+        of_lane.setdefault(lane, []).append(event)
+    assert set(of_lane) == set(range(len(of_lane)))
+    for drawn in of_lane.values():
+        drawn.sort(key=lambda event: event.start)
+        assert all(first.end <= second.start for first, second in itertools.pairwise(drawn))
+    nothing = replace(report.price, timeline=(Event(-1, "begin", 0.0, 0.0),))
+    assert 'width="0.6"' in replace(report, price=nothing).html()
 
 
 # ------------------------------------------------------------------------------------------------------- live, advice
@@ -343,15 +337,11 @@ def test_advice_is_planned_not_guessed(report: Report) -> None:
     if better is not None and "bucket_bytes" in better.write:
         mib = re.search(r"bucket_bytes=(\d+) \*", better.write)
         assert mib is not None
-        again = plan("gpt2-xl", "shard=4", gpu="h100", advice=False, setting=_setting(int(mib[1])))
+        again = plan(
+            "gpt2-xl", "shard=4", gpu="h100", advice=False, exchange=Exchange(bucket_bytes=int(mib[1]) * 2**20)
+        )
         assert again.price.step == better.step
     assert [a.gain for a in report.advice] == sorted((a.gain for a in report.advice), reverse=True)
-
-
-def _setting(mib: int) -> Any:
-    from shardmuon.foresight import Setting
-
-    return Setting(device="cuda", exchange=Exchange(bucket_bytes=mib * 2**20))
 
 
 def test_a_change_that_cannot_be_planned_says_why(report: Report) -> None:
@@ -360,7 +350,7 @@ def test_a_change_that_cannot_be_planned_says_why(report: Report) -> None:
 
     found = advise(report.exact, report.hardware, refuse)
     assert found and all(advice.refused == "it does not divide" and not advice.helps for advice in found)
-    assert "cannot be: it does not divide" in plain(sections(replace(report, advice=found)))
+    assert "cannot be: it does not divide" in str(replace(report, advice=found))
 
 
 def test_memory_says_in_words_whether_it_fits(report: Report) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.comm.exchange import Traffic
-from shardmuon.foresight.layouts import flat, grid_of, placed
-from shardmuon.foresight.ranges import megatron_ranges
+from shardmuon.foresight.layouts import flat, grid_of, megatron_ranges, placed
 from shardmuon.layout.grid import union
 from shardmuon.layout.kept import OnMesh
 from shardmuon.layout.mesh import Shard
@@ -145,13 +144,14 @@ def _layouts(row: str) -> dict[str, ParamLayout]:
     found = {}
     for number, (name, case) in enumerate(PARAMS.items()):
         alone = row in ("single", "mixed meshes")
-        layout: ParamLayout | None = replicated(_view(case), (0,) if alone else RANKS)
+        layout = replicated(_view(case), (0,) if alone else RANKS)
         on_mesh = _placed(row, number, len(case.shape))
         if on_mesh is not None:
             layout = placed(_view(case), OnMesh(on_mesh[0], RANKS, tuple(on_mesh[1])))
         elif row.startswith("tp"):
             layout = _plain_cut(row, case, number) or layout
-        assert layout is not None
+        elif row not in ("single", "ddp", "mixed meshes"):
+            raise KeyError(f"the row {row!r} has no layout here: write it into _placed or _plain_cut")
         found[name] = layout
     return found
 

@@ -18,8 +18,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
 from shardmuon.comm.exchange import Traffic
-from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
-from shardmuon.foresight.job import Setting, count
+from shardmuon.foresight.job import count
+from shardmuon.foresight.models import DecoderConfig, build
 from shardmuon.foresight.types import Exact
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.testing.deepspeed import initialize
@@ -30,7 +30,7 @@ DENSE = DecoderConfig(96, 48, 3, 4, 2, 12, 80)
 ODD = DecoderConfig(97, 50, 2, 5, 1, 10, 81)  # flat buffers are padded on any number of ranks
 CONFIGS = {"dense": DENSE, "odd": ODD}
 STANDARD = Orthogonalizer("standard", torch.float32)
-EXCHANGE = Exchange(bucket_bytes=20_000)
+OPTIONS: dict[str, Any] = {"orthogonalizer": STANDARD, "exchange": Exchange(bucket_bytes=20_000)}
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
 
@@ -69,10 +69,10 @@ class _Given(nn.Module):
 
 
 def _live_zero(config: DecoderConfig, number: int, weights: torch.dtype) -> dict[str, Any]:
-    model = Decoder(config)
+    model: Any = build(config, "cpu")
     for p in model.parameters():
         nn.init.normal_(p)
-    optimizer = Muon(param_groups(model, lr=0.02), lr=0.02, orthogonalizer=STANDARD, exchange=EXCHANGE)
+    optimizer = Muon(param_groups(model, lr=0.02), lr=0.02, **OPTIONS)
     settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": number}}
     if weights == torch.bfloat16:
         settings["bf16"] = {"enabled": True}
@@ -120,8 +120,8 @@ ZERO = [
 def test_zero_is_planned_as_deepspeed_cuts_and_keeps_it(
     stage: int, world: int, config: str, weights: torch.dtype, deepspeed_pools: dict[int, RankPool]
 ) -> None:
-    setting = Setting("cpu", weights, STANDARD, EXCHANGE)
-    exact = count(build(CONFIGS[config]), f"dp={world}", engine=f"zero{stage}", gpus_per_node=2, setting=setting)
+    options = {"engine": f"zero{stage}", "gpus_per_node": 2, "device": "cpu", "weights": weights, **OPTIONS}
+    exact = count(build(CONFIGS[config]), f"dp={world}", **options)
     found = deepspeed_pools[world].run(_live_zero, CONFIGS[config], stage, weights)
     _same_as_live(exact, found)
     assert all(live["zeros"] for live in found)
@@ -129,22 +129,22 @@ def test_zero_is_planned_as_deepspeed_cuts_and_keeps_it(
 
 @pytest.mark.parametrize("engine", ["zero2", "megatron"])
 def test_a_storage_that_the_engine_refuses_is_not_planned(engine: str) -> None:
-    setting = Setting("cpu", storage=Storage(momentum_dtype=torch.bfloat16))
+    storage = Storage(momentum_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"keeps fp32 momentum and weights itself, and refuses .* Leave storage out"):
-        count(build(DENSE), "dp=2", engine=engine, setting=setting)
+        count(build(DENSE), "dp=2", engine=engine, storage=storage)
 
 
 # -------------------------------------------------------------------------------------------------------------- FSDP1
 
 
 def _live_fsdp1(config: DecoderConfig, mesh: str) -> dict[str, Any]:
-    model = Decoder(config)
+    model: Any = build(config, "cpu")
     for p in model.parameters():
         nn.init.normal_(p)
-    layers = ModuleWrapPolicy({type(model.model.layers[0])})
+    layers = ModuleWrapPolicy({type(next(model.model.layers.children()))})
     strategy = "HYBRID_SHARD" if "dp" in mesh else "FULL_SHARD"
     wrapped = wrap(model, strategy, auto_wrap_policy=layers)
-    optimizer = Muon(wrapped, lr=0.02, orthogonalizer=STANDARD, exchange=EXCHANGE)
+    optimizer = Muon(wrapped, lr=0.02, **OPTIONS)
     for _ in range(2):
         for p in wrapped.parameters():
             p.grad = torch.ones_like(p) if p.numel() else None
@@ -166,8 +166,7 @@ def _live_fsdp1(config: DecoderConfig, mesh: str) -> dict[str, Any]:
     ("config", "mesh", "world"), [("odd", "shard=2", 2), ("dense", "shard=4", 4), ("odd", "dp=2 shard=2", 4)]
 )
 def test_fsdp1_is_planned_as_torch_flattens_it(config: str, mesh: str, world: int) -> None:
-    setting = Setting("cpu", torch.float32, STANDARD, EXCHANGE)
-    exact = count(build(CONFIGS[config]), mesh, engine="fsdp1", setting=setting)
+    exact = count(build(CONFIGS[config]), mesh, engine="fsdp1", device="cpu", **OPTIONS)
     _same_as_live(exact, get_pool(world).run(_live_fsdp1, CONFIGS[config], mesh))
 
 
@@ -175,9 +174,9 @@ def test_fsdp1_is_planned_as_torch_flattens_it(config: str, mesh: str, world: in
 
 
 def _momentum_bytes(config: DecoderConfig, kept: Any) -> int:
-    model = Decoder(config)
+    model: Any = build(config, "cpu")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:
+    for layer in model.model.layers.children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = Muon(model, lr=0.02, orthogonalizer=STANDARD, storage=Storage(momentum_dtype=kept))
@@ -191,7 +190,7 @@ def _momentum_bytes(config: DecoderConfig, kept: Any) -> int:
 @pytest.mark.parametrize("kept", ["int8", torch.bfloat16], ids=str)
 def test_momentum_of_another_dtype_is_counted_with_its_scales(kept: Any, world3: RankPool) -> None:
     config = DecoderConfig(97, 150, 1, 5, 1, 30, 81)  # rows of one and of two blocks of 128
-    exact = count(build(config), "shard=3", setting=Setting("cpu", storage=Storage(momentum_dtype=kept)))
+    exact = count(build(config), "shard=3", device="cpu", storage=Storage(momentum_dtype=kept))
     by_rank = {rank: c for c in exact.classes for rank in c.ranks}
     assert [by_rank[rank].stored.momentum for rank in range(3)] == world3.run(_momentum_bytes, config, kept)
 
@@ -285,6 +284,6 @@ def test_a_whole_model_under_megatrons_distributed_optimizer_is_planned_as_it_ru
         model = MegatronShapes(num_layers)
     fused = {"*linear_qkv.weight": {"split_sizes": (12, 6, 6), "split_groups": 2}}
     exchange = Exchange(bucket_bytes=6_000)
-    setting = Setting("cpu", weights, STANDARD, exchange)
-    exact = count(model, "dp=2 tp=2", engine="megatron", setting=setting, overrides=fused, **MEGATRONS)
+    given = {"device": "cpu", "weights": weights, "overrides": fused, **OPTIONS, **MEGATRONS, "exchange": exchange}
+    exact = count(model, "dp=2 tp=2", engine="megatron", **given)
     _same_as_live(exact, get_pool(4).run(_live_megatron, num_layers, weights, exchange))

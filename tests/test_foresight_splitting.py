@@ -10,11 +10,10 @@ import torch
 from simulated import VIEWS, sharded, spec
 
 from shardmuon.foresight import plan
-from shardmuon.foresight.advice import SPLIT
-from shardmuon.foresight.hardware import Fact
-from shardmuon.foresight.hardware_files import load
+from shardmuon.foresight.hardware import Fact, load
 from shardmuon.foresight.live import exact_of
 from shardmuon.foresight.pricing import _brought_together, price
+from shardmuon.foresight.report import SPLIT
 from shardmuon.foresight.splitting import split
 from shardmuon.foresight.types import Matrices
 from shardmuon.layout.views import Ints, matrix_view

@@ -20,7 +20,7 @@ from simulated import SimulatedRanks, sharded, spec
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.foresight import plan
-from shardmuon.foresight.hardware_files import load, names
+from shardmuon.foresight.hardware import load, names
 from shardmuon.foresight.live import exact_of, price_plan
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.machines import MACHINES, Machine, machine_of
