@@ -12,7 +12,7 @@ import yaml
 
 from shardmuon.foresight import count, load_hardware, plan
 from shardmuon.foresight.hardware import Uses, product_seconds
-from shardmuon.foresight.models import DecoderConfig, Model, build, flattened
+from shardmuon.foresight.models import Model, build, flattened
 from shardmuon.foresight.pricing import adamw_step, price, training_seconds
 from shardmuon.foresight.types import Exact
 from shardmuon.orthogonalize.choice import flops
@@ -21,10 +21,18 @@ from shardmuon.orthogonalize.schedules import schedule
 EXPERTS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "data" / "experts.yaml").read_text())
 Interval = tuple[float, float]
 KELLER = schedule("keller", None).triples
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def decoder(*sizes: int, **others: Any) -> dict[str, Any]:
+    """Sizes of a decoder: those of `_SIZES`, then intermediate_size, then others by name."""
+    return {**dict(zip((*_SIZES, "intermediate_size"), sizes, strict=True)), **others}
+
+
 # Llama-3.2-1B: huggingface.co/meta-llama/Llama-3.2-1B
-ONE_B = DecoderConfig(128256, 2048, 16, 32, 8, 64, 8192, tie_word_embeddings=True)
+ONE_B = decoder(128256, 2048, 16, 32, 8, 64, 8192, tie_word_embeddings=True)
 # huggingface.co/Qwen/Qwen2.5-3B
-QWEN_3B = DecoderConfig(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True, attention_bias=True)
+QWEN_3B = decoder(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True, attention_bias=True)
 
 
 def assert_published(model: Model, row: dict[str, Any]) -> None:

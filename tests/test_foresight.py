@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_layout import Planned, assert_counted, compared, digests_of, planned
+from published import decoder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +20,7 @@ from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.comm.exchange import Traffic
 from shardmuon.foresight.job import count
 from shardmuon.foresight.layouts import flat, grid_of, megatron_ranges
-from shardmuon.foresight.models import DecoderConfig, build
+from shardmuon.foresight.models import build
 from shardmuon.foresight.types import Exact, Mesh
 from shardmuon.layout.shards import Cut
 from shardmuon.layout.views import matrix_view
@@ -110,16 +111,14 @@ def test_flat_buffers_lie_as_the_live_ones(layout: str, world: int) -> None:
 
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
-DENSE = DecoderConfig(96, 48, 3, 4, 2, 12, 80)
-SPARSE = DecoderConfig(
-    96, 48, 2, 4, 2, 12, 80, qk_norm=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
-)
-FEW = DecoderConfig(96, 48, 2, 4, 2, 12, 80, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=24)
+DENSE = decoder(96, 48, 3, 4, 2, 12, 80)
+SPARSE = decoder(96, 48, 2, 4, 2, 12, 80, qk_norm=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+FEW = decoder(96, 48, 2, 4, 2, 12, 80, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=24)
 CONFIGS = {"dense": DENSE, "sparse": SPARSE, "few": FEW}
 OPTIONS: dict[str, Any] = {"orthogonalizer": STANDARD, "exchange": Exchange(bucket_bytes=20_000)}
 
 
-def _live_model(config: DecoderConfig, mesh: Mesh) -> tuple[nn.Module, dict[str, Any]]:
+def _live_model(config: dict[str, Any], mesh: Mesh) -> tuple[nn.Module, dict[str, Any]]:
     """The model as its users would shard it, with torch's own functions."""
     torch.manual_seed(0)
     model: Any = build(config, "cpu")
@@ -146,7 +145,7 @@ def _live_model(config: DecoderConfig, mesh: Mesh) -> tuple[nn.Module, dict[str,
             for name, p in list(experts.named_parameters()):
                 setattr(experts, name, nn.Parameter(distribute_tensor(p.detach(), lent["ep"], [Shard(0)])))
             axes = ("dp2", "efsdp") if mesh.dp > 1 else ("efsdp",)
-            dim = 1 if share * mesh.ep > config.num_experts else 0
+            dim = 1 if share * mesh.ep > config["num_experts"] else 0
             fully_shard(experts, mesh=lent[axes], shard_placement_fn=lambda p, dim=dim: Shard(dim))
     if over:
         for layer in model.model.layers.children():
@@ -155,7 +154,7 @@ def _live_model(config: DecoderConfig, mesh: Mesh) -> tuple[nn.Module, dict[str,
     return model, {}
 
 
-def _live(config: DecoderConfig, mesh: Mesh, options: dict[str, Any]) -> dict[str, Any]:
+def _live(config: dict[str, Any], mesh: Mesh, options: dict[str, Any]) -> dict[str, Any]:
     model, given = _live_model(config, mesh)
     optimizer = Muon(model, lr=0.02, **options, **given)
     traffic = _traffic_of_a_step(optimizer)

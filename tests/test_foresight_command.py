@@ -7,13 +7,14 @@ import inspect
 import itertools
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+from published import decoder
 from torch import nn
 
 from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
@@ -21,7 +22,7 @@ from shardmuon.commands import main as cli
 from shardmuon.commands import plan as command
 from shardmuon.foresight import Report, plan, price_plan
 from shardmuon.foresight.hardware import FOLDER, PASSES, SCALARS
-from shardmuon.foresight.models import DecoderConfig, build
+from shardmuon.foresight.models import build
 from shardmuon.foresight.report import ALONE, advise, lanes, money, number, operations, percent, sections, size
 from shardmuon.foresight.types import Time, seconds
 from shardmuon.plan.machines import MACHINES
@@ -60,8 +61,8 @@ def _active_row(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_it_says_which_parameters_are_counted_as_active(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    sizes = DecoderConfig(96, 48, 2, 4, 2, 12, 80, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=640)
-    said = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **asdict(sizes)}
+    sizes = decoder(96, 48, 2, 4, 2, 12, 80, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=640)
+    said = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **sizes}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(said))
     few = _active_row(capsys, str(path))
@@ -184,7 +185,7 @@ def test_the_page_names_every_number_of_a_file() -> None:
 
 
 def test_replicas_that_work_for_themselves_are_priced_but_not_advised() -> None:
-    config = DecoderConfig(96, 48, 3, 4, 2, 12, 80)
+    config = decoder(96, 48, 3, 4, 2, 12, 80)
     report = plan(build(config), "dp=2 shard=8", gpu="h100", advice=True)
     (alone,) = (a for a in report.advice if a.change == ALONE)
     assert alone.step is not None
@@ -250,7 +251,7 @@ def test_plan_takes_every_option_of_muon() -> None:
     signature = inspect.signature(Muon.__init__).parameters
     named = {name for name, p in signature.items() if p.kind is not p.VAR_KEYWORD} | set(ForModule.__annotations__)
     assert OPTIONS.keys() == named - {"self", "params"}
-    model = build(DecoderConfig(96, 48, 2, 4, 2, 12, 80))
+    model = build(decoder(96, 48, 2, 4, 2, 12, 80))
     usual = plan(model, "shard=2", advice=False).exact
     for name, (value, other) in OPTIONS.items():
         assert (plan(model, "shard=2", advice=False, **{name: value}).exact != usual) == other, name

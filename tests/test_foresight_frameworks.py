@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from every_layout import digests_of
 from megatron_gpt import gpt, half, megatron, needs_megatron, optimizer_config
+from published import decoder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -19,15 +20,15 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
 from shardmuon.comm.exchange import Traffic
 from shardmuon.foresight.job import count
-from shardmuon.foresight.models import DecoderConfig, build
+from shardmuon.foresight.models import build
 from shardmuon.foresight.types import Exact
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.testing.deepspeed import initialize
 from shardmuon.testing.fsdp1 import wrap
 from shardmuon.testing.pool import RankPool, get_pool
 
-DENSE = DecoderConfig(96, 48, 3, 4, 2, 12, 80)
-ODD = DecoderConfig(97, 50, 2, 5, 1, 10, 81)  # flat buffers are padded on any number of ranks
+DENSE = decoder(96, 48, 3, 4, 2, 12, 80)
+ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # flat buffers are padded on any number of ranks
 CONFIGS = {"dense": DENSE, "odd": ODD}
 STANDARD = Orthogonalizer("standard", torch.float32)
 OPTIONS: dict[str, Any] = {"orthogonalizer": STANDARD, "exchange": Exchange(bucket_bytes=20_000)}
@@ -68,7 +69,7 @@ class _Given(nn.Module):
         return torch.stack([p.float().sum() for p in self.parameters()]).sum()
 
 
-def _live_zero(config: DecoderConfig, number: int, weights: torch.dtype) -> dict[str, Any]:
+def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dict[str, Any]:
     model: Any = build(config, "cpu")
     for p in model.parameters():
         nn.init.normal_(p)
@@ -137,7 +138,7 @@ def test_a_storage_that_the_engine_refuses_is_not_planned(engine: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- FSDP1
 
 
-def _live_fsdp1(config: DecoderConfig, mesh: str) -> dict[str, Any]:
+def _live_fsdp1(config: dict[str, Any], mesh: str) -> dict[str, Any]:
     model: Any = build(config, "cpu")
     for p in model.parameters():
         nn.init.normal_(p)
@@ -173,7 +174,7 @@ def test_fsdp1_is_planned_as_torch_flattens_it(config: str, mesh: str, world: in
 # ---------------------------------------------------------------------------------------------------- 8-bit momentum
 
 
-def _momentum_bytes(config: DecoderConfig, kept: Any) -> int:
+def _momentum_bytes(config: dict[str, Any], kept: Any) -> int:
     model: Any = build(config, "cpu")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers.children():
@@ -189,7 +190,7 @@ def _momentum_bytes(config: DecoderConfig, kept: Any) -> int:
 
 @pytest.mark.parametrize("kept", ["int8", torch.bfloat16], ids=str)
 def test_momentum_of_another_dtype_is_counted_with_its_scales(kept: Any, world3: RankPool) -> None:
-    config = DecoderConfig(97, 150, 1, 5, 1, 30, 81)  # rows of one and of two blocks of 128
+    config = decoder(97, 150, 1, 5, 1, 30, 81)  # rows of one and of two blocks of 128
     exact = count(build(config), "shard=3", device="cpu", storage=Storage(momentum_dtype=kept))
     by_rank = {rank: c for c in exact.classes for rank in c.ranks}
     assert [by_rank[rank].stored.momentum for rank in range(3)] == world3.run(_momentum_bytes, config, kept)

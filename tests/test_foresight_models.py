@@ -8,30 +8,29 @@ import random
 import time
 import types
 from collections import Counter
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from published import EXPERTS, assert_published
+from published import EXPERTS, assert_published, decoder
 from torch import nn
 
 from shardmuon.foresight import models
 from shardmuon.foresight.job import count
 from shardmuon.foresight.layouts import megatron_ranges, stages_of, zero_ranges
-from shardmuon.foresight.models import DecoderConfig, active_of, build, load_model, preset, preset_names
+from shardmuon.foresight.models import active_of, build, load_model, preset, preset_names
 from shardmuon.foresight.types import parse_mesh
 from shardmuon.options import Exchange, Orthogonalizer
 from shardmuon.testing.megatron import flat_ranges
 
-SMALL = DecoderConfig(96, 48, 4, 4, 2, 12, 80)
+SMALL = decoder(96, 48, 4, 4, 2, 12, 80)
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     data = preset(name)
-    found = sum(p.numel() for p in build(DecoderConfig(**data["config"])).parameters())
+    found = sum(p.numel() for p in build(data["config"]).parameters())
     published = data["published_parameters"]
     if isinstance(published, str):  # published rounded: to that many digits
         digits, unit = float(published[:-1]), {"B": 1e9, "T": 1e12}[published[-1]]
@@ -143,16 +142,16 @@ def test_experts_of_a_token_are_those_that_a_configuration_says(model: nn.Module
     assert source.startswith(says) and bool(source) == bool(says)
 
 
-SPARSE = replace(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=20, num_shared_experts=1)
+SPARSE = SMALL | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_shared_experts": 1}
 
 
-def _hugging_face(sizes: DecoderConfig) -> dict[str, Any]:
-    return {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **asdict(sizes)}
+def _hugging_face(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **sizes}
 
 
 def test_a_configuration_says_it_with_transformers_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules come from elsewhere with transformers, and only the file says how many experts a token takes."""
-    sparse = replace(SPARSE, qk_norm=True)
+    sparse = SPARSE | {"qk_norm": True}
     (tmp_path / "config.json").write_text(json.dumps(_hugging_face(sparse)))
     made = build(sparse)
     made.config = None  # type: ignore[assignment]
@@ -162,7 +161,7 @@ def test_a_configuration_says_it_with_transformers_and_without(tmp_path: Path, m
     with_modules = count(str(tmp_path), "shard=2")
     assert of_file.tokens_flops == with_modules.tokens_flops == flops
     assert of_file.active == with_modules.active == "2 of 8 experts (num_experts_per_tok)"
-    whole = replace(sparse, num_experts_per_tok=8)
+    whole = sparse | {"num_experts_per_tok": 8}
     assert flops < count(build(whole), "shard=2").tokens_flops
 
 
@@ -229,7 +228,7 @@ def test_stages_of_equal_layers_are_planned_once() -> None:
 
 
 def test_stages_take_layers_as_evenly_as_they_divide() -> None:
-    found = build(replace(SMALL, num_hidden_layers=11))
+    found = build(SMALL | {"num_hidden_layers": 11})
     job = count(found, "shard=1 pp=4")
     params = [c.stored.weights // 4 for c in job.classes]
     assert sum(p * c.count for p, c in zip(params, job.classes, strict=True)) == job.num_params
@@ -247,13 +246,13 @@ def test_layers_are_told_from_their_experts() -> None:
 
 def test_experts_that_lie_whole_on_ranks_are_counted_each_by_its_size() -> None:
     """Experts are counted by size in buckets of one matrix each, of which many are alike."""
-    config = replace(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=20)
+    config = SMALL | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     how = Orthogonalizer("standard", torch.float32)
     exact = count(build(config), "shard=4 ep=4", device="cpu", orthogonalizer=how, exchange=Exchange(bucket_bytes=1))
     sizes: Counter[tuple[int, int]] = Counter()
     for c in exact.classes:
         assert sum(b.held for b in c.buckets) == c.muon_elements
-        assert sum(not b.exchange for b in c.buckets) >= 3 * 2 * config.num_hidden_layers  # gate, up, down of two
+        assert sum(not b.exchange for b in c.buckets) >= 3 * 2 * config["num_hidden_layers"]  # gate, up, down of two
         for b in c.buckets:
             sizes.update({(m.rows, m.cols): c.count * m.num for m in b.matrices})
     wanted: Counter[tuple[int, int]] = Counter()
@@ -295,7 +294,7 @@ def test_zero_shares_every_element_out_once(stage: int) -> None:
 
 
 def test_megatron_experts_are_planned_for_one_expert_group() -> None:
-    sparse = replace(SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    sparse = SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     exact = count(build(sparse), "dp=4 tp=2 ep=2", engine="megatron", gpus_per_node=4)
     assert list(exact.copies.values()) == [1, 2]
     assert sum(kind.count for kind in exact.matrices) == sum(
@@ -338,7 +337,7 @@ def test_large_jobs_are_planned_in_seconds(model: str, mesh: str, seconds: float
 )
 def test_experts_that_do_not_divide_over_shards_are_told(mesh: str, better: str) -> None:
     """Uneven cuts follow torch.chunk, as FSDP2's; the mesh that is proposed cuts evenly."""
-    few = replace(SMALL, num_hidden_layers=1, num_experts=20, num_experts_per_tok=2, moe_intermediate_size=16)
+    few = SMALL | {"num_hidden_layers": 1, "num_experts": 20, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     uneven = count(build(few), mesh).uneven
     if not better:
         assert uneven == ""

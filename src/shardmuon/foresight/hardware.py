@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardmuon.foresight.types import NOTHING, Time
+from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.slots import batch_size
 from shardmuon.plan.machines import SIDES, Machine
 
@@ -279,23 +280,13 @@ class Uses:
             self.extrapolated.setdefault(f"{name}: {where}" if where else name)
 
 
-def _split(how: str) -> tuple[str, str, bool]:
-    """Method, dtype ("" where it does not say) and whether never in batches, of the text of a `Choice`."""
-    method, *rest = how.split()
-    dtypes = [word for word in rest if word not in ("triton", "alone")]
-    return method, dtypes[0] if dtypes else "", "alone" in rest
-
-
 def products_dtype(how: str, device: str) -> str:
     """The dtype in which a choice multiplies, as its backend takes it where the text is silent."""
-    method, dtype, _ = _split(how)
-    if dtype:
-        return dtype
-    if method == "reference":
-        return "float64"
-    if method == "gram" and device != "cpu":
-        return "float16"
-    return "float32" if method == "gram" else "bfloat16"
+    choice = Choice.of(how)
+    if choice.dtype is not None:
+        return str(choice.dtype).removeprefix("torch.")
+    gram = {"cpu": "float32"}.get(device, "float16")
+    return {"reference": "float64", "gram": gram}.get(choice.method, "bfloat16")
 
 
 def product_seconds(
@@ -319,9 +310,9 @@ def product_seconds(
     peak = uses.fact(f"peak {dtype}", hardware.peak(dtype))
     name, table = _table_of(hardware, how, dtype)
     alone = table.at(short, long / short)
-    method, _, one_by_one = _split(how)
-    one_by_one = one_by_one or method not in _BATCHED
-    size = 1 if one_by_one else batch_size(rows, cols, torch.device(hardware.device))
+    choice = Choice.of(how)
+    in_batches = choice.method in _BATCHED and not choice.alone
+    size = batch_size(rows, cols, torch.device(hardware.device)) if in_batches else 1
     num_batches = -(-count // size)
     filled = alone
     if size > 1:
@@ -335,14 +326,13 @@ def product_seconds(
     found = _at_rate(work, share, peak)
     launch = hardware.facts["launch"]
     if launch.hi:
-        launches = _LAUNCHES.get(method, _OTHER_LAUNCHES) * num_batches
+        launches = _LAUNCHES.get(choice.method, _OTHER_LAUNCHES) * num_batches
         found = found.at_least(uses.fact("launch", launch).time.times(launches))
     return found
 
 
 def _table_of(hardware: Hardware, how: str, dtype: str) -> tuple[str, MeasuredTable]:
-    method, _, _ = _split(how)
-    for key in (how.removesuffix(" alone"), f"{method} {dtype}", dtype, "any"):
+    for key in (how.removesuffix(" alone"), f"{Choice.of(how).method} {dtype}", dtype, "any"):
         if key in hardware.products:
             return key, hardware.products[key]
     near = next((key for key in sorted(hardware.products) if dtype in key.split()), None)

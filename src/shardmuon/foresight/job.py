@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.layouts import Unit, make_units, uneven_experts
 from shardmuon.foresight.memory import peak_bytes
-from shardmuon.foresight.models import Model, Param, in_megatrons_order, load_model, parameters_of, quiet
+from shardmuon.foresight.models import Model, Param, in_megatrons_order, load_model, parameters_of
 from shardmuon.foresight.splitting import Shares, split
 from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored, check_divides, parse_mesh
 from shardmuon.layout.kept import OnMesh, kept_layout
@@ -109,7 +110,9 @@ class _Job:
         self._exchange: Exchange = given["exchange"]
         self.storage: Storage = given["storage"]
         here = replace(self._orthogonalizer, device=device)
-        muon: Muon = quiet(lambda: Muon(model.module, orthogonalizer=here, **given))
+        with warnings.catch_warnings():  # routing repeats its doubts when the job is built
+            warnings.simplefilter("ignore")
+            muon = Muon(model.module, orthogonalizer=here, **given)
         self._groups = muon.param_groups
         self._options: list[GroupOptions] = OptionsReader().read(self._groups)
         self._chooser = self._orthogonalizer.chooser()

@@ -133,7 +133,7 @@ def make_units(params: Sequence[Param], mesh: Mesh, view_of: ViewOf, spec_of: Sp
     known: dict[object, tuple[int, list[tuple[Unit, tuple[Ranks, ...]]]]] = {}  # -> first rank, units and first copies
     for stage, members in enumerate(stages_of(params, mesh)):
         of_stage = _Builder(mesh, stage, view_of, spec_of)
-        alike = tuple((p.shape, view_of(p), p.group, p.parallel, p.expert) for p in members)
+        alike = tuple((p.shape, view_of(p), p.group, p.cut, p.expert) for p in members)
         if alike in known:
             first, made = known[alike]
             shift = of_stage.ranks[0] - first
@@ -166,11 +166,7 @@ def stages_of(params: Sequence[Param], mesh: Mesh) -> list[list[Param]]:
 
 def _cut_of(param: Param, mesh: Mesh) -> Cut | None:
     """The cut of tensor parallelism; None: the parameter is replicated."""
-    if param.parallel == "none" or mesh.tp == 1:
-        return None
-    outputs, inputs = (-1, -2) if param.turned else (-2, -1)
-    dim = len(param.shape) + (outputs if param.parallel == "column" else inputs)
-    return Cut(0 if len(param.shape) == 1 else dim, param.stride)
+    return None if param.cut is None or mesh.tp == 1 else Cut(len(param.shape) + param.cut[0], param.cut[1])
 
 
 def _plain_cut_of(param: Param, mesh: Mesh) -> Cut | None:

@@ -14,14 +14,14 @@ import math
 import pkgutil
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.roles import find_places, is_table
 from shardmuon.spelling import did_you_mean
 
-Parallel = Literal["column", "row", "none"]
 Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
 Active = tuple[int, str]  # elements that work on one token, and who says so; "": there are no experts
 
@@ -73,7 +72,7 @@ def load_model(model: str | nn.Module) -> Model:
         return _model(type(model).__name__, "the module given", model)
     if model in preset_names():
         data = preset(model)
-        return _model(str(data["title"]), str(data["source"]), build(DecoderConfig(**data["config"])))
+        return _model(str(data["title"]), str(data["source"]), build(data["config"]))
     if is_config(model):
         return _of_config(model)
     if ":" in model:
@@ -91,7 +90,7 @@ def preset_names() -> list[str]:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """A preset's data: title, source, published_parameters, published_at, config (fields of `DecoderConfig`)."""
+    """A preset's data: title, source, published_parameters, published_at, config (see `build`)."""
     found: dict[str, Any] = json.loads((_presets() / f"{name}.json").read_text())
     return found
 
@@ -103,9 +102,8 @@ def _presets() -> Any:
 def _model(name: str, source: str, module: nn.Module, beside: Mapping[str, Any] | None = None) -> Model:
     """A module with what its configuration, and the file that it was made of, say of it."""
     config = getattr(module, "config", None)
-    text = getattr(config, "text_config", config)
-    heads, kv_heads = (int(getattr(text, f"num_{of}_heads", 0) or 0) for of in ("attention", "key_value"))
     said = {**flattened(_entries(config)), **flattened(beside or {})}
+    heads, kv_heads = (int(said.get(f"num_{of}_heads") or 0) for of in ("attention", "key_value"))
     return Model(name, source, module, active_of(module, said), heads, kv_heads or heads)
 
 
@@ -129,7 +127,7 @@ def _of_config(text: str) -> Model:
     except (ImportError, ValueError) as wrong:  # there is no transformers, or it does not know the type
         if isinstance(wrong, ValueError) and given.get("model_type") not in MODEL_TYPES:
             raise
-        module = build(config_from_hf(given, text))
+        module = build(_decoder_sizes(given, text))
     return _model(str(given.get("_name_or_path") or path.parent.name or path.name), str(path), module, given)
 
 
@@ -246,68 +244,45 @@ def _leaf(name: str, shape: Ints) -> nn.Module:
 # --------------------------------------------------------------------------------------------------------- decoders
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderConfig:
-    """Sizes of a decoder, in the words of Hugging Face's configurations.
-
-    Attributes:
-        vocab_size, hidden_size, num_hidden_layers: Sizes of the model.
-        num_attention_heads, num_key_value_heads, head_dim: Of grouped-query attention.
-        intermediate_size: Width of dense feed-forward layers.
-        tie_word_embeddings: Whether the head is the embedding.
-        attention_bias: Biases of q, k, v; "all": of o, too.
-        qk_norm: Norms of each head's q and k; "all": of all heads together.
-        mlp: "gated": gate, up and down. "plain": two layers with biases, and LayerNorm with biases (GPT-2, whose linear
-            layers are stored transposed and whose positions are learned).
-        num_experts, num_experts_per_tok, moe_intermediate_size: 0 experts: none.
-        num_shared_experts: Always active ones, in one dense layer.
-        shared_intermediate_size: Of that layer; 0: of so many experts.
-        first_k_dense: Layers before those with experts.
-        sparse_step: Of the layers after them every so many-th has experts, counted from the model's first.
-        dense_layers: Others that have none.
-        router_bias: An entry for each expert beside the router's weights.
-        expert_bias: Biases in experts, and gate and up in one stack, inputs first (gpt-oss).
-        attention_sinks: An entry for each head (gpt-oss).
-        kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: Of latent attention (DeepSeek); 0:
-            grouped-query attention, and no compressed q.
-        max_position_embeddings: Only where positions are learned.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    intermediate_size: int = 0
-    tie_word_embeddings: bool = False
-    attention_bias: bool | Literal["all"] = False
-    qk_norm: bool | Literal["all"] = False
-    mlp: Literal["gated", "plain"] = "gated"
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    num_shared_experts: int = 0
-    shared_intermediate_size: int = 0
-    first_k_dense: int = 0
-    sparse_step: int = 1
-    dense_layers: tuple[int, ...] = ()
-    router_bias: bool = False
-    expert_bias: bool = False
-    attention_sinks: bool = False
-    kv_lora_rank: int = 0
-    q_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
-    max_position_embeddings: int = 0
+# Sizes of a decoder in the words of Hugging Face's configurations, and what they are where nothing says it.
+_DECODER: Mapping[str, Any] = {
+    "num_key_value_heads": 0,  # 0: as many as num_attention_heads
+    "head_dim": 0,  # 0: hidden_size over num_attention_heads
+    "intermediate_size": 0,  # of dense feed-forward layers
+    "tie_word_embeddings": False,
+    "attention_bias": False,  # True: of q, k and v; "all": of o, too
+    "qk_norm": False,  # True: of each head's q and k; "all": of all heads together
+    # "gated": gate, up and down. "plain": two layers with biases, and LayerNorm with biases (GPT-2, whose linear layers
+    # are stored transposed and whose positions are learned).
+    "mlp": "gated",
+    "max_position_embeddings": 0,  # where positions are learned
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+    "moe_intermediate_size": 0,
+    "num_shared_experts": 0,  # always active ones, in one dense layer
+    "shared_intermediate_size": 0,  # of that layer; 0: of so many experts
+    "first_k_dense": 0,  # layers before those with experts
+    "sparse_step": 1,  # of the layers after them every so many-th has experts, counted from the model's first
+    "dense_layers": (),  # others that have none
+    "router_bias": False,  # an entry for each expert
+    "expert_bias": False,  # biases in experts, and gate and up in one stack, inputs first (gpt-oss)
+    "attention_sinks": False,  # an entry for each head (gpt-oss)
+    # of latent attention (DeepSeek); 0: grouped-query attention, and no compressed q
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
+}
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
-def build(c: DecoderConfig, device: str = "meta") -> nn.Module:
+def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     """A decoder's modules, without a forward: names and shapes as Hugging Face's, experts as torchtitan's stacks.
 
     Modules that routing knows by the names of their types bear these.
+
+    Args:
+        sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads and those of `_DECODER`.
+        device: Of the parameters, which are left as they are.
     """
+    c = SimpleNamespace(**{**_DECODER, **sizes})
     latent = {key: getattr(c, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
     kinds: dict[str, _Make] = {
         "layers.*": lambda _, shape: _named("Layer"),
@@ -319,13 +294,13 @@ def build(c: DecoderConfig, device: str = "meta") -> nn.Module:
     if c.kv_lora_rank:
         kinds["self_attn"] = lambda _, shape: _named("DeepseekV3Attention", num_heads=c.num_attention_heads, **latent)
     made: Any = _modules_of(_decoder(c), kinds, device)
-    made.config = c
+    made.config = vars(c)
     if c.tie_word_embeddings:
         made.lm_head.weight = made.model.embed_tokens.weight
     return cast(nn.Module, made)
 
 
-def _decoder(c: DecoderConfig) -> Shapes:
+def _decoder(c: SimpleNamespace) -> Shapes:
     """Parameters of a decoder, in its order."""
     width, plain = c.hidden_size, c.mlp == "plain"
     found: dict[str, Ints] = {"model.embed_tokens.weight": (c.vocab_size, width)}
@@ -341,7 +316,7 @@ def _under(above: str, shapes: Shapes) -> dict[str, Ints]:
     return {f"{above}.{name}": shape for name, shape in shapes.items()}
 
 
-def _plain_layer(c: DecoderConfig) -> Shapes:
+def _plain_layer(c: SimpleNamespace) -> Shapes:
     """GPT-2's layer: linear layers are stored inputs first, q, k and v are fused in columns."""
     width, inner = c.hidden_size, c.intermediate_size or 4 * c.hidden_size
     sizes: dict[str, Ints] = {
@@ -356,7 +331,7 @@ def _plain_layer(c: DecoderConfig) -> Shapes:
     return {name: shape for of_one in both for name, shape in of_one.items()}
 
 
-def _layer(c: DecoderConfig, index: int) -> Shapes:
+def _layer(c: SimpleNamespace, index: int) -> Shapes:
     attention = _latent_attention(c) if c.kv_lora_rank else _attention(c)
     sparse = c.num_experts and index >= c.first_k_dense and index not in c.dense_layers
     sparse = sparse and (index + 1) % c.sparse_step == 0
@@ -365,7 +340,7 @@ def _layer(c: DecoderConfig, index: int) -> Shapes:
     return norms[0] | _under("self_attn", attention) | norms[1] | _under("mlp", mlp)
 
 
-def _attention(c: DecoderConfig) -> Shapes:
+def _attention(c: SimpleNamespace) -> Shapes:
     """Grouped-query attention."""
     head = c.head_dim or c.hidden_size // c.num_attention_heads
     q, kv = (num * head for num in (c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads))
@@ -379,7 +354,7 @@ def _attention(c: DecoderConfig) -> Shapes:
     return found
 
 
-def _latent_attention(c: DecoderConfig) -> Shapes:
+def _latent_attention(c: SimpleNamespace) -> Shapes:
     """DeepSeek's, with fused weights that routing splits."""
     width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
     found: dict[str, Ints] = {"q_proj.weight": (heads * (nope + rope), width)}
@@ -401,7 +376,7 @@ def _gated(width: int, inner: int) -> Shapes:
     return {"gate_proj.weight": (inner, width), "up_proj.weight": (inner, width), "down_proj.weight": (width, inner)}
 
 
-def _experts(c: DecoderConfig) -> Shapes:
+def _experts(c: SimpleNamespace) -> Shapes:
     """Router, experts as stacks, shared experts as one layer."""
     num, width, inner = c.num_experts, c.hidden_size, c.moe_intermediate_size
     found: dict[str, Ints] = {"router.weight": (num, width)} | ({"router.bias": (num,)} if c.router_bias else {})
@@ -444,7 +419,6 @@ _INNER = (
     *("text_config", "llm_config", "language_config", "thinker_config", "attn_config"),
     *("ffn_config", "moe_config", "moe_args", "moe"),
 )
-_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 MODEL_TYPES: dict[str, dict[str, Any]] = {  # model_type -> what its configuration does not say
     "llama": {},
     "mistral": {},
@@ -473,13 +447,13 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {  # model_type -> what its configurati
 
 
 def _entries(config: Any) -> Mapping[str, Any]:
-    """A configuration as a mapping: config.json, transformers' object, a dataclass, or any object with attributes."""
+    """A configuration as a mapping: config.json, transformers' object, or any object with attributes."""
     if isinstance(config, Mapping):
         return config
     if hasattr(config, "to_dict"):
         found: Mapping[str, Any] = config.to_dict()
         return found
-    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else getattr(config, "__dict__", {})
+    return getattr(config, "__dict__", {})
 
 
 def flattened(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -488,7 +462,7 @@ def flattened(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given) | {key: value for one in inner for key, value in one.items()}
 
 
-def config_from_hf(given: Mapping[str, Any], where: str) -> DecoderConfig:
+def _decoder_sizes(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The sizes of a Hugging Face configuration of a known `model_type`.
 
     Args:
@@ -505,8 +479,7 @@ def config_from_hf(given: Mapping[str, Any], where: str) -> DecoderConfig:
             "Install it (pip install transformers), or give MODULE:FUNCTION that builds the model"
         )
     said = {key: value for key, value in flattened(given).items() if value is not None}
-    known = {f.name for f in fields(DecoderConfig)}
-    found = {key: value for key, value in said.items() if key in known}
+    found = {key: value for key, value in said.items() if key in (*_NEEDED, *_DECODER)}
     found |= {_ALIASES[key]: value for key, value in said.items() if key in _ALIASES}
     found["dense_layers"] = tuple(found.get("dense_layers", ()))
     found.setdefault("moe_intermediate_size", said.get("intermediate_size", found.get("intermediate_size", 0)))
@@ -524,7 +497,7 @@ def config_from_hf(given: Mapping[str, Any], where: str) -> DecoderConfig:
         raise ValueError(
             f"{where}: {', '.join(missing)} is missing, so the shapes are unknown. Write it into config.json"
         )
-    return DecoderConfig(**found | MODEL_TYPES[kind])
+    return found | MODEL_TYPES[kind]
 
 
 # ------------------------------------------------------------------------------------------ what works on one token
@@ -602,25 +575,21 @@ class Param:
         shape: Global shape.
         group: Index of its group in the optimizer.
         use_muon: Whether it is a matrix or several.
-        parallel: How tensor parallelism cuts it.
-        turned: Whether it is stored inputs first.
+        cut: The dim that tensor parallelism cuts, from the end, and the number of blocks along it that are cut alike
+            (Megatron's `partition_stride`: 2 where gate and up are one weight); None: the parameter is replicated.
         expert: Whether its first dim counts experts.
         layer: Its layer, -1 before all of them, `AFTER` after them.
         order: Its place in the model.
-        stride: Blocks of rows that tensor parallelism cuts alike, as Megatron's `partition_stride`: 2 where gate and up
-            are one weight.
     """
 
     name: str
     shape: Ints
     group: int
     use_muon: bool
-    parallel: Parallel
-    turned: bool
+    cut: tuple[int, int] | None
     expert: bool
     layer: int
     order: int
-    stride: int = 1
 
     @property
     def numel(self) -> int:
@@ -636,18 +605,17 @@ def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> lis
     for index, group in enumerate(groups):
         for name, param in zip(group["param_names"], group["params"], strict=True):
             shape, muon = tuple(param.shape), bool(group["use_muon"])
+            shapes.setdefault(name, shape)
             found.append(
                 Param(
                     name,
                     shape,
                     index,
                     muon,
-                    _parallel(name, shape),
-                    muon and bool(group.get("transposed", False)),
+                    _cut(name, shapes, muon and bool(group.get("transposed", False))),
                     ".experts." in f".{name}." and len(shape) > 1,
                     layers.get(id(param), AFTER),
                     order.get(id(param), len(found)),
-                    _stride(name, shapes),
                 )
             )
     return found
@@ -670,19 +638,17 @@ def in_megatrons_order(params: Sequence[Param], groups: Sequence[Mapping[str, An
     return sorted(params, key=lambda p: labels[p.group])
 
 
-def _stride(name: str, shapes: Shapes) -> int:
-    """2 for Megatron's `linear_fc1` of a gated layer, which has two outputs for each input of `linear_fc2`."""
-    head, _, leaf = name.rpartition("linear_fc1.")
-    own, other = shapes.get(name), shapes.get(f"{head}linear_fc2.weight")
-    return 2 if leaf and own and other and len(other) == 2 and own[0] == 2 * other[1] else 1
-
-
-def _parallel(name: str, shape: Ints) -> Parallel:
-    words = name.split(".")
+def _cut(name: str, shapes: Shapes, turned: bool) -> tuple[int, int] | None:
+    """See `Param.cut`. `turned`: the weight is stored inputs first."""
+    shape, words = shapes[name], name.split(".")
     word = words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else words[-1]
+    gated, _, leaf = name.rpartition("linear_fc1.")  # which has two outputs for each input of linear_fc2
+    other = shapes.get(f"{gated}linear_fc2.weight", ())
+    stride = 2 if leaf and len(other) == 2 and shape[0] == 2 * other[1] else 1
+    outputs, inputs = (-1, -2) if turned else (-2, -1)
     if _COLUMN.fullmatch(word) and (len(shape) > 1 or words[-1] == "bias"):
-        return "column"
-    return "row" if len(shape) > 1 and _ROW.fullmatch(word) else "none"
+        return (outputs if len(shape) > 1 else -1), stride
+    return (inputs, 1) if len(shape) > 1 and _ROW.fullmatch(word) else None
 
 
 def _layers(module: nn.Module) -> dict[int, int]:
@@ -694,10 +660,3 @@ def _layers(module: nn.Module) -> dict[int, int]:
     inside = {found.string: int(found[2]) for found in numbered if body is not None and found[1] == body[1]}
     first = next((at for at, (name, _) in enumerate(named) if name in inside), 0)
     return {id(p): inside.get(name, -1 if at < first else AFTER) for at, (name, p) in enumerate(named)}
-
-
-def quiet(function: Callable[[], Any]) -> Any:
-    """Call a function without warnings and return its result: routing repeats its doubts when the job is built."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return function()

@@ -198,10 +198,6 @@ class Time(NamedTuple):
         """The longer of two times, end by end."""
         return Time(max(self.lo, other.lo), max(self.mid, other.mid), max(self.hi, other.hi))
 
-    def holds(self, seconds: float) -> bool:
-        """True if a measured time lies inside the interval."""
-        return self.lo <= seconds <= self.hi
-
     def __str__(self) -> str:
         """Text like "1.2 .. 3.4 ms"."""
         scale, unit = _unit(self.hi)
