@@ -12,6 +12,7 @@ import torch.distributed as dist
 from every_layout import digests_of
 from megatron_gpt import gpt, half, megatron, needs_megatron, optimizer_config
 from published import decoder
+from test_foresight import same_as_live
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -21,7 +22,6 @@ from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
 from shardmuon.comm.exchange import Traffic
 from shardmuon.foresight.job import count
 from shardmuon.foresight.models import build
-from shardmuon.foresight.types import Exact
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.testing.deepspeed import initialize
 from shardmuon.testing.fsdp1 import wrap
@@ -39,19 +39,6 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages that tensors lie in, each once."""
     storages = [t.untyped_storage() for t in tensors]
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
-
-
-def _same_as_live(exact: Exact, found: list[dict[str, Any]]) -> None:
-    by_rank = {rank: c for c in exact.classes for rank in c.ranks}
-    assert sorted(by_rank) == list(range(exact.world))
-    assert exact.digests
-    assert list(exact.digests.values()) == found[0]["digests"]
-    for rank, live in enumerate(found):
-        one, traffic = by_rank[rank], live["traffic"]
-        assert (one.exchanges, one.sent) == (traffic.exchanges, traffic.bytes_sent)
-        assert one.orthogonalized == traffic.orthogonalized
-        for kind, number in live["bytes"].items():
-            assert getattr(one.stored, kind) == number, kind
 
 
 # --------------------------------------------------------------------------------------------------------------- ZeRO
@@ -124,7 +111,7 @@ def test_zero_is_planned_as_deepspeed_cuts_and_keeps_it(
     options = {"engine": f"zero{stage}", "gpus_per_node": 2, "device": "cpu", "weights": weights, **OPTIONS}
     exact = count(build(CONFIGS[config]), f"dp={world}", **options)
     found = deepspeed_pools[world].run(_live_zero, CONFIGS[config], stage, weights)
-    _same_as_live(exact, found)
+    same_as_live(exact, found)
     assert all(live["zeros"] for live in found)
 
 
@@ -168,7 +155,7 @@ def _live_fsdp1(config: dict[str, Any], mesh: str) -> dict[str, Any]:
 )
 def test_fsdp1_is_planned_as_torch_flattens_it(config: str, mesh: str, world: int) -> None:
     exact = count(build(CONFIGS[config]), mesh, engine="fsdp1", device="cpu", **OPTIONS)
-    _same_as_live(exact, get_pool(world).run(_live_fsdp1, CONFIGS[config], mesh))
+    same_as_live(exact, get_pool(world).run(_live_fsdp1, CONFIGS[config], mesh))
 
 
 # ---------------------------------------------------------------------------------------------------- 8-bit momentum
@@ -287,4 +274,4 @@ def test_a_whole_model_under_megatrons_distributed_optimizer_is_planned_as_it_ru
     exchange = Exchange(bucket_bytes=6_000)
     given = {"device": "cpu", "weights": weights, "overrides": fused, **OPTIONS, **MEGATRONS, "exchange": exchange}
     exact = count(model, "dp=2 tp=2", engine="megatron", **given)
-    _same_as_live(exact, get_pool(4).run(_live_megatron, num_layers, weights, exchange))
+    same_as_live(exact, get_pool(4).run(_live_megatron, num_layers, weights, exchange))

@@ -97,6 +97,13 @@ def _in_list(numbers: dict[str, Any]) -> nn.Module:
     return _moe(_list(), **numbers)
 
 
+def _tied(**numbers: Any) -> nn.Module:
+    model = _in_list(numbers)
+    model.lm_head = nn.Linear(8, 100, bias=False)
+    model.lm_head.weight = model.embed.weight  # type: ignore[union-attr, assignment]
+    return model
+
+
 EIGHT = {"num_experts": 8}
 
 
@@ -122,6 +129,7 @@ EIGHT = {"num_experts": 8}
             64 + 2 * 12,
             "2 of 8 experts",
         ),
+        (_tied(num_experts_per_tok=2, **EIGHT), 64 + 2 * 12 + 800, "2 of 8 experts"),
         (_moe(_list(), "shared_experts", num_experts_per_tok=2, **EIGHT), 64 + 8 * 12, ""),
         (_moe(_stack(relative=(8, 3, 4)), "moe", num_experts_per_tok=2), 64 + 8 * 12, ""),  # eight of what?
         *(

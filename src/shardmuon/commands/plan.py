@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the subcommand."""
     parser.add_argument(
         "model",
-        help="a preset (llama3-8b, deepseek-v3, ..), a config.json, a .safetensors file, or MODULE:FUNCTION",
+        help="a preset (llama3-8b, deepseek-v3, ..), a config.json, or MODULE:FUNCTION",
     )
     parser.add_argument("--mesh", required=True, help='sizes of the axes, e.g. "dp=8 shard=64 tp=8 ep=8 pp=4"')
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(names())}, or a .yaml file (%(default)s)")

@@ -38,7 +38,7 @@ def plan(
     """Say what Muon will take of a job on any mesh, without its ranks and without a GPU.
 
     Args:
-        model: A preset's name, a config.json, a .safetensors file, MODULE:FUNCTION, or a module on the meta device.
+        model: A preset's name, a config.json, MODULE:FUNCTION, or a module on the meta device.
         mesh: Sizes of axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
         gpu: Name of a hardware file that comes with the package, a file, or `Hardware`.
         engine: What cuts parameters up: "fsdp2", "ddp", "fsdp1", "zero1" to "zero3", "megatron".
