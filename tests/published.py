@@ -36,8 +36,8 @@ QWEN_3B = decoder(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True,
 
 
 def assert_published(model: Model, row: dict[str, Any]) -> None:
-    """That a model has the parameters of a row of `EXPERTS`. Publishers count the table and the head as active, one of
-    them or neither; we count the head."""
+    """Assert that a model has the parameters of a row of `EXPERTS`. Publishers count the table and the head as active, one
+    of them or neither; we count the head."""
     total = sum(p.numel() for p in getattr(model.module, "language_model", model.module).parameters())
     assert abs(total - row.get("modules", total)) * 100_000 <= total  # decoders lack biases of norms
     least, most = _rounded(row["total"])
@@ -51,7 +51,7 @@ def assert_published(model: Model, row: dict[str, Any]) -> None:
 
 
 def _rounded(text: str) -> Interval:
-    """Between which numbers one is that is rounded to this."""
+    """The interval of numbers that are rounded to this text."""
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
     half = 50.0 if text[-1] == "M" else half  # 400M, 800M
     return (float(text[:-1]) - half) * unit, (float(text[:-1]) + half) * unit

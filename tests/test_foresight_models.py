@@ -43,7 +43,7 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("row", EXPERTS, ids=lambda row: row["name"])
 def test_published_models_of_experts_have_their_parameters_and_active_ones(row: dict[str, Any], tmp_path: Path) -> None:
-    """By config.json alone; tests/zoo/test_zoo.py has them by transformers' modules."""
+    """Shapes are of config.json alone; tests/zoo/test_zoo.py has them by transformers' modules."""
     (tmp_path / "config.json").write_text(json.dumps(row["config"]))
     if row["config"]["model_type"] in ("jamba", "minimax", "qwen3_next"):  # other layers than attention
         with pytest.raises(ValueError, match="is not one that is known without transformers"):
@@ -144,7 +144,7 @@ EIGHT = {"num_experts": 8}
     ],
 )
 def test_experts_of_a_token_are_those_that_a_configuration_says(model: nn.Module, expected: int, says: str) -> None:
-    """Where none says it, all are counted, and that is said; without experts nothing is."""
+    """All are counted where none says it, and that is said; without experts nothing is."""
     elements, source = active_of(model, models.flattened(vars(model.config)))
     assert elements == expected
     assert source.startswith(says) and bool(source) == bool(says)

@@ -91,7 +91,7 @@ class TableValue(NamedTuple):
         return Time(*self[:3])
 
 
-Row = tuple[float, float, float, float]  # size; the least, the middle and the largest value that was measured there
+_Row = tuple[float, float, float, float]  # size; the least, the middle and the largest value that was measured there
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class MeasuredTable:
 
     source: str
     verified: bool
-    rows: Mapping[float, Sequence[Row]]
+    rows: Mapping[float, Sequence[_Row]]
     slope: float = 0.0
 
     def at(self, size: float, aspect: float = 1.0) -> TableValue:
@@ -121,7 +121,7 @@ class MeasuredTable:
         beyond = len(aspects) > 1 and aspect > aspects[-1]
         return TableValue(lo, mid, hi, beyond or any(one.outside for one in found))
 
-    def _along(self, rows: Sequence[Row], size: float) -> TableValue:
+    def _along(self, rows: Sequence[_Row], size: float) -> TableValue:
         sizes = [row[0] for row in rows]
         beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first a time keeps its value: it is all latency
         lo, mid, hi = (beyond * _between(size, sizes, [row[i] for row in rows]) for i in (1, 2, 3))
@@ -142,13 +142,13 @@ def _between(at: float, places: Sequence[float], values: Sequence[float]) -> flo
     return values[above - 1] * math.pow(values[above] / values[above - 1], share)
 
 
-def measured(rows: Sequence[Sequence[float]]) -> tuple[Row, ...]:
+def measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
     """Rows of a table from (size, lo, mid, hi), or (size, lo, hi) with the geometric mean as the middle.
 
     Raises:
         ValueError: There is none, a size stands there twice, or a number is not positive.
     """
-    found = list[Row]()
+    found = list[_Row]()
     for row in sorted(rows, key=lambda row: row[0]):
         if len(row) not in (3, 4) or min(row) <= 0.0:
             raise ValueError(f"a row is [size, lo, mid, hi] or [size, lo, hi], of positive values, found {list(row)}")
@@ -518,8 +518,11 @@ def _fact(data: Any, name: str) -> Fact:
 def _products(rows: Sequence[Mapping[str, Any]]) -> dict[str, MeasuredTable]:
     """One table for each thing multiplied; several aspects of one stand in several rows."""
     found: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(str(row["of"]), []).append(row)
+    keys = [(str(row["of"]), float(row.get("aspect", 1.0))) for row in rows]
+    for row, key in zip(rows, keys, strict=True):
+        if keys.count(key) > 1:
+            raise ValueError(f"products: of: {key[0]} with aspect: {key[1]} stands there twice. Write one of them")
+        found.setdefault(key[0], []).append(row)
     return {
         of: MeasuredTable(
             "; ".join(dict.fromkeys(str(row["source"]) for row in group)),

@@ -30,13 +30,13 @@ from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.plan.plan import Spec
 
-Ranges = list[tuple[int, int]]  # elements [start, stop) of a flat parameter on each rank
-ViewOf = Callable[[Param], MatrixView]
-SpecOf = Callable[[Param, ParamLayout, OnMesh | None], Spec]
+_Ranges = list[tuple[int, int]]  # elements [start, stop) of a flat parameter on each rank
+_ViewOf = Callable[[Param], MatrixView]
+_SpecOf = Callable[[Param, ParamLayout, OnMesh | None], Spec]
 
 # elements; megatron.core.distributed.DistributedDataParallel's default, for up to 40 ranks
-MEGATRON_BUCKET = 40_000_000
-ZERO3_SUB_GROUP = 1_000_000_000  # elements of a rank; DeepSpeed's default "sub_group_size"
+_MEGATRON_BUCKET = 40_000_000
+_ZERO3_SUB_GROUP = 1_000_000_000  # elements of a rank; DeepSpeed's default "sub_group_size"
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Unit:
 class _Builder:
     """Makes the units of one pipeline stage. Tensors that lie alike share a layout, which is made once."""
 
-    def __init__(self, mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> None:
+    def __init__(self, mesh: Mesh, stage: int, view_of: _ViewOf, spec_of: _SpecOf) -> None:
         size = mesh.world // mesh.pp
         self.mesh, self.stage = mesh, stage
         self.ranks: Ranks = tuple(range(stage * size, (stage + 1) * size))
@@ -115,7 +115,7 @@ def _held(layout: ParamLayout) -> tuple[Ints, Ints]:
     )
 
 
-def make_units(params: Sequence[Param], mesh: Mesh, view_of: ViewOf, spec_of: SpecOf) -> list[Unit]:
+def make_units(params: Sequence[Param], mesh: Mesh, view_of: _ViewOf, spec_of: _SpecOf) -> list[Unit]:
     """The units of a job.
 
     Args:
@@ -295,7 +295,7 @@ def _sub_groups(params: Sequence[Param], num_ranks: int, stage: int) -> Iterator
         members: list[Param] = []
         for p in of_group:
             members.append(p)
-            if stage == 3 and sum(-(-one.numel // num_ranks) for one in members) >= ZERO3_SUB_GROUP:
+            if stage == 3 and sum(-(-one.numel // num_ranks) for one in members) >= _ZERO3_SUB_GROUP:
                 yield members
                 members = []
         if members:
@@ -309,10 +309,10 @@ def _fsdp1(params: Sequence[Param], of_stage: _Builder) -> Iterator[Unit]:
     flats: dict[int, list[Param]] = {}
     for p in sorted(params, key=lambda p: p.order):
         flats.setdefault(p.layer if 0 <= p.layer < AFTER else -1, []).append(p)
-    held: dict[int, Ranges] = {}  # by order in the model
+    held: dict[int, _Ranges] = {}  # by order in the model
     padded = 0
     for members in flats.values():
-        table, part = fsdp1_ranges([p.numel for p in members], mesh.shard)
+        table, part = _fsdp1_ranges([p.numel for p in members], mesh.shard)
         padded += part
         held.update((p.order, ranges * mesh.dp) for p, ranges in zip(members, table, strict=True))
     for p in params:
@@ -348,7 +348,7 @@ def _buffers(params: Sequence[Param], of_stage: _Builder, *copies: Ranks) -> Uni
     cuts = [_plain_cut_of(p, of_stage.mesh) for p in params]
     num, order = len(grid), sorted(range(len(params)), key=lambda i: params[i].order)  # the model's
     sizes = [params[i].numel // (1 if cuts[i] is None else tp) for i in order]
-    table, total = megatron_ranges(sizes, num, max(MEGATRON_BUCKET, 1_000_000 * num))
+    table, total = megatron_ranges(sizes, num, max(_MEGATRON_BUCKET, 1_000_000 * num))
     ranges = dict(zip(order, table, strict=True))
     for i, p in enumerate(params):
         held = [of_replica for of_replica in ranges[i] for _ in range(tp)]
@@ -357,8 +357,8 @@ def _buffers(params: Sequence[Param], of_stage: _Builder, *copies: Ranks) -> Uni
     return unit
 
 
-def zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[Ranges], int]:
-    """Ranges that DeepSpeed gives each rank of the parameters of one group, and the length of a flat.
+def zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[_Ranges], int]:
+    """_Ranges that DeepSpeed gives each rank of the parameters of one group, and the length of a flat.
 
     Stages 1 and 2: the parameters one after the other, padded at the end to a multiple of 2 x ranks, in equal parts
     (`nccl_start_alignment_factor` of stage_1_and_2.py, 0.19). Stage 3: an equal part of each, padded at its end.
@@ -379,7 +379,7 @@ def zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[
     return [_in_parts(start, size, part, num_ranks) for start, size in zip(starts, sizes, strict=False)], part
 
 
-def _in_parts(at: int, size: int, part: int, num_ranks: int) -> Ranges:
+def _in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
     """The elements of [at, at + size) in each of equal parts, counted from `at`; (0, 0) where there are none."""
     found = [(0, 0)] * num_ranks
     for rank in range(at // part, min(num_ranks - 1, (at + size - 1) // part) + 1):
@@ -389,8 +389,8 @@ def _in_parts(at: int, size: int, part: int, num_ranks: int) -> Ranges:
     return found
 
 
-def megatron_ranges(sizes: Sequence[int], num_ranks: int, bucket_size: int | None = None) -> tuple[list[Ranges], int]:
-    """Ranges that Megatron-core's distributed optimizer gives each data-parallel rank of a gradient buffer.
+def megatron_ranges(sizes: Sequence[int], num_ranks: int, bucket_size: int | None = None) -> tuple[list[_Ranges], int]:
+    """_Ranges that Megatron-core's distributed optimizer gives each data-parallel rank of a gradient buffer.
 
     They lie in reverse order, each at a multiple of 64 elements; a bucket ends after the first one that fills it,
     padded to a multiple of lcm(ranks, 128), and each rank has an equal part of every bucket
@@ -405,7 +405,7 @@ def megatron_ranges(sizes: Sequence[int], num_ranks: int, bucket_size: int | Non
         For each parameter its elements [start, stop) on each rank, and the elements of the whole buffer.
     """
     unit = math.lcm(num_ranks, 128)
-    table: list[Ranges] = [[] for _ in sizes]
+    table: list[_Ranges] = [[] for _ in sizes]
     inside: list[tuple[int, int]] = []
     end = total = 0
     for index in reversed(range(len(sizes))):
@@ -422,8 +422,8 @@ def megatron_ranges(sizes: Sequence[int], num_ranks: int, bucket_size: int | Non
     return table, total
 
 
-def fsdp1_ranges(sizes: Sequence[int], num_ranks: int) -> tuple[list[Ranges], int]:
-    """Ranges of one flat parameter's tensors that FSDP1 keeps on each rank.
+def _fsdp1_ranges(sizes: Sequence[int], num_ranks: int) -> tuple[list[_Ranges], int]:
+    """_Ranges of one flat parameter's tensors that FSDP1 keeps on each rank.
 
     They lie one after the other in equal parts, the last ranks' perhaps empty. Each begins at a multiple of 16 bytes
     (`_init_flat_param_and_metadata` of torch/distributed/fsdp/_flat_param.py, 2.13), which are 4 elements: FSDP1's own

@@ -32,7 +32,7 @@ from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.roles import find_places, is_table
 from shardmuon.spelling import did_you_mean
 
-Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
+_Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
 Active = tuple[int, str]  # elements that work on one token, and who says so; "": there are no experts
 
 
@@ -125,7 +125,7 @@ def _of_config(text: str) -> Model:
     try:
         module = model_from_config(text)
     except (ImportError, ValueError) as wrong:  # there is no transformers, or it does not know the type
-        if isinstance(wrong, ValueError) and given.get("model_type") not in MODEL_TYPES:
+        if isinstance(wrong, ValueError) and given.get("model_type") not in _MODEL_TYPES:
             raise
         module = build(_decoder_sizes(given, text))
     return _model(str(given.get("_name_or_path") or path.parent.name or path.name), str(path), module, given)
@@ -201,7 +201,7 @@ def _named(name: str, **numbers: Any) -> nn.Module:
     return made
 
 
-def _modules_of(shapes: Shapes, kinds: Mapping[str, _Make], device: str) -> nn.Module:
+def _modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str) -> nn.Module:
     """Modules with parameters of these names and shapes, without values.
 
     Args:
@@ -300,7 +300,7 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     return cast(nn.Module, made)
 
 
-def _decoder(c: SimpleNamespace) -> Shapes:
+def _decoder(c: SimpleNamespace) -> _Shapes:
     """Parameters of a decoder, in its order."""
     width, plain = c.hidden_size, c.mlp == "plain"
     found: dict[str, Ints] = {"model.embed_tokens.weight": (c.vocab_size, width)}
@@ -312,11 +312,11 @@ def _decoder(c: SimpleNamespace) -> Shapes:
     return found | norm | {"lm_head.weight": (c.vocab_size, width)}
 
 
-def _under(above: str, shapes: Shapes) -> dict[str, Ints]:
+def _under(above: str, shapes: _Shapes) -> dict[str, Ints]:
     return {f"{above}.{name}": shape for name, shape in shapes.items()}
 
 
-def _plain_layer(c: SimpleNamespace) -> Shapes:
+def _plain_layer(c: SimpleNamespace) -> _Shapes:
     """GPT-2's layer: linear layers are stored inputs first, q, k and v are fused in columns."""
     width, inner = c.hidden_size, c.intermediate_size or 4 * c.hidden_size
     sizes: dict[str, Ints] = {
@@ -331,7 +331,7 @@ def _plain_layer(c: SimpleNamespace) -> Shapes:
     return {name: shape for of_one in both for name, shape in of_one.items()}
 
 
-def _layer(c: SimpleNamespace, index: int) -> Shapes:
+def _layer(c: SimpleNamespace, index: int) -> _Shapes:
     attention = _latent_attention(c) if c.kv_lora_rank else _attention(c)
     sparse = c.num_experts and index >= c.first_k_dense and index not in c.dense_layers
     sparse = sparse and (index + 1) % c.sparse_step == 0
@@ -340,7 +340,7 @@ def _layer(c: SimpleNamespace, index: int) -> Shapes:
     return norms[0] | _under("self_attn", attention) | norms[1] | _under("mlp", mlp)
 
 
-def _attention(c: SimpleNamespace) -> Shapes:
+def _attention(c: SimpleNamespace) -> _Shapes:
     """Grouped-query attention."""
     head = c.head_dim or c.hidden_size // c.num_attention_heads
     q, kv = (num * head for num in (c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads))
@@ -354,7 +354,7 @@ def _attention(c: SimpleNamespace) -> Shapes:
     return found
 
 
-def _latent_attention(c: SimpleNamespace) -> Shapes:
+def _latent_attention(c: SimpleNamespace) -> _Shapes:
     """DeepSeek's, with fused weights that routing splits."""
     width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
     found: dict[str, Ints] = {"q_proj.weight": (heads * (nope + rope), width)}
@@ -372,11 +372,11 @@ def _latent_attention(c: SimpleNamespace) -> Shapes:
     }
 
 
-def _gated(width: int, inner: int) -> Shapes:
+def _gated(width: int, inner: int) -> _Shapes:
     return {"gate_proj.weight": (inner, width), "up_proj.weight": (inner, width), "down_proj.weight": (width, inner)}
 
 
-def _experts(c: SimpleNamespace) -> Shapes:
+def _experts(c: SimpleNamespace) -> _Shapes:
     """Router, experts as stacks, shared experts as one layer."""
     num, width, inner = c.num_experts, c.hidden_size, c.moe_intermediate_size
     found: dict[str, Ints] = {"router.weight": (num, width)} | ({"router.bias": (num,)} if c.router_bias else {})
@@ -419,7 +419,7 @@ _INNER = (
     *("text_config", "llm_config", "language_config", "thinker_config", "attn_config"),
     *("ffn_config", "moe_config", "moe_args", "moe"),
 )
-MODEL_TYPES: dict[str, dict[str, Any]] = {  # model_type -> what its configuration does not say
+_MODEL_TYPES: dict[str, dict[str, Any]] = {  # model_type -> what its configuration does not say
     "llama": {},
     "mistral": {},
     "qwen2": {"attention_bias": True},
@@ -473,9 +473,9 @@ def _decoder_sizes(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         ValueError: The type is unknown, or a size is missing or differs from layer to layer.
     """
     kind = given.get("model_type")
-    if kind not in MODEL_TYPES:
+    if kind not in _MODEL_TYPES:
         raise ValueError(
-            f"{where}: model_type {kind!r} is not one that is known without transformers ({', '.join(MODEL_TYPES)}). "
+            f"{where}: model_type {kind!r} is not one that is known without transformers ({', '.join(_MODEL_TYPES)}). "
             "Install it (pip install transformers), or give MODULE:FUNCTION that builds the model"
         )
     said = {key: value for key, value in flattened(given).items() if value is not None}
@@ -497,7 +497,7 @@ def _decoder_sizes(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(
             f"{where}: {', '.join(missing)} is missing, so the shapes are unknown. Write it into config.json"
         )
-    return found | MODEL_TYPES[kind]
+    return found | _MODEL_TYPES[kind]
 
 
 # ------------------------------------------------------------------------------------------ what works on one token
@@ -638,8 +638,8 @@ def in_megatrons_order(params: Sequence[Param], groups: Sequence[Mapping[str, An
     return sorted(params, key=lambda p: labels[p.group])
 
 
-def _cut(name: str, shapes: Shapes, turned: bool) -> tuple[int, int] | None:
-    """See `Param.cut`. `turned`: the weight is stored inputs first."""
+def _cut(name: str, shapes: _Shapes, turned: bool) -> tuple[int, int] | None:
+    """The cut of a weight, see `Param.cut`. `turned`: it is stored inputs first."""
     shape, words = shapes[name], name.split(".")
     word = words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else words[-1]
     gated, _, leaf = name.rpartition("linear_fc1.")  # which has two outputs for each input of linear_fc2

@@ -173,7 +173,9 @@ class Report:
 ALONE = "each replica orthogonalizes everything for itself (not offered; what that would take)"
 SPLIT = "each matrix above the mean load split among {} owners (not offered; what that would take)"
 _WORTH = 0.97  # of the step as it is: smaller gains are within what a plan can tell
-Replan = Callable[[Mapping[str, Any]], Exact]  # "mesh", "route", "bucket_bytes", "owners" -> the plan with that changed
+_Replan = Callable[
+    [Mapping[str, Any]], Exact
+]  # "mesh", "route", "bucket_bytes", "owners" -> the plan with that changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +230,7 @@ def _candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
     return found
 
 
-def advise(exact: Exact, hardware: Hardware, replan: Replan) -> tuple[Advice, ...]:
+def advise(exact: Exact, hardware: Hardware, replan: _Replan) -> tuple[Advice, ...]:
     """Plan and price changes, each by itself.
 
     Args:
@@ -259,7 +261,7 @@ def _peak(exact: Exact) -> int:
 
 # ------------------------------------------------------------------------------------------- tables, on paper or screen
 
-WRAPPING = (
+_WRAPPING = (
     "taken to be one flat parameter for each layer and one for the rest, ModuleWrapPolicy({the layer's class}); any "
     "other wrapping has another plan"
 )
@@ -268,7 +270,7 @@ _KEY = (
     "collectives of a step: exchanges (all-to-all) + votes (messages between hosts), as in 14 + 1. kept: weights, "
     "gradients, state."
 )
-MANY = 12  # rows of a table; the rest is counted
+_MANY = 12  # rows of a table; the rest is counted
 Rows = Sequence[tuple[str, ...]]
 
 
@@ -359,7 +361,7 @@ def _summary(report: Report) -> Section:
         "source": exact.source,
         "mesh": f"{mesh} ({mesh.engine}), {exact.world:,} ranks on {mesh.num_nodes:,} nodes of {mesh.gpus_per_node}",
         "hardware": report.hardware.title,
-        "wrapping": WRAPPING if mesh.engine == "fsdp1" else "",
+        "wrapping": _WRAPPING if mesh.engine == "fsdp1" else "",
         "options": ", ".join(f"{key} {value}" for key, value in exact.options.items()),
         "digest": "; ".join([*digests, f"{more:,} more"] if more > 0 else digests),
     }
@@ -369,7 +371,7 @@ def _summary(report: Report) -> Section:
 def _answers(report: Report) -> Section:
     price = report.price
     rows = {
-        "optimizer step": f"{price.step}, most likely {_most_likely(price.step)}",
+        "optimizer step": f"{price.step}, most likely {seconds(price.step.mid)}",
         "why so wide": price.reason,
         "memory of a rank": _memory(report),
         "share of a training step": "",
@@ -391,11 +393,6 @@ def _answers(report: Report) -> Section:
     if price.training_dollars is not None:
         rows["money"] += f", {money(price.training_dollars)} for 1,000 training steps"
     return Section("Answers", [row for row in rows.items() if row[1]])
-
-
-def _most_likely(step: Time) -> str:
-    scale, unit = (1.0, "s") if step.hi >= 1 else (1e3, "ms") if step.hi >= 1e-3 else (1e6, "us")
-    return f"{_digits(step.mid * scale)} {unit}"
 
 
 def _memory(report: Report) -> str:
@@ -431,10 +428,10 @@ def _ranks(exact: Exact) -> Section:
             size(c.sent - _inside(c)),
             f"{c.exchanges} + {c.votes}",
         )
-        for c in classes[:MANY]
+        for c in classes[:_MANY]
     ]
-    rest = sum(c.count for c in classes[MANY:])
-    notes = (f"{rest:,} ranks of {len(classes) - MANY:,} other kinds are left out.", _KEY) if rest else (_KEY,)
+    rest = sum(c.count for c in classes[_MANY:])
+    notes = (f"{rest:,} ranks of {len(classes) - _MANY:,} other kinds are left out.", _KEY) if rest else (_KEY,)
     first = ("rank", "stage", "matrices", "matmul FLOPs", "kept", "peak")
     return Section("Ranks", rows, (*first, "sent in node", "sent between", "collectives"), notes)
 
@@ -446,9 +443,9 @@ def _inside(rank: RankClass) -> int:
 def _matrices(exact: Exact) -> Section:
     rows = [
         (m.example, f"{m.rows}x{m.cols}", f"{m.count:,}", m.route, m.how, operations(m.flops), m.reason)
-        for m in exact.matrices[:MANY]
+        for m in exact.matrices[:_MANY]
     ]
-    rest = len(exact.matrices) - MANY
+    rest = len(exact.matrices) - _MANY
     notes = (f"{rest} other kinds are left out.",) if rest > 0 else ()
     return Section("Matrices", rows, ("first of them", "shape", "how many", "route", "method", "each", "why"), notes)
 
@@ -475,7 +472,7 @@ def _effect(advice: Advice) -> str:
 
 def _grounds(report: Report) -> Section:
     rows = [("computed", "by the planner that the job itself uses: bytes, collectives, matrices, operations, memory")]
-    rows += [("extrapolated", text) for text in report.price.extrapolated[:MANY]]
+    rows += [("extrapolated", text) for text in report.price.extrapolated[:_MANY]]
     rows += [("unverified", f"{name}: {source}") for name, source in report.price.unverified.items()]
     rows += [("note", report.hardware.notes)] if report.hardware.notes else []
     return Section("Assumptions", rows)

@@ -14,8 +14,8 @@ from shardmuon.plan.plan import Route
 from shardmuon.spelling import did_you_mean
 
 EngineName = Literal["fsdp2", "ddp", "fsdp1", "zero1", "zero2", "zero3", "megatron"]
-AXES = ("dp", "shard", "tp", "ep", "pp")
-MOST_RANKS = 10_240
+_AXES = ("dp", "shard", "tp", "ep", "pp")
+_MOST_RANKS = 10_240
 
 
 # ------------------------------------------------------------------------------------------------------------ the mesh
@@ -60,7 +60,7 @@ class Mesh:
 
     def __str__(self) -> str:
         """The mesh as a user writes it."""
-        sizes = ((name, getattr(self, name)) for name in AXES)
+        sizes = ((name, getattr(self, name)) for name in _AXES)
         return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "dp=1"
 
 
@@ -96,11 +96,11 @@ def _sizes(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for word in text.replace(",", " ").split():
         axis, equals, size = word.partition("=")
-        if not equals or axis not in AXES or not (size.isascii() and size.isdigit()) or int(size) < 1:
-            hint = did_you_mean(axis, AXES) if equals and axis not in AXES else ""
+        if not equals or axis not in _AXES or not (size.isascii() and size.isdigit()) or int(size) < 1:
+            hint = did_you_mean(axis, _AXES) if equals and axis not in _AXES else ""
             raise ValueError(
-                f"mesh {text!r}: {word!r} is no axis=size. Axes are {', '.join(AXES)}, sizes whole numbers of at least "
-                f'1: write for example "dp=2 shard=64 tp=8"{hint}'
+                f"mesh {text!r}: {word!r} is no axis=size. Axes are {', '.join(_AXES)}, sizes whole numbers of at "
+                f'least 1: write for example "dp=2 shard=64 tp=8"{hint}'
             )
         if axis in found:
             raise ValueError(f"mesh {text!r}: {axis} stands there twice. Write it once")
@@ -123,8 +123,8 @@ def _check(mesh: Mesh) -> None:
         ),
         (mesh.gpus_per_node < 1, f"gpus_per_node={mesh.gpus_per_node} must be at least 1"),
         (
-            mesh.world > MOST_RANKS,
-            f"mesh {mesh} has {mesh.world:,} ranks, {MOST_RANKS:,} are the most that are planned for",
+            mesh.world > _MOST_RANKS,
+            f"mesh {mesh} has {mesh.world:,} ranks, {_MOST_RANKS:,} are the most that are planned for",
         ),
         (
             (zero or engine in ("ddp", "megatron")) and mesh.shard > 1,
