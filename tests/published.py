@@ -36,8 +36,10 @@ QWEN_3B = decoder(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True,
 
 
 def assert_published(model: Model, row: dict[str, Any]) -> None:
-    """Assert that a model has the parameters of a row of `EXPERTS`. Publishers count the table and the head as active, one
-    of them or neither; we count the head."""
+    """Assert that a model has the parameters of a row of `EXPERTS`.
+
+    Publishers count the table and the head as active, one of them or neither; we count the head.
+    """
     total = sum(p.numel() for p in getattr(model.module, "language_model", model.module).parameters())
     assert abs(total - row.get("modules", total)) * 100_000 <= total  # decoders lack biases of norms
     least, most = _rounded(row["total"])

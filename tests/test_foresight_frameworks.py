@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
 from shardmuon.comm.exchange import Traffic
 from shardmuon.foresight.job import count
-from shardmuon.foresight.models import build
+from shardmuon.foresight.models import build, modules_of
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.testing.deepspeed import initialize
 from shardmuon.testing.fsdp1 import wrap
@@ -186,44 +186,20 @@ def test_momentum_of_another_dtype_is_counted_with_its_scales(kept: Any, world3:
 # ----------------------------------------------------------------------------------------------------------- Megatron
 
 
-class _Mlp(nn.Module):
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.linear_fc1 = nn.Linear(hidden, 2 * inner, bias=False)
-        self.linear_fc2 = nn.Linear(inner, hidden, bias=False)
-
-
-class _Attention(nn.Module):
-    def __init__(self, hidden: int, qkv: int) -> None:
-        super().__init__()
-        self.linear_proj = nn.Linear(hidden, hidden, bias=False)
-        self.linear_qkv = nn.Linear(hidden, qkv, bias=False)
-
-
-class _Layer(nn.Module):
-    def __init__(self, hidden: int, qkv: int, inner: int) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(hidden)
-        self.self_attention = _Attention(hidden, qkv)
-        self.pre_mlp_layernorm = nn.RMSNorm(hidden)
-        self.mlp = _Mlp(hidden, inner)
-
-
-class _Layers(nn.Module):
-    def __init__(self, num_layers: int, *sizes: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Layer(*sizes) for _ in range(num_layers))
-        self.final_layernorm = nn.RMSNorm(sizes[0])
-
-
-class MegatronShapes(nn.Module):
+def megatron_shapes(num_layers: int) -> nn.Module:
     """Whole shapes under Megatron's names, of the model that `gpt` makes: 4 heads of 6 in 2 query groups."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.ModuleDict({"word_embeddings": nn.Embedding(32, 24)})
-        self.decoder = _Layers(num_layers, 24, 2 * (12 + 6 + 6), 44)
-        self.output_layer = nn.Linear(24, 32, bias=False)
+    of_layer = {
+        "input_layernorm": (24,),
+        "self_attention.linear_proj": (24, 24),
+        "self_attention.linear_qkv": (2 * (12 + 6 + 6), 24),
+        "pre_mlp_layernorm": (24,),
+        "mlp.linear_fc1": (2 * 44, 24),
+        "mlp.linear_fc2": (24, 44),
+    }
+    layers = {f"decoder.layers.{i}.{name}": shape for i in range(num_layers) for name, shape in of_layer.items()}
+    others = {"decoder.final_layernorm": (24,), "output_layer": (32, 24)}
+    shapes = {"embedding.word_embeddings": (32, 24), **layers, **others}
+    return modules_of({f"{name}.weight": shape for name, shape in shapes.items()}, {})
 
 
 MEGATRONS: dict[str, Any] = {"ns_coefficients": "quintic"}  # `OptimizerConfig.muon_coefficient_type`
@@ -268,10 +244,8 @@ def test_a_whole_model_under_megatrons_distributed_optimizer_is_planned_as_it_ru
     weights: torch.dtype, num_layers: int
 ) -> None:
     """Fused q, k, v and gated layers, tensor parallel 2 x data parallel 2."""
-    with torch.device("meta"):
-        model = MegatronShapes(num_layers)
     fused = {"*linear_qkv.weight": {"split_sizes": (12, 6, 6), "split_groups": 2}}
     exchange = Exchange(bucket_bytes=6_000)
     given = {"device": "cpu", "weights": weights, "overrides": fused, **OPTIONS, **MEGATRONS, "exchange": exchange}
-    exact = count(model, "dp=2 tp=2", engine="megatron", **given)
+    exact = count(megatron_shapes(num_layers), "dp=2 tp=2", engine="megatron", **given)
     same_as_live(exact, get_pool(4).run(_live_megatron, num_layers, weights, exchange))

@@ -201,7 +201,7 @@ def _named(name: str, **numbers: Any) -> nn.Module:
     return made
 
 
-def _modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str) -> nn.Module:
+def modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta") -> nn.Module:
     """Modules with parameters of these names and shapes, without values.
 
     Args:
@@ -293,7 +293,7 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     }
     if c.kv_lora_rank:
         kinds["self_attn"] = lambda _, shape: _named("DeepseekV3Attention", num_heads=c.num_attention_heads, **latent)
-    made: Any = _modules_of(_decoder(c), kinds, device)
+    made: Any = modules_of(_decoder(c), kinds, device)
     made.config = vars(c)
     if c.tie_word_embeddings:
         made.lm_head.weight = made.model.embed_tokens.weight
