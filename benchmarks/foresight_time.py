@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardmuon import Muon
-from shardmuon.foresight.hardware_files import load
+from shardmuon.foresight.hardware import load
 from shardmuon.foresight.live import exact_of
 from shardmuon.foresight.pricing import price
 from shardmuon.plan.plan import Plan
@@ -111,7 +111,7 @@ def compare(run: Callable[..., list[Any]], ranks: int, rounds: int, hardware: An
                     "measured": quartile,
                     "predicted": list(predicted.step),
                     "error": predicted.step.mid / quartile - 1.0,
-                    "inside": predicted.step.holds(quartile),
+                    "inside": predicted.step.lo <= quartile <= predicted.step.hi,
                     "reason": predicted.reason,
                     "how": sorted({item.how for item in found[0][1].items}),
                 }

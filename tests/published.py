@@ -10,12 +10,9 @@ from typing import Any
 import torch
 import yaml
 
-from shardmuon.foresight import Setting, count, load_hardware, plan
-from shardmuon.foresight.decoder import DecoderConfig, build, flattened
+from shardmuon.foresight import count, load_hardware, plan
 from shardmuon.foresight.hardware import Uses, product_seconds
-from shardmuon.foresight.job import Job
-from shardmuon.foresight.meshes import parse_mesh
-from shardmuon.foresight.models import Model, of_module
+from shardmuon.foresight.models import Model, build, flattened
 from shardmuon.foresight.pricing import adamw_step, price, training_seconds
 from shardmuon.foresight.types import Exact
 from shardmuon.orthogonalize.choice import flops
@@ -24,37 +21,42 @@ from shardmuon.orthogonalize.schedules import schedule
 EXPERTS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "data" / "experts.yaml").read_text())
 Interval = tuple[float, float]
 KELLER = schedule("keller", None).triples
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def decoder(*sizes: int, **others: Any) -> dict[str, Any]:
+    """Sizes of a decoder: those of `_SIZES`, then intermediate_size, then others by name."""
+    return {**dict(zip((*_SIZES, "intermediate_size"), sizes, strict=True)), **others}
+
+
 # Llama-3.2-1B: huggingface.co/meta-llama/Llama-3.2-1B
-ONE_B = DecoderConfig(128256, 2048, 16, 32, 8, 64, 8192, tie_word_embeddings=True)
+ONE_B = decoder(128256, 2048, 16, 32, 8, 64, 8192, tie_word_embeddings=True)
 # huggingface.co/Qwen/Qwen2.5-3B
-QWEN_3B = DecoderConfig(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True, attention_bias=True)
+QWEN_3B = decoder(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True, attention_bias=True)
 
 
 def assert_published(model: Model, row: dict[str, Any]) -> None:
-    """That a model has the parameters of a row of `EXPERTS`. Publishers count the table and the head as active, one of
-    them or neither; we count the head."""
+    """Assert that a model has the parameters of a row of `EXPERTS`.
+
+    Publishers count the table and the head as active, one of them or neither; we count the head.
+    """
     total = sum(p.numel() for p in getattr(model.module, "language_model", model.module).parameters())
     assert abs(total - row.get("modules", total)) * 100_000 <= total  # decoders lack biases of norms
     least, most = _rounded(row["total"])
     assert 0.98 * least <= total <= 1.02 * most  # some count vision, and layers for drafts
-    sizes, active = flattened(row["config"]), model.active
+    sizes, (active, who) = flattened(row["config"]), model.active
     table = sizes["vocab_size"] * (sizes.get("hidden_size") or sizes["d_model"])
     least, most = _rounded(row["active"])
-    assert " experts (" in active.source
-    assert active.elements + (0 if sizes.get("tie_word_embeddings") else table) >= least
-    assert active.elements - table <= most
+    assert " experts (" in who
+    assert active + (0 if sizes.get("tie_word_embeddings") else table) >= least
+    assert active - table <= most
 
 
 def _rounded(text: str) -> Interval:
-    """Between which numbers one is that is rounded to this."""
+    """The interval of numbers that are rounded to this text."""
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
     half = 50.0 if text[-1] == "M" else half  # 400M, 800M
     return (float(text[:-1]) - half) * unit, (float(text[:-1]) + half) * unit
-
-
-def _exact(config: DecoderConfig, name: str, mesh: str, engine: str | None = None) -> Exact:
-    model = of_module(name, "published shapes", build(config))
-    return Job(model, parse_mesh(mesh, engine), Setting(), {}).exact()
 
 
 def _standard(exact: Exact) -> float:
@@ -95,7 +97,7 @@ def llama_8_a800() -> Interval:
 
 
 def one_b_8_b200() -> Interval:
-    step = price(_exact(ONE_B, "1B", "shard=8"), load_hardware("b200")).step
+    step = price(count(build(ONE_B), "shard=8"), load_hardware("b200")).step
     return step.lo, step.hi
 
 
@@ -106,7 +108,7 @@ def newton_schulz_on_h100() -> Interval:
 
 
 def qwen25_3b_memory() -> Interval:
-    exact = _exact(QWEN_3B, "Qwen2.5-3B", "dp=8", "zero2")
+    exact = count(build(QWEN_3B), "dp=8", engine="zero2")
     saved = [4 * c.muon_elements / 2**30 for c in exact.classes]  # of two moments in fp32 one is left
     return min(saved), max(saved)
 

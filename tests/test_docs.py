@@ -20,7 +20,7 @@ MODULES = [
     "shardmuon.routing.groups",
     "shardmuon.gradients.scaler",
     "shardmuon.auditing",
-    "shardmuon.foresight.front",
+    "shardmuon.foresight.report",
 ]
 
 

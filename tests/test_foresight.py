@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from every_layout import Planned, assert_counted, compared, digests_of, planned
+from published import decoder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,18 +18,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.comm.exchange import Traffic
-from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
-from shardmuon.foresight.job import Setting, count
-from shardmuon.foresight.layouts import flat, grid_of
-from shardmuon.foresight.ranges import megatron_ranges
+from shardmuon.foresight.job import count
+from shardmuon.foresight.models import build
 from shardmuon.foresight.types import Exact, Mesh
-from shardmuon.layout.shards import Cut
-from shardmuon.layout.views import matrix_view
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool, get_pool
 
 STANDARD = Orthogonalizer("standard", torch.float32)
+GRAM = Exchange(bucket_bytes=3000, route="gram")
 
 
 def _full(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -63,68 +60,37 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(layou
         assert all(one.traffic.exchanges % 3 == 0 < one.traffic.exchanges for one in found)
 
 
-def _step_by_gram(layout: str) -> tuple[Traffic, Planned]:
-    row, world = LAYOUTS[layout], dist.get_world_size()
-    params = parameters(row.build(_full(), row.mesh(world)))
-    options: dict[str, Any] = {"exchange": Exchange(bucket_bytes=3000, route="gram"), "orthogonalizer": STANDARD}
-    optimizer = Muon(groups_of(params, PARAMS), lr=1e-3, **row.options(world), **options)
-    return _traffic_of_a_step(optimizer), planned(optimizer)
+def step_by_gram(layouts: Sequence[str]) -> list[tuple[Traffic, Planned]]:
+    """A step of each layout by the Gram route, in many buckets."""
+    found = []
+    for row in (LAYOUTS[layout] for layout in layouts):
+        world = dist.get_world_size()
+        params = parameters(row.build(_full(), row.mesh(world)))
+        options: dict[str, Any] = {"exchange": GRAM, "orthogonalizer": STANDARD}
+        optimizer = Muon(groups_of(params, PARAMS), lr=1e-3, **row.options(world), **options)
+        found.append((_traffic_of_a_step(optimizer), planned(optimizer)))
+    return found
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1::2])
 def test_bytes_and_collectives_of_the_gram_route_are_those_that_ranks_count(layout: str, world3: RankPool) -> None:
-    assert_counted(*zip(*world3.run(_step_by_gram, layout), strict=True))  # 8 ranks: test_foresight_eight.py
-
-
-# --------------------------------------------------------------------------------- flat buffers and plain shards, alone
-
-
-def _layout_digests(layout: str) -> dict[str, bytes]:
-    row, world = LAYOUTS[layout], dist.get_world_size()
-    params = parameters(row.build(_full(), row.mesh(world)))
-    plan = Muon(groups_of(params, PARAMS), lr=1e-3, **row.options(world), orthogonalizer=STANDARD).prepare()
-    return {spec.name: spec.layout.digest for spec in plan.specs}
-
-
-def _without_ranks(layout: str, world: int) -> dict[str, bytes]:
-    """The same from shapes alone. Rows cut rows, columns and rows in strides in turn, where they divide."""
-    shape = LAYOUTS[layout].mesh(world)
-    tp = shape[1] if layout == "mcore buffers+tp" else 1
-    cuts: list[Cut | None] = []
-    for i, case in enumerate(PARAMS.values()):
-        cut = Cut(*((0, 1), (1, 1), (0, 2))[i % 3])
-        fits = (len(case.shape) == 2 or cut.dim == 0) and case.shape[cut.dim] % (tp * cut.stride) == 0
-        cuts.append(cut if layout == "mcore buffers+tp" and fits else None)
-    sizes = [math.prod(c.shape) // (tp if cut else 1) for c, cut in zip(PARAMS.values(), cuts, strict=True)]
-    table, _ = megatron_ranges(sizes, shape[0], 4000)
-    grid = grid_of(tuple(range(world)), tp)
-    return {
-        name: flat(matrix_view(case.shape, **case.options), grid, cut, [held[r // tp] for r in range(world)]).digest
-        for (name, case), cut, held in zip(PARAMS.items(), cuts, table, strict=True)
-    }
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("layout", ["mcore buffers", "mcore buffers+tp"])
-def test_flat_buffers_lie_as_the_live_ones(layout: str, world: int) -> None:
-    assert get_pool(world).run(_layout_digests, layout) == [_without_ranks(layout, world)] * world
+    found = [one for (one,) in world3.run(step_by_gram, [layout])]
+    assert_counted(*zip(*found, strict=True))  # 8 ranks: test_foresight_eight.py
 
 
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
-DENSE = DecoderConfig(96, 48, 3, 4, 2, 12, 80)
-SPARSE = DecoderConfig(
-    96, 48, 2, 4, 2, 12, 80, qk_norm=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
-)
-FEW = DecoderConfig(96, 48, 2, 4, 2, 12, 80, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=24)
+DENSE = decoder(96, 48, 3, 4, 2, 12, 80)
+SPARSE = decoder(96, 48, 2, 4, 2, 12, 80, qk_norm=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+FEW = decoder(96, 48, 2, 4, 2, 12, 80, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=24)
 CONFIGS = {"dense": DENSE, "sparse": SPARSE, "few": FEW}
-SETTING = Setting("cpu", torch.float32, STANDARD, Exchange(bucket_bytes=20_000))
+OPTIONS: dict[str, Any] = {"orthogonalizer": STANDARD, "exchange": Exchange(bucket_bytes=20_000)}
 
 
-def _live_model(config: DecoderConfig, mesh: Mesh) -> tuple[nn.Module, dict[str, Any]]:
+def _live_model(config: dict[str, Any], mesh: Mesh) -> tuple[nn.Module, dict[str, Any]]:
     """The model as its users would shard it, with torch's own functions."""
     torch.manual_seed(0)
-    model = Decoder(config)
+    model: Any = build(config, "cpu")
     for p in model.parameters():
         nn.init.normal_(p)
     if mesh.engine == "ddp":
@@ -143,47 +109,47 @@ def _live_model(config: DecoderConfig, mesh: Mesh) -> tuple[nn.Module, dict[str,
         share = mesh.shard // mesh.ep
         shape = (mesh.dp, share, mesh.ep)
         lent = init_device_mesh("cpu", shape, mesh_dim_names=("dp2", "efsdp", "ep"))
-        for layer in model.model.layers:
+        for layer in model.model.layers.children():
             experts: Any = layer.mlp.experts
             for name, p in list(experts.named_parameters()):
                 setattr(experts, name, nn.Parameter(distribute_tensor(p.detach(), lent["ep"], [Shard(0)])))
             axes = ("dp2", "efsdp") if mesh.dp > 1 else ("efsdp",)
-            dim = 1 if share * mesh.ep > config.num_experts else 0
+            dim = 1 if share * mesh.ep > config["num_experts"] else 0
             fully_shard(experts, mesh=lent[axes], shard_placement_fn=lambda p, dim=dim: Shard(dim))
     if over:
-        for layer in model.model.layers:
+        for layer in model.model.layers.children():
             fully_shard(layer, mesh=devices[tuple(over)])
         fully_shard(model, mesh=devices[tuple(over)])
     return model, {}
 
 
-def _live(config: DecoderConfig, mesh: Mesh, options: dict[str, Any]) -> dict[str, Any]:
+def _live(config: dict[str, Any], mesh: Mesh, options: dict[str, Any]) -> dict[str, Any]:
     model, given = _live_model(config, mesh)
     optimizer = Muon(model, lr=0.02, **options, **given)
     traffic = _traffic_of_a_step(optimizer)
     assert optimizer.plan is not None
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    numel = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
     state = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
     moments = [t.to_local() if hasattr(t, "to_local") else t for t in state]
     return {
         "traffic": traffic,
         "digests": list(digests_of(optimizer.plan).values()),
-        "plan": str(optimizer.plan),
-        "weights": sum(p.numel() for p in local) * 4,
-        "state": sum(t.numel() for t in moments) * 4,
+        "bytes": {**dict.fromkeys(("weights", "gradients"), numel * 4), "state": sum(t.numel() for t in moments) * 4},
     }
 
 
-def _same_as_live(exact: Exact, found: list[dict[str, Any]]) -> None:
+def same_as_live(exact: Exact, found: list[dict[str, Any]]) -> None:
+    """Digests, traffic and stored bytes of every rank are those counted. "bytes": those that a rank measured."""
     by_rank = {rank: c for c in exact.classes for rank in c.ranks}
     assert sorted(by_rank) == list(range(exact.world))
     assert list(exact.digests.values()) == found[0]["digests"]
     for rank, live in enumerate(found):
         one, traffic = by_rank[rank], live["traffic"]
         assert (one.exchanges, one.sent) == (traffic.exchanges, traffic.bytes_sent)
-        assert (one.orthogonalized, one.votes) == (traffic.orthogonalized, int(exact.world > 1))
-        assert one.stored.weights == one.stored.gradients == live["weights"]
-        assert one.stored.momentum + one.stored.moments == live["state"]
+        assert (one.orthogonalized, one.votes) == (traffic.orthogonalized, live.get("votes", int(exact.world > 1)))
+        state = {"state": one.stored.momentum + one.stored.moments}
+        for kind, number in live["bytes"].items():
+            assert state.get(kind, getattr(one.stored, kind, None)) == number, kind
 
 
 MESHES = [
@@ -209,21 +175,18 @@ MESHES = [
 def test_a_model_planned_without_ranks_has_the_digest_and_traffic_of_the_live_job(
     config: str, mesh: str, engine: str | None
 ) -> None:
-    exact = count(build(CONFIGS[config]), mesh, engine=engine, gpus_per_node=2, setting=SETTING)
-    options = {"orthogonalizer": SETTING.orthogonalizer, "exchange": SETTING.exchange}
-    _same_as_live(exact, get_pool(exact.world).run(_live, CONFIGS[config], exact.mesh, options))
+    exact = count(build(CONFIGS[config]), mesh, engine=engine, gpus_per_node=2, device="cpu", **OPTIONS)
+    same_as_live(exact, get_pool(exact.world).run(_live, CONFIGS[config], exact.mesh, OPTIONS))
 
 
 def test_what_auto_takes_by_rule_is_planned_with_the_wires_that_it_takes(world2: RankPool) -> None:
     """Buckets are cut by the bytes of the wire, which is bf16 for bf16 products and fp32 for others."""
-    setting = replace(SETTING, orthogonalizer=Orthogonalizer())
-    exact = count(build(DENSE), "shard=2", setting=setting)
-    options = {"exchange": SETTING.exchange}
-    _same_as_live(exact, world2.run(_live, DENSE, exact.mesh, options))
+    options = {"exchange": OPTIONS["exchange"]}
+    exact = count(build(DENSE), "shard=2", device="cpu", **options)
+    same_as_live(exact, world2.run(_live, DENSE, exact.mesh, options))
 
 
 @pytest.mark.parametrize(("mesh", "engine"), [("dp=2 shard=2 tp=2", "fsdp2")])
 def test_the_same_on_eight_ranks(mesh: str, engine: str) -> None:
-    exact = count(build(DENSE), mesh, engine=engine, gpus_per_node=4, setting=SETTING)
-    options = {"orthogonalizer": SETTING.orthogonalizer, "exchange": SETTING.exchange}
-    _same_as_live(exact, get_pool(8).run(_live, DENSE, exact.mesh, options))
+    exact = count(build(DENSE), mesh, engine=engine, gpus_per_node=4, device="cpu", **OPTIONS)
+    same_as_live(exact, get_pool(8).run(_live, DENSE, exact.mesh, OPTIONS))

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from every_layout import digests_of
 from megatron_gpt import gpt, half, megatron, needs_megatron, optimizer_config
+from published import decoder
+from test_foresight import same_as_live
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -18,19 +20,18 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
 from shardmuon.comm.exchange import Traffic
-from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
-from shardmuon.foresight.job import Setting, count
-from shardmuon.foresight.types import Exact
+from shardmuon.foresight.job import count
+from shardmuon.foresight.models import build, modules_of
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.testing.deepspeed import initialize
 from shardmuon.testing.fsdp1 import wrap
 from shardmuon.testing.pool import RankPool, get_pool
 
-DENSE = DecoderConfig(96, 48, 3, 4, 2, 12, 80)
-ODD = DecoderConfig(97, 50, 2, 5, 1, 10, 81)  # flat buffers are padded on any number of ranks
+DENSE = decoder(96, 48, 3, 4, 2, 12, 80)
+ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # flat buffers are padded on any number of ranks
 CONFIGS = {"dense": DENSE, "odd": ODD}
 STANDARD = Orthogonalizer("standard", torch.float32)
-EXCHANGE = Exchange(bucket_bytes=20_000)
+OPTIONS: dict[str, Any] = {"orthogonalizer": STANDARD, "exchange": Exchange(bucket_bytes=20_000)}
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
 
@@ -38,19 +39,6 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages that tensors lie in, each once."""
     storages = [t.untyped_storage() for t in tensors]
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
-
-
-def _same_as_live(exact: Exact, found: list[dict[str, Any]]) -> None:
-    by_rank = {rank: c for c in exact.classes for rank in c.ranks}
-    assert sorted(by_rank) == list(range(exact.world))
-    assert exact.digests
-    assert list(exact.digests.values()) == found[0]["digests"]
-    for rank, live in enumerate(found):
-        one, traffic = by_rank[rank], live["traffic"]
-        assert (one.exchanges, one.sent) == (traffic.exchanges, traffic.bytes_sent)
-        assert one.orthogonalized == traffic.orthogonalized
-        for kind, number in live["bytes"].items():
-            assert getattr(one.stored, kind) == number, kind
 
 
 # --------------------------------------------------------------------------------------------------------------- ZeRO
@@ -68,11 +56,11 @@ class _Given(nn.Module):
         return torch.stack([p.float().sum() for p in self.parameters()]).sum()
 
 
-def _live_zero(config: DecoderConfig, number: int, weights: torch.dtype) -> dict[str, Any]:
-    model = Decoder(config)
+def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dict[str, Any]:
+    model: Any = build(config, "cpu")
     for p in model.parameters():
         nn.init.normal_(p)
-    optimizer = Muon(param_groups(model, lr=0.02), lr=0.02, orthogonalizer=STANDARD, exchange=EXCHANGE)
+    optimizer = Muon(param_groups(model, lr=0.02), lr=0.02, **OPTIONS)
     settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": number}}
     if weights == torch.bfloat16:
         settings["bf16"] = {"enabled": True}
@@ -120,31 +108,31 @@ ZERO = [
 def test_zero_is_planned_as_deepspeed_cuts_and_keeps_it(
     stage: int, world: int, config: str, weights: torch.dtype, deepspeed_pools: dict[int, RankPool]
 ) -> None:
-    setting = Setting("cpu", weights, STANDARD, EXCHANGE)
-    exact = count(build(CONFIGS[config]), f"dp={world}", engine=f"zero{stage}", gpus_per_node=2, setting=setting)
+    options = {"engine": f"zero{stage}", "gpus_per_node": 2, "device": "cpu", "weights": weights, **OPTIONS}
+    exact = count(build(CONFIGS[config]), f"dp={world}", **options)
     found = deepspeed_pools[world].run(_live_zero, CONFIGS[config], stage, weights)
-    _same_as_live(exact, found)
+    same_as_live(exact, found)
     assert all(live["zeros"] for live in found)
 
 
 @pytest.mark.parametrize("engine", ["zero2", "megatron"])
 def test_a_storage_that_the_engine_refuses_is_not_planned(engine: str) -> None:
-    setting = Setting("cpu", storage=Storage(momentum_dtype=torch.bfloat16))
+    storage = Storage(momentum_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"keeps fp32 momentum and weights itself, and refuses .* Leave storage out"):
-        count(build(DENSE), "dp=2", engine=engine, setting=setting)
+        count(build(DENSE), "dp=2", engine=engine, storage=storage)
 
 
 # -------------------------------------------------------------------------------------------------------------- FSDP1
 
 
-def _live_fsdp1(config: DecoderConfig, mesh: str) -> dict[str, Any]:
-    model = Decoder(config)
+def _live_fsdp1(config: dict[str, Any], mesh: str) -> dict[str, Any]:
+    model: Any = build(config, "cpu")
     for p in model.parameters():
         nn.init.normal_(p)
-    layers = ModuleWrapPolicy({type(model.model.layers[0])})
+    layers = ModuleWrapPolicy({type(next(model.model.layers.children()))})
     strategy = "HYBRID_SHARD" if "dp" in mesh else "FULL_SHARD"
     wrapped = wrap(model, strategy, auto_wrap_policy=layers)
-    optimizer = Muon(wrapped, lr=0.02, orthogonalizer=STANDARD, exchange=EXCHANGE)
+    optimizer = Muon(wrapped, lr=0.02, **OPTIONS)
     for _ in range(2):
         for p in wrapped.parameters():
             p.grad = torch.ones_like(p) if p.numel() else None
@@ -166,18 +154,17 @@ def _live_fsdp1(config: DecoderConfig, mesh: str) -> dict[str, Any]:
     ("config", "mesh", "world"), [("odd", "shard=2", 2), ("dense", "shard=4", 4), ("odd", "dp=2 shard=2", 4)]
 )
 def test_fsdp1_is_planned_as_torch_flattens_it(config: str, mesh: str, world: int) -> None:
-    setting = Setting("cpu", torch.float32, STANDARD, EXCHANGE)
-    exact = count(build(CONFIGS[config]), mesh, engine="fsdp1", setting=setting)
-    _same_as_live(exact, get_pool(world).run(_live_fsdp1, CONFIGS[config], mesh))
+    exact = count(build(CONFIGS[config]), mesh, engine="fsdp1", device="cpu", **OPTIONS)
+    same_as_live(exact, get_pool(world).run(_live_fsdp1, CONFIGS[config], mesh))
 
 
 # ---------------------------------------------------------------------------------------------------- 8-bit momentum
 
 
-def _momentum_bytes(config: DecoderConfig, kept: Any) -> int:
-    model = Decoder(config)
+def _momentum_bytes(config: dict[str, Any], kept: Any) -> int:
+    model: Any = build(config, "cpu")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:
+    for layer in model.model.layers.children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = Muon(model, lr=0.02, orthogonalizer=STANDARD, storage=Storage(momentum_dtype=kept))
@@ -190,8 +177,8 @@ def _momentum_bytes(config: DecoderConfig, kept: Any) -> int:
 
 @pytest.mark.parametrize("kept", ["int8", torch.bfloat16], ids=str)
 def test_momentum_of_another_dtype_is_counted_with_its_scales(kept: Any, world3: RankPool) -> None:
-    config = DecoderConfig(97, 150, 1, 5, 1, 30, 81)  # rows of one and of two blocks of 128
-    exact = count(build(config), "shard=3", setting=Setting("cpu", storage=Storage(momentum_dtype=kept)))
+    config = decoder(97, 150, 1, 5, 1, 30, 81)  # rows of one and of two blocks of 128
+    exact = count(build(config), "shard=3", device="cpu", storage=Storage(momentum_dtype=kept))
     by_rank = {rank: c for c in exact.classes for rank in c.ranks}
     assert [by_rank[rank].stored.momentum for rank in range(3)] == world3.run(_momentum_bytes, config, kept)
 
@@ -199,44 +186,20 @@ def test_momentum_of_another_dtype_is_counted_with_its_scales(kept: Any, world3:
 # ----------------------------------------------------------------------------------------------------------- Megatron
 
 
-class _Mlp(nn.Module):
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.linear_fc1 = nn.Linear(hidden, 2 * inner, bias=False)
-        self.linear_fc2 = nn.Linear(inner, hidden, bias=False)
-
-
-class _Attention(nn.Module):
-    def __init__(self, hidden: int, qkv: int) -> None:
-        super().__init__()
-        self.linear_proj = nn.Linear(hidden, hidden, bias=False)
-        self.linear_qkv = nn.Linear(hidden, qkv, bias=False)
-
-
-class _Layer(nn.Module):
-    def __init__(self, hidden: int, qkv: int, inner: int) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(hidden)
-        self.self_attention = _Attention(hidden, qkv)
-        self.pre_mlp_layernorm = nn.RMSNorm(hidden)
-        self.mlp = _Mlp(hidden, inner)
-
-
-class _Layers(nn.Module):
-    def __init__(self, num_layers: int, *sizes: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Layer(*sizes) for _ in range(num_layers))
-        self.final_layernorm = nn.RMSNorm(sizes[0])
-
-
-class MegatronShapes(nn.Module):
+def megatron_shapes(num_layers: int) -> nn.Module:
     """Whole shapes under Megatron's names, of the model that `gpt` makes: 4 heads of 6 in 2 query groups."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.ModuleDict({"word_embeddings": nn.Embedding(32, 24)})
-        self.decoder = _Layers(num_layers, 24, 2 * (12 + 6 + 6), 44)
-        self.output_layer = nn.Linear(24, 32, bias=False)
+    of_layer = {
+        "input_layernorm": (24,),
+        "self_attention.linear_proj": (24, 24),
+        "self_attention.linear_qkv": (2 * (12 + 6 + 6), 24),
+        "pre_mlp_layernorm": (24,),
+        "mlp.linear_fc1": (2 * 44, 24),
+        "mlp.linear_fc2": (24, 44),
+    }
+    layers = {f"decoder.layers.{i}.{name}": shape for i in range(num_layers) for name, shape in of_layer.items()}
+    others = {"decoder.final_layernorm": (24,), "output_layer": (32, 24)}
+    shapes = {"embedding.word_embeddings": (32, 24), **layers, **others}
+    return modules_of({f"{name}.weight": shape for name, shape in shapes.items()}, {})
 
 
 MEGATRONS: dict[str, Any] = {"ns_coefficients": "quintic"}  # `OptimizerConfig.muon_coefficient_type`
@@ -281,10 +244,8 @@ def test_a_whole_model_under_megatrons_distributed_optimizer_is_planned_as_it_ru
     weights: torch.dtype, num_layers: int
 ) -> None:
     """Fused q, k, v and gated layers, tensor parallel 2 x data parallel 2."""
-    with torch.device("meta"):
-        model = MegatronShapes(num_layers)
     fused = {"*linear_qkv.weight": {"split_sizes": (12, 6, 6), "split_groups": 2}}
     exchange = Exchange(bucket_bytes=6_000)
-    setting = Setting("cpu", weights, STANDARD, exchange)
-    exact = count(model, "dp=2 tp=2", engine="megatron", setting=setting, overrides=fused, **MEGATRONS)
-    _same_as_live(exact, get_pool(4).run(_live_megatron, num_layers, weights, exchange))
+    given = {"device": "cpu", "weights": weights, "overrides": fused, **OPTIONS, **MEGATRONS, "exchange": exchange}
+    exact = count(megatron_shapes(num_layers), "dp=2 tp=2", engine="megatron", **given)
+    same_as_live(exact, get_pool(4).run(_live_megatron, num_layers, weights, exchange))

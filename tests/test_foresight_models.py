@@ -5,37 +5,32 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import struct
 import time
 import types
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from published import EXPERTS, assert_published
+from published import EXPERTS, assert_published, decoder
 from torch import nn
 
-from shardmuon.foresight.active import Active, active_of
-from shardmuon.foresight.decoder import DecoderConfig, build
-from shardmuon.foresight.job import Setting, count
-from shardmuon.foresight.layouts import stages_of
-from shardmuon.foresight.meshes import parse_mesh
-from shardmuon.foresight.models import load_model, preset, preset_names
-from shardmuon.foresight.ranges import megatron_ranges, zero_ranges
+from shardmuon.foresight import models
+from shardmuon.foresight.job import count
+from shardmuon.foresight.layouts import megatron_ranges, stages_of, zero_ranges
+from shardmuon.foresight.models import active_of, build, load_model, preset, preset_names
+from shardmuon.foresight.types import parse_mesh
 from shardmuon.options import Exchange, Orthogonalizer
 from shardmuon.testing.megatron import flat_ranges
 
-SMALL = DecoderConfig(96, 48, 4, 4, 2, 12, 80)
+SMALL = decoder(96, 48, 4, 4, 2, 12, 80)
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     data = preset(name)
-    found = sum(p.numel() for p in build(DecoderConfig(**data["config"])).parameters())
+    found = sum(p.numel() for p in build(data["config"]).parameters())
     published = data["published_parameters"]
     if isinstance(published, str):  # published rounded: to that many digits
         digits, unit = float(published[:-1]), {"B": 1e9, "T": 1e12}[published[-1]]
@@ -46,51 +41,43 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     assert data["published_at"].startswith("https://")
 
 
-def _no_transformers(text: str) -> nn.Module:
-    raise ImportError(text)
-
-
 @pytest.mark.parametrize("row", EXPERTS, ids=lambda row: row["name"])
 def test_published_models_of_experts_have_their_parameters_and_active_ones(row: dict[str, Any], tmp_path: Path) -> None:
-    """By config.json alone; tests/zoo/test_zoo.py has them by transformers' modules."""
+    """Shapes are of config.json alone; tests/zoo/test_zoo.py has them by transformers' modules."""
     (tmp_path / "config.json").write_text(json.dumps(row["config"]))
     if row["config"]["model_type"] in ("jamba", "minimax", "qwen3_next"):  # other layers than attention
         with pytest.raises(ValueError, match="is not one that is known without transformers"):
-            load_model(str(tmp_path), build, _no_transformers)  # type: ignore[arg-type]
+            load_model(str(tmp_path))
     else:
-        assert_published(load_model(str(tmp_path), build, _no_transformers), row)  # type: ignore[arg-type]
+        assert_published(load_model(str(tmp_path)), row)
 
 
 def test_sizes_that_differ_from_layer_to_layer_are_refused(tmp_path: Path) -> None:
     (row,) = (row for row in EXPERTS if row["name"] == "Hunyuan-A13B")
     (tmp_path / "config.json").write_text(json.dumps(row["config"] | {"moe_intermediate_size": [1024, 2048]}))
     with pytest.raises(ValueError, match=r"moe_intermediate_size=\[1024, 2048\] differs from layer to layer"):
-        load_model(str(tmp_path), build, _no_transformers)  # type: ignore[arg-type]
+        load_model(str(tmp_path))
 
 
-def test_a_type_that_transformers_does_not_know_is_planned_if_we_do(tmp_path: Path) -> None:
+def test_a_type_that_transformers_does_not_know_is_planned_if_we_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unknown(text: str) -> nn.Module:
         raise ValueError("transformers does not recognize this architecture")
 
+    monkeypatch.setattr(models, "model_from_config", unknown)
     (row,) = (row for row in EXPERTS if row["name"] == "Kimi-K2")
     for kind, message in (("kimi_k2", ""), ("kimi_k9", "does not recognize")):
         (tmp_path / "config.json").write_text(json.dumps(row["config"] | {"model_type": kind}))
         with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-            assert load_model(str(tmp_path), build, unknown).num_heads == 64  # type: ignore[arg-type]
+            assert load_model(str(tmp_path)).num_heads == 64
 
 
-class _Layer(nn.Module):
-    """An attention weight of 64 elements, experts of 12 elements each, and what stands beside them."""
-
-    def __init__(self, experts: nn.Module, **beside: Any) -> None:
-        super().__init__()
-        self.attention = nn.Linear(8, 8, bias=False)
-        self.experts = experts
-        for name, value in beside.items():
-            setattr(self, name, value)
-
-
-def _moe(layer: nn.Module, **config: Any) -> nn.Module:
+def _moe(experts: nn.Module, name: str = "experts", **config: Any) -> nn.Module:
+    """A model of an embedding, an attention weight of 64 elements, and experts of 12 elements each."""
+    layer = nn.Module()
+    layer.attention = nn.Linear(8, 8, bias=False)
+    layer.add_module(name, experts)
     model = nn.Module()
     model.embed = nn.Embedding(100, 8)
     model.layers = nn.ModuleList([layer])
@@ -98,136 +85,92 @@ def _moe(layer: nn.Module, **config: Any) -> nn.Module:
     return model
 
 
-def _list(num: int = 8) -> nn.Module:
-    return nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(num))
+def _list() -> nn.Module:
+    return nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(8))
 
 
-def _holding(**shapes: tuple[int, ...]) -> nn.Module:
-    made = nn.Module()
-    for name, shape in shapes.items():
-        made.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-    return made
+def _stack(**shapes: tuple[int, ...]) -> nn.Module:
+    return nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
 
 
-def _shared() -> nn.Module:
-    return _Layer(_list(), shared_experts=nn.Linear(4, 3, bias=False))
+def _in_list(numbers: dict[str, Any]) -> nn.Module:
+    return _moe(_list(), **numbers)
 
 
-def _router(**attributes: Any) -> nn.Module:
-    made = _holding()
-    for name, value in attributes.items():
-        setattr(made, name, value)
-    return made
+def _tied(**numbers: Any) -> nn.Module:
+    model = _in_list(numbers)
+    model.lm_head = nn.Linear(8, 100, bias=False)
+    model.lm_head.weight = model.embed.weight  # type: ignore[union-attr, assignment]
+    return model
 
 
-def _beside(stack: str, shape: tuple[int, ...], **attributes: Any) -> nn.Module:
-    layer = _Layer(nn.Identity(), **attributes)
-    del layer.experts
-    layer.moe = _holding(**{stack: shape})
-    return layer
+EIGHT = {"num_experts": 8}
 
 
 @pytest.mark.parametrize(
-    ("layer", "config", "expected", "says"),
+    ("model", "expected", "says"),
     [
-        (lambda: _Layer(_list()), {"num_experts_per_tok": 2}, 64 + 2 * 12, "2 of 8 experts (num_experts_per_tok)"),
-        (lambda: _Layer(_holding(w=(8, 3, 4))), {"num_experts_per_tok": 2}, 64 + 2 * 12, "2 of 8 experts"),
-        (lambda: _Layer(_holding(w=(8, 3, 4), b=(8, 3))), {"moe_topk": 4, "num_experts": 8}, 64 + 4 * 15, "(moe_topk)"),
-        (_shared, {"num_experts_per_tok": 2}, 64 + 12 + 2 * 12, "2 of 8 experts"),
-        (lambda: _Layer(_list()), {"num_experts_per_tok": [1, 3]}, 64 + 2 * 12, "2 of 8 experts"),
-        (lambda: _Layer(_list()), {"text_config": {"moe_k": 2}}, 64 + 2 * 12, "2 of 8 experts (moe_k)"),
-        (lambda: _Layer(_list()), {"ffn_config": {"moe_top_k": 4}}, 64 + 4 * 12, "4 of 8 experts (moe_top_k)"),
+        (_in_list(EIGHT | {"num_experts_per_tok": 2}), 64 + 2 * 12, "2 of 8 experts (num_experts_per_tok)"),
+        (_in_list(EIGHT | {"num_experts_per_tok": [1, 3]}), 64 + 2 * 12, "2 of 8 experts (num_experts_per_tok)"),
+        (_in_list({"text_config": EIGHT | {"moe_k": 2}}), 64 + 2 * 12, "2 of 8 experts (moe_k)"),
+        (
+            _in_list(EIGHT | {"model_type": "switch_transformers"}),
+            64 + 12,
+            "1 of 8 experts (model_type switch_transfor",
+        ),
+        (_moe(_stack(w=(8, 3, 4), b=(8, 3)), moe_topk=4, **EIGHT), 64 + 4 * 15, "4 of 8 experts (moe_topk)"),
         (  # DBRX: one matrix for all experts
-            lambda: _Layer(_holding(w1=(24, 4))),
-            {"ffn_config": {"moe_num_experts": 8, "moe_top_k": 4}},
+            _moe(_stack(w1=(24, 4)), ffn_config={"moe_num_experts": 8, "moe_top_k": 4}),
             64 + 4 * 12,
             "4 of 8 experts (moe_top_k)",
         ),
-        (lambda: _Layer(_list()), {"model_type": "switch_transformers"}, 64 + 12, "1 of 8 experts (model_type switch"),
-        (lambda: _Layer(_list(), gate=_router(top_k=2)), {}, 64 + 2 * 12, "2 of 8 experts (top_k of Module)"),
-        (lambda: _Layer(_list(), topk=2), {"top_k": 1}, 64 + 2 * 12, "2 of 8 experts (topk of _Layer)"),  # a sampler's
-        (  # Transformer Engine: one weight for each expert in one module
-            lambda: _Layer(_holding(**{f"weight{i}": (3, 4) for i in range(8)})),
-            {"moe_router_topk": 2},
-            64 + 2 * 12,
-            "2 of 8 experts (moe_router_topk)",
-        ),
         (  # Granite: experts by another name
-            lambda: _beside("input_linear", (8, 3, 4)),
-            {"num_local_experts": 8, "num_experts_per_tok": 2},
+            _moe(_stack(input_linear=(8, 3, 4)), "moe", num_local_experts=8, num_experts_per_tok=2),
             64 + 2 * 12,
             "2 of 8 experts",
         ),
-        (  # nobody says how many there are, but a router has as many rows
-            lambda: _beside("w", (8, 3, 4), router=nn.Linear(4, 8, bias=False), top_k=2),
-            {},
-            64 + 32 + 2 * 12,
-            "2 of 8 experts (top_k of _Layer)",
+        (_tied(num_experts_per_tok=2, **EIGHT), 64 + 2 * 12 + 800, "2 of 8 experts"),
+        (_moe(_list(), "shared_experts", num_experts_per_tok=2, **EIGHT), 64 + 8 * 12, ""),
+        (_moe(_stack(relative=(8, 3, 4)), "moe", num_experts_per_tok=2), 64 + 8 * 12, ""),  # eight of what?
+        *(
+            (_in_list(said), 64 + 8 * 12, f"all {many}experts are counted as active, as no configuration says how many")
+            for said, many in (
+                ({}, ""),
+                (EIGHT | {"top_k": 2}, "8 "),  # a sampler's
+                (EIGHT | {"num_experts_per_tok": 9}, "8 "),
+                (EIGHT | {"num_experts_per_tok": True}, "8 "),
+            )
         ),
     ],
 )
-def test_experts_of_a_token_are_read_where_models_say_them(
-    layer: Callable[[], nn.Module], config: dict[str, Any], expected: int, says: str
-) -> None:
-    found = active_of(_moe(layer(), **config))
-    assert found.elements == expected
-    assert says in found.source
+def test_experts_of_a_token_are_those_that_a_configuration_says(model: nn.Module, expected: int, says: str) -> None:
+    """All are counted where none says it, and that is said; without experts nothing is."""
+    elements, source = active_of(model, models.flattened(vars(model.config)))
+    assert elements == expected
+    assert source.startswith(says) and bool(source) == bool(says)
 
 
-@pytest.mark.parametrize("config", [{}, {"top_k": 2}, {"num_experts_per_tok": 9}, {"num_experts_per_tok": True}])
-def test_experts_of_which_nobody_says_how_many_work_are_all_counted_and_that_is_said(config: dict[str, Any]) -> None:
-    found = active_of(_moe(_Layer(_list()), **config))
-    assert found.elements == 64 + 8 * 12
-    assert (
-        "all 8 experts are counted as active, as nothing says how many of them a token takes. Give --" in found.source
-    )
+SPARSE = SMALL | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_shared_experts": 1}
 
 
-def test_without_experts_nothing_is_said() -> None:
-    stack = _moe(_beside("relative", (8, 3, 4)), num_experts_per_tok=2)  # eight of what, nobody says
-    assert active_of(stack) == Active(64 + 96)
+def _hugging_face(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **sizes}
 
 
-def test_a_head_that_is_the_embedding_counts_once() -> None:
-    tied, named = _moe(_Layer(_list())), {"num_experts_per_tok": 2, "tie_word_embeddings": True}
-    assert active_of(tied, [named]).elements == 64 + 2 * 12 + 800  # as in modules made of a checkpoint's names
-    tied.lm_head = nn.Linear(8, 100, bias=False)
-    assert active_of(tied, [named]).elements == 64 + 2 * 12 + 800
-    tied.lm_head.weight = tied.embed.weight  # type: ignore[union-attr, assignment]
-    assert active_of(tied, [named]).elements == 64 + 2 * 12 + 800
-
-
-SPARSE = replace(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=20, num_shared_experts=1)
-
-
-def _hugging_face(sizes: DecoderConfig) -> dict[str, Any]:
-    return {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **asdict(sizes)}
-
-
-def test_a_configuration_says_it_with_transformers_and_without(tmp_path: Path) -> None:
+def test_a_configuration_says_it_with_transformers_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules come from elsewhere with transformers, and only the file says how many experts a token takes."""
-    sparse = replace(SPARSE, qk_norm=True)
+    sparse = SPARSE | {"qk_norm": True}
     (tmp_path / "config.json").write_text(json.dumps(_hugging_face(sparse)))
     made = build(sparse)
     made.config = None  # type: ignore[assignment]
     flops = count(build(sparse), "shard=2").tokens_flops
     of_file = count(str(tmp_path), "shard=2")
-    with_modules = count(str(tmp_path), "shard=2", from_config=lambda text: made)
+    monkeypatch.setattr(models, "model_from_config", lambda text: made)
+    with_modules = count(str(tmp_path), "shard=2")
     assert of_file.tokens_flops == with_modules.tokens_flops == flops
     assert of_file.active == with_modules.active == "2 of 8 experts (num_experts_per_tok)"
-    whole = replace(sparse, num_experts_per_tok=8)
+    whole = sparse | {"num_experts_per_tok": 8}
     assert flops < count(build(whole), "shard=2").tokens_flops
-
-
-def test_a_checkpoint_has_its_configuration_beside_it(tmp_path: Path) -> None:
-    _write_safetensors(tmp_path / "model.safetensors", build(SPARSE))
-    alone = count(str(tmp_path / "model.safetensors"), "shard=2")
-    assert "all 8 experts are counted as active" in alone.active
-    (tmp_path / "config.json").write_text(json.dumps(_hugging_face(SPARSE)))
-    beside = count(str(tmp_path / "model.safetensors"), "shard=2")
-    assert beside.tokens_flops == count(build(SPARSE), "shard=2").tokens_flops < alone.tokens_flops
-    (tmp_path / "config.json").write_text("no JSON")
-    assert count(str(tmp_path / "model.safetensors"), "shard=2").tokens_flops == alone.tokens_flops
 
 
 def test_the_number_can_be_given() -> None:
@@ -236,36 +179,6 @@ def test_the_number_can_be_given() -> None:
     for wrong in (0, -1e9, float("nan"), float("inf"), True, "3B"):
         with pytest.raises(ValueError, match=r"active_params=.* must be a number of parameters"):
             count(build(SPARSE), "shard=2", active_params=wrong)  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------------------------------------------- shapes from files
-
-
-def _write_safetensors(path: Path, model: nn.Module) -> None:
-    header, at = {}, 0
-    for name, p in model.named_parameters():
-        header[name] = {"dtype": "BF16", "shape": list(p.shape), "data_offsets": [at, at + 2 * p.numel()]}
-        at += 2 * p.numel()
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-
-
-def test_a_checkpoint_is_planned_as_the_model_that_it_is_of(tmp_path: Path) -> None:
-    _write_safetensors(tmp_path / "model.safetensors", build(SMALL))
-    of_file = count(str(tmp_path / "model.safetensors"), "shard=4")
-    of_model = count(build(SMALL), "shard=4")
-    assert of_file.digests == of_model.digests
-    assert of_file.classes == of_model.classes
-
-
-def test_an_index_names_the_files_whose_headers_are_read(tmp_path: Path) -> None:
-    _write_safetensors(tmp_path / "a.safetensors", build(SMALL))
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
-    assert count(str(index), "shard=2").num_params == sum(p.numel() for p in build(SMALL).parameters())
-    index.write_text(json.dumps({"weight_map": {"x": "b.safetensors"}}))
-    with pytest.raises(ValueError, match=r"b\.safetensors: the index names it"):
-        count(str(index), "shard=2")
 
 
 def test_a_configuration_of_a_known_type_needs_no_transformers(tmp_path: Path) -> None:
@@ -323,7 +236,7 @@ def test_stages_of_equal_layers_are_planned_once() -> None:
 
 
 def test_stages_take_layers_as_evenly_as_they_divide() -> None:
-    found = build(replace(SMALL, num_hidden_layers=11))
+    found = build(SMALL | {"num_hidden_layers": 11})
     job = count(found, "shard=1 pp=4")
     params = [c.stored.weights // 4 for c in job.classes]
     assert sum(p * c.count for p, c in zip(params, job.classes, strict=True)) == job.num_params
@@ -332,8 +245,8 @@ def test_stages_take_layers_as_evenly_as_they_divide() -> None:
 
 def test_layers_are_told_from_their_experts() -> None:
     """Eight experts in each of two layers are no eight layers."""
-    model = _moe(_Layer(_list()), num_experts_per_tok=2)
-    model.layers.append(_Layer(_list()))  # type: ignore[operator, union-attr]
+    model = _in_list(EIGHT | {"num_experts_per_tok": 2})
+    model.layers.append(_in_list({}).layers[0])  # type: ignore[operator, union-attr, index]
     first, second = count(model, "shard=1 pp=2", gpus_per_node=1).classes
     assert (first.stage, second.stage) == (0, 1)
     assert first.muon_elements == second.muon_elements == 64 + 8 * 12
@@ -341,13 +254,13 @@ def test_layers_are_told_from_their_experts() -> None:
 
 def test_experts_that_lie_whole_on_ranks_are_counted_each_by_its_size() -> None:
     """Experts are counted by size in buckets of one matrix each, of which many are alike."""
-    config = replace(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=20)
-    setting = Setting("cpu", torch.float32, Orthogonalizer("standard", torch.float32), Exchange(bucket_bytes=1))
-    exact = count(build(config), "shard=4 ep=4", setting=setting)
+    config = SMALL | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    how = Orthogonalizer("standard", torch.float32)
+    exact = count(build(config), "shard=4 ep=4", device="cpu", orthogonalizer=how, exchange=Exchange(bucket_bytes=1))
     sizes: Counter[tuple[int, int]] = Counter()
     for c in exact.classes:
         assert sum(b.held for b in c.buckets) == c.muon_elements
-        assert sum(not b.exchange for b in c.buckets) >= 3 * 2 * config.num_hidden_layers  # gate, up, down of two
+        assert sum(not b.exchange for b in c.buckets) >= 3 * 2 * config["num_hidden_layers"]  # gate, up, down of two
         for b in c.buckets:
             sizes.update({(m.rows, m.cols): c.count * m.num for m in b.matrices})
     wanted: Counter[tuple[int, int]] = Counter()
@@ -389,7 +302,7 @@ def test_zero_shares_every_element_out_once(stage: int) -> None:
 
 
 def test_megatron_experts_are_planned_for_one_expert_group() -> None:
-    sparse = replace(SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    sparse = SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     exact = count(build(sparse), "dp=4 tp=2 ep=2", engine="megatron", gpus_per_node=4)
     assert list(exact.copies.values()) == [1, 2]
     assert sum(kind.count for kind in exact.matrices) == sum(
@@ -399,11 +312,8 @@ def test_megatron_experts_are_planned_for_one_expert_group() -> None:
 
 
 def test_wires_of_half_the_width_halve_the_bytes() -> None:
-    settings = [
-        Setting("cpu", torch.float32, Orthogonalizer("standard", dtype), Exchange())
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    counted = (count(build(SMALL), "shard=4", setting=setting) for setting in settings)
+    hows = (Orthogonalizer("standard", dtype) for dtype in (torch.float32, torch.bfloat16))
+    counted = (count(build(SMALL), "shard=4", device="cpu", orthogonalizer=how) for how in hows)
     wide, narrow = (sum(c.count * c.sent for c in exact.classes) for exact in counted)
     assert wide == 2 * narrow > 0
 
@@ -435,7 +345,7 @@ def test_large_jobs_are_planned_in_seconds(model: str, mesh: str, seconds: float
 )
 def test_experts_that_do_not_divide_over_shards_are_told(mesh: str, better: str) -> None:
     """Uneven cuts follow torch.chunk, as FSDP2's; the mesh that is proposed cuts evenly."""
-    few = replace(SMALL, num_hidden_layers=1, num_experts=20, num_experts_per_tok=2, moe_intermediate_size=16)
+    few = SMALL | {"num_hidden_layers": 1, "num_experts": 20, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     uneven = count(build(few), mesh).uneven
     if not better:
         assert uneven == ""

@@ -5,27 +5,41 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from shardmuon.foresight.hardware import (
+    FOLDER,
     Fact,
     Hardware,
     MeasuredTable,
     Uses,
     exchange_seconds,
+    load,
+    measured,
+    names,
+    parse,
     pass_seconds,
     product_seconds,
     products_dtype,
     slowdown,
 )
-from shardmuon.foresight.hardware_files import FOLDER, load, names, parse
 from shardmuon.foresight.pricing import PriceError, adamw_step, price
-from shardmuon.foresight.tables import Curve, Point, Surface, of_triples
-from shardmuon.foresight.times import Time, total
-from shardmuon.foresight.types import BucketCount, Exact, Matrices, MatrixKind, Mesh, RankClass, Sent, Stored
+from shardmuon.foresight.types import (
+    BucketCount,
+    Exact,
+    Matrices,
+    MatrixKind,
+    Mesh,
+    RankClass,
+    Sent,
+    Stored,
+    Time,
+    total,
+)
 from shardmuon.orthogonalize.slots import batch_size
 from shardmuon.plan import pipeline
 from shardmuon.plan.pipeline import BucketTimes
@@ -35,7 +49,7 @@ from shardmuon.testing.tolerances import assert_rounded
 
 
 def test_between_neighbours_a_table_is_straight_in_logarithms() -> None:
-    curve = of_triples([(100, 1.0, 2.0, 4.0), (10_000, 16.0, 18.0, 64.0)])
+    curve = _table([(100, 1.0, 2.0, 4.0), (10_000, 16.0, 18.0, 64.0)])
     found = curve.at(1_000)
     assert (round(found.lo, 9), round(found.mid, 9), round(found.hi, 9)) == (4.0, 6.0, 16.0)
     assert not found.outside
@@ -44,7 +58,7 @@ def test_between_neighbours_a_table_is_straight_in_logarithms() -> None:
 
 def test_beyond_its_ends_a_rate_stays_a_time_grows_and_both_say_so() -> None:
     rows = [(10, 1.0, 1.0), (100, 2.0, 2.0)]
-    rate, time = of_triples(rows), of_triples(rows, slope=1.0)
+    rate, time = _table(rows), _table(rows, slope=1.0)
     assert rate.at(1_000) == (2.0, 2.0, 2.0, True)
     assert time.at(1_000) == (20.0, 20.0, 20.0, True)
     assert rate.at(1) == (1.0, 1.0, 1.0, True)
@@ -52,7 +66,8 @@ def test_beyond_its_ends_a_rate_stays_a_time_grows_and_both_say_so() -> None:
 
 
 def test_a_surface_goes_along_sizes_then_between_aspects() -> None:
-    surface = Surface(((1.0, of_triples([(10, 1.0, 1.0)])), (4.0, of_triples([(10, 16.0, 16.0)]))))
+    rows = {1.0: measured([(10, 1.0, 1.0)]), 4.0: measured([(10, 16.0, 16.0)])}
+    surface = MeasuredTable("here", True, rows)
     assert round(surface.at(10, 2.0).mid, 9) == 4.0
     assert surface.at(10, 1.0).mid == 1.0
     assert surface.at(10, 9.0).outside
@@ -62,9 +77,9 @@ def test_a_surface_goes_along_sizes_then_between_aspects() -> None:
 @pytest.mark.parametrize("points", ([], [(2.0, 1.0, 1.0), (1.0, 1.0, -1.0)]))
 def test_a_table_without_sense_is_refused(points: list[tuple[float, ...]]) -> None:
     with pytest.raises(ValueError, match="positive values"):
-        of_triples(points)
+        measured(points)
     with pytest.raises(ValueError, match="ascending"):
-        Curve((Point(2, 1, 1, 1), Point(1, 1, 1, 1)))
+        measured([(2, 1, 1), (2, 1, 2)])
 
 
 # ----------------------------------------------------------------------------------------------------- hardware files
@@ -175,7 +190,7 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
 
 
 def test_measured_exchanges_are_read_and_other_sizes_are_said_to_be_beyond() -> None:
-    table = MeasuredTable("here", True, curve=of_triples([(1_000, 1.0, 1.0, 1.0), (1_000_000, 3.0, 3.0, 3.0)], 1.0))
+    table = _table([(1_000, 1.0, 1.0, 1.0), (1_000_000, 3.0, 3.0, 3.0)], 1.0)
     machine = replace(_machine(), exchanges={4: table})
     uses = Uses()
     assert exchange_seconds(machine, 4, 1_000_000, 0, 3, False, uses) == (Time(1, 1, 1), Time(2, 2, 2))
@@ -189,12 +204,12 @@ def test_passes_go_by_bytes_or_by_what_was_measured() -> None:
     machine = _machine()
     adamw = pass_seconds(machine, "adamw", 1_000, 10, 2, Uses())
     assert_rounded(adamw.mid, 28_000 / 1e12, roundings=3)
-    measured = replace(machine, passes={"adamw": MeasuredTable("here", True, curve=of_triples([(1, 2.0, 2.0)]))})
+    measured = replace(machine, passes={"adamw": _table([(1, 2.0, 2.0)])})
     assert pass_seconds(measured, "adamw", 1_000, 1, 2, Uses()) == Time(2_000.0, 2_000.0, 2_000.0)
 
 
 def test_more_ranks_than_were_measured_share_what_there_is() -> None:
-    table = MeasuredTable("here", True, curve=of_triples([(1, 1.0, 1.0), (2, 1.5, 1.5)]))
+    table = _table([(1, 1.0, 1.0), (2, 1.5, 1.5)])
     machine = replace(_machine(), together=table)
     uses = Uses()
     assert slowdown(machine, 2, uses).mid == 1.5
@@ -360,6 +375,10 @@ def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
+def _table(rows: Sequence[Sequence[float]], slope: float = 0.0) -> MeasuredTable:
+    return MeasuredTable("here", True, {1.0: measured(rows)}, slope)
+
+
 def _exactly(value: float) -> Fact:
     return Fact(value, value, "made for tests", True)
 
@@ -394,7 +413,7 @@ def _machine(certain: bool = False) -> Hardware:
         "cuda",
         {dtype: _exactly(1e14) for dtype in ("bfloat16", "float16", "float32", "float64")},
         {name: _exactly(value) for name, value in values.items()},
-        {"any": MeasuredTable("made for tests", certain, surface=Surface(((1.0, of_triples(rows)),)))},
+        {"any": MeasuredTable("made for tests", certain, {1.0: measured(rows)})},
     )
 
 

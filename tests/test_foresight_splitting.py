@@ -1,4 +1,4 @@
-"""What splitting matrices among several owners would take: the plan that is priced, and how its price comes about."""
+"""Splitting matrices among several owners: the plan that is priced, and how its price comes about."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from simulated import VIEWS, sharded, spec
 
 from shardmuon.foresight import plan
-from shardmuon.foresight.advice import SPLIT
-from shardmuon.foresight.hardware import Fact
-from shardmuon.foresight.hardware_files import load
+from shardmuon.foresight.hardware import Fact, load
 from shardmuon.foresight.live import exact_of
 from shardmuon.foresight.pricing import _brought_together, price
+from shardmuon.foresight.report import SPLIT
 from shardmuon.foresight.splitting import split
 from shardmuon.foresight.types import Matrices
 from shardmuon.layout.views import Ints, matrix_view
@@ -77,7 +76,7 @@ def test_a_plan_whose_ranks_have_equal_loads_is_not_split() -> None:
 
 @pytest.mark.parametrize("owners", [2, 4])
 def test_owners_send_each_other_every_result_that_all_of_them_need(owners: int) -> None:
-    """Of five steps the standard form has X, A and b A + c A^2 in each, the Gram form X, R and 17 small products."""
+    """The standard form has X, A and b A + c A^2 in each of five steps, the Gram form X, R and 17 small products."""
     short, long = 1024, 4096
     for how, method, dtype, results in (
         ("standard bfloat16", "standard", torch.bfloat16, (15, 5 * short * long + 10 * short**2)),

@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.foresight import plan
-from shardmuon.foresight.hardware_files import load, names
+from shardmuon.foresight.hardware import FOLDER, load, names
 from shardmuon.foresight.live import exact_of, price_plan
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.machines import MACHINES, Machine, machine_of
@@ -245,20 +246,27 @@ def test_a_machine_of_ones_own_is_an_option_that_ranks_compare() -> None:
     assert make_plan(_job(2)[0], Policy(machine=own)).machine == own
 
 
-def _unlike_rates() -> tuple[str, bool]:
+def _unlike_files(folder: Path) -> tuple[str, int, bool]:
+    """Ranks name hardware files of their own, of which one has faster NICs."""
     p = torch.nn.Parameter(torch.ones(6, 8))
     p.grad = torch.ones(6, 8)
-    machine = MACHINES["h100"]._replace(network=41413 + dist.get_rank())
+    file, nic = folder / f"{dist.get_rank()}.yaml", f"nic: {{value: {5 + dist.get_rank()}.0e+10"
+    file.write_text((FOLDER / "h100.yaml").read_text().replace("nic: {value: 5.0e+10", nic))
+    machine = load(file).machine
     optimizer = Muon([("w", p)], lr=0.1, process_group=dist.group.WORLD, exchange=Exchange(machine=machine))
     with pytest.raises(ValueError, match="network=41413") as refused:
         optimizer.step()
-    return str(refused.value), torch.equal(p, torch.ones(6, 8))
+    assert optimizer.plan is None, "nothing was chosen"
+    return str(refused.value), machine.network, torch.equal(p, torch.ones(6, 8))
 
 
-def test_rates_that_differ_between_ranks_are_refused_on_all(world2: RankPool) -> None:
-    for message, unchanged in world2.run(_unlike_rates):
+def test_files_of_rates_that_differ_between_ranks_are_refused_on_all(world2: RankPool, tmp_path: Path) -> None:
+    """They are compared by their rows, as all options are, before anything is chosen."""
+    found = world2.run(_unlike_files, tmp_path)
+    assert found[0][1] != found[1][1]
+    for message, _, unchanged in found:
         assert unchanged
-        assert "network=41413" in message and "network=41414" in message
+        assert all(f"network={network}" in message for _, network, _ in found)
 
 
 def _replicas(exchange: Exchange, unlike: bool = False) -> tuple[list[torch.Tensor], list[int], str, list[int]]:

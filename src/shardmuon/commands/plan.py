@@ -10,15 +10,9 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from shardmuon.commands.route import model_from_config, model_from_function
-from shardmuon.foresight.front import plan
-from shardmuon.foresight.hardware_files import load, names
-from shardmuon.foresight.job import Setting
-from shardmuon.foresight.report import Report
-from shardmuon.foresight.sections import sections
-from shardmuon.foresight.text import show
+from shardmuon.foresight.hardware import names
+from shardmuon.foresight.report import Report, plan
 from shardmuon.options import Exchange, Orthogonalizer, Storage
 from shardmuon.plan.plan import ROUTES
 
@@ -51,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the subcommand."""
     parser.add_argument(
         "model",
-        help="a preset (llama3-8b, deepseek-v3, ..), a config.json, a .safetensors file, or MODULE:FUNCTION",
+        help="a preset (llama3-8b, deepseek-v3, ..), a config.json, or MODULE:FUNCTION",
     )
     parser.add_argument("--mesh", required=True, help='sizes of the axes, e.g. "dp=8 shard=64 tp=8 ep=8 pp=4"')
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(names())}, or a .yaml file (%(default)s)")
@@ -91,42 +85,27 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.to_dict(), default=str))
         return 0
-    show(sections(report))
+    report.show()
     if args.html is not None:
         print(f"wrote {args.html}")
     return 0
 
 
 def _report(args: argparse.Namespace) -> Report:
-    hardware = load(args.gpu)
+    if args.bucket_mib is not None and args.bucket_mib < 1:
+        raise ValueError(f"--bucket-mib {args.bucket_mib} must be at least 1")
     return plan(
         args.model,
         args.mesh,
-        gpu=hardware,
+        gpu=args.gpu,
         engine=args.engine,
         gpus_per_node=args.gpus_per_node,
         tokens_per_step=args.tokens_per_step,
         price_per_gpu_hour=args.price_per_gpu_hour,
         active_params=args.active_params,
-        setting=_setting(args, hardware.device),
-        advice=args.advice,
-        from_function=_from_function,
-        from_config=model_from_config,
-    )
-
-
-def _setting(args: argparse.Namespace, device: str) -> Setting:
-    if args.bucket_mib is not None and args.bucket_mib < 1:
-        raise ValueError(f"--bucket-mib {args.bucket_mib} must be at least 1")
-    momentum = args.momentum if args.momentum in (None, "int8") else _DTYPES[args.momentum]
-    return Setting(
-        device=device,
         weights=_DTYPES[args.weights],
+        advice=args.advice,
         orthogonalizer=Orthogonalizer(method=args.method),
         exchange=Exchange(route=args.route, bucket_bytes=args.bucket_mib and args.bucket_mib * 2**20),
-        storage=Storage(momentum_dtype=momentum),
+        storage=Storage(momentum_dtype=_DTYPES.get(args.momentum, args.momentum)),
     )
-
-
-def _from_function(text: str) -> nn.Module:
-    return model_from_function(text, meta=True)

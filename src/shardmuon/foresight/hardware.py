@@ -20,13 +20,16 @@ used it names. So it does with sizes beyond its tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from shardmuon.foresight.tables import Curve, Surface, TableValue
-from shardmuon.foresight.times import NOTHING, Time
+from shardmuon.foresight.types import NOTHING, Time
+from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.slots import batch_size
 from shardmuon.plan.machines import SIDES, Machine
 
@@ -69,14 +72,91 @@ class Fact:
         return Time(self.lo, self.mid, self.hi)
 
 
-@dataclass(frozen=True, slots=True)
+class TableValue(NamedTuple):
+    """A value read off a table.
+
+    Attributes:
+        lo, mid, hi: The interval and what to expect.
+        outside: True if the size or the aspect lies beyond the table.
+    """
+
+    lo: float
+    mid: float
+    hi: float
+    outside: bool = False
+
+    @property
+    def time(self) -> Time:
+        """The value as an interval of seconds."""
+        return Time(*self[:3])
+
+
+_Row = tuple[float, float, float, float]  # size; the least, the middle and the largest value that was measured there
+
+
+@dataclass(frozen=True)
 class MeasuredTable:
-    """Measured values and how they are known; `surface` over short side and aspect, or `curve` over one size."""
+    """Measured values and how they are known; between neighbours straight in logarithms of both.
+
+    Attributes:
+        source: An address, a command.
+        verified: See `Fact`.
+        rows: Aspect (long side over short; 1 where there is none) -> values over sizes, see `measured`.
+        slope: Beyond the last size: 0 keeps the value (a rate), 1 grows in proportion (a time).
+    """
 
     source: str
     verified: bool
-    surface: Surface | None = None
-    curve: Curve | None = None
+    rows: Mapping[float, Sequence[_Row]]
+    slope: float = 0.0
+
+    def at(self, size: float, aspect: float = 1.0) -> TableValue:
+        """The value at a size > 0 and an aspect: along both neighbouring aspects, then between them."""
+        aspects = sorted(self.rows)
+        above = min(bisect_left(aspects, aspect), len(aspects) - 1)
+        below = above if aspect <= aspects[0] or aspect >= aspects[above] else above - 1
+        near = aspects[below : above + 1]
+        found = [self._along(self.rows[one], size) for one in near]
+        lo, mid, hi = (_between(aspect, near, [one[i] for one in found]) for i in range(3))
+        beyond = len(aspects) > 1 and aspect > aspects[-1]
+        return TableValue(lo, mid, hi, beyond or any(one.outside for one in found))
+
+    def _along(self, rows: Sequence[_Row], size: float) -> TableValue:
+        sizes = [row[0] for row in rows]
+        beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first a time keeps its value: it is all latency
+        lo, mid, hi = (beyond * _between(size, sizes, [row[i] for row in rows]) for i in (1, 2, 3))
+        return TableValue(lo, mid, hi, size > sizes[-1] or (size < sizes[0] and not self.slope))
+
+    @property
+    def last(self) -> float:
+        """The largest size of a table without aspects."""
+        return self.rows[1.0][-1][0]
+
+
+def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
+    """Interpolate straight in logarithms. A place that was measured, and all beyond the ends, have a measured value."""
+    above = bisect_left(places, at)
+    if above == len(places) or above == 0 or places[above] == at:
+        return values[min(above, len(places) - 1)]
+    share = math.log(at / places[above - 1]) / math.log(places[above] / places[above - 1])
+    return values[above - 1] * math.pow(values[above] / values[above - 1], share)
+
+
+def measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
+    """Rows of a table from (size, lo, mid, hi), or (size, lo, hi) with the geometric mean as the middle.
+
+    Raises:
+        ValueError: There is none, a size stands there twice, or a number is not positive.
+    """
+    found = list[_Row]()
+    for row in sorted(rows, key=lambda row: row[0]):
+        if len(row) not in (3, 4) or min(row) <= 0.0:
+            raise ValueError(f"a row is [size, lo, mid, hi] or [size, lo, hi], of positive values, found {list(row)}")
+        at, lo, hi = float(row[0]), float(row[1]), float(row[-1])
+        found.append((at, lo, float(row[2]) if len(row) == 4 else math.sqrt(lo * hi), hi))
+    if not found or len({row[0] for row in found}) < len(found):
+        raise ValueError(f"a table needs ascending sizes and positive values, found {found}")
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -132,9 +212,8 @@ class Hardware:
             self.gpus_per_node,
             *(1e9 * facts[name] for name in _NANOSECONDS),
         )
-        surface = _table_of(self, "standard bfloat16", "bfloat16")[1].surface
-        assert surface is not None, "products are tables over shapes"
-        shares = tuple(round(1000 * surface.at(side, 1.0).mid) for side in SIDES)
+        _, table = _table_of(self, "standard bfloat16", "bfloat16")
+        shares = tuple(round(1000 * table.at(side).mid) for side in SIDES)
         return Machine(self.name, shares, *map(round, rates))
 
     def peak(self, dtype: str) -> Fact:
@@ -201,23 +280,13 @@ class Uses:
             self.extrapolated.setdefault(f"{name}: {where}" if where else name)
 
 
-def _split(how: str) -> tuple[str, str, bool]:
-    """Method, dtype ("" where it does not say) and whether never in batches, of the text of a `Choice`."""
-    method, *rest = how.split()
-    dtypes = [word for word in rest if word not in ("triton", "alone")]
-    return method, dtypes[0] if dtypes else "", "alone" in rest
-
-
 def products_dtype(how: str, device: str) -> str:
     """The dtype in which a choice multiplies, as its backend takes it where the text is silent."""
-    method, dtype, _ = _split(how)
-    if dtype:
-        return dtype
-    if method == "reference":
-        return "float64"
-    if method == "gram" and device != "cpu":
-        return "float16"
-    return "float32" if method == "gram" else "bfloat16"
+    choice = Choice.of(how)
+    if choice.dtype is not None:
+        return str(choice.dtype).removeprefix("torch.")
+    gram = {"cpu": "float32"}.get(device, "float16")
+    return {"reference": "float64", "gram": gram}.get(choice.method, "bfloat16")
 
 
 def product_seconds(
@@ -240,32 +309,30 @@ def product_seconds(
     short, long = min(rows, cols), max(rows, cols)
     peak = uses.fact(f"peak {dtype}", hardware.peak(dtype))
     name, table = _table_of(hardware, how, dtype)
-    assert table.surface is not None, "products are tables over shapes"
-    alone = table.surface.at(short, long / short)
-    method, _, one_by_one = _split(how)
-    one_by_one = one_by_one or method not in _BATCHED
-    size = 1 if one_by_one else batch_size(rows, cols, torch.device(hardware.device))
+    alone = table.at(short, long / short)
+    choice = Choice.of(how)
+    in_batches = choice.method in _BATCHED and not choice.alone
+    size = batch_size(rows, cols, torch.device(hardware.device)) if in_batches else 1
     num_batches = -(-count // size)
     filled = alone
     if size > 1:
-        filled = table.surface.at(short * size ** (1 / 3), long / short)
+        filled = table.at(short * size ** (1 / 3), long / short)
         # A batch that fills more than the largest matrix of the table does is as good as that one: no extrapolation.
         filled = filled._replace(outside=alone.outside)
     uses.table(f"efficiency of {name}", table, alone.outside, f"{rows}x{cols}")
     # Where the size is 1, `filled` is `alone`, and this is the table's own interval.
     share = TableValue(min(alone.lo, filled.lo), math.sqrt(alone.mid * filled.mid), max(alone.hi, filled.hi))
     work = num_batches * size * flops
-    found = Time(work / (share.hi * peak.hi), work / (share.mid * peak.mid), work / (share.lo * peak.lo))
+    found = _at_rate(work, share, peak)
     launch = hardware.facts["launch"]
     if launch.hi:
-        launches = _LAUNCHES.get(method, _OTHER_LAUNCHES) * num_batches
+        launches = _LAUNCHES.get(choice.method, _OTHER_LAUNCHES) * num_batches
         found = found.at_least(uses.fact("launch", launch).time.times(launches))
     return found
 
 
 def _table_of(hardware: Hardware, how: str, dtype: str) -> tuple[str, MeasuredTable]:
-    method, _, _ = _split(how)
-    for key in (how.removesuffix(" alone"), f"{method} {dtype}", dtype, "any"):
+    for key in (how.removesuffix(" alone"), f"{Choice.of(how).method} {dtype}", dtype, "any"):
         if key in hardware.products:
             return key, hardware.products[key]
     near = next((key for key in sorted(hardware.products) if dtype in key.split()), None)
@@ -303,26 +370,26 @@ def exchange_seconds(
 
 
 def _over(uses: Uses, facts: Mapping[str, Fact], size: int, way: str, share: float) -> Time:
-    rate = uses.fact(way, facts[way])
-    efficiency = uses.fact(f"{way}_efficiency", facts[f"{way}_efficiency"])
+    rate, efficiency = (uses.fact(name, facts[name]) for name in (way, f"{way}_efficiency"))
+    return _at_rate(size, rate, efficiency, share)
+
+
+def _at_rate(amount: float, rate: Fact | TableValue, reached: Fact, share: float = 1.0) -> Time:
+    """Seconds of an amount at a share of a rate, of which a part is reached."""
     return Time(
-        size / (rate.hi * share * efficiency.hi),
-        size / (rate.mid * share * efficiency.mid),
-        size / (rate.lo * share * efficiency.lo),
+        amount / (rate.hi * share * reached.hi),
+        amount / (rate.mid * share * reached.mid),
+        amount / (rate.lo * share * reached.lo),
     )
 
 
 def _measured_exchange(hardware: Hardware, num_ranks: int, size: int, uses: Uses) -> tuple[Time, Time]:
     nearest = min(hardware.exchanges, key=lambda ranks: (abs(math.log(ranks / num_ranks)), ranks))
     table = hardware.exchanges[nearest]
-    assert table.curve is not None, "exchanges are tables over bytes"
-    least = table.curve.points[0]
-    found = table.curve.at(max(size, 1))
-    outside = nearest != num_ranks or (size > table.curve.points[-1].at)
-    uses.table("all-to-all", table, outside, f"{size} bytes on {num_ranks} ranks")
-    latency = Time(least.lo, least.mid, least.hi)
-    wire = Time(*(max(0.0, a - b) for a, b in zip(found[:3], latency, strict=True)))
-    return latency, wire
+    uses.table("all-to-all", table, nearest != num_ranks or size > table.last, f"{size} bytes on {num_ranks} ranks")
+    latency = Time(*table.rows[1.0][0][1:])
+    found = table.at(max(size, 1)).time
+    return latency, Time(*(max(0.0, a - b) for a, b in zip(found, latency, strict=True)))
 
 
 def pass_seconds(hardware: Hardware, what: str, elements: int, fragment: float, wire_bytes: int, uses: Uses) -> Time:
@@ -331,10 +398,8 @@ def pass_seconds(hardware: Hardware, what: str, elements: int, fragment: float, 
         return NOTHING
     table = hardware.passes.get(what)
     if table is not None:
-        assert table.curve is not None, "passes are tables over elements"
-        found = table.curve.at(max(fragment, 1.0))
         uses.table(f"pass {what}", table)
-        return Time(found.lo, found.mid, found.hi).times(elements)
+        return table.at(max(fragment, 1.0)).time.times(elements)
     return memory_seconds(hardware, elements * _bytes_moved(what, wire_bytes), uses)
 
 
@@ -346,32 +411,133 @@ def _bytes_moved(what: str, wire_bytes: int) -> int:
     apply: scale (read W, write W), widen (read the wire, write U), add (read U, read W, write W).
     adamw: the fused kernel reads p, g, m, v and writes p, m, v.
     """
-    if what == "pack":
-        return 12 + 12 + 4 + wire_bytes
-    if what == "momentum":
-        return 12
-    if what == "apply":
-        return 8 + (wire_bytes + 4 if wire_bytes < 4 else 0) + 12
-    return 28
+    widened = wire_bytes + 4 if wire_bytes < 4 else 0
+    return {"pack": 12 + 12 + 4 + wire_bytes, "momentum": 12, "apply": 8 + widened + 12, "adamw": 28}[what]
 
 
 def memory_seconds(hardware: Hardware, size: int, uses: Uses) -> Time:
     """Seconds of reading and writing so many bytes."""
     rate = uses.fact("memory_bandwidth", hardware.facts["memory_bandwidth"])
     share = uses.fact("memory_efficiency", hardware.facts["memory_efficiency"])
-    return Time(size / (rate.hi * share.hi), size / (rate.mid * share.mid), size / (rate.lo * share.lo))
+    return _at_rate(size, rate, share)
 
 
 def slowdown(hardware: Hardware, ranks_on_node: int, uses: Uses) -> Time:
     """Factor by which computing takes longer if this many ranks of a node compute at once."""
     if hardware.together is None:
         return Time(1.0, 1.0, 1.0)
-    assert hardware.together.curve is not None, "a factor over ranks"
-    curve = hardware.together.curve
-    found = curve.at(ranks_on_node)
-    beyond = ranks_on_node > curve.points[-1].at
-    uses.table("ranks at once", hardware.together, beyond, str(ranks_on_node))
-    if beyond:  # more ranks than were measured share what there is
-        more = ranks_on_node / curve.points[-1].at
-        return Time(found.lo * more, found.mid * more, found.hi * more)
-    return Time(*found[:3])
+    last = hardware.together.last
+    found = hardware.together.at(ranks_on_node).time
+    uses.table("ranks at once", hardware.together, ranks_on_node > last, str(ranks_on_node))
+    # more ranks than were measured share what there is
+    return found.times(ranks_on_node / last) if ranks_on_node > last else found
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+FOLDER = Path(__file__).parent / "data" / "hardware"
+_OWN = f"For a machine of your own, copy {FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
+
+
+def names() -> tuple[str, ...]:
+    """Names of the hardware files that come with the package."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+
+
+def load(name: str | Path) -> Hardware:
+    """The hardware of this name, or of this file.
+
+    Raises:
+        ImportError: PyYAML is missing.
+        ValueError: There is none, or the file lacks something; the message says what to write.
+    """
+    text = str(name)
+    path = Path(text) if text.endswith((".yaml", ".yml")) else FOLDER / f"{text.lower()}.yaml"
+    if not path.is_file():
+        if path.parent != FOLDER:
+            raise ValueError(f"{text}: there is no such file. {_OWN}")
+        raise ValueError(f"--gpu {text!r} is none of {', '.join(names())}, and no .yaml file. {_OWN}")
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError(f"hardware files need PyYAML ({error}): pip install 'shardmuon[plan]'") from None
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as wrong:
+        line = " ".join(str(wrong).split())
+        raise ValueError(f"{text}: it is no YAML ({line}). {_OWN}") from None
+    return parse(found, str(name))
+
+
+def parse(data: Any, where: str) -> Hardware:
+    """A hardware file's content, checked.
+
+    Raises:
+        ValueError: See `load`.
+    """
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where}: a hardware file is a mapping, found {type(data).__name__}")
+    missing = [key for key in ("name", "title", "device", "flops", "facts", "products") if key not in data]
+    lacking = [f"facts.{key} ({SCALARS[key]})" for key in SCALARS if key not in data.get("facts", {})]
+    unknown = [f"facts.{key}" for key in data.get("facts", {}) if key not in SCALARS]
+    if missing or lacking or unknown:
+        raise ValueError(
+            f"{where}: "
+            + "; ".join(
+                f"{what} {', '.join(names)}"
+                for what, names in (("lacks", [*missing, *lacking]), ("has the unknown", unknown))
+                if names
+            )
+        )
+    try:
+        together = data.get("together")
+        return Hardware(
+            name=str(data["name"]),
+            title=str(data["title"]),
+            device=str(data["device"]),
+            flops={dtype: _fact(fact, f"flops.{dtype}") for dtype, fact in data["flops"].items()},
+            facts={key: _fact(fact, f"facts.{key}") for key, fact in data["facts"].items()},
+            products=_products(data["products"]),
+            exchanges={int(row["ranks"]): _table(row, 1.0) for row in data.get("exchanges", ())},
+            passes={_pass(row): _table(row) for row in data.get("passes", ())},
+            together=None if together is None else _table(together),
+            notes=str(data.get("notes", "")),
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as wrong:
+        detail = f"a table lacks {wrong}" if isinstance(wrong, KeyError) else str(wrong)
+        raise ValueError(f"{where}: {detail}") from wrong
+
+
+def _fact(data: Any, name: str) -> Fact:
+    if not isinstance(data, Mapping) or "source" not in data or "verified" not in data:
+        raise ValueError(f"{name} must be {{value: .., source: .., verified: true|false}}, found {data!r}")
+    low, high = (data["value"], data["value"]) if "value" in data else (data["low"], data["high"])
+    return Fact(float(low), float(high), str(data["source"]), data["verified"] is True)
+
+
+def _products(rows: Sequence[Mapping[str, Any]]) -> dict[str, MeasuredTable]:
+    """One table for each thing multiplied; several aspects of one stand in several rows."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    keys = [(str(row["of"]), float(row.get("aspect", 1.0))) for row in rows]
+    for row, key in zip(rows, keys, strict=True):
+        if keys.count(key) > 1:
+            raise ValueError(f"products: of: {key[0]} with aspect: {key[1]} stands there twice. Write one of them")
+        found.setdefault(key[0], []).append(row)
+    return {
+        of: MeasuredTable(
+            "; ".join(dict.fromkeys(str(row["source"]) for row in group)),
+            all(row["verified"] is True for row in group),
+            {float(row.get("aspect", 1.0)): measured(row["rows"]) for row in group},
+        )
+        for of, group in found.items()
+    }
+
+
+def _table(row: Mapping[str, Any], slope: float = 0.0) -> MeasuredTable:
+    return MeasuredTable(str(row["source"]), row["verified"] is True, {1.0: measured(row["rows"])}, slope)
+
+
+def _pass(row: Mapping[str, Any]) -> str:
+    if row["of"] not in PASSES:
+        raise ValueError(f"passes: of: {row['of']!r} is none of {', '.join(PASSES)}")
+    return str(row["of"])

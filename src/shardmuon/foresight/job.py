@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from shardmuon.foresight.active import given as given_active
-from shardmuon.foresight.counting import Ints, PlanCounts
+from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.layouts import Unit, make_units, uneven_experts
 from shardmuon.foresight.memory import peak_bytes
-from shardmuon.foresight.meshes import check_divides, parse_mesh
-from shardmuon.foresight.models import Loader, Model, Param, in_megatrons_order, load_model, parameters_of, quiet
+from shardmuon.foresight.models import Model, Param, in_megatrons_order, load_model, parameters_of
 from shardmuon.foresight.splitting import Shares, split
-from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored
-from shardmuon.layout import views
+from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored, check_divides, parse_mesh
 from shardmuon.layout.kept import OnMesh, kept_layout
 from shardmuon.layout.table import ParamLayout, Ranks
-from shardmuon.layout.views import MatrixView, kept_view, matrix_view
+from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import Exchange, Orthogonalizer, Storage
 from shardmuon.orthogonalize.schedules import Triples
@@ -32,27 +30,6 @@ from shardmuon.step.options import GroupOptions, OptionsReader
 from shardmuon.step.specs import WireFormat, check_blocks, make_spec
 from shardmuon.variants import Stage
 
-PeakOf = Callable[[Sequence[BucketCount]], int]
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Options of a job that its plan or its bytes hang on.
-
-    Attributes:
-        device: Kind of device: "cuda" or "cpu".
-        weights: dtype of the model's parameters; gradients have it too, as `fully_shard` and DDP leave them.
-        orthogonalizer, exchange, storage: As given to `Muon`.
-        machine: By whose rates buckets are chosen. None: `Exchange.machine`, or as a live job on such a device does.
-    """
-
-    device: str = "cuda"
-    weights: torch.dtype = torch.float32
-    orthogonalizer: Orthogonalizer = Orthogonalizer()
-    exchange: Exchange = Exchange()
-    storage: Storage = Storage()
-    machine: Machine | None = None
-
 
 def count(
     model: str | nn.Module,
@@ -60,11 +37,11 @@ def count(
     *,
     engine: str | None = None,
     gpus_per_node: int | None = None,
-    setting: Setting = Setting(),
+    device: str = "cuda",
+    weights: torch.dtype = torch.float32,
+    machine: Machine | None = None,
     active_params: float | None = None,
     owners: int = 1,
-    from_function: Loader | None = None,
-    from_config: Loader | None = None,
     **options: Any,
 ) -> Exact:
     """Plan a job without its ranks, and count what each of them stores, sends and computes.
@@ -74,108 +51,117 @@ def count(
 
     Args:
         model: See `models.load_model`.
-        mesh: See `meshes.parse_mesh`.
-        engine: See `meshes.parse_mesh`.
+        mesh, engine: See `types.parse_mesh`.
         gpus_per_node: Ranks of a node.
-        setting: dtypes and the optimizer's options.
+        device: Kind of device: "cuda" or "cpu".
+        weights: dtype of the model's parameters; gradients have it too, as `fully_shard` and DDP leave them.
+        machine: By whose rates buckets are chosen. Default: as a live job on such a device does. `Exchange.machine`
+            comes before.
         active_params: How many parameters work on one token. Default: all but embeddings, and of experts as many as
             a token takes, if the model or its configuration says that.
         owners: Of a large matrix, at most, see splitting.py. No live job has more than one.
-        from_function: Builds a model from MODULE:FUNCTION.
-        from_config: Builds a model from a config.json.
-        **options: Others of `Muon`, such as ``ns_steps`` or ``overrides``.
+        **options: Of `Muon`, such as ``exchange``, ``ns_steps`` or ``overrides``.
 
     Raises:
         ValueError: The model has no shapes, or the mesh does not fit it; says what to write.
     """
-    active = None if active_params is None else given_active(active_params)
-    found = load_model(model, from_function or _no_function, from_config or _no_transformers)
-    found = found if active is None else replace(found, active=active)
-    arranged = parse_mesh(mesh, engine, gpus_per_node)
-    _check_heads(found, arranged)
-    _check_storage(arranged, setting)
-    if arranged.engine == "fsdp1":
-        _check_flat(found, setting)
-    return Job(found, arranged, setting, options, owners).exact()
+    if active_params is not None and (isinstance(active_params, (bool, str)) or not 1 <= active_params < math.inf):
+        raise ValueError(f"active_params={active_params!r} must be a number of parameters of at least 1, such as 3e9")
+    found, arranged = load_model(model), parse_mesh(mesh, engine, gpus_per_node)
+    if active_params is not None:
+        found = replace(found, active=(round(active_params), "as given"))
+    job = _Job(found, arranged, device, weights, options)
+    _check(found, arranged, weights, job.storage)
+    return job.exact(machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT], owners)
 
 
-def _no_function(text: str) -> nn.Module:
-    raise ValueError(f"{text!r}: MODULE:FUNCTION is for the command. Give the module itself")
-
-
-def _no_transformers(text: str) -> nn.Module:
-    raise ImportError(text)
-
-
-def _check_heads(model: Model, mesh: Mesh) -> None:
+def _check(model: Model, mesh: Mesh, weights: torch.dtype, storage: Storage) -> None:
+    """Raise ValueError for what an engine cannot do with a model."""
     if mesh.tp > 1:
         for what, number in (("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads)):
-            if number:
-                check_divides(mesh, what, number, model.name)
-
-
-def _check_storage(mesh: Mesh, setting: Setting) -> None:
-    given = setting.storage
-    alone = mesh.engine == "megatron" or mesh.engine.startswith("zero")
-    if alone and (
-        given.momentum_dtype not in (None, torch.float32) or given.momentum_device or given.stochastic_rounding
-    ):
+            check_divides(mesh, what, number, model.name)
+    own_momentum = storage.momentum_dtype not in (None, torch.float32) or storage.momentum_device
+    if mesh.masters and (own_momentum or storage.stochastic_rounding):
         raise ValueError(
-            f"engine {mesh.engine} keeps fp32 momentum and weights itself, and refuses {given!r}. Leave storage out "
+            f"engine {mesh.engine} keeps fp32 momentum and weights itself, and refuses {storage!r}. Leave storage out "
             "(--momentum of the command)"
         )
-
-
-def _check_flat(model: Model, setting: Setting) -> None:
-    """Raise ValueError for what FSDP1's flat parameters cannot be planned with: frozen parameters, which lie in them as
-    well, and weights that are not fp32."""
-    frozen = next((name for name, p in model.module.named_parameters() if not p.requires_grad), None)
-    if frozen is not None:
-        raise ValueError(f"engine fsdp1: {frozen} is not trained, and where it lies is not known. Write engine fsdp2")
-    if setting.weights != torch.float32:
+    frozen = (name for name, p in model.module.named_parameters() if not p.requires_grad)
+    found = next(frozen, None) if mesh.engine == "fsdp1" else None  # they lie in flat parameters as well
+    if found is not None:
+        raise ValueError(f"engine fsdp1: {found} is not trained, and where it lies is not known. Write engine fsdp2")
+    if mesh.engine == "fsdp1" and weights != torch.float32:
         raise ValueError("engine fsdp1 is planned with fp32 weights only. Leave --weights out, or write engine fsdp2")
 
 
-class Job:
-    """A model on a mesh, with everything that was computed of it.
+class _Job:
+    """A model on a mesh with the options of its optimizer."""
 
-    Attributes:
-        params: Trainable parameters in the optimizer's order.
-        units: See layouts.py.
-        plans: Plan of each unit.
-    """
-
-    def __init__(self, model: Model, mesh: Mesh, setting: Setting, options: Mapping[str, Any], owners: int = 1) -> None:
-        self.model, self.mesh, self.setting = model, mesh, setting
-        here = replace(setting.orthogonalizer, device=setting.device)
-        given = {"lr": 0.02, **options}
-        self._muon: Muon = quiet(
-            lambda: Muon(
-                model.module,
-                orthogonalizer=here,
-                exchange=setting.exchange,
-                storage=setting.storage,
-                **given,
-            )
-        )
-        self._options: list[GroupOptions] = OptionsReader().read(self._muon.param_groups)
-        self._chooser = setting.orthogonalizer.chooser()
-        self._wire = WireFormat.of(setting.orthogonalizer, setting.exchange, doubles=setting.weights == torch.float64)
-        self.params: list[Param] = parameters_of(self._muon.param_groups, model.module)
-        if mesh.engine == "megatron":
-            self.params = in_megatrons_order(self.params, self._muon.param_groups)
-        self._views: dict[tuple[int, views.Ints], MatrixView] = {}
+    def __init__(self, model: Model, mesh: Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]) -> None:
+        given = {
+            "lr": 0.02,
+            "orthogonalizer": Orthogonalizer(),
+            "exchange": Exchange(),
+            "storage": Storage(),
+            **options,
+        }
+        self._model, self._mesh, self._device, self._weights = model, mesh, device, weights
+        self._orthogonalizer: Orthogonalizer = given.pop("orthogonalizer")
+        self._exchange: Exchange = given["exchange"]
+        self.storage: Storage = given["storage"]
+        here = replace(self._orthogonalizer, device=device)
+        with warnings.catch_warnings():  # routing repeats its doubts when the job is built
+            warnings.simplefilter("ignore")
+            muon = Muon(model.module, orthogonalizer=here, **given)
+        self._groups = muon.param_groups
+        self._options: list[GroupOptions] = OptionsReader().read(self._groups)
+        self._chooser = self._orthogonalizer.chooser()
+        self._wire = WireFormat.of(self._orthogonalizer, self._exchange, doubles=weights == torch.float64)
+        self._views: dict[tuple[int, Ints], MatrixView] = {}
         self._coefficients: dict[tuple[int, int], Triples] = {}
         self._specs: dict[tuple[int, int], Spec] = {}  # by group and layout
-        machine = (
-            setting.exchange.machine or setting.machine or MACHINES["cpu-gloo" if setting.device == "cpu" else DEFAULT]
+
+    def exact(self, machine: Machine, owners: int) -> Exact:
+        """The counts of the job."""
+        model, mesh = self._model, self._mesh
+        params = parameters_of(self._groups, model.module)
+        params = in_megatrons_order(params, self._groups) if mesh.engine == "megatron" else params
+        policy = Policy(self._exchange.route, self._exchange.bucket_bytes, self._exchange.machine or machine)
+        units = make_units(params, mesh, self._view_of, self._spec_of)
+        plans = [make_plan(unit.specs, policy) for unit in units]
+        shares: list[Shares] = [{} for _ in plans]
+        for at, plan in enumerate(plans) if owners > 1 else ():
+            plans[at], shares[at] = split(plan, policy, owners)
+        counted = [Counted(*each, mesh.gpus_per_node) for each in zip(units, plans, shares, strict=True)]
+        muon, adamw = (sum(p.numel for p in params if p.use_muon == kind) for kind in (True, False))
+        digests = [
+            (f"{number}: {_ranks_text(ranks)}", plan.digests[ranks].hex(), len(unit.copies))
+            for number, (unit, plan) in enumerate(zip(units, plans, strict=True))
+            for ranks in sorted(plan.digests, key=lambda ranks: (len(ranks), ranks))
+            if len(ranks) > 1
+        ]
+        return Exact(
+            model.name,
+            model.source,
+            muon + adamw,
+            muon,
+            adamw,
+            mesh,
+            classes_of(counted, mesh.world, self._stored, self._peak),
+            kinds_of(counted),
+            {key: digest for key, digest, _ in digests},
+            {key: copies for key, _, copies in digests},
+            {
+                "device": self._device,
+                "weights": str(self._weights).removeprefix("torch."),
+                "orthogonalizer": repr(replace(self._orthogonalizer, device=None)),
+                "exchange": repr(self._exchange),
+                "storage": repr(self.storage),
+            },
+            6 * model.active[0],
+            model.active[1],
+            uneven_experts(params, mesh),
         )
-        policy = Policy(setting.exchange.route, setting.exchange.bucket_bytes, machine)
-        self.units: list[Unit] = make_units(self.params, mesh, self._view_of, self._spec_of)
-        self.plans: list[Plan] = [make_plan(unit.specs, policy) for unit in self.units]
-        self._shares: list[Shares] = [{} for _ in self.plans]
-        for at, plan in enumerate(self.plans) if owners > 1 else ():
-            self.plans[at], self._shares[at] = split(plan, policy, owners)
 
     def _view_of(self, param: Param) -> MatrixView:
         key = param.group, param.shape
@@ -183,133 +169,134 @@ class Job:
             options = self._options[param.group].view
             if options is None:
                 self._views[key] = MatrixView(param.shape, param.shape, -1, (), 1)
-            elif len(param.shape) == 2:
-                self._views[key] = matrix_view(param.shape, **{**options, "view": "auto"})  # also of one of a stack
             else:
-                self._views[key] = matrix_view(param.shape, **options)
+                flat = {"view": "auto"} if len(param.shape) == 2 else {}  # also of one of a stack
+                self._views[key] = matrix_view(param.shape, **{**options, **flat})
         return self._views[key]
 
     def _spec_of(self, param: Param, layout: ParamLayout, place: OnMesh | None) -> Spec:
         key = param.group, id(layout)
         if key not in self._specs:
-            options, device = self._options[param.group], torch.device(self.setting.device)
-            if self.setting.storage.momentum_dtype == "int8":
+            options = self._options[param.group]
+            if self.storage.momentum_dtype == "int8":
                 check_blocks(param.name, layout)
 
             def kept_of(stage: Stage) -> ParamLayout:
                 numbers = [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices]
                 return kept_layout(layout, kept_view(layout.view, numbers), place)
 
-            found = make_spec(param.name, layout, options, device, self._chooser, self._wire, kept_of)
-            self._specs[key] = found
+            device = torch.device(self._device)
+            self._specs[key] = make_spec(param.name, layout, options, device, self._chooser, self._wire, kept_of)
             assert options.settings is not None, "a group of matrices"
             shapes = ((m.rows, m.cols) for m in layout.view.matrices)
             self._coefficients.update(dict.fromkeys(shapes, options.settings.coefficients))
         return self._specs[key]._replace(name=param.name)
 
-    def exact(self) -> Exact:
-        """The counts of the job."""
-        counted = [self._count(*of_unit) for of_unit in zip(self.units, self.plans, self._shares, strict=True)]
-        classes = _classes(self.mesh.world, self.units, counted, self._stored, self._peak)
-        digests, copies = self._digests()
-        numels = [(p.numel, p.use_muon) for p in self.params]
-        active, setting = self.model.active, self.setting
-        return Exact(
-            self.model.name,
-            self.model.source,
-            sum(n for n, _ in numels),
-            sum(n for n, muon in numels if muon),
-            sum(n for n, muon in numels if not muon),
-            self.mesh,
-            classes,
-            self._matrices(),
-            digests,
-            copies,
-            {
-                "device": setting.device,
-                "weights": str(setting.weights).removeprefix("torch."),
-                "orthogonalizer": repr(replace(setting.orthogonalizer, device=None)),
-                "exchange": repr(setting.exchange),
-                "storage": repr(setting.storage),
-            },
-            6 * active.elements,
-            active.source,
-            uneven_experts(self.params, self.mesh),
-        )
-
-    def _count(self, unit: Unit, plan: Plan, shares: Shares) -> _CountedUnit:
-        """A unit's counts, once for each way in which its copies lie on nodes."""
-        per_node = self.mesh.gpus_per_node
-        patterns: dict[tuple[int, ...], int] = {}
-        made: list[PlanCounts] = []
-        which = []
-        for copy in unit.copies:
-            first = copy[0] // per_node
-            pattern = tuple(rank // per_node - first for rank in copy)
-            if pattern not in patterns:
-                patterns[pattern] = len(made)
-                node_of = dict(zip(unit.ranks, pattern, strict=True))
-                made.append(PlanCounts(plan, node_of.__getitem__, shares))
-            which.append(patterns[pattern])
-        return _CountedUnit(made, which)
-
     def _stored(self, unit: Unit, at: int) -> Stored:
         """Bytes that a rank keeps of a unit."""
         muon, adamw, kept = int(unit.muon[at]), int(unit.adamw[at]), int(unit.stored[at])
-        weights, size = self.setting.weights, self.setting.weights.itemsize
-        engine = self.mesh.engine
+        size, engine, momentum = self._weights.itemsize, self._mesh.engine, self.storage.momentum_dtype
         stepped = muon + adamw
-        momentum = self.setting.storage.momentum_dtype
-        if engine == "megatron" or engine.startswith("zero"):
-            masters = 4 * stepped if engine.startswith("zero") or weights != torch.float32 else 0
+        if self._mesh.masters:
+            masters = 4 * stepped if engine != "megatron" or self._weights != torch.float32 else 0
             gradients = 4 * kept if engine == "megatron" else 4 * stepped + size * (kept if engine == "zero1" else 0)
             return Stored(size * kept, gradients, 4 * muon, 8 * adamw, masters)
-        of_momentum = size * muon if momentum is None else 4 * int(unit.scales[at]) + muon
-        if isinstance(momentum, torch.dtype):
-            of_momentum = momentum.itemsize * muon
+        of_momentum = 4 * int(unit.scales[at]) + muon  # int8
+        if momentum != "int8":
+            of_momentum = muon * (momentum or self._weights).itemsize
         return Stored(size * kept, size * kept, of_momentum, 2 * size * adamw, 0)
 
     def _peak(self, buckets: Sequence[BucketCount]) -> int:
-        """Bytes beyond what is kept, at the highest point of a step."""
-        masters = self.mesh.engine == "megatron" or self.mesh.engine.startswith("zero")
-        return peak_bytes(
-            buckets,
-            weights=torch.float32 if masters else self.setting.weights,
-            device=self.setting.device,
-            coefficients=self._coefficients,
-        )
-
-    def _digests(self) -> tuple[dict[str, str], dict[str, int]]:
-        digests: dict[str, str] = {}
-        copies: dict[str, int] = {}
-        for number, (unit, plan) in enumerate(zip(self.units, self.plans, strict=True)):
-            for ranks in sorted(plan.digests, key=lambda ranks: (len(ranks), ranks)):
-                if len(ranks) > 1:
-                    key = f"{number}: {_ranks_text(ranks)}"
-                    digests[key] = plan.digests[ranks].hex()
-                    copies[key] = len(unit.copies)
-        return digests, copies
-
-    def _matrices(self) -> tuple[MatrixKind, ...]:
-        found: dict[tuple[Any, ...], list[Any]] = {}
-        for unit, plan in zip(self.units, self.plans, strict=True):
-            for item in plan.items:
-                key = (item.rows, item.cols, item.how, item.route, item.reason, item.cost)
-                one = found.setdefault(key, [plan.specs[item.param].name, 0])
-                one[1] += len(unit.copies)
-        kinds = [
-            MatrixKind(name, rows, cols, how, route, reason, num, cost)
-            for (rows, cols, how, route, reason, cost), (name, num) in found.items()
-        ]
-        return tuple(sorted(kinds, key=lambda kind: -kind.flops))
+        weights = torch.float32 if self._mesh.masters else self._weights
+        return peak_bytes(buckets, weights=weights, device=self._device, coefficients=self._coefficients)
 
 
-@dataclass(frozen=True, slots=True)
-class _CountedUnit:
-    """A unit's counts: for each way of lying on nodes, and which way each copy takes."""
+class Counted:
+    """A unit with its plan, counted once for each way in which its copies lie on nodes.
 
-    ways: list[PlanCounts]
-    which: list[int]
+    Attributes:
+        unit, plan: As given.
+        of_copies: The counts of each copy.
+    """
+
+    def __init__(self, unit: Unit, plan: Plan, shares: Shares, per_node: int) -> None:
+        self.unit, self.plan = unit, plan
+        ways: dict[tuple[int, ...], PlanCounts] = {}
+        self.of_copies: list[PlanCounts] = []
+        for copy in unit.copies:
+            way = tuple(rank // per_node - copy[0] // per_node for rank in copy)
+            if way not in ways:
+                node_of = dict(zip(unit.ranks, way, strict=True))
+                ways[way] = PlanCounts(plan, node_of.__getitem__, shares)
+            self.of_copies.append(ways[way])
+
+
+def classes_of(
+    counted: Sequence[Counted],
+    world: int,
+    stored: Callable[[Unit, int], Stored],
+    peak: Callable[[Sequence[BucketCount]], int],
+) -> tuple[RankClass, ...]:
+    """Ranks that are alike in all units that they are in.
+
+    Args:
+        counted: The units of the job.
+        world: Its ranks.
+        stored: Bytes that the rank at a position keeps of a unit.
+        peak: Bytes that buckets take beyond that.
+    """
+    places: list[list[tuple[Counted, PlanCounts, int]]] = [[] for _ in range(world)]
+    rows: list[list[tuple[int, ...]]] = [[] for _ in range(world)]
+    for number, one in enumerate(counted):
+        unit = one.unit
+        numbers = list(zip(unit.muon.tolist(), unit.adamw.tolist(), unit.stored.tolist(), strict=True))
+        for copy, counts in zip(unit.copies, one.of_copies, strict=True):
+            kinds = dict(zip(counts.ranks, counts.class_of.tolist(), strict=True))
+            for at, rank in enumerate(copy):
+                places[rank].append((one, counts, at))
+                rows[rank].append((number, id(counts), kinds.get(unit.ranks[at], -1), *numbers[at]))
+    members: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for rank, row in enumerate(rows):
+        if row:
+            members.setdefault(tuple(row), []).append(rank)
+    return tuple(_class_of(ranks, places[ranks[0]], stored, peak) for ranks in members.values())
+
+
+def _class_of(
+    ranks: Sequence[int],
+    places: Sequence[tuple[Counted, PlanCounts, int]],
+    stored: Callable[[Unit, int], Stored],
+    peak: Callable[[Sequence[BucketCount]], int],
+) -> RankClass:
+    kept, buckets = Stored(), list[BucketCount]()
+    muon = adamw = votes = most = 0
+    for one, counts, at in places:
+        unit, rank = one.unit, one.unit.ranks[at]
+        kept = kept + stored(unit, at)
+        muon, adamw = muon + int(unit.muon[at]), adamw + int(unit.adamw[at])
+        if rank in counts.ranks:
+            votes += counts.votes[counts.ranks.index(rank)]
+            of_unit = counts.buckets_of(rank)
+            most = max(most, peak(of_unit))  # units are stepped one after the other
+            buckets += of_unit
+    exchanges = sum(bucket.exchanges for bucket in buckets)
+    stage = places[0][0].unit.stage
+    return RankClass(tuple(ranks), stage, kept, most, tuple(buckets), muon, adamw, exchanges, votes)
+
+
+def kinds_of(counted: Sequence[Counted]) -> tuple[MatrixKind, ...]:
+    """The matrices of all units by kind, the dearest first."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for one in counted:
+        for item in one.plan.items:
+            key = (item.rows, item.cols, item.how, item.route, item.reason, item.cost)
+            example = found.setdefault(key, [one.plan.specs[item.param].name, 0])
+            example[1] += len(one.unit.copies)
+    kinds = [
+        MatrixKind(name, rows, cols, how, route, reason, num, cost)
+        for (rows, cols, how, route, reason, cost), (name, num) in found.items()
+    ]
+    return tuple(sorted(kinds, key=lambda kind: -kind.flops))
 
 
 def _ranks_text(ranks: Ranks) -> str:
@@ -319,59 +306,3 @@ def _ranks_text(ranks: Ranks) -> str:
         step = steps.pop()
         return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
     return ",".join(map(str, ranks))
-
-
-def _classes(
-    world: int,
-    units: Sequence[Unit],
-    counted: Sequence[_CountedUnit],
-    stored: Callable[[Unit, int], Stored],
-    peak_of: PeakOf,
-) -> tuple[RankClass, ...]:
-    """Ranks that are alike in all units that they are in."""
-    columns = []
-    for unit, counts in zip(units, counted, strict=True):
-        column: Ints = np.full((world, 5), -1, dtype=np.int64)
-        for copy, way in zip(unit.copies, counts.which, strict=True):
-            found = counts.ways[way]
-            kinds = np.full(len(unit.ranks), -1, dtype=np.int64)
-            if found.ranks:
-                position = {rank: i for i, rank in enumerate(unit.ranks)}
-                kinds[[position[rank] for rank in found.ranks]] = found.class_of
-            own = np.stack([np.full(len(kinds), way), kinds, unit.muon, unit.adamw, unit.stored], 1)
-            column[list(copy)] = own
-        columns.append(column)
-    table = np.ascontiguousarray(np.concatenate(columns, 1))
-    members: dict[bytes, list[int]] = {}
-    for rank, row in enumerate(table):
-        members.setdefault(row.tobytes(), []).append(rank)
-    return tuple(_class_of(ranks, units, counted, stored, peak_of) for ranks in members.values())
-
-
-def _class_of(
-    ranks: Sequence[int],
-    units: Sequence[Unit],
-    counted: Sequence[_CountedUnit],
-    stored: Callable[[Unit, int], Stored],
-    peak_of: PeakOf,
-) -> RankClass:
-    example, kept = ranks[0], Stored()
-    buckets: list[BucketCount] = []
-    muon = adamw = votes = peak = 0
-    stage = None
-    for unit, counts in zip(units, counted, strict=True):
-        copy = next((i for i, copy in enumerate(unit.copies) if example in copy), None)
-        if copy is None:
-            continue
-        at = unit.copies[copy].index(example)
-        stage = unit.stage if stage is None else stage
-        kept = kept + stored(unit, at)
-        muon, adamw = muon + int(unit.muon[at]), adamw + int(unit.adamw[at])
-        found = counts.ways[counts.which[copy]]
-        if unit.ranks[at] in found.ranks:
-            votes += found.votes[found.ranks.index(unit.ranks[at])]
-            of_unit = found.buckets_of(unit.ranks[at])
-            peak = max(peak, peak_of(of_unit))  # units are stepped one after the other
-            buckets += of_unit
-    exchanges = sum(bucket.exchanges for bucket in buckets)
-    return RankClass(tuple(ranks), stage or 0, kept, peak, tuple(buckets), muon, adamw, exchanges, votes)

@@ -18,10 +18,8 @@ from functools import partial
 import numpy as np
 
 from shardmuon.foresight.counting import Ints
-from shardmuon.foresight.meshes import check_divides, stage_ranks
 from shardmuon.foresight.models import AFTER, Param
-from shardmuon.foresight.ranges import fsdp1_ranges, megatron_ranges, zero_ranges
-from shardmuon.foresight.types import Mesh
+from shardmuon.foresight.types import Mesh, check_divides
 from shardmuon.layout.grid import Grid, union
 from shardmuon.layout.kept import OnMesh
 from shardmuon.layout.mesh import Shard, readings
@@ -32,13 +30,13 @@ from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.plan.plan import Spec
 
-ViewOf = Callable[[Param], MatrixView]
-SpecOf = Callable[[Param, ParamLayout, OnMesh | None], Spec]
+_Ranges = list[tuple[int, int]]  # elements [start, stop) of a flat parameter on each rank
+_ViewOf = Callable[[Param], MatrixView]
+_SpecOf = Callable[[Param, ParamLayout, OnMesh | None], Spec]
 
-MEGATRON_BUCKET = (
-    40_000_000  # elements; megatron.core.distributed.DistributedDataParallel's default, for up to 40 ranks
-)
-ZERO3_SUB_GROUP = 1_000_000_000  # elements of a rank; DeepSpeed's default "sub_group_size"
+# elements; megatron.core.distributed.DistributedDataParallel's default, for up to 40 ranks
+_MEGATRON_BUCKET = 40_000_000
+_ZERO3_SUB_GROUP = 1_000_000_000  # elements of a rank; DeepSpeed's default "sub_group_size"
 
 
 @dataclass(slots=True)
@@ -59,48 +57,65 @@ class Unit:
     copies: tuple[Ranks, ...]
     stage: int
     specs: list[Spec] = field(default_factory=list)
-    muon: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    adamw: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    scales: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    stored: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    muon: Ints = field(init=False)
+    adamw: Ints = field(init=False)
+    scales: Ints = field(init=False)
+    stored: Ints = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("muon", "adamw", "scales", "stored"):
-            setattr(self, name, np.zeros(len(self.ranks), dtype=np.int64))
+        self.muon, self.adamw, self.scales, self.stored = np.zeros((4, len(self.ranks)), dtype=np.int64)
 
 
-class _Made:
-    """Layouts of one unit, each made once: tensors that lie alike share one, with what each rank holds of it."""
+class _Builder:
+    """Makes the units of one pipeline stage. Tensors that lie alike share a layout, which is made once."""
 
-    def __init__(self) -> None:
-        self._layouts: dict[object, ParamLayout] = {}
-        self._held: dict[int, tuple[Ints, Ints]] = {}
+    def __init__(self, mesh: Mesh, stage: int, view_of: _ViewOf, spec_of: _SpecOf) -> None:
+        size = mesh.world // mesh.pp
+        self.mesh, self.stage = mesh, stage
+        self.ranks: Ranks = tuple(range(stage * size, (stage + 1) * size))
+        self._view_of, self._spec_of = view_of, spec_of
+        self._layouts: dict[object, tuple[ParamLayout, Ints, Ints]] = {}
 
-    def layout(self, key: object, make: Callable[[], ParamLayout]) -> ParamLayout:
-        """The layout of this key."""
+    def unit(self, *copies: Ranks) -> Unit:
+        """An empty unit of these ranks and their copies; default: all of the stage."""
+        copies = copies or (self.ranks,)
+        return Unit(copies[0], copies, self.stage)
+
+    def add(
+        self,
+        unit: Unit,
+        param: Param,
+        key: object,
+        make: Callable[[MatrixView], ParamLayout],
+        place: OnMesh | None = None,
+    ) -> None:
+        """Add a parameter to a unit. `make` gives its layout, which is that of all with equal views and keys."""
+        key = unit.ranks, self._view_of(param), key
         if key not in self._layouts:
-            self._layouts[key] = make()
-        return self._layouts[key]
-
-    def flat(self, view: MatrixView, grid: Grid, cut: Cut | None, held: Sequence[tuple[int, int]]) -> ParamLayout:
-        """See `flat`; the grid is that of all the unit."""
-        return self.layout((view, cut, tuple(held)), lambda: flat(view, grid, cut, held))
-
-    def held(self, layout: ParamLayout) -> tuple[Ints, Ints]:
-        """Elements, and scales of 8-bit momentum, by position in `layout.ranks`."""
-        if id(layout) not in self._held:
-            found: Ints = np.zeros(len(layout.ranks), dtype=np.int64)
-            scales: Ints = np.zeros(len(layout.ranks), dtype=np.int64)
-            for at, of_rank in enumerate(layout.held):
-                for piece in (held.piece for held in of_rank):
-                    found[at] += piece.numel
-                    if isinstance(piece, Box) and piece.numel:
-                        scales[at] += math.prod(scale_shape(piece.size, layout.view.num_row_dims))
-            self._held[id(layout)] = found, scales
-        return self._held[id(layout)]
+            layout = make(self._view_of(param))
+            self._layouts[key] = layout, *_held(layout)
+        layout, numel, scales = self._layouts[key]
+        unit.stored += numel
+        if param.use_muon:
+            unit.specs.append(self._spec_of(param, layout, place))
+            unit.muon += numel
+            unit.scales += scales
+        else:
+            unit.adamw += numel
 
 
-def make_units(params: Sequence[Param], mesh: Mesh, view_of: ViewOf, spec_of: SpecOf) -> list[Unit]:
+def _held(layout: ParamLayout) -> tuple[Ints, Ints]:
+    """Elements, and scales of 8-bit momentum, by position in `layout.ranks`."""
+    pieces = [[held.piece for held in of_rank] for of_rank in layout.held]
+    boxes = ([piece for piece in of_rank if isinstance(piece, Box) and piece.numel] for of_rank in pieces)
+    rows = layout.view.num_row_dims
+    return (
+        np.array([sum(piece.numel for piece in of_rank) for of_rank in pieces], dtype=np.int64),
+        np.array([sum(math.prod(scale_shape(box.size, rows)) for box in of_rank) for of_rank in boxes], dtype=np.int64),
+    )
+
+
+def make_units(params: Sequence[Param], mesh: Mesh, view_of: _ViewOf, spec_of: _SpecOf) -> list[Unit]:
     """The units of a job.
 
     Args:
@@ -112,21 +127,22 @@ def make_units(params: Sequence[Param], mesh: Mesh, view_of: ViewOf, spec_of: Sp
     Raises:
         ValueError: The mesh does not fit the parameters; says what to write.
     """
-    builders = {"megatron": _megatron, "zero1": _zero, "zero2": _zero, "zero3": _zero, "ddp": _plain, "fsdp1": _fsdp1}
-    build = builders.get(mesh.engine, _dtensor)
+    zero = dict.fromkeys(("zero1", "zero2", "zero3"), _zero)
+    build = {"megatron": _megatron, **zero, "ddp": _plain, "fsdp1": _fsdp1}.get(mesh.engine, _dtensor)
     found: list[Unit] = []
-    known: dict[object, tuple[int, list[tuple[Unit, tuple[Ranks, ...]]]]] = {}  # -> first stage, its units and copies
+    known: dict[object, tuple[int, list[tuple[Unit, tuple[Ranks, ...]]]]] = {}  # -> first rank, units and first copies
     for stage, members in enumerate(stages_of(params, mesh)):
-        alike = tuple((p.shape, view_of(p), p.group, p.parallel, p.expert) for p in members)
+        of_stage = _Builder(mesh, stage, view_of, spec_of)
+        alike = tuple((p.shape, view_of(p), p.group, p.cut, p.expert) for p in members)
         if alike in known:
             first, made = known[alike]
-            shift = stage_ranks(mesh, stage)[0] - stage_ranks(mesh, first)[0]
+            shift = of_stage.ranks[0] - first
             for unit, own in made:
                 unit.copies += tuple(tuple(rank + shift for rank in copy) for copy in own)
-            continue
-        units = list(build(members, mesh, stage, view_of, spec_of))
-        known[alike] = stage, [(unit, unit.copies) for unit in units]
-        found += units
+        else:
+            units = list(build(members, of_stage))
+            known[alike] = of_stage.ranks[0], [(unit, unit.copies) for unit in units]
+            found += units
     return found
 
 
@@ -148,20 +164,33 @@ def stages_of(params: Sequence[Param], mesh: Mesh) -> list[list[Param]]:
     return found
 
 
-def cut_dim(param: Param) -> int | None:
-    """The dim that tensor parallelism cuts, None: it is replicated."""
-    if param.parallel == "none":
-        return None
-    if len(param.shape) == 1:
-        return 0
-    outputs, inputs = (-1, -2) if param.turned else (-2, -1)
-    return len(param.shape) + (outputs if param.parallel == "column" else inputs)
+def _cut_of(param: Param, mesh: Mesh) -> Cut | None:
+    """The cut of tensor parallelism; None: the parameter is replicated."""
+    return None if param.cut is None or mesh.tp == 1 else Cut(len(param.shape) + param.cut[0], param.cut[1])
+
+
+def _plain_cut_of(param: Param, mesh: Mesh) -> Cut | None:
+    """The same of tensors that must be cut into equal parts."""
+    cut = _cut_of(param, mesh)
+    if cut is not None:
+        check_divides(mesh, f"indices along dim {cut.dim}", param.shape[cut.dim] // cut.stride, param.name)
+    return cut
 
 
 # ------------------------------------------------------------------------------------- FSDP2, HSDP, TP, EP (DTensor)
 
 
-def dtensor_place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
+def _dtensor(params: Sequence[Param], of_stage: _Builder) -> Iterator[Unit]:
+    unit = of_stage.unit()
+    for p in params:
+        if p.expert:
+            check_divides(of_stage.mesh, "experts", p.shape[0], p.name, "ep")
+        place = _dtensor_place(p, of_stage.mesh, of_stage.ranks)
+        of_stage.add(unit, p, (place.mesh, place.placements), partial(placed, place=place), place)
+    yield unit
+
+
+def _dtensor_place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
     """The placements that `fully_shard` on top of `parallelize_module` gives a parameter, experts as torchtitan's.
 
     Experts with ep > 1 lie on a mesh (dp, shard x tp / ep, ep): each expert-parallel rank has whole experts, which FSDP
@@ -173,9 +202,9 @@ def dtensor_place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
         axes.append((share, Shard(1) if share * mesh.ep > num else Shard(0, mesh.ep)))
         axes.append((mesh.ep, Shard(0)))
     else:
-        dim = cut_dim(param) if mesh.tp > 1 else None
-        axes.append((mesh.shard, Shard(0, mesh.tp) if dim == 0 else Shard(0)))
-        axes.append((mesh.tp, None if dim is None else Shard(dim)))
+        cut = _cut_of(param, mesh)
+        axes.append((mesh.shard, Shard(0, mesh.tp) if cut and cut.dim == 0 else Shard(0)))
+        axes.append((mesh.tp, None if cut is None else Shard(cut.dim)))
     axes = [(size, placement) for size, placement in axes if size > 1] or [(1, None)]
     return OnMesh(tuple(size for size, _ in axes), ranks, tuple(placement for _, placement in axes))
 
@@ -208,48 +237,17 @@ def _expert_ranks(mesh: Mesh) -> int:
     return mesh.shard * mesh.tp if mesh.ep > 1 else mesh.shard
 
 
-def _dtensor(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
-    ranks, made = stage_ranks(mesh, stage), _Made()
-    unit = Unit(ranks, (ranks,), stage)
-    for p in params:
-        if p.expert:
-            check_divides(mesh, "experts", p.shape[0], p.name, "ep")
-        view, place = view_of(p), dtensor_place(p, mesh, ranks)
-        layout = made.layout((view, place.mesh, place.placements), partial(placed, view, place))
-        _add(unit, p, layout, made, spec_of, place)
-    yield unit
-
-
-def _add(
-    unit: Unit, param: Param, layout: ParamLayout, made: _Made, spec_of: SpecOf, place: OnMesh | None = None
-) -> None:
-    numel, scales = made.held(layout)
-    unit.stored += numel
-    if param.use_muon:
-        unit.specs.append(spec_of(param, layout, place))
-        unit.muon += numel
-        unit.scales += scales
-    else:
-        unit.adamw += numel
-
-
 # ------------------------------------------------------------------------------------------------------ DDP, DDP x TP
 
 
-def _plain(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
+def _plain(params: Sequence[Param], of_stage: _Builder) -> Iterator[Unit]:
     """Plain tensors: replicas over dp that share the work (`process_group`), shards over tp (`tp_group`)."""
-    ranks, made = stage_ranks(mesh, stage), _Made()
-    grid = grid_of(ranks, mesh.tp)
-    unit = Unit(ranks, (ranks,), stage)
+    unit, mesh = of_stage.unit(), of_stage.mesh
+    grid = grid_of(of_stage.ranks, mesh.tp)
     for p in params:
-        view, dim = view_of(p), cut_dim(p) if mesh.tp > 1 else None
-        if dim is None:
-            layout = made.layout(view, partial(replicated, view, ranks))
-        else:
-            check_divides(mesh, f"indices along dim {dim}", p.shape[dim] // p.stride, p.name)
-            cut = Cut(dim, p.stride)
-            layout = made.layout((view, cut), partial(parts, view, grid, cut))
-        _add(unit, p, layout, made, spec_of)
+        cut = _plain_cut_of(p, mesh)
+        make = partial(parts, grid=grid, cut=cut) if cut else partial(replicated, ranks=unit.ranks)
+        of_stage.add(unit, p, cut, make)
     yield unit
 
 
@@ -266,36 +264,7 @@ def grid_of(ranks: Ranks, tp: int) -> Grid:
     return tuple(ranks[i : i + tp] for i in range(0, len(ranks), tp))
 
 
-# --------------------------------------------------------------------------------------------------------------- ZeRO
-
-
-def _zero(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
-    ranks, number, made = stage_ranks(mesh, stage), int(mesh.engine[-1]), _Made()
-    for _, of_group in itertools.groupby(params, key=lambda p: p.group):
-        for members in _sub_groups(list(of_group), len(ranks), number):
-            table, length = zero_ranges([p.numel for p in members], len(ranks), number)
-            unit = Unit(ranks, (ranks,), stage)
-            unit.stored[:] = length * len(ranks) if number < 3 else length  # with the padding of the flat buffer
-            (unit.muon if members[0].use_muon else unit.adamw)[:] = length
-            for p, held in zip(members, table, strict=True) if members[0].use_muon else ():
-                unit.specs.append(spec_of(p, made.flat(view_of(p), grid_of(ranks, 1), None, held), None))
-            yield unit
-
-
-def _sub_groups(params: list[Param], num_ranks: int, stage: int) -> Iterator[list[Param]]:
-    if stage < 3:
-        yield params
-        return
-    members: list[Param] = []
-    filled = 0
-    for p in params:
-        members.append(p)
-        filled += -(-p.numel // num_ranks)
-        if filled >= ZERO3_SUB_GROUP:
-            yield members
-            members, filled = [], 0
-    if members:
-        yield members
+# ------------------------------------------------------------------------------- flat buffers: ZeRO, FSDP1, Megatron
 
 
 def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: Sequence[tuple[int, int]]) -> ParamLayout:
@@ -308,84 +277,168 @@ def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: Sequence[tuple[int
     return ParamLayout(view, ranks, tuple(pieces))
 
 
-# -------------------------------------------------------------------------------------------------------------- FSDP1
+def _zero(params: Sequence[Param], of_stage: _Builder) -> Iterator[Unit]:
+    """One unit for each of the optimizer's groups, of ZeRO 3 for each of its sub-groups."""
+    number, num = int(of_stage.mesh.engine[-1]), len(of_stage.ranks)
+    for members in _sub_groups(params, num, number):
+        table, length = zero_ranges([p.numel for p in members], num, number)
+        unit, muon = of_stage.unit(), members[0].use_muon
+        for p, held in zip(members, table, strict=True):
+            of_stage.add(unit, p, tuple(held), partial(flat, grid=grid_of(unit.ranks, 1), cut=None, held=held))
+        (unit.muon if muon else unit.adamw)[:] = length  # with the padding of the flat buffer
+        unit.stored[:] = length * num if number < 3 else length
+        yield unit
 
 
-def _fsdp1(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
+def _sub_groups(params: Sequence[Param], num_ranks: int, stage: int) -> Iterator[list[Param]]:
+    for _, of_group in itertools.groupby(params, key=lambda p: p.group):
+        members: list[Param] = []
+        for p in of_group:
+            members.append(p)
+            if stage == 3 and sum(-(-one.numel // num_ranks) for one in members) >= _ZERO3_SUB_GROUP:
+                yield members
+                members = []
+        if members:
+            yield members
+
+
+def _fsdp1(params: Sequence[Param], of_stage: _Builder) -> Iterator[Unit]:
     """One flat parameter for each layer and one for the rest, each cut over `shard` and copied over `dp`."""
-    ranks = stage_ranks(mesh, stage)
-    unit, made = Unit(ranks, (ranks,), stage), _Made()
-    grid = grid_of(ranks, 1)
-    if mesh.dp > 1:
-        grid = tuple(ranks[at :: mesh.shard] for at in range(mesh.shard))
+    unit, mesh = of_stage.unit(), of_stage.mesh
+    grid = tuple(unit.ranks[at :: mesh.shard] for at in range(mesh.shard)) if mesh.dp > 1 else grid_of(unit.ranks, 1)
     flats: dict[int, list[Param]] = {}
     for p in sorted(params, key=lambda p: p.order):
         flats.setdefault(p.layer if 0 <= p.layer < AFTER else -1, []).append(p)
-    held: dict[int, list[tuple[int, int]]] = {}  # by order in the model
+    held: dict[int, _Ranges] = {}  # by order in the model
+    padded = 0
     for members in flats.values():
-        table, part = fsdp1_ranges([p.numel for p in members], mesh.shard)
-        unit.stored += part
+        table, part = _fsdp1_ranges([p.numel for p in members], mesh.shard)
+        padded += part
         held.update((p.order, ranges * mesh.dp) for p, ranges in zip(members, table, strict=True))
     for p in params:
-        numel = np.array([stop - start for start, stop in held[p.order]], dtype=np.int64)
-        if p.use_muon:
-            unit.muon += numel
-            unit.specs.append(spec_of(p, made.flat(view_of(p), grid, None, held[p.order]), None))
-        else:
-            unit.adamw += numel
+        of_ranks = held[p.order]
+        of_stage.add(unit, p, tuple(of_ranks), partial(flat, grid=grid, cut=None, held=of_ranks))
+    unit.stored[:] = padded
     yield unit
 
 
-# ----------------------------------------------------------------------------------------------------------- Megatron
-
-
-def _megatron(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
+def _megatron(params: Sequence[Param], of_stage: _Builder) -> Iterator[Unit]:
     """Dense weights over dp x tp; experts, whole ones on each expert-parallel rank, over dp / ep x tp."""
-    ranks = stage_ranks(mesh, stage)
+    mesh = of_stage.mesh
     experts = [p for p in params if p.expert and len(p.shape) == 3]
     dense = [p for p in params if not (p.expert and len(p.shape) == 3)]
     if dense:
-        yield _buffers(dense, mesh, grid_of(ranks, mesh.tp), (ranks,), stage, view_of, spec_of)
-    if not experts:
-        return
+        yield _buffers(dense, of_stage, of_stage.ranks)
     for p in experts:
         check_divides(mesh, "experts", p.shape[0], p.name, "ep")
-    groups = grid_of(ranks, mesh.tp)
-    copies = tuple(tuple(rank for group in groups[e :: mesh.ep] for rank in group) for e in range(mesh.ep))
+    groups = grid_of(of_stage.ranks, mesh.tp)
+    copies = [tuple(rank for group in groups[e :: mesh.ep] for rank in group) for e in range(mesh.ep)]
     local = [  # each expert is a parameter of its own
         replace(p, shape=p.shape[1:], name=f"{p.name}.{number}")
         for p in experts
         for number in range(p.shape[0] // mesh.ep)
     ]
-    yield _buffers(local, mesh, grid_of(copies[0], mesh.tp), copies, stage, view_of, spec_of)
+    if local:
+        yield _buffers(local, of_stage, *copies)
 
 
-def _buffers(
-    params: Sequence[Param],
-    mesh: Mesh,
-    grid: Grid,
-    copies: tuple[Ranks, ...],
-    stage: int,
-    view_of: ViewOf,
-    spec_of: SpecOf,
-) -> Unit:
-    unit, made = Unit(copies[0], copies, stage), _Made()
-    cuts = [None if mesh.tp == 1 or (dim := cut_dim(p)) is None else Cut(dim, p.stride) for p in params]
-    for p, cut in zip(params, cuts, strict=True):
-        if cut is not None:
-            check_divides(mesh, f"indices along dim {cut.dim}", p.shape[cut.dim] // cut.stride, p.name)
-    sizes = [p.numel // (1 if cut is None else mesh.tp) for p, cut in zip(params, cuts, strict=True)]
-    num = len(grid)
-    order = sorted(range(len(params)), key=lambda i: params[i].order)  # the model's, not the optimizer's groups'
-    table, total = megatron_ranges([sizes[i] for i in order], num, max(MEGATRON_BUCKET, 1_000_000 * num))
+def _buffers(params: Sequence[Param], of_stage: _Builder, *copies: Ranks) -> Unit:
+    unit, tp = of_stage.unit(*copies), of_stage.mesh.tp
+    grid = grid_of(unit.ranks, tp)
+    cuts = [_plain_cut_of(p, of_stage.mesh) for p in params]
+    num, order = len(grid), sorted(range(len(params)), key=lambda i: params[i].order)  # the model's
+    sizes = [params[i].numel // (1 if cuts[i] is None else tp) for i in order]
+    table, total = megatron_ranges(sizes, num, max(_MEGATRON_BUCKET, 1_000_000 * num))
     ranges = dict(zip(order, table, strict=True))
-    unit.stored[:] = total  # parameters lie in the buffer, gaps and all
     for i, p in enumerate(params):
-        held = [ranges[i][replica] for replica in range(num) for _ in range(mesh.tp)]
-        numel = np.array([stop - start for start, stop in held], dtype=np.int64)
-        if p.use_muon:
-            unit.muon += numel
-            unit.specs.append(spec_of(p, made.flat(view_of(p), grid, cuts[i], held), None))
-        else:
-            unit.adamw += numel
+        held = [of_replica for of_replica in ranges[i] for _ in range(tp)]
+        of_stage.add(unit, p, (cuts[i], tuple(held)), partial(flat, grid=grid, cut=cuts[i], held=held))
+    unit.stored[:] = total  # parameters lie in the buffer, gaps and all
     return unit
+
+
+def zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[_Ranges], int]:
+    """_Ranges that DeepSpeed gives each rank of the parameters of one group, and the length of a flat.
+
+    Stages 1 and 2: the parameters one after the other, padded at the end to a multiple of 2 x ranks, in equal parts
+    (`nccl_start_alignment_factor` of stage_1_and_2.py, 0.19). Stage 3: an equal part of each, padded at its end.
+
+    Returns:
+        For each parameter its elements [start, stop) on each rank, and the elements of a flat, padding and all.
+    """
+    if stage == 3:
+        each = [-(-size // num_ranks) for size in sizes]
+        table = [
+            [(min(r * part, size), min((r + 1) * part, size)) for r in range(num_ranks)]
+            for size, part in zip(sizes, each, strict=True)
+        ]
+        return table, sum(each)
+    unit = 2 * num_ranks
+    part = -(-sum(sizes) // unit) * unit // num_ranks
+    starts = [0, *itertools.accumulate(sizes)]
+    return [_in_parts(start, size, part, num_ranks) for start, size in zip(starts, sizes, strict=False)], part
+
+
+def _in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
+    """The elements of [at, at + size) in each of equal parts, counted from `at`; (0, 0) where there are none."""
+    found = [(0, 0)] * num_ranks
+    for rank in range(at // part, min(num_ranks - 1, (at + size - 1) // part) + 1):
+        start, stop = max(at, rank * part), min(at + size, (rank + 1) * part)
+        if start < stop:
+            found[rank] = start - at, stop - at
+    return found
+
+
+def megatron_ranges(sizes: Sequence[int], num_ranks: int, bucket_size: int | None = None) -> tuple[list[_Ranges], int]:
+    """_Ranges that Megatron-core's distributed optimizer gives each data-parallel rank of a gradient buffer.
+
+    They lie in reverse order, each at a multiple of 64 elements; a bucket ends after the first one that fills it,
+    padded to a multiple of lcm(ranks, 128), and each rank has an equal part of every bucket
+    (param_and_grad_buffer.py, 0.19).
+
+    Args:
+        sizes: Elements of each parameter, in the model's order.
+        num_ranks: Data-parallel ranks.
+        bucket_size: Elements that fill a bucket; None: there is one.
+
+    Returns:
+        For each parameter its elements [start, stop) on each rank, and the elements of the whole buffer.
+    """
+    unit = math.lcm(num_ranks, 128)
+    table: list[_Ranges] = [[] for _ in sizes]
+    inside: list[tuple[int, int]] = []
+    end = total = 0
+    for index in reversed(range(len(sizes))):
+        start = -(-end // 64) * 64
+        inside.append((index, start))
+        end = start + sizes[index]
+        if index and (bucket_size is None or end < bucket_size):
+            continue
+        padded = -(-end // unit) * unit
+        total += padded
+        for number, first in inside:
+            table[number] = _in_parts(first, sizes[number], padded // num_ranks, num_ranks)
+        inside, end = [], 0
+    return table, total
+
+
+def _fsdp1_ranges(sizes: Sequence[int], num_ranks: int) -> tuple[list[_Ranges], int]:
+    """_Ranges of one flat parameter's tensors that FSDP1 keeps on each rank.
+
+    They lie one after the other in equal parts, the last ranks' perhaps empty. Each begins at a multiple of 16 bytes
+    (`_init_flat_param_and_metadata` of torch/distributed/fsdp/_flat_param.py, 2.13), which are 4 elements: FSDP1's own
+    weights are fp32 (`MixedPrecision` casts what it gathers).
+
+    Args:
+        sizes: Elements of each tensor, in the module's order.
+        num_ranks: That share it.
+
+    Returns:
+        For each tensor its elements [start, stop) on each rank, and the elements of a rank's part, padding and all.
+    """
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(-(-end // 4) * 4)
+        end = starts[-1] + size
+    part = -(-end // num_ranks)
+    return [_in_parts(start, size, part, num_ranks) for start, size in zip(starts, sizes, strict=True)], part

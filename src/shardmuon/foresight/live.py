@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardmuon.errors import ranks_text
-from shardmuon.foresight.counting import PlanCounts
-from shardmuon.foresight.hardware import Hardware
-from shardmuon.foresight.hardware_files import load, names
+from shardmuon.foresight.hardware import Hardware, load, names
+from shardmuon.foresight.job import Counted, classes_of, kinds_of
+from shardmuon.foresight.layouts import Unit
 from shardmuon.foresight.pricing import Price, price
 from shardmuon.foresight.splitting import Shares, split
-from shardmuon.foresight.types import Exact, MatrixKind, Mesh, RankClass, Stored
+from shardmuon.foresight.types import Exact, Mesh, Stored
 from shardmuon.plan.plan import Plan, Policy
 
 
@@ -33,33 +33,23 @@ def exact_of(
     Returns:
         Counts without bytes between steps (`Stored` is empty): a plan does not know how tensors are stored.
     """
-    counts = PlanCounts(plan, lambda rank: rank // gpus_per_node, shares)
-    members: dict[tuple[int, int], list[int]] = {}
-    for at, rank in enumerate(counts.ranks):
-        members.setdefault((int(counts.class_of[at]), counts.votes[at]), []).append(rank)
-    classes = []
-    for (number, votes), ranks in members.items():
-        buckets = counts.classes[number]
-        exchanges = sum(bucket.exchanges for bucket in buckets)
-        held = sum(bucket.held for bucket in buckets)
-        classes.append(RankClass(tuple(ranks), 0, Stored(), 0, buckets, held, adamw_elements, exchanges, votes))
-    kinds: dict[tuple[object, ...], MatrixKind] = {}
-    for item in plan.items:
-        key = (item.rows, item.cols, item.how, item.route, item.cost)
-        name, num = plan.specs[item.param].name, kinds[key].count + 1 if key in kinds else 1
-        name = kinds[key].example if key in kinds else name
-        kinds[key] = MatrixKind(name, item.rows, item.cols, item.how, item.route, item.reason, num, item.cost)
+    sets = {id(spec.layout.ranks): spec.layout.ranks for spec in plan.specs}.values()  # hashing them takes long
+    ranks = tuple(sorted({rank for of_set in sets for rank in of_set}))
+    unit = Unit(ranks, (ranks,), 0)
+    counted = Counted(unit, plan, shares or {}, gpus_per_node)
+    unit.muon[:] = [sum(bucket.held for bucket in counted.of_copies[0].buckets_of(rank)) for rank in ranks]
+    unit.adamw[:] = adamw_elements
+    world = max(ranks, default=-1) + 1 if world is None else world
     elements = sum(item.rows * item.cols for item in plan.items)
-    world = max(counts.ranks, default=0) + 1 if world is None else world
     return Exact(
         "the plan given",
         "a live plan",
         elements + adamw_elements,
         elements,
         adamw_elements,
-        Mesh(dp=world, gpus_per_node=gpus_per_node),
-        tuple(classes),
-        tuple(sorted(kinds.values(), key=lambda kind: -kind.flops)),
+        Mesh(dp=max(1, world), gpus_per_node=gpus_per_node),
+        classes_of([counted], world, lambda unit, at: Stored(), lambda buckets: 0),
+        kinds_of([counted]),
     )
 
 

@@ -6,10 +6,11 @@ not a formula: the code itself runs on tensors without data, and their storages 
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,78 +91,6 @@ def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device:
     return int(live.peak)
 
 
-class _Peak:
-    """The buffers of a step, as step/commit.py and step/bucket.py take them and let them go."""
-
-    def __init__(self, weights: torch.dtype, device: str, coefficients: Mapping[tuple[int, int], Triples]) -> None:
-        self._weights, self._device, self._coefficients = weights, device, coefficients
-        self._now = 0
-        self.most: int = 0
-
-    def _up(self, size: int) -> None:
-        self._now += size
-        self.most = max(self.most, self._now)
-
-    def _passing(self, size: int) -> None:
-        self._up(size)
-        self._now -= size
-
-    def begin(self, b: BucketCount) -> None:
-        shards = b.batches if b.route == "gram" else 0
-        self._up(b.gather.bytes + shards)
-        self._stepped(b, b.stepped[0])
-        self._up(b.gather_received.bytes)
-        self._up(b.batches - shards)
-        self._stepped(b, b.stepped[1])
-
-    def compute(self, b: BucketCount) -> None:
-        wire = getattr(torch, b.wire)
-        came = b.gather_received.bytes
-        self._now -= b.gather.bytes
-        if b.route == "gram":  # what came is held until what goes back is packed
-            self._up(b.scatter.bytes)
-            self._now -= came
-        else:
-            self._now -= came
-            for m in b.matrices:
-                size, coefficients = (m.num, m.rows, m.cols), self._coefficients[m[:2]]
-                self._passing(work_space(size, m.how, wire, self._device, coefficients))
-            self._up(b.scatter.bytes)
-        self._up(b.scatter_received.bytes)
-
-    def apply(self, b: BucketCount) -> None:
-        self._now -= b.scatter.bytes
-        self._up(b.relay.bytes)
-        self._applied(b, b.applied[0])
-        self._now -= b.batches + b.scatter_received.bytes
-        self._up(b.relay_received.bytes)
-
-    def finish(self, b: BucketCount) -> None:
-        self._now -= b.relay.bytes
-        self._applied(b, b.applied[1])
-        self._now -= b.relay_received.bytes
-
-    def _stepped(self, b: BucketCount, portion: int) -> None:
-        """Count the new momentum of one portion; on CPUs nothing if the buffer has the weights' dtype, as it is made
-        there."""
-        if self._device != "cpu" or getattr(torch, b.wire) != self._weights:
-            self._passing(self._weights.itemsize * self._at_once(portion))
-
-    def _applied(self, b: BucketCount, portion: int) -> None:
-        """Results in the dtype in which weights take them, and 16-bit weights as fp32, of what is applied at once.
-
-        A CPU's `add` widens 16-bit results itself, at most 512 KiB at a time, which is not counted.
-        """
-        half, wire = self._weights.itemsize == 2, getattr(torch, b.wire)
-        wide = torch.float32 if half else self._weights
-        made = int(half) + (wire != wide and not (self._device == "cpu" and wire.itemsize == 2))
-        self._passing(made * wide.itemsize * self._at_once(portion))
-
-    def _at_once(self, portion: int) -> int:
-        """Elements, of a portion, that one operation makes: a large tile is cut on CPUs."""
-        return min(portion, PORTION) if self._device == "cpu" else portion
-
-
 def peak_bytes(
     buckets: Sequence[BucketCount],
     *,
@@ -179,7 +108,70 @@ def peak_bytes(
         device: Kind of device.
         coefficients: Shape -> its Newton-Schulz steps.
     """
-    found = _Peak(weights, device, coefficients)
-    for turn, at in turns([bucket.relays for bucket in buckets]):
-        getattr(found, turn)(buckets[at])
-    return found.most
+    moves = _Moves(weights, device, coefficients)
+    turned: Iterator[Iterator[int]] = (
+        getattr(moves, turn)(buckets[at]) for turn, at in turns([bucket.relays for bucket in buckets])
+    )
+    return max(itertools.accumulate(itertools.chain.from_iterable(turned), initial=0))
+
+
+class _Moves(NamedTuple):
+    """Bytes that each turn of a bucket takes (above 0) and lets go, in the order of step/bucket.py."""
+
+    weights: torch.dtype
+    device: str
+    coefficients: Mapping[tuple[int, int], Triples]
+
+    def begin(self, b: BucketCount) -> Iterator[int]:
+        shards = b.batches if b.route == "gram" else 0
+        yield b.gather.bytes + shards
+        yield from self._stepped(b, b.stepped[0])
+        yield b.gather_received.bytes
+        yield b.batches - shards
+        yield from self._stepped(b, b.stepped[1])
+
+    def compute(self, b: BucketCount) -> Iterator[int]:
+        yield -b.gather.bytes
+        if b.route == "gram":  # what came is held until what goes back is packed
+            yield b.scatter.bytes
+            yield -b.gather_received.bytes
+        else:
+            yield -b.gather_received.bytes
+            for m in b.matrices:
+                batch, wire = (m.num, m.rows, m.cols), getattr(torch, b.wire)
+                yield from _passing(work_space(batch, m.how, wire, self.device, self.coefficients[m[:2]]))
+            yield b.scatter.bytes
+        yield b.scatter_received.bytes
+
+    def apply(self, b: BucketCount) -> Iterator[int]:
+        yield b.relay.bytes - b.scatter.bytes
+        yield from self._applied(b, b.applied[0])
+        yield b.relay_received.bytes - b.batches - b.scatter_received.bytes
+
+    def finish(self, b: BucketCount) -> Iterator[int]:
+        yield -b.relay.bytes
+        yield from self._applied(b, b.applied[1])
+        yield -b.relay_received.bytes
+
+    def _stepped(self, b: BucketCount, portion: int) -> Iterator[int]:
+        """The new momentum of a portion; on CPUs nothing if the buffer has the weights' dtype, as it is made there."""
+        if self.device != "cpu" or getattr(torch, b.wire) != self.weights:
+            yield from _passing(self.weights.itemsize * self._at_once(portion))
+
+    def _applied(self, b: BucketCount, portion: int) -> Iterator[int]:
+        """Results in the dtype in which weights take them, and 16-bit weights as fp32, of what is applied at once.
+
+        A CPU's `add` widens 16-bit results itself, at most 512 KiB at a time, which is not counted.
+        """
+        half, wire = self.weights.itemsize == 2, getattr(torch, b.wire)
+        wide = torch.float32 if half else self.weights
+        made = int(half) + (wire != wide and not (self.device == "cpu" and wire.itemsize == 2))
+        yield from _passing(made * wide.itemsize * self._at_once(portion))
+
+    def _at_once(self, portion: int) -> int:
+        """Elements, of a portion, that one operation makes: a large tile is cut on CPUs."""
+        return min(portion, PORTION) if self.device == "cpu" else portion
+
+
+def _passing(size: int) -> tuple[int, int]:
+    return size, -size

@@ -1,29 +1,559 @@
-"""Models by name, configuration, checkpoint header or function: their parameters, routed as a live job routes them."""
+"""Models as data: the names, shapes and numbers of a preset or a configuration; or somebody's module.
+
+[Note: what works on a token]
+    Training takes 6 FLOPs of forward and backward for each token and each parameter that works on it: all but tables
+    that are only looked up, and of E routed experts k / E. A configuration says k and E, or the user does.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import math
+import pkgutil
 import re
-import struct
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from shardmuon.foresight.active import Active, active_of
-from shardmuon.foresight.decoder import MODEL_TYPES, DecoderConfig, build, config_from_hf, flattened
 from shardmuon.layout.views import Ints
 from shardmuon.options import VIEW_DEFAULTS
+from shardmuon.routing.roles import find_places, is_table
 from shardmuon.spelling import did_you_mean
 
-Parallel = Literal["column", "row", "none"]
-Loader = Callable[[str], nn.Module]
+_Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
+Active = tuple[int, str]  # elements that work on one token, and who says so; "": there are no experts
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A module on the meta device and what is known of it.
+
+    Attributes:
+        name, source: As in `Exact`.
+        module: The module, with every parameter on the meta device.
+        active: See [Note: what works on a token].
+        num_heads, num_kv_heads: Heads of attention, 0 if unknown.
+    """
+
+    name: str
+    source: str
+    module: nn.Module
+    active: Active
+    num_heads: int
+    num_kv_heads: int
+
+
+# ---------------------------------------------------------------------------------------------- which model is meant
+
+
+def load_model(model: str | nn.Module) -> Model:
+    """The model that a user means.
+
+    Args:
+        model: A preset's name; the path of a Hugging Face config.json or of the folder that holds it; MODULE:FUNCTION;
+            or a module, best on the meta device.
+
+    Raises:
+        ValueError: `model` is none of these, or the shapes cannot be known from it.
+    """
+    if isinstance(model, nn.Module):
+        return _model(type(model).__name__, "the module given", model)
+    if model in preset_names():
+        data = preset(model)
+        return _model(str(data["title"]), str(data["source"]), build(data["config"]))
+    if is_config(model):
+        return _of_config(model)
+    if ":" in model:
+        return _model(model, model, model_from_function(model, meta=True))
+    known = preset_names()
+    raise ValueError(
+        f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, known)}"
+        "; the path of a Hugging Face config.json, or of its folder; or MODULE:FUNCTION that builds the model"
+    )
+
+
+def preset_names() -> list[str]:
+    """Names of the models that are shipped as data."""
+    return sorted(entry.name.removesuffix(".json") for entry in _presets().iterdir() if entry.name.endswith(".json"))
+
+
+def preset(name: str) -> dict[str, Any]:
+    """A preset's data: title, source, published_parameters, published_at, config (see `build`)."""
+    found: dict[str, Any] = json.loads((_presets() / f"{name}.json").read_text())
+    return found
+
+
+def _presets() -> Any:
+    return resources.files("shardmuon.foresight") / "data" / "models"
+
+
+def _model(name: str, source: str, module: nn.Module, beside: Mapping[str, Any] | None = None) -> Model:
+    """A module with what its configuration, and the file that it was made of, say of it."""
+    config = getattr(module, "config", None)
+    said = {**flattened(_entries(config)), **flattened(beside or {})}
+    heads, kv_heads = (int(said.get(f"num_{of}_heads") or 0) for of in ("attention", "key_value"))
+    return Model(name, source, module, active_of(module, said), heads, kv_heads or heads)
+
+
+def _of_config(text: str) -> Model:
+    path = Path(text) if text.endswith(".json") else Path(text) / "config.json"
+    if not path.exists():
+        raise ValueError(f"{text}: there is no such file. Give the path of a config.json, or a preset's name")
+    try:
+        given = json.loads(path.read_text())
+    except json.JSONDecodeError as wrong:
+        raise ValueError(f"{path}: it is no JSON ({wrong})") from None
+    if not isinstance(given, dict) or not ({"model_type", "architectures"} & set(given)):
+        raise ValueError(f"{path}: it says neither model_type nor architectures, so its shapes are unknown")
+    sizes = flattened(given)
+    for key in (*_NEEDED, "intermediate_size"):
+        size = sizes.get(key)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"{path}: {key} is {size!r}. Write a whole number of at least 1")
+    try:
+        module = model_from_config(text)
+    except (ImportError, ValueError) as wrong:  # there is no transformers, or it does not know the type
+        if isinstance(wrong, ValueError) and given.get("model_type") not in _MODEL_TYPES:
+            raise
+        module = build(_decoder_sizes(given, text))
+    return _model(str(given.get("_name_or_path") or path.parent.name or path.name), str(path), module, given)
+
+
+def is_config(text: str) -> bool:
+    """True for the path of a config.json, or of a folder that holds one."""
+    return text.endswith(".json") or (Path(text) / "config.json").is_file()
+
+
+def model_from_config(text: str) -> nn.Module:
+    """The model that transformers makes of a Hugging Face config, on the meta device."""
+    if not Path(text).exists():
+        raise FileNotFoundError(f"{text}: there is no such file")
+    try:
+        given: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(f"{text}: it takes transformers ({error}): pip install transformers") from None
+    config = given.AutoConfig.from_pretrained(text)
+    names = getattr(config, "architectures", None) or ()
+    kind = getattr(given, names[0], None) if names else None
+    with torch.device("meta"):
+        model = given.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+    if hasattr(model, "tie_weights"):  # weights on the meta device are tied only when asked to
+        model.tie_weights()
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def model_from_function(text: str, meta: bool) -> nn.Module:
+    """The model that a function of a module or file returns, or a model that stands there under this name."""
+    module_name, _, name = text.partition(":")
+    if not name:
+        raise ValueError(f"{text!r} is no MODULE:FUNCTION and no config.json. Write e.g. my_project.models:build")
+    path = Path(module_name)
+    is_file = path.suffix == ".py"
+    folder = str(path.parent.resolve() if is_file else Path.cwd())
+    sys.path.insert(0, folder)  # as `python -m` would
+    try:
+        found: Any = pkgutil.resolve_name(f"{path.stem if is_file else module_name}:{name}")
+    finally:
+        sys.path.remove(folder)
+    with torch.device("meta") if meta else contextlib.nullcontext():
+        model = found if isinstance(found, nn.Module) else found()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{text} returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+# ------------------------------------------------------------------------------------------------ modules from shapes
+
+
+class _Unwritten(TorchFunctionMode):
+    """Leaves parameters as they are: what is drawn for tensors without data is lost, and takes imports of 2 s."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "fill_", "zero_"):
+            return args[0] if args else next(iter(kwargs.values()))
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def _type(name: str) -> type[nn.Module]:
+    """A type of module of this name, by which routing knows it."""
+    return type(name, (nn.Module,), {})
+
+
+def _named(name: str, **numbers: Any) -> nn.Module:
+    """An empty module of a type of this name, with the numbers that routing reads off it."""
+    made = _type(name)()
+    for key, value in numbers.items():
+        setattr(made, key, value)
+    return made
+
+
+def modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta") -> nn.Module:
+    """Modules with parameters of these names and shapes, without values.
+
+    Args:
+        shapes: Of all parameters, in the model's order.
+        kinds: Name of a module, or that of its parent and "*" -> what makes it of its parameter's shape. Of others 2-D
+            weights are linear layers, those called embed are embeddings, 1-D ones called norm are norms.
+        device: Of the parameters.
+    """
+    root = _named("Model")
+    with torch.device(device), _Unwritten():
+        for name, shape in shapes.items():
+            *path, leaf = name.split(".")
+            node = root
+            for at, part in enumerate(path):
+                if part not in node._modules:
+                    by_parent = kinds.get(f"{path[at - 1]}.*")
+                    make = kinds.get(part) or by_parent or (_leaf if at + 1 == len(path) else _inner)
+                    node.add_module(part, make(part, shape))
+                node = cast(nn.Module, node._modules[part])
+            if node._parameters.get(leaf) is None:
+                node.register_parameter(leaf, nn.Parameter(torch.empty(shape)))
+    return root
+
+
+_Make = Callable[[str, Ints], nn.Module]  # name of a module, shape of its first parameter -> the module
+
+
+def _inner(name: str, shape: Ints) -> nn.Module:
+    return _named("Node")
+
+
+def _leaf(name: str, shape: Ints) -> nn.Module:
+    if len(shape) == 2 and ("embed" in name or name in ("wte", "wpe")):
+        return nn.Embedding(*shape)
+    if len(shape) == 2:
+        return nn.Linear(shape[1], shape[0], bias=False)
+    return nn.RMSNorm(shape[0]) if len(shape) == 1 and "norm" in name else _named("Node")
+
+
+# --------------------------------------------------------------------------------------------------------- decoders
+
+
+# Sizes of a decoder in the words of Hugging Face's configurations, and what they are where nothing says it.
+_DECODER: Mapping[str, Any] = {
+    "num_key_value_heads": 0,  # 0: as many as num_attention_heads
+    "head_dim": 0,  # 0: hidden_size over num_attention_heads
+    "intermediate_size": 0,  # of dense feed-forward layers
+    "tie_word_embeddings": False,
+    "attention_bias": False,  # True: of q, k and v; "all": of o, too
+    "qk_norm": False,  # True: of each head's q and k; "all": of all heads together
+    # "gated": gate, up and down. "plain": two layers with biases, and LayerNorm with biases (GPT-2, whose linear layers
+    # are stored transposed and whose positions are learned).
+    "mlp": "gated",
+    "max_position_embeddings": 0,  # where positions are learned
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+    "moe_intermediate_size": 0,
+    "num_shared_experts": 0,  # always active ones, in one dense layer
+    "shared_intermediate_size": 0,  # of that layer; 0: of so many experts
+    "first_k_dense": 0,  # layers before those with experts
+    "sparse_step": 1,  # of the layers after them every so many-th has experts, counted from the model's first
+    "dense_layers": (),  # others that have none
+    "router_bias": False,  # an entry for each expert
+    "expert_bias": False,  # biases in experts, and gate and up in one stack, inputs first (gpt-oss)
+    "attention_sinks": False,  # an entry for each head (gpt-oss)
+    # of latent attention (DeepSeek); 0: grouped-query attention, and no compressed q
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
+}
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
+    """A decoder's modules, without a forward: names and shapes as Hugging Face's, experts as torchtitan's stacks.
+
+    Modules that routing knows by the names of their types bear these.
+
+    Args:
+        sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads and those of `_DECODER`.
+        device: Of the parameters, which are left as they are.
+    """
+    c = SimpleNamespace(**{**_DECODER, **sizes})
+    latent = {key: getattr(c, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+    kinds: dict[str, _Make] = {
+        "layers.*": lambda _, shape: _named("Layer"),
+        "router": lambda _, shape: _named("MoeTopKRouter"),
+        "experts": lambda _, shape: _named("GptOssExperts" if c.expert_bias else "GroupedExperts"),
+        "attn": lambda _, shape: _named("GPT2Attention", split_size=c.hidden_size, is_cross_attention=False),
+        **dict.fromkeys(("c_attn", "c_proj", "c_fc"), lambda _, shape: _named("Conv1D", nx=shape[0], nf=shape[1])),
+    }
+    if c.kv_lora_rank:
+        kinds["self_attn"] = lambda _, shape: _named("DeepseekV3Attention", num_heads=c.num_attention_heads, **latent)
+    made: Any = modules_of(_decoder(c), kinds, device)
+    made.config = vars(c)
+    if c.tie_word_embeddings:
+        made.lm_head.weight = made.model.embed_tokens.weight
+    return cast(nn.Module, made)
+
+
+def _decoder(c: SimpleNamespace) -> _Shapes:
+    """Parameters of a decoder, in its order."""
+    width, plain = c.hidden_size, c.mlp == "plain"
+    found: dict[str, Ints] = {"model.embed_tokens.weight": (c.vocab_size, width)}
+    if plain:
+        found["model.embed_positions.weight"] = (c.max_position_embeddings, width)
+    for i in range(c.num_hidden_layers):
+        found |= _under(f"model.layers.{i}", _plain_layer(c) if plain else _layer(c, i))
+    norm = {"model.norm.weight": (width,)} | ({"model.norm.bias": (width,)} if plain else {})
+    return found | norm | {"lm_head.weight": (c.vocab_size, width)}
+
+
+def _under(above: str, shapes: _Shapes) -> dict[str, Ints]:
+    return {f"{above}.{name}": shape for name, shape in shapes.items()}
+
+
+def _plain_layer(c: SimpleNamespace) -> _Shapes:
+    """GPT-2's layer: linear layers are stored inputs first, q, k and v are fused in columns."""
+    width, inner = c.hidden_size, c.intermediate_size or 4 * c.hidden_size
+    sizes: dict[str, Ints] = {
+        "ln_1": (width,),
+        "attn.c_attn": (width, 3 * width),
+        "attn.c_proj": (width, width),
+        "ln_2": (width,),
+        "mlp.c_fc": (width, inner),
+        "mlp.c_proj": (inner, width),
+    }
+    both = ({f"{name}.weight": shape, f"{name}.bias": shape[-1:]} for name, shape in sizes.items())
+    return {name: shape for of_one in both for name, shape in of_one.items()}
+
+
+def _layer(c: SimpleNamespace, index: int) -> _Shapes:
+    attention = _latent_attention(c) if c.kv_lora_rank else _attention(c)
+    sparse = c.num_experts and index >= c.first_k_dense and index not in c.dense_layers
+    sparse = sparse and (index + 1) % c.sparse_step == 0
+    mlp = _experts(c) if sparse else _gated(c.hidden_size, c.intermediate_size)
+    norms: list[dict[str, Ints]] = [{f"{at}_layernorm.weight": (c.hidden_size,)} for at in ("input", "post_attention")]
+    return norms[0] | _under("self_attn", attention) | norms[1] | _under("mlp", mlp)
+
+
+def _attention(c: SimpleNamespace) -> _Shapes:
+    """Grouped-query attention."""
+    head = c.head_dim or c.hidden_size // c.num_attention_heads
+    q, kv = (num * head for num in (c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads))
+    found: dict[str, Ints] = {"sinks": (c.num_attention_heads,)} if c.attention_sinks else {}
+    for name, rows in (("q", q), ("k", kv), ("v", kv), ("o", c.hidden_size)):
+        found[f"{name}_proj.weight"] = (rows, q if name == "o" else c.hidden_size)
+        if c.attention_bias == "all" or (c.attention_bias and name != "o"):
+            found[f"{name}_proj.bias"] = (rows,)
+    if c.qk_norm:
+        found |= {f"{name}_norm.weight": (n if c.qk_norm == "all" else head,) for name, n in (("q", q), ("k", kv))}
+    return found
+
+
+def _latent_attention(c: SimpleNamespace) -> _Shapes:
+    """DeepSeek's, with fused weights that routing splits."""
+    width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
+    found: dict[str, Ints] = {"q_proj.weight": (heads * (nope + rope), width)}
+    if c.q_lora_rank:
+        found = {
+            "q_a_proj.weight": (c.q_lora_rank, width),
+            "q_a_layernorm.weight": (c.q_lora_rank,),
+            "q_b_proj.weight": (heads * (nope + rope), c.q_lora_rank),
+        }
+    return found | {
+        "kv_a_proj_with_mqa.weight": (c.kv_lora_rank + rope, width),
+        "kv_a_layernorm.weight": (c.kv_lora_rank,),
+        "kv_b_proj.weight": (heads * (nope + c.v_head_dim), c.kv_lora_rank),
+        "o_proj.weight": (width, heads * c.v_head_dim),
+    }
+
+
+def _gated(width: int, inner: int) -> _Shapes:
+    return {"gate_proj.weight": (inner, width), "up_proj.weight": (inner, width), "down_proj.weight": (width, inner)}
+
+
+def _experts(c: SimpleNamespace) -> _Shapes:
+    """Router, experts as stacks, shared experts as one layer."""
+    num, width, inner = c.num_experts, c.hidden_size, c.moe_intermediate_size
+    found: dict[str, Ints] = {"router.weight": (num, width)} | ({"router.bias": (num,)} if c.router_bias else {})
+    stacks: dict[str, Ints] = {"w1": (num, inner, width), "w2": (num, width, inner), "w3": (num, inner, width)}
+    if c.expert_bias:  # gate and up by turns in the columns of one stack, inputs first
+        stacks = {
+            "gate_up_proj": (num, width, 2 * inner),
+            "gate_up_proj_bias": (num, 2 * inner),
+            "down_proj": (num, inner, width),
+            "down_proj_bias": (num, width),
+        }
+    shared = c.shared_intermediate_size or c.num_shared_experts * inner
+    return found | _under("experts", stacks) | (_under("shared_experts", _gated(width, shared)) if shared else {})
+
+
+# ------------------------------------------------------------------------------------------------- configurations
+
+# What Hugging Face's configurations call these fields. An alias comes before the field itself, as Llama 4 has both
+# `intermediate_size`, which is that of its experts, and `intermediate_size_mlp`.
+_ALIASES = {
+    **dict.fromkeys(("n_embd", "d_model"), "hidden_size"),
+    **dict.fromkeys(("n_layer", "n_layers"), "num_hidden_layers"),
+    **dict.fromkeys(("n_head", "n_heads"), "num_attention_heads"),
+    "kv_n_heads": "num_key_value_heads",
+    "n_positions": "max_position_embeddings",
+    **dict.fromkeys(("n_inner", "ffn_hidden_size", "intermediate_size_mlp"), "intermediate_size"),
+    **dict.fromkeys(("num_local_experts", "n_routed_experts", "moe_num_experts"), "num_experts"),
+    **dict.fromkeys(("n_shared_experts", "num_shared_expert", "moe_num_shared_experts"), "num_shared_experts"),
+    "shared_expert_intermediate_size": "shared_intermediate_size",
+    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), "first_k_dense"),
+    **dict.fromkeys(
+        ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "moe_layer_freq"), "sparse_step"
+    ),
+    "mlp_only_layers": "dense_layers",
+    "use_qk_norm": "qk_norm",
+    "use_bias": "attention_bias",
+}
+# configurations inside of one
+_INNER = (
+    *("text_config", "llm_config", "language_config", "thinker_config", "attn_config"),
+    *("ffn_config", "moe_config", "moe_args", "moe"),
+)
+_MODEL_TYPES: dict[str, dict[str, Any]] = {  # model_type -> what its configuration does not say
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"qk_norm": True},
+    "qwen2_moe": {"attention_bias": True},
+    "qwen3_moe": {"qk_norm": True},
+    "mixtral": {},
+    "deepseek_v2": {},
+    "deepseek_v3": {"router_bias": True},
+    "kimi_k2": {"router_bias": True},
+    "dbrx": {},
+    "dots1": {"qk_norm": True},
+    "ernie4_5_moe": {},
+    "glm4_moe": {"attention_bias": True},
+    "gpt_oss": {"attention_bias": "all", "attention_sinks": True, "router_bias": True, "expert_bias": True},
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "hunyuan_v1_moe": {},
+    "llama4": {"num_shared_experts": 1},  # its text model
+    "minimax_m2": {"qk_norm": "all"},
+    "olmoe": {"qk_norm": "all"},
+    "phimoe": {"attention_bias": "all"},
+    "gpt2": {"mlp": "plain", "tie_word_embeddings": True},
+}
+
+
+def _entries(config: Any) -> Mapping[str, Any]:
+    """A configuration as a mapping: config.json, transformers' object, or any object with attributes."""
+    if isinstance(config, Mapping):
+        return config
+    if hasattr(config, "to_dict"):
+        found: Mapping[str, Any] = config.to_dict()
+        return found
+    return getattr(config, "__dict__", {})
+
+
+def flattened(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration together with the entries of configurations inside it."""
+    inner = (flattened(_entries(given[key])) for key in _INNER if isinstance(given.get(key), Mapping))
+    return dict(given) | {key: value for one in inner for key, value in one.items()}
+
+
+def _decoder_sizes(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The sizes of a Hugging Face configuration of a known `model_type`.
+
+    Args:
+        given: The contents of config.json.
+        where: For messages.
+
+    Raises:
+        ValueError: The type is unknown, or a size is missing or differs from layer to layer.
+    """
+    kind = given.get("model_type")
+    if kind not in _MODEL_TYPES:
+        raise ValueError(
+            f"{where}: model_type {kind!r} is not one that is known without transformers ({', '.join(_MODEL_TYPES)}). "
+            "Install it (pip install transformers), or give MODULE:FUNCTION that builds the model"
+        )
+    said = {key: value for key, value in flattened(given).items() if value is not None}
+    found = {key: value for key, value in said.items() if key in (*_NEEDED, *_DECODER)}
+    found |= {_ALIASES[key]: value for key, value in said.items() if key in _ALIASES}
+    found["dense_layers"] = tuple(found.get("dense_layers", ()))
+    found.setdefault("moe_intermediate_size", said.get("intermediate_size", found.get("intermediate_size", 0)))
+    for key, value in found.items():
+        if isinstance(value, list):  # a value for each layer
+            if len(set(value)) != 1:
+                raise ValueError(
+                    f"{where}: {key}={value} differs from layer to layer. Install transformers to plan that"
+                )
+            found[key] = value[0]
+    if found.get("attention_bias"):
+        found["attention_bias"] = "all"
+    missing = [key for key in _NEEDED if key not in found]
+    if missing:
+        raise ValueError(
+            f"{where}: {', '.join(missing)} is missing, so the shapes are unknown. Write it into config.json"
+        )
+    return found | _MODEL_TYPES[kind]
+
+
+# ------------------------------------------------------------------------------------------ what works on one token
+
+# What configurations call the experts of one token, and all of them: transformers', Megatron's, torchtitan's,
+# DeepSeek's.
+_PER_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "num_activated_experts"),
+    *("n_activated_experts", "experts_per_token", "experts_per_tok", "moe_top_k", "moe_topk", "moe_k"),
+    *("top_k_experts", "moe_router_topk", "router_topk", "moe_num_active_experts"),
+)
+_NUM = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts", "n_experts")
+_BY_TYPE = {"switch_transformers": 1, "nllb-moe": 2}  # model_type -> experts of a token, which nothing else says
+_EXPERTS = re.compile(r"(^|\.)(routed_|local_|moe_)?experts(\.|$)")
+
+
+def active_of(module: nn.Module, config: Mapping[str, Any]) -> Active:
+    """Elements that work on one token, and who says so, see [Note: what works on a token].
+
+    Args:
+        module: The model.
+        config: What its configurations say, flattened.
+    """
+    num, _ = next(_counts(config, _NUM), (0, ""))
+    by_type = f"model_type {config.get('model_type')}"
+    config = {by_type: _BY_TYPE.get(str(config.get("model_type"))), **config}
+    count, key = next(_counts(config, (*_PER_TOKEN, by_type)), (0, ""))
+    each = dense = 0
+    for param, held in find_places(module):
+        if not all(is_table(place.module) for place in held):
+            routed = _is_routed(held[0].name, param, num)
+            each, dense = each + routed * param.numel(), dense + (not routed) * param.numel()
+    if not each:
+        return dense, ""
+    if 0 < count <= num:
+        return round(dense + each * Fraction(count) / Fraction(num)), f"{count:.3g} of {round(num)} experts ({key})"
+    many = f"all {round(num)} experts" if num else "all experts"
+    why = "no configuration says how many of them a token takes. Give --active-params (active_params=)"
+    return dense + each, f"{many} are counted as active, as {why}"
+
+
+def _counts(config: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[float, str]]:
+    """The numbers of experts that a configuration gives, each with its key; of a list, one for each layer, the mean."""
+    for key in keys:
+        value = config.get(key)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if values and all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values):
+            yield sum(values) / len(values), key
+
+
+def _is_routed(name: str, param: Tensor, num: float) -> bool:
+    """True for an expert that not every token takes, or a stack of them."""
+    return "shared" not in name and (bool(_EXPERTS.search(name)) or (param.ndim == 3 and param.shape[0] == num > 1))
+
+
+# ----------------------------------------------------------------------------------------------------- parameters
 
 # How tensor parallelism cuts a weight, by what its module is called: Hugging Face's, torchtitan's, GPT-2's and
 # Megatron's names. Columns: the outputs are cut. Rows: the inputs.
@@ -33,8 +563,6 @@ _COLUMN = re.compile(
     r"|output|output_layer|wte|embedding"
 )
 _ROW = re.compile(r"o_proj|down_proj|wo|w2|c_proj|fc2|out_proj|linear_proj|linear_fc2|dense_4h_to_h")
-
-
 AFTER = 1 << 30  # the layer of what comes after all layers
 
 
@@ -47,25 +575,21 @@ class Param:
         shape: Global shape.
         group: Index of its group in the optimizer.
         use_muon: Whether it is a matrix or several.
-        parallel: How tensor parallelism cuts it.
-        turned: Whether it is stored inputs first.
+        cut: The dim that tensor parallelism cuts, from the end, and the number of blocks along it that are cut alike
+            (Megatron's `partition_stride`: 2 where gate and up are one weight); None: the parameter is replicated.
         expert: Whether its first dim counts experts.
         layer: Its layer, -1 before all of them, `AFTER` after them.
         order: Its place in the model.
-        stride: Blocks of rows that tensor parallelism cuts alike, as Megatron's `partition_stride`: 2 where gate and up
-            are one weight.
     """
 
     name: str
     shape: Ints
     group: int
     use_muon: bool
-    parallel: Parallel
-    turned: bool
+    cut: tuple[int, int] | None
     expert: bool
     layer: int
     order: int
-    stride: int = 1
 
     @property
     def numel(self) -> int:
@@ -73,198 +597,26 @@ class Param:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A module on the meta device and what is known of it.
-
-    Attributes:
-        name, source: As in `Exact`.
-        module: The module, with every parameter on the meta device.
-        active: The parameters that work on one token.
-        num_heads, num_kv_heads: Heads of attention, 0 if unknown.
-    """
-
-    name: str
-    source: str
-    module: nn.Module
-    active: Active
-    num_heads: int
-    num_kv_heads: int
-
-
-def preset_names() -> list[str]:
-    """Names of the models that are shipped as data."""
-    return sorted(entry.name.removesuffix(".json") for entry in _presets().iterdir() if entry.name.endswith(".json"))
-
-
-def preset(name: str) -> dict[str, Any]:
-    """A preset's data: title, source, published_parameters, published_at, config (fields of `DecoderConfig`)."""
-    found: dict[str, Any] = json.loads((_presets() / f"{name}.json").read_text())
-    return found
-
-
-def _presets() -> Any:
-    return resources.files("shardmuon.foresight") / "data" / "models"
-
-
-def load_model(model: str | nn.Module, from_function: Loader, from_config: Loader) -> Model:
-    """The model that a user means.
-
-    Args:
-        model: A preset's name; the path of a Hugging Face config.json or of the folder that holds it; of a safetensors
-            file or index; MODULE:FUNCTION; or a module, best on the meta device.
-        from_function: Builds MODULE:FUNCTION.
-        from_config: Builds a config.json with transformers; raises ImportError without it.
-
-    Raises:
-        ValueError: `model` is none of these, or the shapes cannot be known from it.
-    """
-    if isinstance(model, nn.Module):
-        return of_module(type(model).__name__, "the module given", model)
-    if model in preset_names():
-        data = preset(model)
-        return of_module(str(data["title"]), str(data["source"]), build(DecoderConfig(**data["config"])))
-    path = Path(model)
-    if model.endswith((".safetensors", ".safetensors.index.json")):
-        return of_module(path.name, f"shapes of {model}", _from_safetensors(path), _config_beside(path))
-    if model.endswith(".json") or (path / "config.json").is_file():
-        return _of_config(model, from_config)
-    if ":" in model:
-        return of_module(model, model, from_function(model))
-    known = preset_names()
-    raise ValueError(
-        f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, known)}"
-        "; the path of a Hugging Face config.json, or of a .safetensors file; or MODULE:FUNCTION that builds the model"
-    )
-
-
-def of_module(name: str, source: str, module: nn.Module, configs: Sequence[Mapping[str, Any]] = ()) -> Model:
-    """A model, with what its own configuration and others say of it."""
-    config = getattr(module, "config", None)
-    config = getattr(config, "text_config", config)
-    heads, kv_heads = (int(getattr(config, f"num_{of}_heads", 0) or 0) for of in ("attention", "key_value"))
-    return Model(name, source, module, active_of(module, configs), heads, kv_heads or heads)
-
-
-def _of_config(text: str, from_config: Loader) -> Model:
-    path = Path(text) if text.endswith(".json") else Path(text) / "config.json"
-    if not path.exists():
-        raise ValueError(f"{text}: there is no such file. Give the path of a config.json, or a preset's name")
-    try:
-        given = json.loads(path.read_text())
-    except json.JSONDecodeError as wrong:
-        raise ValueError(f"{path}: it is no JSON ({wrong})") from None
-    if not isinstance(given, dict) or not ({"model_type", "architectures"} & set(given)):
-        raise ValueError(f"{path}: it says neither model_type nor architectures, so its shapes are unknown")
-    sizes = flattened(given)
-    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-        size = sizes.get(key, 1)
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ValueError(f"{path}: {key} is {size!r}. Write a whole number of at least 1")
-    try:
-        module = from_config(text)
-    except (ImportError, ValueError) as wrong:  # there is no transformers, or it does not know the type
-        if isinstance(wrong, ValueError) and given.get("model_type") not in MODEL_TYPES:
-            raise
-        module = build(config_from_hf(given, text))
-    return of_module(str(given.get("_name_or_path") or path.parent.name or path.name), str(path), module, [given])
-
-
-# ------------------------------------------------------------------------------------------------- from safetensors
-
-
-class _Node(nn.Module):
-    """A module that only holds others."""
-
-
-def _from_safetensors(path: Path) -> nn.Module:
-    """Modules with the shapes of a checkpoint: 2-D weights are linear layers, those called embed are embeddings."""
-    if not path.exists():
-        raise ValueError(f"{path}: there is no such file")
-    shapes: dict[str, Ints] = {}
-    if path.name.endswith(".index.json"):
-        index = json.loads(path.read_text())
-        for name in sorted(set(index.get("weight_map", {}).values())):
-            shapes |= _header(path.parent / name)
-    else:
-        shapes = _header(path)
-    if not shapes:
-        raise ValueError(f"{path}: it holds no tensors, so there are no shapes")
-    root = _Node()
-    with torch.device("meta"):
-        for name, shape in shapes.items():
-            _add(root, name, shape)
-    return root
-
-
-def _config_beside(path: Path) -> list[Mapping[str, Any]]:
-    """The config.json in a checkpoint's folder, if there is one: it knows how many experts a token takes."""
-    try:
-        given = json.loads((path.parent / "config.json").read_text())
-    except (OSError, ValueError):
-        return []
-    return [given] if isinstance(given, dict) else []
-
-
-def _header(path: Path) -> dict[str, Ints]:
-    """Names and shapes of a safetensors file: 8 bytes little endian, the length of the JSON that follows.
-
-    https://github.com/huggingface/safetensors#format
-    """
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > 100_000_000:
-                raise ValueError("its header is too long")
-            header = json.loads(file.read(length))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: the index names it, but there is no such file") from None
-    except (struct.error, UnicodeDecodeError, json.JSONDecodeError, ValueError) as wrong:
-        raise ValueError(f"{path}: it is no safetensors file ({wrong})") from None
-    return {name: tuple(about["shape"]) for name, about in header.items() if name != "__metadata__"}
-
-
-def _add(root: nn.Module, name: str, shape: Ints) -> None:
-    *path, leaf = name.split(".")
-    node = root
-    for at, part in enumerate(path):
-        child = node._modules.get(part)
-        if child is None:
-            child = _leaf_module(part, leaf, shape) if at == len(path) - 1 else _Node()
-            node.add_module(part, child)
-        node = child
-    if node._parameters.get(leaf) is None:
-        node.register_parameter(leaf, nn.Parameter(torch.empty(shape)))
-
-
-def _leaf_module(part: str, leaf: str, shape: Ints) -> nn.Module:
-    if leaf == "weight" and len(shape) == 2:
-        if "embed" in part or part in ("wte", "wpe"):
-            return nn.Embedding(*shape)
-        return nn.Linear(shape[1], shape[0], bias=False)
-    if leaf == "weight" and len(shape) == 1 and "norm" in part:
-        return nn.RMSNorm(shape[0])
-    return _Node()
-
-
-# ----------------------------------------------------------------------------------------------------- parameters
-
-
 def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> list[Param]:
     """Every trainable parameter in the order of the optimizer's groups, which have `param_names`."""
-    found: list[Param] = []
     layers, shapes = _layers(module), {name: tuple(p.shape) for name, p in module.named_parameters()}
     order = {id(param): i for i, param in enumerate(module.parameters())}
+    found: list[Param] = []
     for index, group in enumerate(groups):
         for name, param in zip(group["param_names"], group["params"], strict=True):
-            shape = tuple(param.shape)
-            expert = ".experts." in f".{name}." and len(shape) > 1
-            turned = bool(group.get("transposed", False)) if group["use_muon"] else False
-            muon, place = bool(group["use_muon"]), order.get(id(param), len(found))
-            cut = _parallel(name, shape)
-            stride = _stride(name, shapes)
+            shape, muon = tuple(param.shape), bool(group["use_muon"])
+            shapes.setdefault(name, shape)
             found.append(
-                Param(name, shape, index, muon, cut, turned, expert, layers.get(id(param), AFTER), place, stride)
+                Param(
+                    name,
+                    shape,
+                    index,
+                    muon,
+                    _cut(name, shapes, muon and bool(group.get("transposed", False))),
+                    ".experts." in f".{name}." and len(shape) > 1,
+                    layers.get(id(param), AFTER),
+                    order.get(id(param), len(found)),
+                )
             )
     return found
 
@@ -286,21 +638,17 @@ def in_megatrons_order(params: Sequence[Param], groups: Sequence[Mapping[str, An
     return sorted(params, key=lambda p: labels[p.group])
 
 
-def _stride(name: str, shapes: Mapping[str, Ints]) -> int:
-    """2 for Megatron's `linear_fc1` of a gated layer, which has two outputs for each input of `linear_fc2`."""
-    head, _, leaf = name.rpartition("linear_fc1.")
-    own, other = shapes.get(name), shapes.get(f"{head}linear_fc2.weight")
-    return 2 if leaf and own and other and len(other) == 2 and own[0] == 2 * other[1] else 1
-
-
-def _parallel(name: str, shape: Ints) -> Parallel:
-    words = name.split(".")
+def _cut(name: str, shapes: _Shapes, turned: bool) -> tuple[int, int] | None:
+    """The cut of a weight, see `Param.cut`. `turned`: it is stored inputs first."""
+    shape, words = shapes[name], name.split(".")
     word = words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else words[-1]
-    if len(shape) < 2:
-        return "column" if words[-1] == "bias" and _COLUMN.fullmatch(word) else "none"
-    if _COLUMN.fullmatch(word):
-        return "column"
-    return "row" if _ROW.fullmatch(word) else "none"
+    gated, _, leaf = name.rpartition("linear_fc1.")  # which has two outputs for each input of linear_fc2
+    other = shapes.get(f"{gated}linear_fc2.weight", ())
+    stride = 2 if leaf and len(other) == 2 and shape[0] == 2 * other[1] else 1
+    outputs, inputs = (-1, -2) if turned else (-2, -1)
+    if _COLUMN.fullmatch(word) and (len(shape) > 1 or words[-1] == "bias"):
+        return (outputs if len(shape) > 1 else -1), stride
+    return (inputs, 1) if len(shape) > 1 and _ROW.fullmatch(word) else None
 
 
 def _layers(module: nn.Module) -> dict[int, int]:
@@ -312,10 +660,3 @@ def _layers(module: nn.Module) -> dict[int, int]:
     inside = {found.string: int(found[2]) for found in numbered if body is not None and found[1] == body[1]}
     first = next((at for at, (name, _) in enumerate(named) if name in inside), 0)
     return {id(p): inside.get(name, -1 if at < first else AFTER) for at, (name, p) in enumerate(named)}
-
-
-def quiet(function: Callable[[], Any]) -> Any:
-    """Call a function without warnings and return its result: routing repeats its doubts when the job is built."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return function()

@@ -22,8 +22,7 @@ from shardmuon.foresight.hardware import (
     product_seconds,
     slowdown,
 )
-from shardmuon.foresight.times import NOTHING, Time, total
-from shardmuon.foresight.types import BucketCount, Exact, Matrices, RankClass, Sent
+from shardmuon.foresight.types import NOTHING, BucketCount, Exact, Matrices, RankClass, Sent, Time, total
 from shardmuon.plan import pipeline
 from shardmuon.plan.pipeline import BucketTimes, Course, Event
 

@@ -1,58 +1,509 @@
-"""A plan with its price: what `shardmuon plan` prints, writes and saves."""
+"""`plan`: from a model, a mesh and a GPU to a report: what a step takes, why, and what would help."""
 
 from __future__ import annotations
 
+import io
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import resources
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from shardmuon.foresight.advice import Findings, Replan, advise
-from shardmuon.foresight.hardware import Hardware, Uses
-from shardmuon.foresight.page import page
-from shardmuon.foresight.pricing import adamw_step, price
-from shardmuon.foresight.sections import sections
-from shardmuon.foresight.text import plain
-from shardmuon.foresight.types import Exact
+import torch
+from torch import nn
+
+from shardmuon.foresight.hardware import Hardware, Uses, load
+from shardmuon.foresight.job import count
+from shardmuon.foresight.pricing import Price, adamw_step, price
+from shardmuon.foresight.types import Exact, Mesh, RankClass, Time, seconds
+from shardmuon.options import Exchange
+from shardmuon.plan.pipeline import Event
 
 
-class Report(Findings):
-    """Findings to show: `print` them, or write their page."""
+def plan(
+    model: str | nn.Module,
+    mesh: str | Mesh,
+    *,
+    gpu: str | Path | Hardware = "h100",
+    engine: str | None = None,
+    gpus_per_node: int | None = None,
+    tokens_per_step: float | None = None,
+    price_per_gpu_hour: float | None = None,
+    active_params: float | None = None,
+    weights: torch.dtype = torch.float32,
+    advice: bool = True,
+    **options: Any,
+) -> Report:
+    """Say what Muon will take of a job on any mesh, without its ranks and without a GPU.
+
+    Args:
+        model: A preset's name, a config.json, MODULE:FUNCTION, or a module on the meta device.
+        mesh: Sizes of axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
+        gpu: Name of a hardware file that comes with the package, a file, or `Hardware`.
+        engine: What cuts parameters up: "fsdp2", "ddp", "fsdp1", "zero1" to "zero3", "megatron".
+        gpus_per_node: Ranks that the fast links join. Default: the hardware's.
+        tokens_per_step: Tokens of a training step on all ranks, to tell the optimizer's share of it.
+        price_per_gpu_hour: Dollars of one GPU, to tell what steps cost.
+        active_params: How many parameters work on one token, if neither the model nor its configuration says how many
+            experts a token takes.
+        weights: dtype of the model's parameters and gradients.
+        advice: Plan and price changes that might help.
+        **options: Of `Muon`, such as ``exchange``, ``storage`` or ``ns_steps``.
+
+    Returns:
+        A report: `print` it, `report.write_html(path)`, `report.price.step`, `report.exact`.
+
+    Raises:
+        ValueError: No such model or GPU, or a mesh that does not fit; says what to write.
+
+    Examples:
+        >>> report = plan("llama3-8b", "shard=64", gpu="h100", tokens_per_step=4e6, advice=False)
+        >>> report.exact.world, report.price.step.lo < report.price.step.hi
+        (64, True)
+    """
+    hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
+    given: dict[str, Any] = {
+        "gpus_per_node": hardware.gpus_per_node if gpus_per_node is None else gpus_per_node,
+        "active_params": active_params,
+        "device": hardware.device,
+        "weights": weights,
+        "machine": hardware.machine,
+        **options,
+    }
+    exact = count(model, mesh, engine=engine, **given)
+    found = price(exact, hardware, tokens=tokens_per_step, dollars_per_hour=price_per_gpu_hour)
+    report = Report(exact, hardware, found, (), adamw_step(exact, hardware, Uses()))
+    del given["gpus_per_node"]  # in the mesh from here on
+
+    def replan(changes: Mapping[str, Any]) -> Exact:
+        of_exchange = {key: value for key, value in changes.items() if key in ("route", "bucket_bytes")}
+        exchange = replace(given.get("exchange", Exchange()), **of_exchange)
+        return count(
+            model, changes.get("mesh", exact.mesh), **{**given, "exchange": exchange}, owners=changes.get("owners", 1)
+        )
+
+    return replace(report, advice=advise(exact, hardware, replan)) if advice else report
+
+
+@dataclass(frozen=True)
+class Report:
+    """The cost of Muon in a training job: `print` it, or write its page.
+
+    Attributes:
+        exact: Counts; nothing of it is estimated.
+        hardware: The machine that it was priced on.
+        price: Seconds, shares, money.
+        advice: Changes that were planned and priced; empty if none were asked for.
+        adamw: Seconds of AdamW's step on the same mesh.
+    """
+
+    exact: Exact
+    hardware: Hardware
+    price: Price
+    advice: tuple[Advice, ...]
+    adamw: Time
+
+    @property
+    def overhead(self) -> tuple[float, float, float]:
+        """Extra time of a training step over one with AdamW: least, middle, most; fractions. Zeros without tokens.
+
+        Both optimizers' passes over memory are uncertain by the same factors, so ends are paired.
+        """
+        if self.price.training is None:
+            return 0.0, 0.0, 0.0
+        whole, ours, theirs = self.price.training.forward_backward, self.price.step, self.adamw
+        return (
+            (ours.lo - theirs.lo) / (whole.hi + theirs.lo),
+            (ours.mid - theirs.mid) / (whole.mid + theirs.mid),
+            (ours.hi - theirs.hi) / (whole.lo + theirs.hi),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: everything but the hardware's tables."""
+        found = asdict(self.price)
+        found["step"] = self.price.step._asdict()
+        found["parts"] = {name: time._asdict() for name, time in self.price.parts.items()}
+        found["timeline"] = [event._asdict() for event in self.price.timeline]
+        return {
+            "hardware": {"name": self.hardware.name, "title": self.hardware.title},
+            "exact": asdict(self.exact),
+            "price": found,
+            "adamw": self.adamw._asdict(),
+            "overhead_over_adamw": None if self.price.training is None else list(self.overhead),
+            "advice": [asdict(one) for one in self.advice],
+        }
 
     def html(self) -> str:
-        """One HTML page that needs nothing from elsewhere."""
-        return page(self)
+        """One HTML page that needs nothing from elsewhere; light or dark as the reader's system is."""
+        try:
+            from jinja2 import Environment
+        except ImportError as error:  # torch brings it, as long as it asks for it
+            raise ImportError(f"the page needs jinja2 ({error}): pip install jinja2") from None
+        page = resources.files("shardmuon.foresight") / "data" / "report.html"
+        environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        events = self.price.timeline
+        return environment.from_string(page.read_text(encoding="utf-8")).render(
+            report=self,
+            price=self.price,
+            sections=sections(self),
+            events=list(zip(events, lanes(events), strict=True)),
+            phases=_PHASES,
+        )
 
     def write_html(self, path: Path) -> None:
         """Write the page of `html` to a file."""
         path.write_text(self.html(), encoding="utf-8")
 
+    def show(self) -> None:
+        """Print the tables, on a terminal as wide as that is."""
+        if sys.stdout.isatty():
+            _draw(sections(self))
+        else:
+            print(self)
+
     def __str__(self) -> str:
-        return plain(sections(self))
+        file = io.StringIO()
+        _draw(sections(self), file=file, width=150, color_system=None)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
 
 
-def make_report(
-    exact: Exact,
-    hardware: Hardware,
-    *,
-    tokens: float | None = None,
-    dollars_per_hour: float | None = None,
-    replan: Replan | None = None,
-) -> Report:
-    """Price a plan and AdamW's step on the same mesh, and look for what would help.
+# ------------------------------------------------------------------------------------------------------------- advice
+
+ALONE = "each replica orthogonalizes everything for itself (not offered; what that would take)"
+SPLIT = "each matrix above the mean load split among {} owners (not offered; what that would take)"
+_WORTH = 0.97  # of the step as it is: smaller gains are within what a plan can tell
+_Replan = Callable[
+    [Mapping[str, Any]], Exact
+]  # "mesh", "route", "bucket_bytes", "owners" -> the plan with that changed
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One change that only the user can make, and what it would do: planned in earnest, and priced.
+
+    Attributes:
+        change: The change in words.
+        write: What to write for it; "": it cannot be had, and is priced to say what it would save.
+        step: Seconds with it.
+        gain: Seconds of the middle case that it saves; below 0 it costs.
+        memory: Bytes that the peak of the rank that needs most grows by (below 0: shrinks by).
+        refused: Why it could not be planned, or "".
+    """
+
+    change: str
+    write: str
+    step: Time | None = None
+    gain: float = 0.0
+    memory: int = 0
+    refused: str = ""
+
+    @property
+    def helps(self) -> bool:
+        """True if the user can write the change and it saves time."""
+        return bool(self.write) and self.gain > 0.0
+
+
+def _candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
+    """Changes to try, the smallest first: a description, what the user writes for it ("": nothing can), and the
+    keywords for planning anew."""
+    found: list[tuple[str, str, dict[str, Any]]] = []
+    exchanged = any(bucket.exchange for c in exact.classes for bucket in c.buckets)
+    gram = "route='gram'" in exact.options.get("exchange", "")
+    if exchanged:
+        bound = {"bucket_bytes": 512 * 2**20}
+        found.append(("memory for speed: buckets of 512 MiB", "Exchange(bucket_bytes=512 * 2**20)", bound))
+    if exchanged and not gram:
+        found += [(SPLIT.format(num), "", {"owners": num}) for num in (2, 4)]
+        found.append(("Gram matrices move instead of shards", 'Exchange(route="gram")', {"route": "gram"}))
+    if gram:
+        found.append(("whole matrices move", 'Exchange(route="owner")', {"route": "owner"}))
+    mesh = exact.mesh
+    inner = mesh.gpus_per_node // mesh.tp
+    if mesh.engine == "fsdp2" and mesh.shard > inner >= 2 and mesh.shard % inner == 0:
+        hsdp = replace(mesh, dp=mesh.dp * (mesh.shard // inner), shard=inner)
+        found.append(("HSDP: shards inside a node, replicas across", f'--mesh "{hsdp}"', {"mesh": hsdp}))
+    if mesh.engine == "fsdp2" and mesh.dp > 1 and mesh.shard > 1:
+        found.append((ALONE, "", {"mesh": replace(mesh, dp=1)}))  # what a rank of one replica does, without the others
+        flat = replace(mesh, dp=1, shard=mesh.dp * mesh.shard)
+        found.append(("FSDP over all ranks, no replicas", f'--mesh "{flat}"', {"mesh": flat}))
+    return found
+
+
+def advise(exact: Exact, hardware: Hardware, replan: _Replan) -> tuple[Advice, ...]:
+    """Plan and price changes, each by itself.
 
     Args:
-        exact: The plan's counts.
-        hardware: Machine of every rank.
-        tokens: Tokens of a training step.
-        dollars_per_hour: Price of one rank.
-        replan: Makes plans with changes, for advice; None: no advice.
+        exact: The plan as it is.
+        hardware: What it runs on.
+        replan: Makes a plan with changes.
 
-    Raises:
-        ValueError: See `price`.
+    Returns:
+        The effect of each, those that help most first.
     """
-    found = price(exact, hardware, tokens=tokens, dollars_per_hour=dollars_per_hour)
-    return Report(
-        exact,
-        hardware,
-        found,
-        () if replan is None else advise(exact, hardware, replan),
-        adamw_step(exact, hardware, Uses()),
+    before, most = price(exact, hardware).step, _peak(exact)
+    found = []
+    for what, write, changes in _candidates(exact):
+        try:
+            other = replan(changes)
+        except ValueError as wrong:
+            found.append(Advice(what, write, refused=str(wrong)))
+            continue
+        step = price(other, hardware).step
+        gain = before.mid - step.mid if step.mid < _WORTH * before.mid else min(0.0, before.mid - step.mid)
+        found.append(Advice(what, write, step, gain, _peak(other) - most))
+    return tuple(sorted(found, key=lambda a: (bool(a.refused), -a.gain)))
+
+
+def _peak(exact: Exact) -> int:
+    return exact.largest.stored.total + exact.largest.peak
+
+
+# ------------------------------------------------------------------------------------------- tables, on paper or screen
+
+_WRAPPING = (
+    "taken to be one flat parameter for each layer and one for the rest, ModuleWrapPolicy({the layer's class}); any "
+    "other wrapping has another plan"
+)
+_TIGHT = 0.9  # of a rank's memory, without activations
+_KEY = (
+    "collectives of a step: exchanges (all-to-all) + votes (messages between hosts), as in 14 + 1. kept: weights, "
+    "gradients, state."
+)
+_MANY = 12  # rows of a table; the rest is counted
+Rows = Sequence[tuple[str, ...]]
+
+
+class Section(NamedTuple):
+    """A table with a title and remarks.
+
+    Attributes:
+        title: Title of the table.
+        rows: Text.
+        header: Names of columns; empty: a list of pairs.
+        notes: Below it.
+    """
+
+    title: str
+    rows: Rows
+    header: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _draw(found: Sequence[Section], **console: Any) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError as error:
+        raise ImportError(f"tables need rich ({error}): pip install 'shardmuon[plan]'") from None
+    out = Console(highlight=False, **console)
+    for section in found:
+        table = Table(*section.header or ("", ""), box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.show_header = bool(section.header)
+        for row in section.rows:
+            table.add_row(*map(Text, row))
+        notes = (Text(note, style="dim") for note in section.notes)
+        out.print(Text(section.title, style="bold underline"), table, *notes, "", sep="\n")
+
+
+def size(value: float) -> str:
+    """Text of a number of bytes, in binary units and three digits."""
+    return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def number(value: float) -> str:
+    """A count in words that people read: 70.6 B."""
+    return f"{value:,.0f}" if value < 1e6 else _scaled(value / 1e6, 1000, ("M", "B", "T", "P"))
+
+
+def operations(value: float) -> str:
+    """Text of a number of floating point operations."""
+    return _scaled(value / 1e6, 1000, ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
+def _scaled(value: float, step: int, units: Sequence[str]) -> str:
+    """A number in the largest of these units in which it is 1 or more; each is so many of the one before."""
+    at = 0
+    while abs(value) >= step and at + 1 < len(units):
+        value, at = value / step, at + 1
+    return f"{_digits(value)} {units[at]}"
+
+
+def money(value: Time) -> str:
+    """Text of an amount in dollars."""
+    return f"${_digits(value.lo)} .. {_digits(value.hi)}"
+
+
+def percent(value: float) -> str:
+    """Text of a fraction in percent, with as many digits as it needs."""
+    return f"{100 * value:.3g} %"
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 or value == 0 else f"{value:.3g}"
+
+
+def sections(report: Report) -> list[Section]:
+    """All tables of a report, in the order in which they are read."""
+    found = [_summary(report), _answers(report), _ranks(report.exact), _matrices(report.exact), _parts(report)]
+    return [*found, *([_advice(report)] if report.advice else []), _grounds(report)]
+
+
+def _summary(report: Report) -> Section:
+    exact, mesh = report.exact, report.exact.mesh
+    digests = [f"{digest} (ranks {ranks})" for ranks, digest in list(exact.digests.items())[:3]]
+    more = len(exact.digests) - len(digests)
+    params, in_matrices = number(exact.num_params), number(exact.muon_params)
+    rows = {
+        "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
+        "active": f"{number(exact.tokens_flops / 6)} parameters: {exact.active}" if exact.active else "",
+        "source": exact.source,
+        "mesh": f"{mesh} ({mesh.engine}), {exact.world:,} ranks on {mesh.num_nodes:,} nodes of {mesh.gpus_per_node}",
+        "hardware": report.hardware.title,
+        "wrapping": _WRAPPING if mesh.engine == "fsdp1" else "",
+        "options": ", ".join(f"{key} {value}" for key, value in exact.options.items()),
+        "digest": "; ".join([*digests, f"{more:,} more"] if more > 0 else digests),
+    }
+    return Section("Plan", [row for row in rows.items() if row[1]])
+
+
+def _answers(report: Report) -> Section:
+    price = report.price
+    rows = {
+        "optimizer step": f"{price.step}, most likely {seconds(price.step.mid)}",
+        "why so wide": price.reason,
+        "memory of a rank": _memory(report),
+        "share of a training step": "",
+        "over AdamW": f"AdamW's step: {report.adamw}",
+        "money": "",
+        "straggler": _straggler(report),
+    }
+    if price.training is not None:
+        low, middle, high = map(percent, price.training.share)
+        rows["share of a training step"] = (
+            f"{low} .. {high}, most likely {middle}; forward and backward of {number(price.training.tokens)} tokens "
+            f"take {price.training.forward_backward}"
+        )
+        low, middle, high = map(percent, report.overhead)
+        longer = f"a training step is {middle} longer than with AdamW ({low} .. {high})"
+        rows["over AdamW"] = f"{longer}; {rows['over AdamW']}"
+    if price.dollars is not None:
+        rows["money"] = f"{money(price.dollars)} for 1,000 optimizer steps"
+    if price.training_dollars is not None:
+        rows["money"] += f", {money(price.training_dollars)} for 1,000 training steps"
+    return Section("Answers", [row for row in rows.items() if row[1]])
+
+
+def _memory(report: Report) -> str:
+    largest, need, have = report.exact.largest, _peak(report.exact), report.hardware.memory_bytes
+    fits = "does not fit" if need > have else "tight" if need > _TIGHT * have else "fits"
+    peak = f"{size(largest.peak)} more at the peak of a step" if largest.peak else "the peak of a step is not counted"
+    kept = f"{size(largest.stored.total)} between steps"
+    return f"{fits}: {size(need)} of {size(have)}; {kept}, {peak}. Activations are not in it"
+
+
+def _straggler(report: Report) -> str:
+    exact, price = report.exact, report.price
+    late = sorted(price.ends.items(), key=lambda pair: (-pair[1], pair[0]))
+    return (
+        f"rank {price.rank}; the last rank is done after {seconds(late[0][1])}, the first after "
+        f"{seconds(late[-1][1])}. Most matmul FLOPs: rank {exact.heaviest.example}, {exact.balance:.2f} of the mean"
+        + (f"; {exact.idle:,} of {exact.world:,} ranks orthogonalize nothing" if exact.idle else "")
+        + (f". {exact.uneven}" if exact.uneven else "")
     )
+
+
+def _ranks(exact: Exact) -> Section:
+    classes = sorted(exact.classes, key=lambda c: (-c.flops, c.example))
+    rows = [
+        (
+            f"{c.example:,}" + (f" and {c.count - 1:,} like it" if c.count > 1 else ""),
+            str(c.stage),
+            str(c.orthogonalized),
+            operations(c.flops) if c.flops else "none",
+            size(c.stored.total),
+            size(c.peak),
+            size(_inside(c)),
+            size(c.sent - _inside(c)),
+            f"{c.exchanges} + {c.votes}",
+        )
+        for c in classes[:_MANY]
+    ]
+    rest = sum(c.count for c in classes[_MANY:])
+    notes = (f"{rest:,} ranks of {len(classes) - _MANY:,} other kinds are left out.", _KEY) if rest else (_KEY,)
+    first = ("rank", "stage", "matrices", "matmul FLOPs", "kept", "peak")
+    return Section("Ranks", rows, (*first, "sent in node", "sent between", "collectives"), notes)
+
+
+def _inside(rank: RankClass) -> int:
+    return sum(side.inside for bucket in rank.buckets for side in bucket.sides[:3])
+
+
+def _matrices(exact: Exact) -> Section:
+    rows = [
+        (m.example, f"{m.rows}x{m.cols}", f"{m.count:,}", m.route, m.how, operations(m.flops), m.reason)
+        for m in exact.matrices[:_MANY]
+    ]
+    rest = len(exact.matrices) - _MANY
+    notes = (f"{rest} other kinds are left out.",) if rest > 0 else ()
+    return Section("Matrices", rows, ("first of them", "shape", "how many", "route", "method", "each", "why"), notes)
+
+
+def _parts(report: Report) -> Section:
+    rows = [(name, str(time)) for name, time in report.price.parts.items() if time.hi > 0.0]
+    return Section(f"Where rank {report.price.rank}'s time goes", rows, ("part", "seconds"))
+
+
+def _advice(report: Report) -> Section:
+    rows = [(a.change, a.write, _effect(a)) for a in report.advice]
+    best = next((a for a in report.advice if a.helps), None)  # of what can be had
+    note = "None of these makes the step shorter." if best is None else f"Smallest change that helps: {best.write}"
+    return Section("What would help", rows, ("change", "write", "step"), (note,))
+
+
+def _effect(advice: Advice) -> str:
+    if advice.step is None:
+        return f"cannot be: {advice.refused}"
+    gain = f"{seconds(abs(advice.gain))} {'shorter' if advice.gain > 0 else 'longer'}"
+    gain = gain if advice.gain else "no difference that a plan can tell"
+    return f"{advice.step}: {gain}, memory {'+' if advice.memory >= 0 else ''}{size(advice.memory)}"
+
+
+def _grounds(report: Report) -> Section:
+    rows = [("computed", "by the planner that the job itself uses: bytes, collectives, matrices, operations, memory")]
+    rows += [("extrapolated", text) for text in report.price.extrapolated[:_MANY]]
+    rows += [("unverified", f"{name}: {source}") for name, source in report.price.unverified.items()]
+    rows += [("note", report.hardware.notes)] if report.hardware.notes else []
+    return Section("Assumptions", rows)
+
+
+# -------------------------------------------------------------------------------------------------- the page's picture
+
+_PHASES = {
+    "begin": "vote and host",
+    "pack": "pack: momentum, and copies to the wire",
+    "gather": "gather to owners",
+    "fill": "fill: momentum of what stays here",
+    "orthogonalize": "orthogonalize",
+    "scatter": "scatter results",
+    "apply": "apply to the weights",
+    "relay": "relay results to other replicas",
+    "finish": "apply what was relayed",
+    "adamw": "AdamW",
+}
+
+
+def lanes(events: Sequence[Event]) -> list[int]:
+    """The lane of each event in the picture: 0 is what the rank computes, those below are what its links carry,
+    side by side where several exchanges are in flight."""
+    free: list[float] = []  # when each lane of the links is
+    found = []
+    for event in events:
+        lane = 0
+        if event.phase in ("gather", "scatter", "relay"):
+            at = next((i for i, end in enumerate(free) if end <= event.start), len(free))
+            free[at : at + 1] = [event.end]
+            lane = at + 1
+        found.append(lane)
+    return found

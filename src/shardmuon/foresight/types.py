@@ -1,17 +1,24 @@
-"""Exact counts of a plan: bytes, collectives, matrices, floating point operations. Nothing is estimated.
+"""The words of a planned job: its mesh, what each rank stores, sends and computes, and seconds as intervals.
 
-Times, prices and advice are made from these counts elsewhere. Elements are of tensors; bytes are as stored or as sent.
+Elements are of tensors; bytes are as stored or as sent. Counts are exact; times are made from them elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Literal, NamedTuple
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 from shardmuon.plan.plan import Route
+from shardmuon.spelling import did_you_mean
 
 EngineName = Literal["fsdp2", "ddp", "fsdp1", "zero1", "zero2", "zero3", "megatron"]
+_AXES = ("dp", "shard", "tp", "ep", "pp")
+_MOST_RANKS = 10_240
+
+
+# ------------------------------------------------------------------------------------------------------------ the mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +53,185 @@ class Mesh:
         """Nodes, the last perhaps not full."""
         return -(-self.world // self.gpus_per_node)
 
+    @property
+    def masters(self) -> bool:
+        """True if the engine keeps fp32 weights and momentum itself."""
+        return self.engine == "megatron" or self.engine.startswith("zero")
+
     def __str__(self) -> str:
         """The mesh as a user writes it."""
-        sizes = ((name, getattr(self, name)) for name in ("dp", "shard", "tp", "ep", "pp"))
+        sizes = ((name, getattr(self, name)) for name in _AXES)
         return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "dp=1"
+
+
+def parse_mesh(text: str | Mesh, engine: str | None = None, gpus_per_node: int | None = None) -> Mesh:
+    """A mesh from text such as "dp=8 shard=64 tp=8".
+
+    Args:
+        text: ``axis=size`` pairs with spaces or commas between them; axes left out have size 1. Or a mesh as it is,
+            with the other arguments put in where they are given.
+        engine: What cuts parameters up. Default: "ddp" if there is `dp` and neither `shard`, `tp` nor `ep`; else
+            "fsdp2".
+        gpus_per_node: Ranks of a node. Default: 8.
+
+    Raises:
+        ValueError: The text is no mesh, or one that the engine does not make; says what to write.
+
+    Examples:
+        >>> parse_mesh("dp=2 shard=64 tp=8").world
+        1024
+    """
+    if isinstance(text, Mesh):
+        mesh = text
+    else:
+        sizes: dict[str, Any] = _sizes(text)
+        mesh = Mesh(**sizes, engine="ddp" if set(sizes) == {"dp"} and sizes["dp"] > 1 else "fsdp2")
+    given: dict[str, Any] = {"engine": engine, "gpus_per_node": gpus_per_node}
+    mesh = replace(mesh, **{key: value for key, value in given.items() if value is not None})
+    _check(mesh)
+    return mesh
+
+
+def _sizes(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for word in text.replace(",", " ").split():
+        axis, equals, size = word.partition("=")
+        if not equals or axis not in _AXES or not (size.isascii() and size.isdigit()) or int(size) < 1:
+            hint = did_you_mean(axis, _AXES) if equals and axis not in _AXES else ""
+            raise ValueError(
+                f"mesh {text!r}: {word!r} is no axis=size. Axes are {', '.join(_AXES)}, sizes whole numbers of at "
+                f'least 1: write for example "dp=2 shard=64 tp=8"{hint}'
+            )
+        if axis in found:
+            raise ValueError(f"mesh {text!r}: {axis} stands there twice. Write it once")
+        found[axis] = int(size)
+    if not found:
+        raise ValueError('the mesh is empty. Write its axes, for example "shard=64", or "dp=1" for one rank')
+    return found
+
+
+def _check(mesh: Mesh) -> None:
+    """Raise ValueError for the first thing that is wrong with a mesh."""
+    engine, engines = mesh.engine, get_args(EngineName)
+    zero, lent = engine.startswith("zero"), mesh.dp if engine == "megatron" else mesh.shard * mesh.tp
+    what = f"dp={mesh.dp}" if engine == "megatron" else f"shard x tp = {lent}"
+    faults = (
+        (
+            engine not in engines,
+            f"engine={engine!r} is not one of {', '.join(engines)}{did_you_mean(engine, engines)}. HSDP is fsdp2 with "
+            "dp > 1, tensor parallelism alone is fsdp2 with tp > 1",
+        ),
+        (mesh.gpus_per_node < 1, f"gpus_per_node={mesh.gpus_per_node} must be at least 1"),
+        (
+            mesh.world > _MOST_RANKS,
+            f"mesh {mesh} has {mesh.world:,} ranks, {_MOST_RANKS:,} are the most that are planned for",
+        ),
+        (
+            (zero or engine in ("ddp", "megatron")) and mesh.shard > 1,
+            f"mesh {mesh}: engine {engine} has no axis shard (it shares its state out over dp). Write "
+            f"dp={mesh.dp * mesh.shard} instead of dp={mesh.dp} shard={mesh.shard}, or engine fsdp2",
+        ),
+        (
+            (zero or engine == "fsdp1") and (mesh.tp > 1 or mesh.ep > 1),
+            f"mesh {mesh}: {engine} with tp or ep is not supported by shardmuon. Write tp=1 ep=1",
+        ),
+        (engine == "fsdp1" and mesh.pp > 1, f"mesh {mesh}: {engine} with pp is not planned. Write pp=1"),
+        (
+            engine == "fsdp1" and mesh.shard == 1 < mesh.dp,
+            f"mesh {mesh}: {engine} shares parameters out over the axis shard. Write shard={mesh.dp} for FULL_SHARD, "
+            "or engine ddp for NO_SHARD",
+        ),
+        (
+            engine == "ddp" and mesh.ep > 1,
+            f"mesh {mesh}: engine ddp has no experts of its own. Write engine fsdp2 or megatron",
+        ),
+        (
+            bool(lent % mesh.ep),
+            f"mesh {mesh}: ep={mesh.ep} does not divide {what}, from which expert-parallel ranks are taken. Write an "
+            f"ep that does, for example ep={_largest_divisor(lent, mesh.ep)}",
+        ),
+    )
+    wrong = next((message for is_wrong, message in faults if is_wrong), None)
+    if wrong:
+        raise ValueError(wrong)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
+
+
+def check_divides(mesh: Mesh, what: str, size: int, name: str, axis: Literal["tp", "ep"] = "tp") -> None:
+    """Raise ValueError if an axis does not divide something; it says which size would."""
+    given = mesh.tp if axis == "tp" else mesh.ep
+    if size % given:
+        good = _largest_divisor(size, given) if axis == "tp" else math.gcd(size, given)  # that still divides its ranks
+        raise ValueError(
+            f"mesh {mesh}: {axis}={given} does not divide the {size} {what} of {name}. Write {axis}={good}"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------- times
+
+
+class Time(NamedTuple):
+    """Seconds that something takes.
+
+    Attributes:
+        lo: If all that is uncertain turns out well.
+        mid: What to expect; of measured times the median.
+        hi: If it turns out badly.
+    """
+
+    lo: float
+    mid: float
+    hi: float
+
+    def plus(self, other: Time) -> Time:
+        """Time of two things, one after the other."""
+        return Time(self.lo + other.lo, self.mid + other.mid, self.hi + other.hi)
+
+    def times(self, factor: float) -> Time:
+        """Time of `factor` such things, one after the other."""
+        return Time(self.lo * factor, self.mid * factor, self.hi * factor)
+
+    def at_least(self, other: Time) -> Time:
+        """The longer of two times, end by end."""
+        return Time(max(self.lo, other.lo), max(self.mid, other.mid), max(self.hi, other.hi))
+
+    def __str__(self) -> str:
+        """Text like "1.2 .. 3.4 ms"."""
+        scale, unit = _unit(self.hi)
+        return f"{_short(self.lo * scale)} .. {_short(self.hi * scale)} {unit}"
+
+
+_UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
+NOTHING = Time(0.0, 0.0, 0.0)
+
+
+def seconds(value: float) -> str:
+    """Text like "3.4 ms"."""
+    scale, unit = _unit(value)
+    return f"{_short(value * scale)} {unit}"
+
+
+def _unit(value: float) -> tuple[float, str]:
+    return next(((s, u) for s, u in _UNITS if value >= 1 / s), _UNITS[-1])
+
+
+def _short(value: float) -> str:
+    """Text of a number, with three digits and no exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def total(times: Iterable[Time]) -> Time:
+    """Time of several things, one after the other."""
+    found = NOTHING
+    for time in times:
+        found = found.plus(time)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- counts
 
 
 class Matrices(NamedTuple):
@@ -91,7 +273,7 @@ class Sent(NamedTuple):
         return self.inside + self.across
 
 
-NOTHING = Sent()
+_NONE = Sent()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +315,12 @@ class BucketCount:
     wire: str
     matrices: tuple[Matrices, ...]
     held: int
-    gather: Sent = NOTHING
-    gather_received: Sent = NOTHING
-    scatter: Sent = NOTHING
-    scatter_received: Sent = NOTHING
-    relay: Sent = NOTHING
-    relay_received: Sent = NOTHING
+    gather: Sent = _NONE
+    gather_received: Sent = _NONE
+    scatter: Sent = _NONE
+    scatter_received: Sent = _NONE
+    relay: Sent = _NONE
+    relay_received: Sent = _NONE
     gathers: bool = False
     relays: bool = False
     foreign: int = 0
@@ -199,12 +381,12 @@ class Stored:
 
     def __add__(self, other: Stored) -> Stored:
         """The sum of both, kind by kind."""
-        return Stored(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Stored(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def total(self) -> int:
         """Bytes of all kinds."""
-        return sum(getattr(self, f.name) for f in fields(self))
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
