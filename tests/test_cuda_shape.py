@@ -30,7 +30,6 @@ import shardmuon._torch as torch_symbols
 import shardmuon.core as core
 import shardmuon.layout.calls as calls
 import shardmuon.step.bucket as buckets
-import shardmuon.step.commit as commit
 import shardmuon.step.options
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
 from shardmuon.comm.lane import Hop, Lane
@@ -61,7 +60,7 @@ PHASES = {
     "validate": (core, "validate"),
     "vote": (calls, "vote"),
     "momentum": (buckets, "update_momentum"),
-    "exchange": (commit, "start"),
+    "exchange": (buckets, "start"),
     "assemble": (buckets, "_orthogonalize"),
     "orthogonalize": (buckets, "orthogonalize"),
     "apply": (buckets, "apply_results"),
@@ -800,7 +799,7 @@ def test_the_stand_in_refuses_and_counts_what_it_says() -> None:
 
 # ------------------------------------------------------------------------------------------------- planted faults
 
-real_start, real_hop = commit.start, Lane._hop
+real_start, real_hop = buckets.start, Lane._hop
 
 
 def _applies(spoil: Callable[[Tensor], Any]) -> Any:
@@ -848,7 +847,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         "waits",
     ),
     "norms are summed on the CPU under NCCL": (
-        lambda: _in("shardmuon.step.commit", "talking_device", lambda *args: torch.device("cpu")),
+        lambda: _in("shardmuon.step.stages", "talking_device", lambda *args: torch.device("cpu")),
         {**CONFIGS["standard"], "variant": "hyperball", "weight_decay": 0.0},
         8,
         "no backend for cpu tensors",
@@ -878,7 +877,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         "launches",
     ),
     "a send buffer with gaps": (
-        lambda: _in("shardmuon.step.commit", "start", _strided_send),
+        lambda: _in("shardmuon.step.bucket", "start", _strided_send),
         CONFIGS["standard"],
         8,
         "NCCL takes contiguous",

@@ -44,19 +44,19 @@ from shardmuon.step.binding import (
     How,
     bound,
     counts_of_lacking,
+    fingerprint,
+    groups_of,
     groups_of_params,
     listed_of,
     number_bits,
     takes_part,
 )
-from shardmuon.step.bucket import Kernel
-from shardmuon.step.commit import begin_weights, finish_weights, groups_of, run_buckets
+from shardmuon.step.bucket import Kernel, run_buckets
 from shardmuon.step.kept import Settled
 from shardmuon.step.options import Group, GroupOptions, OptionsReader
-from shardmuon.step.replicas import fingerprint
+from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
 from shardmuon.step.update import Work
 from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
-from shardmuon.step.weights import ZeroWatch
 from shardmuon.variants import WEIGHT_NORMS, Stages
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from shardmuon.options import (
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import ForModule, routed
-from shardmuon.step import new_group
+from shardmuon.step.options import as_group, check_param_group, drop_what_means_nothing, fill_up, without_stale_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -171,7 +171,7 @@ class Muon(Core, Optimizer):
         check_hyperparameters("", defaults)
         refuse_sets("Muon: parameters", params, "a list, or model.named_parameters()")
         routing = {"adamw_lr": adamw_lr, **for_module}
-        params = new_group.without_stale_names(routed(params, defaults, routing))
+        params = without_stale_names(routed(params, defaults, routing))
         self.routing = getattr(params, "rows", ())
         Optimizer.__init__(self, cast(Any, params), defaults)
 
@@ -276,15 +276,15 @@ class Muon(Core, Optimizer):
             ValueError: See the message; the optimizer is unchanged.
             TypeError: Parameters come in a set; or one is not a tensor, or of an integer dtype.
         """
-        group = new_group.as_group(param_group)
+        group = as_group(param_group)
         given = [key for key in param_group if key != "params"]
         for host in self.hosts:
             host.adding()
         complete(group, self.defaults)
-        new_group.check_param_group(self.param_groups, group, given, self.defaults)
+        check_param_group(self.param_groups, group, given, self.defaults)
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
-        new_group.drop_what_means_nothing(made, given)
+        drop_what_means_nothing(made, given)
         names = [name_of(made, index, position) for position in range(len(made["params"]))]
         for host in self.hosts:
             host.added(made, names)
@@ -344,7 +344,7 @@ class Muon(Core, Optimizer):
         here."""
         mine = self.__dict__.get("param_groups", [])  # none while unpickling
         super().__setstate__(state)
-        new_group.fill_up(self.param_groups, mine, self.defaults)
+        fill_up(self.param_groups, mine, self.defaults)
         self.broken = state.get("broken")  # loading state makes the optimizer whole again, copying it does not
         if "hosts" not in self.__dict__:  # a copy: the plan, process groups, graphs and hosts stay with the original
             self.process_group = None

@@ -19,7 +19,7 @@ from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
 from shardmuon.plan.machines import Machine
 from shardmuon.plan.plan import ROUTES, RouteOption
-from shardmuon.spelling import nearest
+from shardmuon.texts import nearest
 from shardmuon.variants import VARIANT_OPTIONS, check_variant
 
 # ------------------------------------------------------------------------------------------ the whole optimizer's

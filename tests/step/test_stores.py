@@ -18,8 +18,15 @@ from shardmuon.layout.pieces import Box, Held, Patch, tiles_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.momentum import rounding, stores
-from shardmuon.momentum.rounding import Stream, round_patch
-from shardmuon.momentum.stores import decode_whole, encode_whole, scale_shape, step_coded_, step_rounded_
+from shardmuon.momentum.stores import (
+    Stream,
+    decode_whole,
+    encode_whole,
+    round_patch,
+    scale_shape,
+    step_coded_,
+    step_rounded_,
+)
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Policy
 from shardmuon.step.update import Rounding

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._pytree import tree_map_only
 
 from shardmuon._torch import names_in
-from shardmuon.carried import CARRIED, with_carried
 from shardmuon.checkpoint.shards import as_global, describe_shards
 from shardmuon.checkpoint.state import init_missing, keys_of, merged_group, placed_like, read_param
 from shardmuon.checkpoint.vetting import OptionsPlanner, VettedPlanner, VettedReader
@@ -28,6 +27,7 @@ from shardmuon.errors import HALF_LOADED, ExchangeError, fault_text, made_public
 from shardmuon.layout.engines.base import name_of
 from shardmuon.momentum.keeper import SCALE, STEP, Keeper
 from shardmuon.options import per_step
+from shardmuon.step.kept import CARRIED, with_carried
 from shardmuon.step.options import view_of
 
 Muon = Any  # `shardmuon.Muon`, which stands above

@@ -1,6 +1,6 @@
 """The highest point of a step's memory: buffers in flight, batches, and what orthogonalizing takes.
 
-What a bucket keeps and when it lets go follows step/commit.py and step/bucket.py. What orthogonalizing takes is
+What a bucket keeps and when it lets go follows step/bucket.py. What orthogonalizing takes is
 not a formula: the code itself runs on tensors without data, and their storages are counted.
 """
 
@@ -91,7 +91,7 @@ def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device:
 
 
 class _Peak:
-    """The buffers of a step, as step/commit.py and step/bucket.py take them and let them go."""
+    """The buffers of a step, as step/bucket.py take them and let them go."""
 
     def __init__(self, weights: torch.dtype, device: str, coefficients: Mapping[tuple[int, int], Triples]) -> None:
         self._weights, self._device, self._coefficients = weights, device, coefficients

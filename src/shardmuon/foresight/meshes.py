@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from shardmuon.foresight.types import EngineName, Mesh
 from shardmuon.layout.table import Ranks
-from shardmuon.spelling import did_you_mean
+from shardmuon.texts import did_you_mean
 
 AXES = ("dp", "shard", "tp", "ep", "pp")
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)

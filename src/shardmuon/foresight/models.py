@@ -20,7 +20,7 @@ from shardmuon.foresight.active import Active, active_of
 from shardmuon.foresight.decoder import MODEL_TYPES, DecoderConfig, build, config_from_hf, flattened
 from shardmuon.layout.views import Ints
 from shardmuon.options import VIEW_DEFAULTS
-from shardmuon.spelling import did_you_mean
+from shardmuon.texts import did_you_mean
 
 Parallel = Literal["column", "row", "none"]
 Loader = Callable[[str], nn.Module]

@@ -20,10 +20,10 @@ from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, MatrixView
-from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.stores import (
     BLOCK,
     SCALE_DTYPE,
+    Stream,
     decode_whole,
     encode_whole,
     scale_shape,

@@ -15,13 +15,13 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, get_args
 
-from shardmuon._tables import table
 from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
 from shardmuon.plan.balance import UNEVEN, fitted, handed_on
 from shardmuon.plan.cuts import cut_faults
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 from shardmuon.plan.price import BatchPrice, Priced, Spread, bucket_times, products_of, spread_of, step_ns, taken_by
+from shardmuon.texts import table
 
 Route = Literal["local", "owner", "gram"]
 RouteOption = Literal["auto", "owner", "local", "gram"]

@@ -17,7 +17,6 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
-from shardmuon._tables import table
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, matrix_view
@@ -37,6 +36,7 @@ from shardmuon.routing.overrides import (
 from shardmuon.routing.presets import Role, numbers_out
 from shardmuon.routing.rates import matched_lr, scale_of
 from shardmuon.routing.roles import Place, by, find_places, logical_shape, role_of
+from shardmuon.texts import table
 
 __all__ = ["Overrides", "ParamGroups", "RoutingRow", "param_groups"]
 

@@ -19,7 +19,7 @@ from shardmuon.options import (
     refuse_sets,
 )
 from shardmuon.routing.roles import Place
-from shardmuon.spelling import did_you_mean
+from shardmuon.texts import did_you_mean
 
 Pattern = str | Callable[[str, Tensor, nn.Module], bool]
 OverrideChoice = str | Mapping[str, Any]  # "muon", "adamw" or group options

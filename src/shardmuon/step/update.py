@@ -20,8 +20,7 @@ from torch import Tensor
 from shardmuon._torch import foreach_copy_
 from shardmuon.layout.pieces import Patch, Tile
 from shardmuon.layout.views import Ints, MatrixView
-from shardmuon.momentum.rounding import Stream, round_patch
-from shardmuon.momentum.stores import BLOCK, step_coded_, step_rounded_
+from shardmuon.momentum.stores import BLOCK, Stream, round_patch, step_coded_, step_rounded_
 from shardmuon.momentum.update import PORTION, apply_, apply_like_torch_, l2_gradient, momentum_, momentum_into_
 from shardmuon.plan.program import Load
 from shardmuon.step.options import Settings

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.carried import CARRIED, loaded_over, missing_fault
 from shardmuon.comm.groups import GroupRef
 from shardmuon.comm.vote import run_together
 from shardmuon.errors import made_public
@@ -33,6 +32,7 @@ from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
+from shardmuon.step.kept import CARRIED, loaded_over, missing_fault
 from shardmuon.variants import keeping, stages_of
 
 KIND = "shards of Megatron's distributed optimizer"
