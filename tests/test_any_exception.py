@@ -147,7 +147,7 @@ def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all_rank
     names: list[str], first: bool, ranks: RankPool, tmp_path: Path
 ) -> None:
     for known, passed in ranks.run(_every_step, str(tmp_path / "store"), names, first):
-        assert {"present", "read_options", "is_current", "signature", "validate", "gradient_storage"} <= {*known}
+        assert {"complete_changed", "is_current", "signature", "validate", "gradient_storage"} <= {*known}
         assert {"_make", "fit", "count_of", "settings_of", "__missing__", "digests_of", "_adamw_rows"} <= {*known}
         assert passed == []
 

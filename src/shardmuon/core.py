@@ -49,7 +49,6 @@ from shardmuon.step.binding import (
     groups_of_params,
     listed_of,
     number_bits,
-    takes_part,
 )
 from shardmuon.step.bucket import Kernel, run_buckets
 from shardmuon.step.kept import Settled
@@ -257,11 +256,6 @@ class Core:
         with made_public():
             return renewed(StepCall(self, fault), fault).plan
 
-    def read_options(self) -> list[GroupOptions]:
-        """The options of all groups as they are now, and when ranks audit, which they must do alike."""
-        due = self.audits.due_text() if self.audits.num_steps + 1 >= self.audits.at else ""
-        return self.options.read(self.param_groups, due)
-
     def complete_state(self) -> None:
         """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
         in checkpoint/state.py. A frozen one keeps what it has of its group's kind."""
@@ -284,6 +278,7 @@ class StepCall(Call[Binding]):
     phase = Phase.STEP
     renews = False
     proposal: Proposal
+    _due = ""  # when ranks audit, which they must do alike
 
     def __init__(self, core: Core, fault: Fault) -> None:
         self._core = core
@@ -303,7 +298,8 @@ class StepCall(Call[Binding]):
 
     def is_current(self, kept: Binding) -> bool:
         """See `Call`."""
-        groups, self.options = self._core.param_groups, self._core.read_options()
+        groups = self._core.param_groups
+        self.options = self._core.options.read(groups)
         if len(kept.planned) != len(groups):
             return False
         members = iter(kept.members)
@@ -313,7 +309,7 @@ class StepCall(Call[Binding]):
             if options.settings is None:
                 continue
             for p in group["params"]:  # frameworks swap parameters after __init__
-                if takes_part(p):
+                if p.requires_grad or p.grad is not None:  # `takes_part`
                     member = next(members, None)
                     if member is None or member.param is not p or member.group != number:
                         return False  # another parameter, or of a group with other settings
@@ -323,22 +319,24 @@ class StepCall(Call[Binding]):
 
     def read(self, kept: Binding) -> Said:
         """See `Call`."""
-        core, self.num_bits = self._core, kept.num_bits
+        core, audits, self.num_bits = self._core, self._core.audits, kept.num_bits
         if core.watch.coming:
             core.watch.report()
         if core.zeros.coming:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
-        if core.audits.num_steps + 1 >= core.audits.at and core.audits.is_due:
-            self.flags = Flag.AUDIT
+        if audits.num_steps + 1 >= audits.at:
+            self._due = audits.due_text()
+            if audits.is_due:
+                self.flags = Flag.AUDIT
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)
-        digests = digests_of(kept, self.proposal, self.options) if len(kept.component) > 1 else None
+        digests = digests_of(kept, self.proposal, self.options, self._due) if len(kept.component) > 1 else None
         return Said(digests, self.proposal.presence)
 
     def lines(self, kept: Binding, ranks: Ranks) -> list[ProposalLine]:
         """See `Call`."""
-        return lines_of(kept, self.proposal, self.options, ranks)
+        return lines_of(kept, self.proposal, self.options, ranks, self._due)
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[ProposalLine] | None]) -> str:
         """See `Call`."""
@@ -355,7 +353,7 @@ class StepCall(Call[Binding]):
         """See `Call`."""
         core = self._core
         core.options.forget_rates()
-        self.options = core.read_options()
+        self.options = core.options.read(core.param_groups)
         self._how = How.of(core.param_groups, core.config)
         listed = listed_of(core.param_groups, self.options, core.config, core.keeper, self._how)
         self.stamp = self._how.stamp(listed[0].param.device if listed else torch.device("cpu"))

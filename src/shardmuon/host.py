@@ -7,7 +7,7 @@ A framework's folder registers its `Host` and its engines (`shardmuon.frameworks
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -159,31 +159,21 @@ def clipped_by_host(params: Iterable[Tensor]) -> str | None:
     return next((text for text in (host.clips(listed) for host in _HOSTS) if text is not None), None)
 
 
-class Hosts:
-    """The hosts of one optimizer."""
+class Hosts(list[Host]):
+    """The hosts of one optimizer, in the order in which they are asked."""
 
     def __init__(self) -> None:
-        self._all = [host() for host in _HOSTS]
+        super().__init__(host() for host in _HOSTS)
 
-    def __iter__(self) -> Iterator[Host]:
-        return iter(self._all)
-
-    def take(self, host: Host) -> None:
-        """Let this host step the optimizer from now on."""
-        self._all = [host, *self._all]
-
-    def present(self) -> list[Host]:
-        """Hosts that may have something to say to a step: those with an imported package, and those that name no
-        packages."""
-        return [h for h in self._all if h.packages is None or not sys.modules.keys().isdisjoint(h.packages)]
+    def __reduce__(self) -> tuple[type[Hosts], tuple[()]]:
+        return Hosts, ()  # a copy's are its own
 
     @property
     def active(self) -> Host | None:
         """The host whose tensors are in the groups; None: they are the user's parameters."""
-        for host in self.present():
-            if host.is_active:
-                return host
-        return None
+        loaded = sys.modules.keys()
+        asked = (host for host in self if host.packages is None or not loaded.isdisjoint(host.packages))
+        return next((host for host in asked if host.is_active), None)
 
     def find(self, kind: type[Host]) -> Host | None:
         """The host of a kind."""

@@ -6,6 +6,7 @@ Read `Muon.step` first: it is the flow of docs/architecture.md in the order in w
 from __future__ import annotations
 
 import copy
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -19,7 +20,7 @@ from shardmuon.checkpoint.state import read_state, without_callables
 from shardmuon.comm.groups import GroupRef
 from shardmuon.comm.vote import Fault
 from shardmuon.core import Core
-from shardmuon.errors import ExchangeError, made_public
+from shardmuon.errors import ExchangeError, Refused, made_public
 from shardmuon.layout.engines.base import name_of
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
@@ -31,8 +32,6 @@ from shardmuon.options import (
     Orthogonalizer,
     Storage,
     check_hyperparameters,
-    complete,
-    complete_changed,
     given_lr,
     options_text,
     refuse_sets,
@@ -40,7 +39,15 @@ from shardmuon.options import (
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import ForModule, routed
-from shardmuon.step.options import as_group, check_param_group, drop_what_means_nothing, fill_up, without_stale_names
+from shardmuon.step.options import (
+    as_group,
+    check_param_group,
+    complete,
+    complete_changed,
+    drop_what_means_nothing,
+    fill_up,
+    without_stale_names,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -211,7 +218,9 @@ class Muon(Core, Optimizer):
         fault, instead, host = Fault(), None, None
         with fault:  # the other ranks must hear of it
             complete_changed(self.param_groups, self.defaults)
-            for one in self.hosts.present():
+            for one in self.hosts:
+                if one.packages is not None and sys.modules.keys().isdisjoint(one.packages):
+                    continue  # it has nothing to say to a step
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, closure is None)
@@ -219,19 +228,21 @@ class Muon(Core, Optimizer):
                 instead = self.complete_state
         if fault.text is not None:
             host = self.hosts.active
-        with made_public():
-            self.in_step = True
-            try:
-                if instead is not None:
-                    instead()
-                elif host is not None:
-                    self.let_host_step(host, fault)
-                else:
-                    self.take_step(fault)
-                    if not self.first.is_over:
-                        self.first.stepped(self, self.param_groups)
-            finally:
-                self.in_step = False
+        self.in_step = True
+        try:
+            if instead is not None:
+                instead()
+            elif host is not None:
+                self.let_host_step(host, fault)
+            else:
+                self.take_step(fault)
+                if not self.first.is_over:
+                    self.first.stepped(self, self.param_groups)
+        except Refused as refused:
+            error = refused.public()
+            raise error from error.__cause__
+        finally:
+            self.in_step = False
         return loss
 
     def __repr__(self) -> str:

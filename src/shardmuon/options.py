@@ -320,32 +320,9 @@ def _shown(group: Mapping[str, Any], uses_eps: bool) -> dict[str, Any]:
     }
 
 
-def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Give a group, in place, the options of its kind that it lacks: its `use_muon` may have changed."""
-    if group["use_muon"]:
-        missing = {key: value for key, value in defaults.items() if key not in ONLY_ADAMW}
-    else:
-        missing = {key: value for key, value in {**defaults, **ADAMW_DEFAULTS}.items() if key not in ONLY_MUON}
-    for key, value in missing.items():
-        group.setdefault(key, value)
-
-
 def view_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's options of which rows form a matrix."""
     return {key: group[key] for key in VIEW_OPTIONS}
-
-
-def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """`complete` the groups whose `use_muon` was changed since they were made. An eps that was the other kind's default
-    becomes this one's."""
-    for group in groups:
-        is_muon = group.get("use_muon", True)
-        mark = "ns_coefficients" if is_muon else "betas"
-        if "use_muon" in group and mark not in group:
-            muons, adamws = defaults["eps"], ADAMW_DEFAULTS["eps"]
-            if group.get("eps") == (adamws if is_muon else muons):
-                group["eps"] = muons if is_muon else adamws
-            complete(group, defaults)
 
 
 def per_step(coefficients: Any, steps: int | None) -> Triples:

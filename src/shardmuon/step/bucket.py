@@ -177,7 +177,8 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     came: Tensor | None = None
     if gathers:
         came = pending.pop().wait()
-        bound.heard.hear(came, work.kept)
+        if scatter.heard:
+            bound.heard.hear(came, work.kept)
         sources.append(Results(bound.returned, came))
     passed = None if relay is None else _passed_on(bound, relay, work, came, batches)
     apply_results(bound.held, work, sources, like_torch=bound.like_torch)

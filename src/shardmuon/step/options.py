@@ -28,6 +28,7 @@ from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.update import LrScale, WeightDecayMode, lr_scale
 from shardmuon.options import (
+    ADAMW_DEFAULTS,
     GROUP_DEFAULTS,
     MUON_OPTIONS,
     ONLY_ADAMW,
@@ -36,7 +37,6 @@ from shardmuon.options import (
     VIEW_OPTIONS,
     check_hyperparameters,
     check_keys,
-    complete,
     per_step,
     refuse_sets,
     view_options,
@@ -199,12 +199,8 @@ class OptionsReader:
         self.rates: dict[int, float] = {}
         self.num_steps, self.has_agreed = 0, False
 
-    def read(self, groups: Sequence[Group], due: str = "") -> list[GroupOptions]:
+    def read(self, groups: Sequence[Group]) -> list[GroupOptions]:
         """The options of each group as they are now.
-
-        Args:
-            groups: The optimizer's.
-            due: More that ranks must have alike in this step.
 
         Raises:
             ValueError: One has no meaning; with the group's number.
@@ -226,7 +222,7 @@ class OptionsReader:
         found = list(self._options)
         for index, lr in rates.items():
             found[index] = found[index].with_rate(lr)
-        return [options._replace(text=f"{options.text}{due}") for options in found] if due else found
+        return found
 
     def _on_host(self, index: int, lr: Tensor, looks: bool) -> float:
         if looks and not is_capturing(lr.device):
@@ -333,6 +329,29 @@ def drop_what_means_nothing(group: MutableMapping[str, Any], given: Collection[s
     for key in ONLY_ADAMW if group["use_muon"] else ONLY_MUON:
         if key not in given:
             group.pop(key, None)
+
+
+def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Give a group, in place, the options of its kind that it lacks: its `use_muon` may have changed."""
+    if group["use_muon"]:
+        missing = {key: value for key, value in defaults.items() if key not in ONLY_ADAMW}
+    else:
+        missing = {key: value for key, value in {**defaults, **ADAMW_DEFAULTS}.items() if key not in ONLY_MUON}
+    for key, value in missing.items():
+        group.setdefault(key, value)
+
+
+def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """`complete` the groups whose `use_muon` was changed since they were made. An eps that was the other kind's default
+    becomes this one's."""
+    for group in groups:
+        is_muon = group.get("use_muon", True)
+        mark = "ns_coefficients" if is_muon else "betas"
+        if "use_muon" in group and mark not in group:
+            muons, adamws = defaults["eps"], ADAMW_DEFAULTS["eps"]
+            if group.get("eps") == (adamws if is_muon else muons):
+                group["eps"] = muons if is_muon else adamws
+            complete(group, defaults)
 
 
 def fill_up(groups: Sequence[dict[str, Any]], mine: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:

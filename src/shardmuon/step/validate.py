@@ -294,12 +294,12 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------ what ranks must have alike
 
 
-def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions]) -> dict[Ranks, bytes]:
+def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], due: str) -> dict[Ranks, bytes]:
     """Set of ranks -> what its ranks must have alike in this step."""
     found = {}
     for ranks, numbers in binding.alike.items():
         if len(ranks) > 1:
-            said = tuple((proposal.said[n], options[binding.members[n].group].text) for n in numbers)
+            said = due, *((proposal.said[n], options[binding.members[n].group].text) for n in numbers)
             last = binding.said.get(ranks)
             if last is None or last[0] != said:  # in most steps as in the one before
                 runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
@@ -323,7 +323,9 @@ class ProposalLine(NamedTuple):
     text: str
 
 
-def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks) -> list[ProposalLine]:
+def lines_of(
+    binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks, due: str
+) -> list[ProposalLine]:
     """Text of what a set of ranks must have alike in this step, a line for each parameter; the first line is the
     plan's."""
     lines = [ProposalLine("", binding.digests.get(ranks, b"").hex(), "")]
@@ -331,7 +333,7 @@ def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOption
         member, said = binding.members[number], proposal.said[number][1:]
         named = [f"{what}={dtype}" for what, dtype in zip(("weights", "gradient", BUFFER), said, strict=False)]
         more = [str(value).replace(" ", "") for value in said[3:]]
-        text = " ".join([*named, *more, options[member.group].text])
+        text = " ".join([*named, *more, f"{options[member.group].text}{due}"])
         lines.append(ProposalLine(member.name, STATES[proposal.states[number]], text))
     return lines
 

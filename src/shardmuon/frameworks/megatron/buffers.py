@@ -122,7 +122,7 @@ def distributed_optimizer(
     made = [list(group["params"]) for group in muon.param_groups]
     host = ShardHost(muon)
     pairs = zip((group["param_names"] for group in muon.param_groups), made, strict=True)
-    muon.hosts.take(host)
+    muon.hosts.insert(0, host)
     with torch.no_grad():  # else shards of fp32 parameters are no leaves
         wrapped = _optimizer_class(base)(muon, *args, **kwargs)
     shards: dict[Tensor, Tensor] = {}
