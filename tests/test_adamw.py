@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.optim import lr_scheduler
+from torch.optim.adamw import adamw as functional_adamw
 
 from shardmuon import Muon, Storage
-from shardmuon._torch import functional_adamw
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 from shardmuon.testing.tolerances import assert_rounded

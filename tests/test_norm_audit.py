@@ -99,12 +99,12 @@ def _norm_of_half(stage: type, params: list[nn.Parameter]) -> Fault:
 
 def _scaled_by(factor: Callable[[Tensor], Tensor]) -> Fault:
     """Multiply weights with this instead of the factors of the stage."""
-    real = stages.foreach_products_
+    real = stages.foreach_mul_
 
     def products(tiles: Any, numbers: Any) -> None:
         real(tiles, [factor(number) for number in numbers])
 
-    return mock.patch.object(stages, "foreach_products_", products)
+    return mock.patch.object(stages, "foreach_mul_", products)
 
 
 def _written_times(factor: float) -> Fault:
@@ -126,7 +126,7 @@ def _each_half(params: list[nn.Parameter]) -> Fault:
             for half, norm in zip(weight.split(len(weight) // 2), before[weight.shape], strict=True):
                 half.mul_((norm / half.double().norm()).float())
 
-    return mock.patch.object(stages, "foreach_products_", products)
+    return mock.patch.object(stages, "foreach_mul_", products)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""Every private or renamed torch symbol this package uses, with the versions it changes in, but for those of DTensors
-and FSDP1 (layout/engines/) and process groups (_groups.py)."""
+"""Private and renamed names of torch that this package uses, with the versions in which they change. Those of DTensors
+and FSDP1 are in layout/engines/."""
 
 from __future__ import annotations
 
@@ -14,45 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.adamw import adamw as functional_adamw
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 from datetime import timedelta
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-__all__ = [
-    "Later",
-    "after_loading",
-    "before_loading",
-    "cpu_has_amx",
-    "cpu_has_bf16_matmul",
-    "creates_state_only",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_lerp",
-    "foreach_lerp_",
-    "foreach_mul_",
-    "foreach_norm",
-    "foreach_products_",
-    "foreach_scale_",
-    "foreach_times",
-    "foreach_times_numbers_",
-    "foreach_to",
-    "functional_adamw",
-    "ieee_products",
-    "is_capturing",
-    "is_dense",
-    "is_dtensor",
-    "mm_to_fp32",
-    "names_in",
-    "never_compiled",
-    "on_zero_grad",
-    "strided_shard",
-    "unscale_and_check_",
-]
-
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # types that are surely no DTensor
 
@@ -213,16 +180,6 @@ def foreach_scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
         torch._foreach_mul_(a, factor)
 
 
-def foreach_times_numbers_(tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
-    """`Tensor.mul_` of each tensor with a number of its own."""
-    torch._foreach_mul_(list(tensors), list(numbers))
-
-
-def foreach_products_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-    """`Tensor.mul_` for each pair; changes `tensors`."""
-    torch._foreach_mul_(list(tensors), list(factors))
-
-
 def foreach_times(tensors: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
     """`Tensor.mul` of each tensor with a 0-dim tensor on their device."""
     made: dict[int, Tensor] = {}
@@ -287,12 +244,12 @@ def local_if_any(tensor: Tensor) -> Tensor:
     return local
 
 
-def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """`Tensor.mul_` of each tensor with a 0-dim tensor.
+def foreach_mul_(tensors: Sequence[Tensor], factors: Tensor | Sequence[Tensor] | Sequence[float]) -> None:
+    """`Tensor.mul_` of each tensor with one 0-dim tensor, or with a tensor or a number of its own.
 
-    A Python number would not do: CPUs then round it to the tensor's dtype first.
+    One Python number for all would not do: CPUs then round it to the tensor's dtype first.
     """
-    torch._foreach_mul_(list(tensors), factor)
+    torch._foreach_mul_(list(tensors), factors if isinstance(factors, Tensor) else list(factors))  # type: ignore[arg-type]
 
 
 def names_in(model: torch.nn.Module) -> dict[int, str]:

@@ -1,7 +1,7 @@
 """One agreed step over groups and state. `Muon` is the torch.optim face over it; a framework's host may run others.
 
 Read `Core.take_step` first: every rank reads all that its step depends on, changing nothing (step/validate.py). Then
-all ranks of the component vote (comm/vote.py): all raise the same error, or all go on (step/commit.py). What goes wrong
+all ranks of the component vote (comm/vote.py): all raise the same error, or all go on (step/bucket.py). What goes wrong
 after that leaves weights half updated: the optimizer is broken until state is loaded, and whoever waits for this rank
 fails at once.
 """

@@ -389,6 +389,8 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
         if not (math.isfinite(value) and value >= 0.0):
             raise ValueError(f"{where}{key}={value} must be finite and at least 0")
     _check_adamw_kind(where, group.get("adamw", "adamw"))
+    mode = group.get("weight_decay_mode", "decoupled")
+    check_choice(f"{where}weight_decay_mode", mode, WEIGHT_DECAY_MODES)  # of any group: AdamW's may be Muon's again
     if not is_muon:
         betas = group.get("betas", ADAMW_DEFAULTS["betas"])
         pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and not any(isinstance(b, str) for b in betas)
@@ -417,7 +419,6 @@ def _check_mathematics(where: str, group: Mapping[str, Any]) -> None:
         raise ValueError(f"{where}eps={group['eps']} must be above 0")
     if group["momentum"] > 1.0:
         raise ValueError(f"{where}momentum={group['momentum']} must be at most 1")
-    check_choice(f"{where}weight_decay_mode", group["weight_decay_mode"], WEIGHT_DECAY_MODES)
     scale = group["adjust_lr_fn"]
     if not callable(scale):
         if scale in OTHER_SCALE_NAMES:

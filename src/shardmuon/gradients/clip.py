@@ -1,4 +1,13 @@
-"""Clip all gradients by one norm for the whole job, however the parameters are sharded."""
+"""Clip all gradients by one norm for the whole job, however the parameters are sharded: the same bits on each rank, or
+one error.
+
+[Note: who sums with whom]
+    Of the ranks that keep the same data one counts it. Each rank's groups are the sets of ranks that share one of its
+    parameters. One of them must contain the others: all of its ranks sum the same numbers. A group that is largest for
+    one of its ranks is so for all of them. A `process_group` goes beyond that. It contains the groups of each of its
+    ranks, and then it is the group that sums; or it takes one rank of each (pipeline stages), and then the groups'
+    sums are summed over it.
+"""
 
 from __future__ import annotations
 

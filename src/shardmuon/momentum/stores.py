@@ -1,7 +1,11 @@
-"""Momentum as it is stored: plain, rounded to bf16, or as 8-bit codes; on the parameter's device or elsewhere.
+"""Momentum as it is stored: plain, rounded to bf16, or as 8-bit codes; and rounding at random, exact on average.
 
-A store is one parameter's momentum on this rank in one step. It loads tiles, updates them in at least fp32 and
-writes them back; the pipeline does not know how.
+[Note: bits belong to elements]
+    The random bits of an element depend on (parameter, purpose, step, place in its matrix) and on nothing else:
+    no generator state, no device, no layout. So replicas round alike, any sharding gives the same bits, and a resumed
+    run goes on with the bits it would have had. The generator is SplitMix64 (Steele, Lea and Flood 2014,
+    https://doi.org/10.1145/2714064.2660195) read as a counter: output i is a function of key + i. Each output serves
+    four neighbours of a row with 16 bits each.
 
 [Note: rounding of the momentum]
     A step moves the momentum B by (1 - mu)(G - B), often less than what the storage dtype can tell apart. Rounding to

@@ -1,4 +1,6 @@
-"""A plan bound to the parameters of this rank, kept until parameters, layouts or options are others."""
+"""A plan bound to the parameters of this rank, kept until parameters, layouts or options are others; and the specs of
+which it is made. Ranks of a running job and `shardmuon plan`, which has none, make their specs here.
+"""
 
 from __future__ import annotations
 

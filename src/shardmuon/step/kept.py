@@ -1,5 +1,12 @@
-"""State of variants' stages: makes it, checks it, and says where it lies. See [Note: what a stage keeps] in
-variants/base.py; where it lies engines say."""
+"""State of variants' stages: makes it, checks it, and carries it in groups' options where a framework's files have
+no place for it. See [Note: what a stage keeps] in variants/base.py; where it lies engines say.
+
+[Note: carried state]
+    FSDP1 and DeepSpeed save state as long as flat parameters, or as they know it of Adam. What a stage keeps is no such
+    thing. But it is small and the same on every rank, and options of groups are saved and loaded by all of them as they
+    are: so a saved group carries it, under `CARRIED`, and an optimizer's own group does between loading and its next
+    step at most.
+"""
 
 from __future__ import annotations
 

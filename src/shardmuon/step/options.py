@@ -1,4 +1,5 @@
-"""Options of each parameter group, as one frozen object that is made anew only when the group says something else.
+"""Options of parameter groups: checks of a new group, and each group in a step as one frozen object, which is made
+anew only when the group says something else. Talks to no other rank.
 
 [Note: an lr on the device]
     The host compares every option among the ranks before each step. To compare an lr that lies on the device it would

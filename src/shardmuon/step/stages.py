@@ -1,7 +1,19 @@
-"""Stages of variants at owners: on batches of whole matrices, and what they keep on its way to all who keep it.
+"""Stages of variants in a step: on batches of whole matrices at owners, and on weights, by norms of whole matrices.
 
 See [Note: stages] and [Note: what a stage keeps] in variants/base.py. Stages read and write what this rank stores of
-what they keep; owners tell others from there, and others write there what they hear.
+what they keep; owners tell others from there, and others write there what they hear. A stage on weights takes the norm
+of every whole matrix by one sum over ranks, then multiplies by a factor for each; a `WeightSet` gives what a rank adds
+and is handed the sums, which `begin_weights` and `finish_weights` make.
+
+[Note: norms of whole matrices]
+    Squares are summed in fp64, by the first of the ranks that keep a piece; the ranks that share a parameter add up
+    their sums, and the root is rounded to fp32. Another layout adds in another order, which shows in fp64 alone: the
+    sums differ by some 1e-16 of themselves, so the fp32 norm is another one only where it falls between two fp32
+    numbers as closely, once in some 25 million norms. As for gradients (gradients/clip.py).
+
+[Note: matrices of zeros]
+    They are found with the norms before the first step, and said once, by name. No host waits for its device: what is
+    found travels to it beside the work, and the next step says it, in its guard.
 """
 
 from __future__ import annotations
@@ -17,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._torch import Later, foreach_copy_, foreach_norm, foreach_products_
+from shardmuon._torch import Later, foreach_copy_, foreach_mul_, foreach_norm
 from shardmuon.comm.exchange import Traffic
 from shardmuon.comm.groups import group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, level_of_the_caller, naming, ranks_text
@@ -276,7 +288,7 @@ class WeightSet:
         for dtype in {tile.dtype for tile in tiles}:
             numbers = (factor if dtype == torch.float64 else factor.float()).unbind(0)
             pairs = [(tile, numbers[at]) for tile, at in zip(tiles, self._tiles_at, strict=True) if tile.dtype == dtype]
-            foreach_products_([tile for tile, _ in pairs], [number for _, number in pairs])
+            foreach_mul_([tile for tile, _ in pairs], [number for _, number in pairs])
 
     def _read(self, work: Work, device: torch.device) -> Tensor:  # (matrices, 1), fp32
         """The number kept of each matrix; 0 if it is not stored here."""
