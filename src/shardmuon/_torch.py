@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial, wraps
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -339,20 +340,10 @@ def creates_state_only() -> bool:
     return False
 
 
-class ZeroGradHandle:
-    """Handle that takes a listener of `on_zero_grad` off again."""
-
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self._remove = remove
-
-    def remove(self) -> None:
-        """Take the listener off: the optimizer's own `zero_grad` is called as before."""
-        self._remove()
-
-
-def on_zero_grad(optimizer: torch.optim.Optimizer, listener: Callable[[], None]) -> ZeroGradHandle:
+def on_zero_grad(optimizer: torch.optim.Optimizer, listener: Callable[[], None]) -> SimpleNamespace:
     """Call `listener` after each `optimizer.zero_grad()`, for which torch has no hook (2.11 .. 2.13). It is no part of
-    copies and pickles of the optimizer, which are made of its state and its groups."""
+    copies and pickles of the optimizer, which are made of its state and its groups. Returns a handle, as hooks of torch
+    do."""
     own: Any = optimizer
     before, listening = optimizer.zero_grad, [listener]
 
@@ -370,7 +361,7 @@ def on_zero_grad(optimizer: torch.optim.Optimizer, listener: Callable[[], None])
                 del own.zero_grad
 
     own.zero_grad = zero_grad
-    return ZeroGradHandle(remove)
+    return SimpleNamespace(remove=remove)
 
 
 def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> Any:

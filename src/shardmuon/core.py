@@ -288,16 +288,13 @@ class StepCall(Call[Binding]):
                 self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if it was destroyed
 
     def before(self) -> Ranks | None:
-        """See `Call`."""
         return self._core.component if self._core.world.is_current else None
 
     def known(self) -> Binding | None:
-        """See `Call`."""
         binding = self._core.binding
         return binding if binding is not None and binding.world.is_current else None
 
     def is_current(self, kept: Binding) -> bool:
-        """See `Call`."""
         groups = self._core.param_groups
         self.options = self._core.options.read(groups)
         if len(kept.planned) != len(groups):
@@ -318,7 +315,6 @@ class StepCall(Call[Binding]):
         return next(members, None) is None
 
     def read(self, kept: Binding) -> Said:
-        """See `Call`."""
         core, audits, self.num_bits = self._core, self._core.audits, kept.num_bits
         if core.watch.coming:
             core.watch.report()
@@ -335,22 +331,19 @@ class StepCall(Call[Binding]):
         return Said(digests, self.proposal.presence)
 
     def lines(self, kept: Binding, ranks: Ranks) -> list[ProposalLine]:
-        """See `Call`."""
         return lines_of(kept, self.proposal, self.options, ranks, self._due)
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[ProposalLine] | None]) -> str:
-        """See `Call`."""
         return difference(ranks, everyone)
 
     # -------------------------------------------------------------------------------------------------- a new plan
 
     def waiting(self) -> list[tuple[Tensor, Group]]:
-        """See `Call`. Ranks that share AdamW's DTensors hear of each other's faults, too."""
+        # ranks that share AdamW's DTensors hear of each other's faults, too
         groups = self._core.param_groups
         return [(p, group) for group in groups for p in group["params"] if group.get("use_muon") or is_dtensor(p)]
 
     def listed(self) -> list[Listed]:
-        """See `Call`."""
         core = self._core
         core.options.forget_rates()
         self.options = core.options.read(core.param_groups)
@@ -363,7 +356,7 @@ class StepCall(Call[Binding]):
         return listed
 
     def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
-        """See `Call`. Others are told of how many parameters gradients may lack here."""
+        # others are told of how many parameters gradients may lack here
         core = self._core
         made = bound(my_rank(), table, core.param_groups, self.options, core.config, self._how, core.keeper)
         sets = made.weight_sets(made.on_weights)
@@ -371,7 +364,6 @@ class StepCall(Call[Binding]):
         return made, counts_of_lacking(table)
 
     def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
-        """See `Call`."""
         for ranks, known in self._groups.items():  # before the first exchange: who waits for buffers makes no group
             group_for(ranks, known)
         number_bits(kept, everyone)

@@ -26,6 +26,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +82,20 @@ class Stream:
         order = (*across, *along)
         found = (lanes.to(torch.int32) & 0xFFFF).view([patch.sizes[d] for d in order])
         return found.permute([order.index(d) for d in range(len(order))])
+
+
+class Rounding(NamedTuple):
+    """Random bits for one parameter's storages in one step.
+
+    Attributes:
+        momentum: Random bits for a momentum of bf16 or 8-bit codes. None: the momentum is stored as it is computed.
+        scales: Scales of 8-bit codes; None for other momentum.
+        weights: Random bits for half-precision weights. None: they are rounded to nearest.
+    """
+
+    momentum: Stream | None = None
+    scales: Tensor | None = None
+    weights: Stream | None = None
 
 
 def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> Tensor:  # 1-D, int64

@@ -352,10 +352,6 @@ class WireFormat(NamedTuple):
             return cls(8, False)  # fp64 gradients may lie outside the range of fp32
         return cls(4, True)
 
-    def itemsize_of(self, choice: Choice) -> int:
-        """Bytes per element of the wire of a matrix that is orthogonalized as `choice` says."""
-        return 2 if self.narrows and is_narrow(choice) else self.itemsize
-
 
 def make_spec(
     name: str,
@@ -385,7 +381,7 @@ def make_spec(
     shapes = [(m.rows, m.cols) for m in layout.view.matrices]
     tasks = {shape: Task(*shape, coefficients, chooser.device or device) for shape in dict.fromkeys(shapes)}
     choices = {shape: chooser.choice(task) for shape, task in tasks.items()}
-    sizes = {shape: wire.itemsize_of(choice) for shape, choice in choices.items()}
+    sizes = {s: 2 if wire.narrows and is_narrow(choice) else wire.itemsize for s, choice in choices.items()}
     costs = {shape: work(choice, *tasks[shape]) for shape, choice in choices.items()}
     grams = {shape: _gram(choice, tasks[shape], sizes[shape], stages) for shape, choice in choices.items()}
     return Spec(

@@ -246,18 +246,14 @@ _LR = _READ.index("lr")
 
 def _options_of(index: int, group: Group) -> GroupOptions:
     try:
-        return _read(index, group)
+        check_hyperparameters(f"group {index}: ", group)
+        if not group["use_muon"]:
+            return GroupOptions(None)
+        settings, view = settings_of(group), view_options(group)
     except OUT_OF_MEMORY:
         raise
     except Exception as wrong:
         raise ValueError(fault_text(wrong, f"group {index}: ")) from wrong
-
-
-def _read(index: int, group: Group) -> GroupOptions:
-    check_hyperparameters(f"group {index}: ", group)
-    if not group["use_muon"]:
-        return GroupOptions(None)
-    settings, view = settings_of(group), view_options(group)
     batch = batch_text(settings)
     alike = " ".join([*(f"{key}={group.get(key)!r}" for key in _ALIKE), batch.replace(" ", "")])
     planned = f"{alike} {view} {[group.get(key) for key in PLACE_OPTIONS]}"

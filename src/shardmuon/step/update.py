@@ -20,7 +20,7 @@ from torch import Tensor
 from shardmuon._torch import foreach_copy_
 from shardmuon.layout.pieces import Patch, Tile
 from shardmuon.layout.views import Ints, MatrixView
-from shardmuon.momentum.stores import BLOCK, Stream, round_patch, step_coded_, step_rounded_
+from shardmuon.momentum.stores import BLOCK, Rounding, round_patch, step_coded_, step_rounded_
 from shardmuon.momentum.update import PORTION, apply_, apply_like_torch_, l2_gradient, momentum_, momentum_into_
 from shardmuon.plan.program import Load
 from shardmuon.step.options import Settings
@@ -178,20 +178,6 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
                 continue
         rows.append(_Row((1, *sizes), (0, *strides), start))
     return rows
-
-
-class Rounding(NamedTuple):
-    """Random bits for one parameter's storages in one step.
-
-    Attributes:
-        momentum: Random bits for a momentum of bf16 or 8-bit codes. None: the momentum is stored as it is computed.
-        scales: Scales of 8-bit codes; None for other momentum.
-        weights: Random bits for half-precision weights. None: they are rounded to nearest.
-    """
-
-    momentum: Stream | None = None
-    scales: Tensor | None = None
-    weights: Stream | None = None
 
 
 _NEAREST = Rounding()

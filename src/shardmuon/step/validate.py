@@ -25,11 +25,11 @@ from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_o
 from shardmuon.layout.engines.dtensor import lies_as_placed, placed
 from shardmuon.layout.mesh import same_storage
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
+from shardmuon.momentum.stores import Rounding
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding
 from shardmuon.step.kept import Settled, start_kept, stored_kept, unsettled
 from shardmuon.step.options import Group, GroupOptions, Scales, Settings
-from shardmuon.step.update import Rounding
 from shardmuon.variants import KEPT_KEYS
 
 State = Mapping[Tensor, MutableMapping[str, Any]]
@@ -170,7 +170,7 @@ def _read(found: Proposal, number: int, binding: Binding, settings: Settings, me
         check_can_align(param, weight)
     found.states[number] = READY if storage is not None else MISPLACED
     buffer = kept.get(BUFFER)
-    momentum = None if buffer is None else _state_storage(param, buffer, BUFFER, engine, weight)
+    momentum = None if buffer is None else state_storage(param, buffer, BUFFER, engine, weight)
     found.weights[number], found.grads[number], found.momenta[number] = weight, storage, momentum
     dtypes = weight.dtype, grad.dtype, None if buffer is None else buffer.dtype
     said: tuple[object, ...] = (found.states[number], *dtypes)
@@ -200,29 +200,10 @@ def _make(found: Proposal, number: int, binding: Binding, settings: Settings, me
     for key in KEPT_KEYS:  # of a variant that the group had before: it would be stale when that comes back
         if key not in member.kept:
             state.pop(key, None)
-    fitted = memory.keeper.fit(member, view, grad, state)
-    found.momenta[number], found.made[number] = fitted.buffer, state
-    if fitted.stream is not None or fitted.weights is not None:
-        found.rounding[number] = Rounding(fitted.stream, fitted.scale, fitted.weights)
-
-
-def _state_storage(param: Tensor, kept: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
-    """The local storage of a state tensor, which can be written to.
-
-    Raises:
-        ValueError: It cannot be written to, or is no such tensor.
-    """
-    if not isinstance(kept, Tensor):
-        raise ValueError(f"its {key} is a {type(kept).__name__}, not a tensor. {_LOAD}")
-    found = state_storage(param, kept, key, engine, weight)
-    if found.layout is not torch.strided or found.is_complex() or found.is_meta != weight.is_meta:
-        raise ValueError(
-            f"its {key} is {found.layout}, {found.dtype} on {found.device}, and must be strided, real and not on meta. "
-            f"{_LOAD}"
-        )
-    if 0 in found.stride():
-        _check_writable(key, found)
-    return found
+    found.made[number] = state
+    found.momenta[number], rounding = memory.keeper.fit(member.param, member.engine, member.identity, view, grad, state)
+    if rounding.momentum is not None or rounding.weights is not None:
+        found.rounding[number] = rounding
 
 
 def _check_writable(what: str, tensor: Tensor) -> None:
@@ -284,7 +265,7 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
     check_adamw_dtypes(p, grad, None)
     check_adamw_dtypes(p, grad, kept.get(MOMENTS[0]))
     for key in MOMENTS:
-        if key in kept and _state_storage(p, kept[key], key, engine, weight).dtype != grad.dtype:
+        if key in kept and state_storage(p, kept[key], key, engine, weight).dtype != grad.dtype:
             raise ValueError(f"its {key} is {kept[key].dtype}, its gradient {grad.dtype}. {_LOAD}")
     steps = kept.get(STEP)
     if STEP in kept and not (isinstance(steps, Tensor) and steps.numel() == 1):
@@ -432,15 +413,27 @@ def check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
         state_storage(param, buffer, key, engine, engine.storage(param))
 
 
-def state_storage(param: Tensor, buffer: Tensor, key: str, engine: Engine, weight: Tensor) -> Tensor:
-    """The local storage of a state tensor, which lies as the parameter does and may be written to.
+def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
+    """The local storage of a state tensor, which lies as the parameter does and can be written to.
 
     Raises:
-        ValueError: It lies otherwise, or may not be written to; the message lacks the name.
+        ValueError: It lies otherwise, cannot be written to, or is no such tensor; the message lacks the name.
     """
     quick = engine.storages(param, buffer)
-    if quick is not None:
-        return quick[1]
+    found = quick[1] if quick is not None else _looked_at(param, buffer, key, engine, weight)
+    if found.layout is not torch.strided or found.is_complex() or found.is_meta != weight.is_meta:
+        raise ValueError(
+            f"its {key} is {found.layout}, {found.dtype} on {found.device}, and must be strided, real and not on meta. "
+            f"{_LOAD}"
+        )
+    if 0 in found.stride():
+        _check_writable(key, found)
+    return found
+
+
+def _looked_at(param: Tensor, buffer: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
+    if not isinstance(buffer, Tensor):
+        raise ValueError(f"its {key} is a {type(buffer).__name__}, not a tensor. {_LOAD}")
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"
