@@ -141,7 +141,7 @@ def test_python_per_dtensor_is_bounded(world2: RankPool) -> None:
 
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 64), (1, 1024), (2, 32), (16, 64)])
 def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, shards: int) -> None:
-    """Of 72 matrices of four forms, one of which does not divide, the rank that works most owns one or two and holds a
+    """The rank that works most, of 72 matrices of four forms, one of which does not divide, owns one or two and holds a
     part of each. More replicas take as many more copies of what it passes on to them, and nothing else."""
     grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]
     views = [matrix_view(shape) for shape in ((1024, 8), (2048, 4), (1024, 16), (1030, 8))]

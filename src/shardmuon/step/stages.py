@@ -101,19 +101,18 @@ def sides_of_batches(plan: Plan, program: Program) -> list[list[KeptSide]]:
 class BatchStages:
     """The stages of a batch in one step.
 
+    Args:
+        stages: Stages of its matrices.
+        sides: Storage of what they keep, one for each of `keeping(stages)`.
+        stored: This step's storages.
+        device: Device of the batch.
+
     Attributes:
         after: Stages after the orthogonalization.
         kept: Key -> of each matrix what its stages keep, fp32, where the batch is; changed in place.
     """
 
     def __init__(self, stages: Stages, sides: Sequence[KeptSide], stored: Stored, device: torch.device) -> None:
-        """
-        Args:
-            stages: Stages of its matrices.
-            sides: Storage of what they keep, one for each of `keeping(stages)`.
-            stored: This step's storages.
-            device: Device of the batch.
-        """
         self._before = [stage for stage in stages if isinstance(stage, BeforeStage)]
         self.after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
         self.kept: dict[str, Sequence[Tensor]] = {}
@@ -214,18 +213,17 @@ class WeightSet:
     """Parameters that one set of ranks shares and whose weights have one stage, on one of these ranks. Kept from step
     to step; holds no tensor.
 
+    Args:
+        plan: The plan.
+        stages: Number of a parameter -> its stages.
+        rank: This one.
+        shapes: Shape of this rank's storage of each parameter of the plan.
+
     Attributes:
         ranks: The ranks that share them.
     """
 
     def __init__(self, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> None:
-        """
-        Args:
-            plan: The plan.
-            stages: Number of a parameter -> its stages.
-            rank: This one.
-            shapes: Shape of this rank's storage of each parameter of the plan.
-        """
         self._params = {param: plan.specs[param] for param in sorted(stages)}
         self.ranks, self._rank = next(iter(self._params.values())).layout.ranks, rank
         self._stage = _on_weights(next(iter(stages.values())))

@@ -54,14 +54,14 @@ class Portion(NamedTuple):
 
 class Portions:
     """A side's tiles in portions: those of the same settings that are alike, at most so many elements. Keeps its last
-    answer."""
+    answer.
+
+    Args:
+        params: Number of the parameter of each tile.
+        sizes: Elements of each.
+    """
 
     def __init__(self, params: Sequence[int], sizes: Sequence[int]) -> None:
-        """
-        Args:
-            params: Number of the parameter of each tile.
-            sizes: Elements of each.
-        """
         self._params, self._sizes = params, sizes
         self._last: tuple[object, list[Portion]] = (None, [])
 
@@ -112,6 +112,11 @@ class Side:
     A storage is asked for its strides whenever it is touched: a gradient may lie otherwise than the one before it, and
     otherwise than its parameter.
 
+    Args:
+        loads: Loads of a program.
+        views: View of each parameter.
+        shapes: Shape of this rank's storage of each parameter.
+
     Attributes:
         loads: The tiles and their places.
         params: Number of each tile's parameter.
@@ -121,12 +126,6 @@ class Side:
     """
 
     def __init__(self, loads: Sequence[Load], views: Sequence[MatrixView], shapes: Sequence[Ints]) -> None:
-        """
-        Args:
-            loads: Loads of a program.
-            views: View of each parameter.
-            shapes: Shape of this rank's storage of each parameter.
-        """
         self.loads = tuple(loads)
         self.views = [views[load.param] for load in loads]
         matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
