@@ -54,7 +54,6 @@ from shardmuon.step.bucket import Kernel, run_buckets
 from shardmuon.step.kept import Settled
 from shardmuon.step.options import Group, GroupOptions, OptionsReader
 from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
-from shardmuon.step.update import Work
 from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
 from shardmuon.variants import WEIGHT_NORMS, Stages
 
@@ -166,20 +165,18 @@ class Core:
         samples = self.audits.begin() if self.audits.num_steps >= self.audits.at else None
         # ranks that audit tell all ranks of the component what they find
         audit = self._audit(binding, proposal, samples or 0) if verdict.flags & Flag.AUDIT else None
-        p = proposal
         missing: frozenset[int] = frozenset()  # parameters without a gradient
-        if NONE in p.states:
-            missing = frozenset(n for n, state in enumerate(p.states) if state == NONE)
-        work = Work(p.weights, p.grads, p.momenta, p.settings, p.kept, p.rounding)
+        if NONE in proposal.states:
+            missing = frozenset(n for n, state in enumerate(proposal.states) if state == NONE)
         on_weights: dict[int, Stages] = {}
         if binding.on_weights:
             on_weights = {n: stages for n, stages in binding.on_weights.items() if n not in missing}
-            new = {n: stages for n, stages in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(p.fresh[n])}
-            begin_weights(binding.weight_sets(new) if new else (), work, self.traffic, self.zeros)
+            new = {n: stages for n, stages in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n])}
+            begin_weights(binding.weight_sets(new) if new else (), proposal, self.traffic, self.zeros)
         kernel = Kernel(binding.ns_device, self.graphs, self.watch)
-        run_buckets(binding.buckets_without(missing), work, kernel, self.traffic)
+        run_buckets(binding.buckets_without(missing), proposal, kernel, self.traffic)
         if on_weights:
-            finish_weights(binding.weight_sets(on_weights), work, self.traffic)
+            finish_weights(binding.weight_sets(on_weights), proposal, self.traffic)
         if self.watch.seen:
             self.watch.send()
         members = binding.members
@@ -187,7 +184,7 @@ class Core:
             self.param_groups,
             self.state,
             lambda: {member.engine for n, member in enumerate(members) if n not in missing},
-            p.adamw,
+            proposal.adamw,
         )
         report = None if audit is None else audit.finish()
         return None if samples is None else report

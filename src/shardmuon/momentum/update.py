@@ -25,7 +25,9 @@ from shardmuon._torch import (
 )
 from shardmuon.layout.pieces import Patch
 
-PORTION = 1 << 17  # elements that a CPU's cache holds, with what is made of them
+# Elements of a list of tiles, or one tile: of what momentum makes on its way to a buffer, and an update on its way to
+# half-precision weights. A CPU's cache holds it; elsewhere it fills a launch.
+PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 
 WeightDecayMode = Literal["decoupled", "l2", "independent", "cautious"]
 WEIGHT_DECAY_MODES: tuple[WeightDecayMode, ...] = ("decoupled", "l2", "independent", "cautious")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,13 +21,17 @@ from shardmuon._torch import foreach_copy_
 from shardmuon.layout.pieces import Patch, Tile
 from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.momentum.stores import BLOCK, Rounding, round_patch, step_coded_, step_rounded_
-from shardmuon.momentum.update import PORTION, apply_, apply_like_torch_, l2_gradient, momentum_, momentum_into_
+from shardmuon.momentum.update import (
+    PORTION,
+    PORTION_ELSEWHERE,
+    apply_,
+    apply_like_torch_,
+    l2_gradient,
+    momentum_,
+    momentum_into_,
+)
 from shardmuon.plan.program import Load
 from shardmuon.step.options import Settings
-
-# Elements: what momentum makes on its way to a buffer, and an update on its way to half-precision weights, is at most
-# this, or one tile: so much that a list fills a launch. On a CPU what fits a cache.
-PORTION_ELSEWHERE = 1 << 24
 
 Stored = Sequence[Sequence[Tensor]]  # of each parameter and each of its `Spec.kept`, what this rank stores of it; fp32
 
@@ -182,7 +186,8 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
 _NEAREST = Rounding()
 
 
-class Work(NamedTuple):
+@dataclass
+class Work:
     """Tensors of this step for each parameter of a plan; None for those without a gradient, here and on all ranks.
 
     Attributes:
@@ -192,12 +197,12 @@ class Work(NamedTuple):
         rounding: Number of a parameter -> its random bits, for those that are rounded at random.
     """
 
-    weights: Sequence[Tensor | None]
-    grads: Sequence[Tensor | None]
-    momenta: Sequence[Tensor | None]
-    settings: Sequence[Settings]
-    kept: Stored = ()
-    rounding: Mapping[int, Rounding] = MappingProxyType({})
+    weights: list[Tensor | None]
+    grads: list[Tensor | None]
+    momenta: list[Tensor | None]
+    settings: list[Settings]
+    kept: list[tuple[Tensor, ...]] = field(default_factory=list)
+    rounding: dict[int, Rounding] = field(default_factory=dict)
 
 
 class Results(NamedTuple):

@@ -25,27 +25,23 @@ from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_o
 from shardmuon.layout.engines.dtensor import lies_as_placed, placed
 from shardmuon.layout.mesh import same_storage
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
-from shardmuon.momentum.stores import Rounding
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding
 from shardmuon.step.kept import Settled, start_kept, stored_kept, unsettled
 from shardmuon.step.options import Group, GroupOptions, Scales, Settings
+from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS
 
 State = Mapping[Tensor, MutableMapping[str, Any]]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Proposal:
+class Proposal(Work):
     """One step as this rank would make it, with what it tells the other ranks of that.
 
     Attributes:
-        weights, grads, momenta: This rank's storage for each parameter of the plan; None without a gradient.
-        settings: Settings of each parameter's group.
         states: NONE, READY or MISPLACED for each parameter.
         said: For each parameter, values that ranks must have alike.
-        kept: For each parameter, this rank's storage of what its stages keep.
-        rounding: Number of a parameter -> its random bits.
         made: Number of a parameter -> its whole state, for those whose state will change.
         fresh: Number of a parameter -> keys of norms that no step has looked at since they were made or loaded.
         adamw: Number of a group -> tensors that AdamW steps of each of its parameters, as far as they could be told.
@@ -53,14 +49,9 @@ class Proposal:
     """
 
     def __init__(self, num: int) -> None:
-        self.weights: list[Tensor | None] = [None] * num
-        self.grads: list[Tensor | None] = [None] * num
-        self.momenta: list[Tensor | None] = [None] * num
-        self.settings: list[Settings] = []
+        super().__init__([None] * num, [None] * num, [None] * num, [], [()] * num)
         self.states: list[int] = [NONE] * num
         self.said: list[tuple[object, ...]] = []
-        self.kept: list[tuple[Tensor, ...]] = [()] * num
-        self.rounding: dict[int, Rounding] = {}
         self.made: dict[int, dict[str, Any]] = {}
         self.fresh: dict[int, tuple[str, ...]] = {}
         self.adamw: dict[int, list[Row | None]] = {}
