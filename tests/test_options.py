@@ -870,6 +870,12 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"ns_coefficients": None}, "ns_coefficients=None must be the name of a schedule"),
     ({"ns_coefficients": [(1.0, 2.0)]}, "ns_coefficients=[(1.0, 2.0)] must be the name of a schedule"),
     ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms' is not one of None, 'original'"),
+    ({"adamw": "lion"}, "adamw='lion' is not one of 'adamw', 'cautious'"),
+    (
+        {"adamw": torch.optim.RMSprop},
+        "adamw=RMSprop is a function or a class, not one of 'adamw', 'cautious'. Leave these parameters out of Muon, "
+        "put them into an optimizer of your own",
+    ),
     ({"weight_decay_mode": "L2"}, "weight_decay_mode='L2' is not one of 'decoupled', 'l2', 'independent', 'cautious'"),
 ]
 
