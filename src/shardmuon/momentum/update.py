@@ -8,7 +8,7 @@ precision `add` with `alpha` does not on CPUs, so half-precision weights are upd
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -101,10 +101,10 @@ def in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]
     Only a list of one tensor is cut: longer ones were dealt in portions (step/update.py).
     """
     first = columns[0][0]
-    dim = next((dim for dim, size in enumerate(first.shape) if size > 1), 0)
-    if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= PORTION or not first.dim():
+    if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= PORTION:
         yield columns
         return
+    dim = next(dim for dim, size in enumerate(first.shape) if size > 1)
     step = max(1, PORTION * first.shape[dim] // first.numel())
     yield from zip(*(((slab,) for slab in column[0].split(step, dim)) for column in columns), strict=True)
 
@@ -149,9 +149,10 @@ def apply_(
         if not widens and given[0].dtype != weights[0].dtype:
             summands = foreach_to(given, weights)
         alike = len(set(alphas)) == 1
-        for alpha, (added, of_alpha) in (
-            ((alphas[0], (weights, summands)),) if alike else _by_alpha(alphas, weights, summands).items()
-        ):
+        together: Mapping[float, tuple[Sequence[Tensor], Sequence[Tensor]]] = (
+            {alphas[0]: (weights, summands)} if alike else _by_alpha(alphas, weights, summands)
+        )
+        for alpha, (added, of_alpha) in together.items():
             if isinstance(lr, Tensor):
                 foreach_add_(added, foreach_times(of_alpha, lr * -alpha), alpha=1.0)
             else:

@@ -267,7 +267,7 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
 
 
 def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], due: str) -> dict[Ranks, bytes]:
-    """Set of ranks -> what its ranks must have alike in this step."""
+    """Digest of what each set of ranks must have alike in this step. `due`: text on when they audit."""
     found = {}
     for ranks, numbers in binding.alike.items():
         if len(ranks) > 1:
@@ -298,8 +298,8 @@ class ProposalLine(NamedTuple):
 def lines_of(
     binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks, due: str
 ) -> list[ProposalLine]:
-    """Text of what a set of ranks must have alike in this step, a line for each parameter; the first line is the
-    plan's."""
+    """Text of what a set of ranks must have alike in this step, as `digests_of` has it: a line for each parameter; the
+    first line is the plan's."""
     lines = [ProposalLine("", binding.digests.get(ranks, b"").hex(), "")]
     for number in binding.alike[ranks]:
         member, said = binding.members[number], proposal.said[number][1:]
