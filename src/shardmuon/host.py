@@ -61,7 +61,7 @@ class Host:
 
     @property
     def is_active(self) -> bool:
-        """True while the groups hold the host's own tensors, which only `step` and `prepare` below can step."""
+        """True while the groups hold the host's own tensors, which only its `step` can step."""
         return False
 
     def adding(self) -> None:
@@ -106,7 +106,7 @@ class Host:
         raise NotImplementedError
 
     def prepare(self, core: Core) -> Plan:
-        """Plan now. Of an active host."""
+        """Plan now."""
         plan: Plan = core.make_plan()
         return plan
 
@@ -127,11 +127,11 @@ class Host:
         """Bring the groups back to what they are between steps, after an error in one."""
 
     def plans(self, core: Core) -> tuple[Plan, ...]:
-        """All plans in force. Of an active host."""
+        """All plans in force."""
         return () if core.binding is None else (core.binding.plan,)
 
     def plan(self, core: Core) -> Plan | None:
-        """The only plan. Of an active host.
+        """The only plan.
 
         Raises:
             AttributeError: There may be several.
@@ -164,9 +164,6 @@ class Hosts(list[Host]):
 
     def __init__(self) -> None:
         super().__init__(host() for host in _HOSTS)
-
-    def __reduce__(self) -> tuple[type[Hosts], tuple[()]]:
-        return Hosts, ()  # a copy's are its own
 
     @property
     def active(self) -> Host | None:

@@ -21,6 +21,7 @@ from shardmuon.comm.groups import GroupRef
 from shardmuon.comm.vote import Fault
 from shardmuon.core import Core
 from shardmuon.errors import ExchangeError, Refused, made_public
+from shardmuon.host import Host
 from shardmuon.layout.engines.base import name_of
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
@@ -207,9 +208,7 @@ class Muon(Core, Optimizer):
                 middle of a step, also in one process and also after a KeyboardInterrupt.
         """
         if self.broken is not None:
-            host = self.hosts.active
-            if host is not None:
-                host.restore_groups(self)
+            (self.hosts.active or Host()).restore_groups(self)
             raise ExchangeError(f"an earlier step was broken off: {self.broken}")
         loss = None
         if closure is not None:
@@ -255,8 +254,7 @@ class Muon(Core, Optimizer):
         Returns:
             The plan. `print(optimizer.plan)` shows each matrix's route, owner and bucket.
         """
-        host = self.hosts.active
-        return self.make_plan() if host is None else host.prepare(self)
+        return (self.hosts.active or Host()).prepare(self)
 
     @property
     def plan(self) -> Plan | None:
@@ -265,18 +263,12 @@ class Muon(Core, Optimizer):
         Raises:
             AttributeError: DeepSpeed steps groups one by one, each by its own plan: see `plans`.
         """
-        host = self.hosts.active
-        if host is not None:
-            return host.plan(self)
-        return None if self.binding is None else self.binding.plan
+        return (self.hosts.active or Host()).plan(self)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans in force: `plan`, or one for each set of groups that DeepSpeed has stepped together."""
-        host = self.hosts.active
-        if host is not None:
-            return host.plans(self)
-        return () if self.binding is None else (self.binding.plan,)
+        return (self.hosts.active or Host()).plans(self)
 
     # ------------------------------------------------------------------------------------ groups and options
 
