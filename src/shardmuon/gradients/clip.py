@@ -167,7 +167,7 @@ def listed_of(source: Source, fault: Fault) -> list[Listed]:
     return found
 
 
-class GradientShare(NamedTuple):
+class _GradientShare(NamedTuple):
     """One parameter's gradient on this rank, as far as it is the same in every call.
 
     Attributes:
@@ -215,7 +215,7 @@ class GradientShare(NamedTuple):
         return (MISPLACED if local is None else READY), local
 
 
-class Reach(NamedTuple):
+class _Reach(NamedTuple):
     """The ranks that one rank sums with.
 
     Attributes:
@@ -235,7 +235,7 @@ class Reach(NamedTuple):
         return f"process_group={self.beyond}" if self.contained else f"one rank each={self.beyond is not None}"
 
 
-class BoundGradients(KeptTable):
+class _BoundGradients(KeptTable):
     """The layout table of some parameters, as far as their gradients need it, made by all ranks of a component.
 
     Attributes:
@@ -243,13 +243,13 @@ class BoundGradients(KeptTable):
         beyond: See `Clipping`.
         shares: Share of each parameter.
         in_order: The parameters' numbers in the order in which ranks talk: small sets first, then as listed.
-        reaches: Reach of each rank of the component.
+        reaches: _Reach of each rank of the component.
         alike: The distinct reaches.
     """
 
     def __init__(self, table: Table, beyond: Ranks | None) -> None:
         super().__init__(table)
-        self.key, self.beyond, self.shares = _key_of(table.params), beyond, list[GradientShare]()
+        self.key, self.beyond, self.shares = _key_of(table.params), beyond, list[_GradientShare]()
         self.in_order = [number for numbers in table.sets.values() for number in numbers]
         counts = {layout: _counts(layout) for layout in dict.fromkeys(table.layouts)}
         for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
@@ -258,10 +258,10 @@ class BoundGradients(KeptTable):
             line = f"{one.identity} {layout.view.shape} {clipped}"
             fault = claim.uncounted if clipped else None
             engine, compared = engine_for(one.param, one.group), not claim.empty_lacks_gradient
-            share = GradientShare(one.name, engine, counts[layout], rank_local, loose, clipped, compared, line, fault)
+            share = _GradientShare(one.name, engine, counts[layout], rank_local, loose, clipped, compared, line, fault)
             self.shares.append(share)
 
-    def hear(self, reaches: Sequence[Reach]) -> None:
+    def hear(self, reaches: Sequence[_Reach]) -> None:
         """Take note of whom each rank of the component sums with."""
         self.reaches = dict(zip(self.component, reaches, strict=True))
         self.alike = list(dict.fromkeys(reaches))
@@ -298,7 +298,7 @@ class Counted(NamedTuple):
 
     Attributes:
         own: Norm of elements that no other rank counts.
-        loose: Norm of tensors that are `GradientShare.loose`.
+        loose: Norm of tensors that are `_GradientShare.loose`.
         loose_print: Equal on two ranks whose loose tensors are replicas; empty if there are none.
         wide: True if some gradient is fp64.
     """
@@ -314,7 +314,7 @@ _BOUND: Any = WeakTensorKeyDictionary()
 
 
 @dataclass
-class Clipping(Call[BoundGradients]):
+class Clipping(Call[_BoundGradients]):
     """Call of one rank for the norm of all gradients, by which it then clips its own.
 
     Attributes:
@@ -332,7 +332,7 @@ class Clipping(Call[BoundGradients]):
     text: str
     fault: Fault
     beyond: Ranks | None
-    held: list[tuple[GradientShare, Tensor]] = field(default_factory=list)
+    held: list[tuple[_GradientShare, Tensor]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
     counted: Counted = field(default_factory=Counted)
 
@@ -341,12 +341,12 @@ class Clipping(Call[BoundGradients]):
     doing = "clip"
     rule = "Every rank that shares a parameter must have its gradient, or none, and pass the same arguments"
 
-    def known(self) -> BoundGradients | None:
-        found: BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
+    def known(self) -> _BoundGradients | None:
+        found: _BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
         same = found is not None and found.world.is_current and found.beyond == self.beyond  # the same ranks vote
         return found if same else None
 
-    def is_current(self, kept: BoundGradients) -> bool:
+    def is_current(self, kept: _BoundGradients) -> bool:
         return kept.key == _key_of(self.params)
 
     def listed(self) -> list[Listed]:
@@ -355,16 +355,16 @@ class Clipping(Call[BoundGradients]):
     def waiting(self) -> list[tuple[Tensor, Group]]:
         return [(one.param, one.group) for one in self.params]
 
-    def made(self, table: Table) -> tuple[BoundGradients, Reach]:
-        bound = BoundGradients(table, self.beyond)
+    def made(self, table: Table) -> tuple[_BoundGradients, _Reach]:
+        bound = _BoundGradients(table, self.beyond)
         return bound, _reach(bound)
 
-    def heard(self, kept: BoundGradients, everyone: Sequence[Reach]) -> None:
+    def heard(self, kept: _BoundGradients, everyone: Sequence[_Reach]) -> None:
         kept.hear(everyone)
         if self.params:
             _BOUND[self.params[0].param] = kept
 
-    def read(self, kept: BoundGradients) -> Said:
+    def read(self, kept: _BoundGradients) -> Said:
         """Read gradients and count what this rank counts."""
         self.states, self.held = [], []
         for share, one in zip(kept.shares, self.params, strict=True):
@@ -390,19 +390,19 @@ class Clipping(Call[BoundGradients]):
         wide = any(local.dtype == torch.float64 for _, local in self.held)
         return Counted(norm_of(own, self.norm_type), combine(norms, self.norm_type), code, wide)
 
-    def _said(self, kept: BoundGradients, ranks: Ranks) -> list[Any]:
+    def _said(self, kept: _BoundGradients, ranks: Ranks) -> list[Any]:
         """Values that the ranks of a set must have alike: arguments; if they share parameters, also the ranks that they
         sum with, and which of these parameters have gradients."""
         numbers = kept.sets.get(ranks)
         states = None if numbers is None else bytes(self.states[n] for n in numbers if kept.shares[n].compared)
         return [self.text, *(() if states is None else (kept.reaches[my_rank()].text, states))]
 
-    def lines(self, kept: BoundGradients, ranks: Ranks) -> list[str]:
+    def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
         shares = [(kept.shares[number], self.states[number]) for number in kept.sets.get(ranks, ())]
         lines = [f"{share.line} {STATES[state]}" if share.compared else share.line for share, state in shares]
         return [self.text, *([kept.reaches[my_rank()].text] if shares else []), *lines]
 
-    def align_(self, bound: BoundGradients) -> None:
+    def align_(self, bound: _BoundGradients) -> None:
         """Redistribute gradients to their parameters' placements, in one order on all ranks that share any of them.
         Collective."""
         for number in bound.in_order:
@@ -429,7 +429,7 @@ class Clipping(Call[BoundGradients]):
         return _total(bound, self.norm_type, everyone, named), any(theirs.wide for theirs in everyone.values())
 
 
-def _reach(bound: BoundGradients) -> Reach:
+def _reach(bound: _BoundGradients) -> _Reach:
     """The ranks that this rank sums with.
 
     Raises:
@@ -444,7 +444,7 @@ def _reach(bound: BoundGradients) -> Reach:
         )
     own = largest[0] if largest else (my_rank(),)
     if beyond is not None and set().union(*bound.sets) <= set(beyond):
-        return Reach(own, beyond, True)
+        return _Reach(own, beyond, True)
     if len(largest) > 1:
         raise ValueError(
             f"this rank shares parameters with ranks {largest[0]} and others with ranks {largest[1]}; neither contains "
@@ -456,10 +456,10 @@ def _reach(bound: BoundGradients) -> Reach:
             f"process_group has ranks {beyond}, but this rank shares parameters with ranks {own}: pass a group that "
             "contains all of these, or one that has no other of them"
         )
-    return Reach(own, beyond, False)
+    return _Reach(own, beyond, False)
 
 
-def _total(bound: BoundGradients, norm_type: float, everyone: Mapping[int, Counted], loose: str) -> float:
+def _total(bound: _BoundGradients, norm_type: float, everyone: Mapping[int, Counted], loose: str) -> float:
     """The norm, from what every rank of the component counts; nothing here is another rank's to decide. `loose`: what
     this rank has of such gradients.
 
@@ -478,7 +478,7 @@ def _total(bound: BoundGradients, norm_type: float, everyone: Mapping[int, Count
 
     stages = {reach.largest: of_sharers(reach.largest) for reach in bound.alike if not reach.contained}
 
-    def of_reach(reach: Reach) -> float:
+    def of_reach(reach: _Reach) -> float:
         if reach.beyond is None:
             return stages[reach.largest]
         parts: list[float] = []

@@ -122,7 +122,7 @@ def _shifted(z: Tensor, by: int) -> Tensor:
     return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
-def fraction_of(bits: Tensor) -> Tensor:  # int32 in [0, 2**16) -> fp32 in (0, 1)
+def _fraction_of(bits: Tensor) -> Tensor:  # int32 in [0, 2**16) -> fp32 in (0, 1)
     """The middle of the interval that 16 bits stand for. Integers plus 0.5 would be of torch's default dtype."""
     return (bits.float() + 0.5) / 0x10000
 
@@ -143,7 +143,7 @@ def round_by(
         spacing = ((exponent + (127 - 11)) << 23).view(torch.float32)
         scaled = x / spacing
         low = scaled.floor()
-        rounded = (low + (scaled - low > fraction_of(bits))) * spacing  # a sum of scaled and bits would round
+        rounded = (low + (scaled - low > _fraction_of(bits))) * spacing  # a sum of scaled and bits would round
     return torch.where(x.isfinite(), rounded, x).to(dtype)
 
 
@@ -245,7 +245,7 @@ def encode(
     threshold: Tensor | float = 0.5
     if old is not None and bits is not None:
         moved = ((blocks - _blocks(old)).abs_() / scale[..., None]).mul_(_LEVELS**2)
-        threshold = torch.where(moved < gap, fraction_of(_blocks(bits)), 0.5)
+        threshold = torch.where(moved < gap, _fraction_of(_blocks(bits)), 0.5)
     codes = (low + (fraction > threshold)).copysign_(blocks)
     return codes.to(torch.int8).flatten(-2)[..., : new.shape[-1]], scale
 

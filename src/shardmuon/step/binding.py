@@ -291,7 +291,7 @@ def bound(
         kept = partial(_kept_layout, kept_layouts, engine, claim, layout)
         wire = WireFormat.of(config.orthogonalizer, config.exchange, doubles=one.param.dtype == torch.float64)
         spec = make_spec(one.name, layout, options[number], one.param.device, how.chooser, wire, kept)
-        keys = [stage.key for stage in keeping(spec_stages(options[number]))]
+        keys = [stage.key for stage in keeping(_spec_stages(options[number]))]
         shapes = dict(zip(keys, (kept.layout.view.shape for kept in spec.kept), strict=True))
         signature = engine.signature(one.param)
         members.append(Member(one.param, number, one.name, one.identity, engine, signature, shapes))
@@ -302,7 +302,7 @@ def bound(
     policy = Policy(config.exchange.route, config.exchange.bucket_bytes, machine)
     plan = make_plan(specs, policy)
     plan = replace(plan, notes=(*rates_text(plan, [options[member.group].settings for member in members]), *notes))
-    of_each = [spec_stages(options[member.group]) for member in members]
+    of_each = [_spec_stages(options[member.group]) for member in members]
     stored = tuple(tuple(m.engine.storage(m.param).shape) for m in members)
     return Binding(
         rank,
@@ -319,7 +319,7 @@ def bound(
     )
 
 
-def spec_stages(options: GroupOptions) -> Stages:
+def _spec_stages(options: GroupOptions) -> Stages:
     """The stages of a group's matrices."""
     return () if options.settings is None else options.settings.stages
 

@@ -120,7 +120,7 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
     )
 
 
-def settings_text(settings: Settings) -> str:
+def _settings_text(settings: Settings) -> str:
     """Text of settings, equal on two ranks that do the same; names a callable instead of printing its address."""
     scale = settings.adjust_lr_fn
     named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
@@ -179,7 +179,7 @@ class GroupOptions(NamedTuple):
         if self.settings is None:
             return self
         settings = replace(self.settings, tensor_lr=lr)
-        return self._replace(settings=settings, text=settings_text(settings))
+        return self._replace(settings=settings, text=_settings_text(settings))
 
 
 _EVERY = 100  # steps
@@ -257,7 +257,7 @@ def _options_of(index: int, group: Group) -> GroupOptions:
     batch = batch_text(settings)
     alike = " ".join([*(f"{key}={group.get(key)!r}" for key in _ALIKE), batch.replace(" ", "")])
     planned = f"{alike} {view} {[group.get(key) for key in PLACE_OPTIONS]}"
-    return GroupOptions(settings, settings_text(settings), alike, planned, batch, view)
+    return GroupOptions(settings, _settings_text(settings), alike, planned, batch, view)
 
 
 def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:

@@ -44,7 +44,7 @@ class _Row(NamedTuple):
     start: int
 
 
-class Portion(NamedTuple):
+class _Portion(NamedTuple):
     """Tiles that one call of a list operation takes.
 
     Attributes:
@@ -67,9 +67,9 @@ class Portions:
 
     def __init__(self, params: Sequence[int], sizes: Sequence[int]) -> None:
         self._params, self._sizes = params, sizes
-        self._last: tuple[object, list[Portion]] = (None, [])
+        self._last: tuple[object, list[_Portion]] = (None, [])
 
-    def of(self, work: Work, *columns: Sequence[Tensor]) -> list[Portion]:
+    def of(self, work: Work, *columns: Sequence[Tensor]) -> list[_Portion]:
         """The tiles that one call takes: of the same settings, and of one dtype and device in each column."""
         settings = map(id, map(work.settings.__getitem__, self._params))
         first: dict[int, int] = {}  # settings, made anew whenever one changes -> the first tile that has them
@@ -81,7 +81,7 @@ class Portions:
             kinds.append([(one.momentum is None, one.weights is None) for one in roundings])
         limit = PORTION if columns[0][0].device.type == "cpu" else PORTION_ELSEWHERE
         if self._last[0] != (kinds, limit):
-            self._last = (kinds, limit), [Portion(at, _picker(at)) for at in dealt(self._sizes, kinds, limit)]
+            self._last = (kinds, limit), [_Portion(at, _picker(at)) for at in dealt(self._sizes, kinds, limit)]
         return self._last[1]
 
 
@@ -256,12 +256,12 @@ def _update_rounded(side: Side, work: Work, at: int, kept: Tensor, grad: Tensor,
     if rounding.scales is not None:
         codes = work.momenta[side.loads[at].param]
         assert codes is not None
-        step = partial(step_coded_, kept, scales_of(side.loads[at].tile, side.views[at], codes, rounding.scales))
+        step = partial(step_coded_, kept, _scales_of(side.loads[at].tile, side.views[at], codes, rounding.scales))
     patch, stream = side.patches[at], rounding.momentum
     step(grad, out, patch=patch, stream=stream, momentum=settings.momentum, nesterov=settings.nesterov)
 
 
-def scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # dims of rows, then blocks
+def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # dims of rows, then blocks
     """The scales of a tile, a view of those that its rank stores beside the codes. It begins where a block does."""
     rows = view.num_row_dims
     first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))

@@ -152,7 +152,7 @@ def _read(found: Proposal, number: int, binding: Binding, settings: Settings, me
     if number in binding.elsewhere:
         grad = engine.wrap(torch.zeros_like(weight, dtype=gradient_dtype(param) or weight.dtype), param)
     if grad is None:
-        check_gradient_elsewhere(param)
+        _check_gradient_elsewhere(param)
         return (NONE,)
     if 0 in weight.stride():
         _check_writable("storage", weight)
@@ -161,7 +161,7 @@ def _read(found: Proposal, number: int, binding: Binding, settings: Settings, me
         check_can_align(param, weight)
     found.states[number] = READY if storage is not None else MISPLACED
     buffer = kept.get(BUFFER)
-    momentum = None if buffer is None else state_storage(param, buffer, BUFFER, engine, weight)
+    momentum = None if buffer is None else _state_storage(param, buffer, BUFFER, engine, weight)
     found.weights[number], found.grads[number], found.momenta[number] = weight, storage, momentum
     dtypes = weight.dtype, grad.dtype, None if buffer is None else buffer.dtype
     said: tuple[object, ...] = (found.states[number], *dtypes)
@@ -246,17 +246,17 @@ def _adamw_rows(index: int, group: Group, state: State) -> list[Row | None]:
 def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
     grad = p.grad
     if grad is None:
-        check_gradient_elsewhere(p)
+        _check_gradient_elsewhere(p)
         return
     engine = engine_of(p)
     weight = engine.storage(p)
     if 0 in weight.stride():
         _check_writable("storage", weight)
     gradient_storage(p, grad, engine, weight)
-    check_adamw_dtypes(p, grad, None)
-    check_adamw_dtypes(p, grad, kept.get(MOMENTS[0]))
+    _check_adamw_dtypes(p, grad, None)
+    _check_adamw_dtypes(p, grad, kept.get(MOMENTS[0]))
     for key in MOMENTS:
-        if key in kept and state_storage(p, kept[key], key, engine, weight).dtype != grad.dtype:
+        if key in kept and _state_storage(p, kept[key], key, engine, weight).dtype != grad.dtype:
             raise ValueError(f"its {key} is {kept[key].dtype}, its gradient {grad.dtype}. {_LOAD}")
     steps = kept.get(STEP)
     if STEP in kept and not (isinstance(steps, Tensor) and steps.numel() == 1):
@@ -363,7 +363,7 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
     return storage
 
 
-def check_gradient_elsewhere(param: Tensor) -> None:
+def _check_gradient_elsewhere(param: Tensor) -> None:
     """Raise ValueError if a parameter without `grad` has one under another name: it would never be trained."""
     for name, remedy in (
         ("decoupled_grad", "Wrap the model with use_decoupled_grad=False"),
@@ -384,7 +384,7 @@ def check_can_align(param: Tensor, weight: Tensor) -> None:
         )
 
 
-def check_adamw_dtypes(param: Tensor, grad: Tensor, moment: Tensor | None) -> None:
+def _check_adamw_dtypes(param: Tensor, grad: Tensor, moment: Tensor | None) -> None:
     """Raise ValueError if dtypes differ: torch's AdamW mixes none, and finds out only when other parameters have
     changed."""
     kept = param if moment is None else moment
@@ -401,10 +401,10 @@ def check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
     """Raise ValueError (without the name) if a state tensor does not lie as the parameter, or may not be written to."""
     if buffer is not None:
         engine = engine_of(param)
-        state_storage(param, buffer, key, engine, engine.storage(param))
+        _state_storage(param, buffer, key, engine, engine.storage(param))
 
 
-def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
+def _state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
     """The local storage of a state tensor, which lies as the parameter does and can be written to.
 
     Raises:
