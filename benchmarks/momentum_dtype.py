@@ -22,8 +22,7 @@ from torch import Tensor
 
 from shardmuon import Muon, Storage
 from shardmuon.layout.pieces import Patch
-from shardmuon.momentum.rounding import Stream, round_by
-from shardmuon.momentum.stores import BLOCK, decode, encode, scale_shape, step_coded_, step_rounded_
+from shardmuon.momentum.stores import BLOCK, Stream, decode, encode, round_by, scale_shape, step_coded_, step_rounded_
 from shardmuon.momentum.update import momentum_into_
 from shardmuon.orthogonalize import orthogonalize
 

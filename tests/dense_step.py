@@ -18,8 +18,7 @@ from torch import Tensor
 
 from shardmuon import Storage
 from shardmuon.layout.pieces import Patch
-from shardmuon.momentum.rounding import NEAREST, Stream, round_by
-from shardmuon.momentum.stores import decode, encode
+from shardmuon.momentum.stores import NEAREST, Stream, decode, encode, round_by
 from shardmuon.options import per_step
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Chooser, Task

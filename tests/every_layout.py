@@ -18,7 +18,7 @@ from shardmuon.comm.exchange import Pending, Traffic
 from shardmuon.foresight.counting import PlanCounts
 from shardmuon.layout.table import Ranks
 from shardmuon.plan.plan import Plan
-from shardmuon.step import commit
+from shardmuon.step import bucket
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import get_pool
@@ -107,7 +107,7 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     def about(optimizer: Muon) -> tuple[Planned, float]:
         return planned(optimizer), sum(sent) / steps
 
-    with mock.patch.object(commit, "start", start):
+    with mock.patch.object(bucket, "start", start):
         dense = compare_with_dense(layout, weight_decay=0.1, steps=steps, exchange=exchange, about=about, **once)
     found = {"dense": dense}
     if world == 4:

@@ -69,7 +69,7 @@ TRANSPORT = {
     ("../shardmuon_qkclip/scaling.py", "_largest"),
     ("../shardmuon_qkclip/scaling.py", "apply_"),
     ("gradients/clip.py", "_or_dropped"),
-    ("gradients/common_sum.py", "norm"),
+    ("gradients/clip.py", "norm"),
 }
 # Without DeepSpeed nobody reads these generators; they are only closed, and then what they raise goes nowhere.
 UNREAD = {("frameworks/deepspeed/host.py", "<genexpr>")}

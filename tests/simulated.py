@@ -20,11 +20,10 @@ from shardmuon.orthogonalize.choice import Choice, Chooser, Task
 from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.plan import Gram, Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import make_program
-from shardmuon.step.bucket import Bound, Kernel, Work, run_owners
-from shardmuon.step.gram import run_gram
+from shardmuon.step.bucket import Bound, Kernel, run_gram, run_owners
 from shardmuon.step.options import Settings, batch_text, settings_of
-from shardmuon.step.update import Rounding
-from shardmuon.step.weights import WeightSet, ZeroWatch, weight_sets
+from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
+from shardmuon.step.update import Rounding, Work
 from shardmuon.variants import Stages, keeping, stages_of
 
 CPU = torch.device("cpu")

@@ -46,8 +46,8 @@ from shardmuon.layout.pieces import Held, Tile
 from shardmuon.layout.views import MatrixView
 from shardmuon.orthogonalize import BACKENDS
 from shardmuon.step import bucket, update
+from shardmuon.step.binding import fingerprint
 from shardmuon.step.options import Scales
-from shardmuon.step.replicas import fingerprint
 from shardmuon.testing import RankPool
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.device import mesh_kind, meshes_on

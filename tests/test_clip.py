@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon, clip_grad_norm_, param_groups
-from shardmuon.gradients.common_sum import _BOUND
+from shardmuon.gradients.clip import _BOUND
 from shardmuon.gradients.norms import combine
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.cases import PARAMS, groups_of

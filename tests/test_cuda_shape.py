@@ -30,13 +30,11 @@ import shardmuon._torch as torch_symbols
 import shardmuon.core as core
 import shardmuon.layout.calls as calls
 import shardmuon.step.bucket as buckets
-import shardmuon.step.commit as commit
 import shardmuon.step.options
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
 from shardmuon.comm.lane import Hop, Lane
 from shardmuon.orthogonalize import Method
 from shardmuon.orthogonalize.finite import FiniteWatch
-from shardmuon.step import gram
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded, assert_same_update
 from shardmuon.variants import KEPT_KEYS, VARIANTS
@@ -61,7 +59,7 @@ PHASES = {
     "validate": (core, "validate"),
     "vote": (calls, "vote"),
     "momentum": (buckets, "update_momentum"),
-    "exchange": (commit, "start"),
+    "exchange": (buckets, "start"),
     "assemble": (buckets, "_orthogonalize"),
     "orthogonalize": (buckets, "orthogonalize"),
     "apply": (buckets, "apply_results"),
@@ -224,7 +222,7 @@ def test_no_matrix_is_copied_in_fp64_to_sum_its_norm(config: str, monkeypatch: p
         for step in range(2):
             _set_gradients([*matrices, *vectors], _there, step)
             optimizer.step()
-        gram._normalize(_there(_normal(6, 9, seed=0)))  # a shard on the Gram route
+        buckets._normalize(_there(_normal(6, 9, seed=0)))  # a shard on the Gram route
     assert seen[torch.float64] == 0
 
 
@@ -800,7 +798,7 @@ def test_the_stand_in_refuses_and_counts_what_it_says() -> None:
 
 # ------------------------------------------------------------------------------------------------- planted faults
 
-real_start, real_hop = commit.start, Lane._hop
+real_start, real_hop = buckets.start, Lane._hop
 
 
 def _applies(spoil: Callable[[Tensor], Any]) -> Any:
@@ -848,7 +846,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         "waits",
     ),
     "norms are summed on the CPU under NCCL": (
-        lambda: _in("shardmuon.step.commit", "talking_device", lambda *args: torch.device("cpu")),
+        lambda: _in("shardmuon.step.stages", "talking_device", lambda *args: torch.device("cpu")),
         {**CONFIGS["standard"], "variant": "hyperball", "weight_decay": 0.0},
         8,
         "no backend for cpu tensors",
@@ -878,7 +876,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         "launches",
     ),
     "a send buffer with gaps": (
-        lambda: _in("shardmuon.step.commit", "start", _strided_send),
+        lambda: _in("shardmuon.step.bucket", "start", _strided_send),
         CONFIGS["standard"],
         8,
         "NCCL takes contiguous",

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage, clip_grad_norm_
 from shardmuon.layout.engines import engine_of
 from shardmuon.momentum.keeper import BUFFER, SCALE
-from shardmuon.momentum.rounding import round_by
-from shardmuon.momentum.stores import decode, encode
+from shardmuon.momentum.stores import decode, encode, round_by
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
 

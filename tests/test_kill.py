@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardmuon.layout.calls
-import shardmuon.step.commit
+import shardmuon.step.bucket
 from shardmuon import Exchange, ExchangeError, Muon
 from shardmuon.plan.pipeline import turns
 from shardmuon.step import bucket
-from shardmuon.step.weights import WeightSet
+from shardmuon.step.stages import WeightSet
 from shardmuon.testing import RankError, RankPool
 from shardmuon.testing.layouts import LAYOUTS
 
@@ -136,9 +136,9 @@ def _before_vote(end: Callable[[], None]) -> None:
 PHASES: dict[str, tuple[str, Callable[[Callable[[], None]], None], int, int]] = {
     "vote": ("fsdp2", _before_vote, 0, 0),
     "pack": ("fsdp2", lambda end: _after(bucket, "_momenta", 2, end), 2, 5),
-    "gather": ("fsdp2", lambda end: _after(shardmuon.step.commit, "start", 2, end), 2, 6),
+    "gather": ("fsdp2", lambda end: _after(shardmuon.step.bucket, "start", 2, end), 2, 6),
     "orthogonalize": ("fsdp2", lambda end: _after(bucket, "_results", 2, end), 3, 9),
-    "scatter": ("fsdp2", lambda end: _after(shardmuon.step.commit, "start", 5, end), 3, 10),
+    "scatter": ("fsdp2", lambda end: _after(shardmuon.step.bucket, "start", 5, end), 3, 10),
     "apply": ("fsdp2", lambda end: _after(bucket, "apply_results", 2, end), 5, 12),
     "relay": ("hsdp", lambda end: _after(bucket, "apply_results", 2, end), 6, 13),
 }

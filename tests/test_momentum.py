@@ -23,8 +23,7 @@ from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum import update as update_module
 from shardmuon.momentum.keeper import tiles_cut
-from shardmuon.momentum.rounding import NEAREST, Stream, round_by, round_patch
-from shardmuon.momentum.stores import BLOCK, decode, encode, scale_shape
+from shardmuon.momentum.stores import BLOCK, NEAREST, Stream, decode, encode, round_by, round_patch, scale_shape
 from shardmuon.momentum.update import apply_, momentum_into_
 from shardmuon.testing.cases import ParamCase, groups_of
 from shardmuon.testing.compare import Comparison, compare_with_dense

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from shardmuon import Audit, AuditError, Muon, Orthogonalizer, audit
 from shardmuon.auditing.report import AuditReport
-from shardmuon.step import commit, weights
-from shardmuon.step.weights import WeightSet
+from shardmuon.step import stages
+from shardmuon.step.stages import WeightSet
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
@@ -99,12 +99,12 @@ def _norm_of_half(stage: type, params: list[nn.Parameter]) -> Fault:
 
 def _scaled_by(factor: Callable[[Tensor], Tensor]) -> Fault:
     """Multiply weights with this instead of the factors of the stage."""
-    real = weights.foreach_products_
+    real = stages.foreach_mul_
 
     def products(tiles: Any, numbers: Any) -> None:
         real(tiles, [factor(number) for number in numbers])
 
-    return mock.patch.object(weights, "foreach_products_", products)
+    return mock.patch.object(stages, "foreach_mul_", products)
 
 
 def _written_times(factor: float) -> Fault:
@@ -126,7 +126,7 @@ def _each_half(params: list[nn.Parameter]) -> Fault:
             for half, norm in zip(weight.split(len(weight) // 2), before[weight.shape], strict=True):
                 half.mul_((norm / half.double().norm()).float())
 
-    return mock.patch.object(weights, "foreach_products_", products)
+    return mock.patch.object(stages, "foreach_mul_", products)
 
 
 @contextlib.contextmanager
@@ -248,8 +248,8 @@ def _on_layout(layout: str, variant: str, of_shards: int) -> tuple[bool, list[st
         for name, grad in row.build(grads, row.mesh(world)).items():
             params[name].grad = grad
         check = audit(optimizer, samples=20)
-        summed = commit._summed if step < of_shards else lambda values, ranks, traffic: values
-        with mock.patch.object(commit, "_summed", summed), warnings.catch_warnings():
+        summed = stages._summed if step < of_shards else lambda values, ranks, traffic: values
+        with mock.patch.object(stages, "_summed", summed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*zero before the first step")  # a shard that stores nothing of a matrix
             optimizer.step()
     found = {finding.name for finding in check.report.findings}

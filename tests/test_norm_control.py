@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer, audit
-from shardmuon.step import commit
+from shardmuon.step import stages
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.fsdp1 import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
@@ -207,7 +207,7 @@ def _compared(layout: str, variant: str, shards: bool = False) -> tuple[bool, fl
     if not shards:
         found = compare_with_dense(layout, remember=True, **given)
         return found.bitwise, found.max_difference, found.worst
-    control = mock.patch.object(commit, "_summed", lambda values, ranks, traffic: values)
+    control = mock.patch.object(stages, "_summed", lambda values, ranks, traffic: values)
     with control, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*zero before the first step")  # of ranks that store nothing of a matrix
         found = compare_with_dense(layout, **given)

@@ -806,28 +806,29 @@ def test_a_group_may_go_to_adamw_and_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("group", "change", "says"),
     [
-        ({"lr": -1.0}, "lr=-1.0 must be finite and at least 0"),
-        ({"lr": None}, "lr=None must be a number"),
-        ({"ns_steps": 0}, "ns_steps=0 must be a whole number between 1 and 99"),
-        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients=(1.0, 2.0) must be the name of a schedule"),
-        ({"weight_decay_mode": "none"}, "weight_decay_mode='none' is not one of 'decoupled'"),
-        ({"num_heads": 4}, "parameter 0 of group 0: num_heads=4 does not divide the 6 rows"),
-        ({"adjust_lr_fn": lambda rows, cols: 1 / 0}, "adjust_lr_fn(6, 9) raised ZeroDivisionError"),
-        ({"adjust_lr_fn": lambda rows, cols: math.inf}, "adjust_lr_fn(6, 9) returned inf, which is not finite"),
+        (0, {"lr": -1.0}, "lr=-1.0 must be finite and at least 0"),
+        (0, {"lr": None}, "lr=None must be a number"),
+        (0, {"ns_steps": 0}, "ns_steps=0 must be a whole number between 1 and 99"),
+        (0, {"ns_coefficients": (1.0, 2.0)}, "ns_coefficients=(1.0, 2.0) must be the name of a schedule"),
+        (0, {"weight_decay_mode": "none"}, "weight_decay_mode='none' is not one of 'decoupled'"),
+        (1, {"weight_decay_mode": "none"}, "group 1: weight_decay_mode='none' is not one of 'decoupled'"),
+        (0, {"num_heads": 4}, "parameter 0 of group 0: num_heads=4 does not divide the 6 rows"),
+        (0, {"adjust_lr_fn": lambda rows, cols: 1 / 0}, "adjust_lr_fn(6, 9) raised ZeroDivisionError"),
+        (0, {"adjust_lr_fn": lambda rows, cols: math.inf}, "adjust_lr_fn(6, 9) returned inf, which is not finite"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("steps_before", [0, 1])
-def test_bad_options_set_later_change_nothing(change: dict[str, Any], says: str, steps_before: int) -> None:
+def test_bad_options_set_later_change_nothing(group: int, change: dict[str, Any], says: str, steps_before: int) -> None:
     params = [*matrices(), nn.Parameter(normal(4))]
     optimizer = Muon([{"params": params[:-1]}, {"params": params[-1:], "use_muon": False}], lr=0.1)
     run(optimizer, params, range(steps_before))
     set_gradients(params, 5)
     before = [p.detach().clone() for p in params]
     state = copy.deepcopy(optimizer.state_dict()["state"])
-    optimizer.param_groups[0].update(change)
+    optimizer.param_groups[group].update(change)
     with pytest.raises(ValueError, match=re.escape(says)):
         optimizer.step()
     assert_equal(params, before)
@@ -869,6 +870,12 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"ns_coefficients": None}, "ns_coefficients=None must be the name of a schedule"),
     ({"ns_coefficients": [(1.0, 2.0)]}, "ns_coefficients=[(1.0, 2.0)] must be the name of a schedule"),
     ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms' is not one of None, 'original'"),
+    ({"adamw": "lion"}, "adamw='lion' is not one of 'adamw', 'cautious'"),
+    (
+        {"adamw": torch.optim.RMSprop},
+        "adamw=RMSprop is a function or a class, not one of 'adamw', 'cautious'. Leave these parameters out of Muon, "
+        "put them into an optimizer of your own",
+    ),
     ({"weight_decay_mode": "L2"}, "weight_decay_mode='L2' is not one of 'decoupled', 'l2', 'independent', 'cautious'"),
 ]
 

@@ -21,10 +21,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import shardmuon.orthogonalize
 import shardmuon.step.bucket
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage
-from shardmuon._groups import new_group_among, timeout_of
+from shardmuon._torch import new_group_among, timeout_of
 from shardmuon.comm.groups import group_for
 from shardmuon.momentum.keeper import Keeper
-from shardmuon.step.replicas import fingerprint
+from shardmuon.step.binding import fingerprint
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 

@@ -1,5 +1,5 @@
-"""Every private or renamed torch symbol this package uses, with the versions it changes in, but for those of DTensors
-and FSDP1 (layout/engines/) and process groups (_groups.py)."""
+"""Private and renamed names of torch that this package uses, with the versions in which they change. Those of DTensors
+and FSDP1 are in layout/engines/."""
 
 from __future__ import annotations
 
@@ -9,49 +9,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial, wraps
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.adamw import adamw as functional_adamw
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+from datetime import timedelta
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-__all__ = [
-    "Later",
-    "after_loading",
-    "before_loading",
-    "cpu_has_amx",
-    "cpu_has_bf16_matmul",
-    "creates_state_only",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_lerp",
-    "foreach_lerp_",
-    "foreach_mul_",
-    "foreach_norm",
-    "foreach_products_",
-    "foreach_scale_",
-    "foreach_times",
-    "foreach_times_numbers_",
-    "foreach_to",
-    "functional_adamw",
-    "ieee_products",
-    "is_capturing",
-    "is_dense",
-    "is_dtensor",
-    "mm_to_fp32",
-    "names_in",
-    "never_compiled",
-    "on_zero_grad",
-    "strided_shard",
-    "unscale_and_check_",
-]
-
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # types that are surely no DTensor
 
@@ -212,16 +181,6 @@ def foreach_scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
         torch._foreach_mul_(a, factor)
 
 
-def foreach_times_numbers_(tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
-    """`Tensor.mul_` of each tensor with a number of its own."""
-    torch._foreach_mul_(list(tensors), list(numbers))
-
-
-def foreach_products_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-    """`Tensor.mul_` for each pair; changes `tensors`."""
-    torch._foreach_mul_(list(tensors), list(factors))
-
-
 def foreach_times(tensors: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
     """`Tensor.mul` of each tensor with a 0-dim tensor on their device."""
     made: dict[int, Tensor] = {}
@@ -286,12 +245,12 @@ def local_if_any(tensor: Tensor) -> Tensor:
     return local
 
 
-def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """`Tensor.mul_` of each tensor with a 0-dim tensor.
+def foreach_mul_(tensors: Sequence[Tensor], factors: Tensor | Sequence[Tensor] | Sequence[float]) -> None:
+    """`Tensor.mul_` of each tensor with one 0-dim tensor, or with a tensor or a number of its own.
 
-    A Python number would not do: CPUs then round it to the tensor's dtype first.
+    One Python number for all would not do: CPUs then round it to the tensor's dtype first.
     """
-    torch._foreach_mul_(list(tensors), factor)
+    torch._foreach_mul_(list(tensors), factors if isinstance(factors, Tensor) else list(factors))  # type: ignore[arg-type]
 
 
 def names_in(model: torch.nn.Module) -> dict[int, str]:
@@ -381,20 +340,10 @@ def creates_state_only() -> bool:
     return False
 
 
-class ZeroGradHandle:
-    """Handle that takes a listener of `on_zero_grad` off again."""
-
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self._remove = remove
-
-    def remove(self) -> None:
-        """Take the listener off: the optimizer's own `zero_grad` is called as before."""
-        self._remove()
-
-
-def on_zero_grad(optimizer: torch.optim.Optimizer, listener: Callable[[], None]) -> ZeroGradHandle:
+def on_zero_grad(optimizer: torch.optim.Optimizer, listener: Callable[[], None]) -> SimpleNamespace:
     """Call `listener` after each `optimizer.zero_grad()`, for which torch has no hook (2.11 .. 2.13). It is no part of
-    copies and pickles of the optimizer, which are made of its state and its groups."""
+    copies and pickles of the optimizer, which are made of its state and its groups. Returns a handle, as hooks of torch
+    do."""
     own: Any = optimizer
     before, listening = optimizer.zero_grad, [listener]
 
@@ -412,4 +361,49 @@ def on_zero_grad(optimizer: torch.optim.Optimizer, listener: Callable[[], None])
                 del own.zero_grad
 
     own.zero_grad = zero_grad
-    return ZeroGradHandle(remove)
+    return SimpleNamespace(remove=remove)
+
+
+def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> Any:
+    """`new_group(ranks, use_local_synchronization=True)`, called by these ranks only, whatever groups each made before.
+
+    torch names such a group after the number of groups that the calling rank has, so ranks that have made different
+    numbers of groups wait for each other for ever (2.11 .. 2.13). `number`: of this group among those of these ranks.
+
+    The group has the time-out of `parent`, by default of the default group: torch would take its own (2.11 .. 2.13).
+
+    While a default group is bound to a device (`init_process_group(device_id=...)`), torch makes every NCCL subgroup
+    by splitting the default group's communicator, for which *all* its ranks must call (2.11 .. 2.13, `_new_process_
+    group_helper`). Only members call here, so the binding is taken off meanwhile: the group then connects by itself.
+    """
+    c10d: Any = dist.distributed_c10d
+    world: Any = c10d._get_default_group()
+    named_by_torch = c10d._hash_ranks_to_str
+    bound = getattr(world, "bound_device_id", None)
+    c10d._hash_ranks_to_str = lambda ranks: f"shardmuon {'_'.join(map(str, ranks))} {number}"
+    if bound is not None:
+        world.bound_device_id = None
+    try:
+        timeout = timeout_of(world if parent is None else parent)
+        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    finally:
+        c10d._hash_ranks_to_str = named_by_torch
+        if bound is not None:
+            world.bound_device_id = bound
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """The time-out of a process group, the longest one if its backends differ; None if no backend tells (MPI, fake).
+
+    torch has no public question for it; the options of gloo's and NCCL's backends know (2.11 .. 2.13).
+    """
+    found = []
+    for device in group._device_types:
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:  # none for this kind of device
+            continue
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            found.append(timeout)
+    return max(found, default=None)

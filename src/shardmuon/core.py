@@ -1,7 +1,7 @@
 """One agreed step over groups and state. `Muon` is the torch.optim face over it; a framework's host may run others.
 
 Read `Core.take_step` first: every rank reads all that its step depends on, changing nothing (step/validate.py). Then
-all ranks of the component vote (comm/vote.py): all raise the same error, or all go on (step/commit.py). What goes wrong
+all ranks of the component vote (comm/vote.py): all raise the same error, or all go on (step/bucket.py). What goes wrong
 after that leaves weights half updated: the optimizer is broken until state is loaded, and whoever waits for this rank
 fails at once.
 """
@@ -44,19 +44,17 @@ from shardmuon.step.binding import (
     How,
     bound,
     counts_of_lacking,
+    fingerprint,
+    groups_of,
     groups_of_params,
     listed_of,
     number_bits,
-    takes_part,
 )
-from shardmuon.step.bucket import Kernel
-from shardmuon.step.commit import begin_weights, finish_weights, groups_of, run_buckets
+from shardmuon.step.bucket import Kernel, run_buckets
 from shardmuon.step.kept import Settled
 from shardmuon.step.options import Group, GroupOptions, OptionsReader
-from shardmuon.step.replicas import fingerprint
-from shardmuon.step.update import Work
+from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
 from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
-from shardmuon.step.weights import ZeroWatch
 from shardmuon.variants import WEIGHT_NORMS, Stages
 
 if TYPE_CHECKING:
@@ -167,20 +165,18 @@ class Core:
         samples = self.audits.begin() if self.audits.num_steps >= self.audits.at else None
         # ranks that audit tell all ranks of the component what they find
         audit = self._audit(binding, proposal, samples or 0) if verdict.flags & Flag.AUDIT else None
-        p = proposal
         missing: frozenset[int] = frozenset()  # parameters without a gradient
-        if NONE in p.states:
-            missing = frozenset(n for n, state in enumerate(p.states) if state == NONE)
-        work = Work(p.weights, p.grads, p.momenta, p.settings, p.kept, p.rounding)
+        if NONE in proposal.states:
+            missing = frozenset(n for n, state in enumerate(proposal.states) if state == NONE)
         on_weights: dict[int, Stages] = {}
         if binding.on_weights:
             on_weights = {n: stages for n, stages in binding.on_weights.items() if n not in missing}
-            new = {n: stages for n, stages in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(p.fresh[n])}
-            begin_weights(binding.weight_sets(new) if new else (), work, self.traffic, self.zeros)
+            new = {n: stages for n, stages in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n])}
+            begin_weights(binding.weight_sets(new) if new else (), proposal, self.traffic, self.zeros)
         kernel = Kernel(binding.ns_device, self.graphs, self.watch)
-        run_buckets(binding.buckets_without(missing), work, kernel, self.traffic)
+        run_buckets(binding.buckets_without(missing), proposal, kernel, self.traffic)
         if on_weights:
-            finish_weights(binding.weight_sets(on_weights), work, self.traffic)
+            finish_weights(binding.weight_sets(on_weights), proposal, self.traffic)
         if self.watch.seen:
             self.watch.send()
         members = binding.members
@@ -188,7 +184,7 @@ class Core:
             self.param_groups,
             self.state,
             lambda: {member.engine for n, member in enumerate(members) if n not in missing},
-            p.adamw,
+            proposal.adamw,
         )
         report = None if audit is None else audit.finish()
         return None if samples is None else report
@@ -257,11 +253,6 @@ class Core:
         with made_public():
             return renewed(StepCall(self, fault), fault).plan
 
-    def read_options(self) -> list[GroupOptions]:
-        """The options of all groups as they are now, and when ranks audit, which they must do alike."""
-        due = self.audits.due_text() if self.audits.num_steps + 1 >= self.audits.at else ""
-        return self.options.read(self.param_groups, due)
-
     def complete_state(self) -> None:
         """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
         in checkpoint/state.py. A frozen one keeps what it has of its group's kind."""
@@ -284,6 +275,7 @@ class StepCall(Call[Binding]):
     phase = Phase.STEP
     renews = False
     proposal: Proposal
+    _due = ""  # when ranks audit, which they must do alike
 
     def __init__(self, core: Core, fault: Fault) -> None:
         self._core = core
@@ -293,17 +285,15 @@ class StepCall(Call[Binding]):
                 self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if it was destroyed
 
     def before(self) -> Ranks | None:
-        """See `Call`."""
         return self._core.component if self._core.world.is_current else None
 
     def known(self) -> Binding | None:
-        """See `Call`."""
         binding = self._core.binding
         return binding if binding is not None and binding.world.is_current else None
 
     def is_current(self, kept: Binding) -> bool:
-        """See `Call`."""
-        groups, self.options = self._core.param_groups, self._core.read_options()
+        groups = self._core.param_groups
+        self.options = self._core.options.read(groups)
         if len(kept.planned) != len(groups):
             return False
         members = iter(kept.members)
@@ -313,7 +303,7 @@ class StepCall(Call[Binding]):
             if options.settings is None:
                 continue
             for p in group["params"]:  # frameworks swap parameters after __init__
-                if takes_part(p):
+                if p.requires_grad or p.grad is not None:  # `takes_part`
                     member = next(members, None)
                     if member is None or member.param is not p or member.group != number:
                         return False  # another parameter, or of a group with other settings
@@ -322,40 +312,38 @@ class StepCall(Call[Binding]):
         return next(members, None) is None
 
     def read(self, kept: Binding) -> Said:
-        """See `Call`."""
-        core, self.num_bits = self._core, kept.num_bits
+        core, audits, self.num_bits = self._core, self._core.audits, kept.num_bits
         if core.watch.coming:
             core.watch.report()
         if core.zeros.coming:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
-        if core.audits.num_steps + 1 >= core.audits.at and core.audits.is_due:
-            self.flags = Flag.AUDIT
+        if audits.num_steps + 1 >= audits.at:
+            self._due = audits.due_text()
+            if audits.is_due:
+                self.flags = Flag.AUDIT
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)
-        digests = digests_of(kept, self.proposal, self.options) if len(kept.component) > 1 else None
+        digests = digests_of(kept, self.proposal, self.options, self._due) if len(kept.component) > 1 else None
         return Said(digests, self.proposal.presence)
 
     def lines(self, kept: Binding, ranks: Ranks) -> list[ProposalLine]:
-        """See `Call`."""
-        return lines_of(kept, self.proposal, self.options, ranks)
+        return lines_of(kept, self.proposal, self.options, ranks, self._due)
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[ProposalLine] | None]) -> str:
-        """See `Call`."""
         return difference(ranks, everyone)
 
     # -------------------------------------------------------------------------------------------------- a new plan
 
     def waiting(self) -> list[tuple[Tensor, Group]]:
-        """See `Call`. Ranks that share AdamW's DTensors hear of each other's faults, too."""
+        # ranks that share AdamW's DTensors hear of each other's faults, too
         groups = self._core.param_groups
         return [(p, group) for group in groups for p in group["params"] if group.get("use_muon") or is_dtensor(p)]
 
     def listed(self) -> list[Listed]:
-        """See `Call`."""
         core = self._core
         core.options.forget_rates()
-        self.options = core.read_options()
+        self.options = core.options.read(core.param_groups)
         self._how = How.of(core.param_groups, core.config)
         listed = listed_of(core.param_groups, self.options, core.config, core.keeper, self._how)
         self.stamp = self._how.stamp(listed[0].param.device if listed else torch.device("cpu"))
@@ -365,7 +353,7 @@ class StepCall(Call[Binding]):
         return listed
 
     def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
-        """See `Call`. Others are told of how many parameters gradients may lack here."""
+        # others are told of how many parameters gradients may lack here
         core = self._core
         made = bound(my_rank(), table, core.param_groups, self.options, core.config, self._how, core.keeper)
         sets = made.weight_sets(made.on_weights)
@@ -373,7 +361,6 @@ class StepCall(Call[Binding]):
         return made, counts_of_lacking(table)
 
     def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
-        """See `Call`."""
         for ranks, known in self._groups.items():  # before the first exchange: who waits for buffers makes no group
             group_for(ranks, known)
         number_bits(kept, everyone)

@@ -11,9 +11,6 @@ from contextlib import contextmanager
 import torch
 
 UNCHANGED = "This step has changed nothing on this rank, but the ranks are out of step"
-EVERY_RANK = (
-    "One has died, or has not made this call: step(), clip_grad_norm_, saves, loads and audits are calls of every rank"
-)
 HALF_DONE = "Weights and momentum may be half updated"
 HALF_LOADED = "Load a checkpoint into model and optimizer on all ranks"
 REMEDY = "Start the ranks again from the last checkpoint"

@@ -37,7 +37,9 @@ class FirstStep:
             ddp = find_ddp(optimizer, _kept_here(groups))
             if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
                 warnings.warn(repeated_text(ddp, self._made_alone), stacklevel=level_of_the_caller())
-        elif not self._said_idle and any(_may_have_gradient(p) for group in groups for p in group["params"]):
+        elif not self._said_idle and any(  # not where FSDP1 stores nothing of a parameter
+            p.numel() > 0 or not is_flattened(p) for group in groups for p in group["params"]
+        ):
             self._said_idle = True
             warnings.warn(
                 "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before "
@@ -45,11 +47,6 @@ class FirstStep:
                 "fully_shard(), FSDP() or whatever else replaced them",
                 stacklevel=level_of_the_caller(),
             )
-
-
-def _may_have_gradient(param: Tensor) -> bool:
-    """False if FSDP1 stores nothing of the parameter on this rank, so that it cannot have a gradient here."""
-    return not is_flattened(param) or param.numel() > 0
 
 
 def _kept_here(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ A framework's folder registers its `Host` and its engines (`shardmuon.frameworks
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -61,7 +61,7 @@ class Host:
 
     @property
     def is_active(self) -> bool:
-        """True while the groups hold the host's own tensors, which only `step` and `prepare` below can step."""
+        """True while the groups hold the host's own tensors, which only its `step` can step."""
         return False
 
     def adding(self) -> None:
@@ -106,7 +106,7 @@ class Host:
         raise NotImplementedError
 
     def prepare(self, core: Core) -> Plan:
-        """Plan now. Of an active host."""
+        """Plan now."""
         plan: Plan = core.make_plan()
         return plan
 
@@ -127,11 +127,11 @@ class Host:
         """Bring the groups back to what they are between steps, after an error in one."""
 
     def plans(self, core: Core) -> tuple[Plan, ...]:
-        """All plans in force. Of an active host."""
+        """All plans in force."""
         return () if core.binding is None else (core.binding.plan,)
 
     def plan(self, core: Core) -> Plan | None:
-        """The only plan. Of an active host.
+        """The only plan.
 
         Raises:
             AttributeError: There may be several.
@@ -159,31 +159,18 @@ def clipped_by_host(params: Iterable[Tensor]) -> str | None:
     return next((text for text in (host.clips(listed) for host in _HOSTS) if text is not None), None)
 
 
-class Hosts:
-    """The hosts of one optimizer."""
+class Hosts(list[Host]):
+    """The hosts of one optimizer, in the order in which they are asked."""
 
     def __init__(self) -> None:
-        self._all = [host() for host in _HOSTS]
-
-    def __iter__(self) -> Iterator[Host]:
-        return iter(self._all)
-
-    def take(self, host: Host) -> None:
-        """Let this host step the optimizer from now on."""
-        self._all = [host, *self._all]
-
-    def present(self) -> list[Host]:
-        """Hosts that may have something to say to a step: those with an imported package, and those that name no
-        packages."""
-        return [h for h in self._all if h.packages is None or not sys.modules.keys().isdisjoint(h.packages)]
+        super().__init__(host() for host in _HOSTS)
 
     @property
     def active(self) -> Host | None:
         """The host whose tensors are in the groups; None: they are the user's parameters."""
-        for host in self.present():
-            if host.is_active:
-                return host
-        return None
+        loaded = sys.modules.keys()
+        asked = (host for host in self if host.packages is None or not loaded.isdisjoint(host.packages))
+        return next((host for host in asked if host.is_active), None)
 
     def find(self, kind: type[Host]) -> Host | None:
         """The host of a kind."""

@@ -6,6 +6,7 @@ Read `Muon.step` first: it is the flow of docs/architecture.md in the order in w
 from __future__ import annotations
 
 import copy
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -19,7 +20,8 @@ from shardmuon.checkpoint.state import read_state, without_callables
 from shardmuon.comm.groups import GroupRef
 from shardmuon.comm.vote import Fault
 from shardmuon.core import Core
-from shardmuon.errors import ExchangeError, made_public
+from shardmuon.errors import ExchangeError, Refused, made_public
+from shardmuon.host import Host
 from shardmuon.layout.engines.base import name_of
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
@@ -31,8 +33,6 @@ from shardmuon.options import (
     Orthogonalizer,
     Storage,
     check_hyperparameters,
-    complete,
-    complete_changed,
     given_lr,
     options_text,
     refuse_sets,
@@ -40,7 +40,15 @@ from shardmuon.options import (
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import ForModule, routed
-from shardmuon.step import new_group
+from shardmuon.step.options import (
+    as_group,
+    check_param_group,
+    complete,
+    complete_changed,
+    drop_what_means_nothing,
+    fill_up,
+    without_stale_names,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -171,7 +179,7 @@ class Muon(Core, Optimizer):
         check_hyperparameters("", defaults)
         refuse_sets("Muon: parameters", params, "a list, or model.named_parameters()")
         routing = {"adamw_lr": adamw_lr, **for_module}
-        params = new_group.without_stale_names(routed(params, defaults, routing))
+        params = without_stale_names(routed(params, defaults, routing))
         self.routing = getattr(params, "rows", ())
         Optimizer.__init__(self, cast(Any, params), defaults)
 
@@ -200,9 +208,7 @@ class Muon(Core, Optimizer):
                 middle of a step, also in one process and also after a KeyboardInterrupt.
         """
         if self.broken is not None:
-            host = self.hosts.active
-            if host is not None:
-                host.restore_groups(self)
+            (self.hosts.active or Host()).restore_groups(self)
             raise ExchangeError(f"an earlier step was broken off: {self.broken}")
         loss = None
         if closure is not None:
@@ -211,7 +217,9 @@ class Muon(Core, Optimizer):
         fault, instead, host = Fault(), None, None
         with fault:  # the other ranks must hear of it
             complete_changed(self.param_groups, self.defaults)
-            for one in self.hosts.present():
+            for one in self.hosts:
+                if one.packages is not None and sys.modules.keys().isdisjoint(one.packages):
+                    continue  # it has nothing to say to a step
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, closure is None)
@@ -219,19 +227,21 @@ class Muon(Core, Optimizer):
                 instead = self.complete_state
         if fault.text is not None:
             host = self.hosts.active
-        with made_public():
-            self.in_step = True
-            try:
-                if instead is not None:
-                    instead()
-                elif host is not None:
-                    self.let_host_step(host, fault)
-                else:
-                    self.take_step(fault)
-                    if not self.first.is_over:
-                        self.first.stepped(self, self.param_groups)
-            finally:
-                self.in_step = False
+        self.in_step = True
+        try:
+            if instead is not None:
+                instead()
+            elif host is not None:
+                self.let_host_step(host, fault)
+            else:
+                self.take_step(fault)
+                if not self.first.is_over:
+                    self.first.stepped(self, self.param_groups)
+        except Refused as refused:
+            error = refused.public()
+            raise error from error.__cause__
+        finally:
+            self.in_step = False
         return loss
 
     def __repr__(self) -> str:
@@ -244,8 +254,7 @@ class Muon(Core, Optimizer):
         Returns:
             The plan. `print(optimizer.plan)` shows each matrix's route, owner and bucket.
         """
-        host = self.hosts.active
-        return self.make_plan() if host is None else host.prepare(self)
+        return (self.hosts.active or Host()).prepare(self)
 
     @property
     def plan(self) -> Plan | None:
@@ -254,18 +263,12 @@ class Muon(Core, Optimizer):
         Raises:
             AttributeError: DeepSpeed steps groups one by one, each by its own plan: see `plans`.
         """
-        host = self.hosts.active
-        if host is not None:
-            return host.plan(self)
-        return None if self.binding is None else self.binding.plan
+        return (self.hosts.active or Host()).plan(self)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans in force: `plan`, or one for each set of groups that DeepSpeed has stepped together."""
-        host = self.hosts.active
-        if host is not None:
-            return host.plans(self)
-        return () if self.binding is None else (self.binding.plan,)
+        return (self.hosts.active or Host()).plans(self)
 
     # ------------------------------------------------------------------------------------ groups and options
 
@@ -276,15 +279,15 @@ class Muon(Core, Optimizer):
             ValueError: See the message; the optimizer is unchanged.
             TypeError: Parameters come in a set; or one is not a tensor, or of an integer dtype.
         """
-        group = new_group.as_group(param_group)
+        group = as_group(param_group)
         given = [key for key in param_group if key != "params"]
         for host in self.hosts:
             host.adding()
         complete(group, self.defaults)
-        new_group.check_param_group(self.param_groups, group, given, self.defaults)
+        check_param_group(self.param_groups, group, given, self.defaults)
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
-        new_group.drop_what_means_nothing(made, given)
+        drop_what_means_nothing(made, given)
         names = [name_of(made, index, position) for position in range(len(made["params"]))]
         for host in self.hosts:
             host.added(made, names)
@@ -344,7 +347,7 @@ class Muon(Core, Optimizer):
         here."""
         mine = self.__dict__.get("param_groups", [])  # none while unpickling
         super().__setstate__(state)
-        new_group.fill_up(self.param_groups, mine, self.defaults)
+        fill_up(self.param_groups, mine, self.defaults)
         self.broken = state.get("broken")  # loading state makes the optimizer whole again, copying it does not
         if "hosts" not in self.__dict__:  # a copy: the plan, process groups, graphs and hosts stay with the original
             self.process_group = None

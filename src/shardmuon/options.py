@@ -19,13 +19,13 @@ from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
 from shardmuon.plan.machines import Machine
 from shardmuon.plan.plan import ROUTES, RouteOption
-from shardmuon.spelling import nearest
+from shardmuon.texts import nearest
 from shardmuon.variants import VARIANT_OPTIONS, check_variant
 
 # ------------------------------------------------------------------------------------------ the whole optimizer's
 
-PRODUCTS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+_PRODUCTS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 AuditAction = Literal["raise", "warn"]
 AUDIT_ACTIONS: tuple[AuditAction, ...] = ("raise", "warn")
 
@@ -70,7 +70,7 @@ class Orthogonalizer(_Options):
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("Orthogonalizer.method", self.method, NS_METHODS)
+        _check_choice("Orthogonalizer.method", self.method, NS_METHODS)
         dtype = self.products_dtype
         if self.method == "gram" and dtype is not None:
             check_gram_dtype(dtype)
@@ -85,8 +85,8 @@ class Orthogonalizer(_Options):
         if self.dtype is None or self.dtype == "auto":
             return None
         found = getattr(torch, self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
-        if found not in PRODUCTS_DTYPES:
-            allowed = ", ".join(repr(str(dtype).removeprefix("torch.")) for dtype in PRODUCTS_DTYPES)
+        if found not in _PRODUCTS_DTYPES:
+            allowed = ", ".join(repr(str(dtype).removeprefix("torch.")) for dtype in _PRODUCTS_DTYPES)
             raise ValueError(f"Orthogonalizer.dtype={self.dtype!r} is not one of 'auto', {allowed} (or torch's own)")
         return found
 
@@ -121,9 +121,9 @@ class Exchange(_Options):
     machine: Machine | None = None
 
     def __post_init__(self) -> None:
-        check_choice("Exchange.route", self.route, ROUTES)
+        _check_choice("Exchange.route", self.route, ROUTES)
         if self.dtype is not None:
-            check_choice("Exchange.dtype", self.dtype, WIRE_DTYPES)
+            _check_choice("Exchange.dtype", self.dtype, _WIRE_DTYPES)
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ValueError(f"Exchange.bucket_bytes={self.bucket_bytes} must be positive")
 
@@ -148,8 +148,8 @@ class Storage(_Options):
 
     def __post_init__(self) -> None:
         allowed = (None, torch.float32, torch.bfloat16, "int8")
-        check_choice("Storage.momentum_dtype", self.momentum_dtype, allowed)
-        check_choice("Storage.momentum_device", self.momentum_device, (None, "cpu"))
+        _check_choice("Storage.momentum_dtype", self.momentum_dtype, allowed)
+        _check_choice("Storage.momentum_device", self.momentum_device, (None, "cpu"))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -174,7 +174,7 @@ class Audit(_Options):
             raise ValueError(f"Audit.every={self.every!r} must be None or a whole number of steps, at least 1")
         if not isinstance(self.samples, int) or self.samples < 1:
             raise ValueError(f"Audit.samples={self.samples!r} must be a whole number of matrices, at least 1")
-        check_choice("Audit.action", self.action, AUDIT_ACTIONS)
+        _check_choice("Audit.action", self.action, AUDIT_ACTIONS)
 
 
 OPTION_OBJECTS = {"orthogonalizer": Orthogonalizer, "exchange": Exchange, "storage": Storage, "audit": Audit}
@@ -188,7 +188,7 @@ PLACES = {
 }
 
 
-def check_objects(given: Mapping[str, object]) -> None:
+def _check_objects(given: Mapping[str, object]) -> None:
     """Raise TypeError for an option object of another type. `given`: by the constructor's keyword."""
     for key, value in given.items():
         kind = OPTION_OBJECTS[key]
@@ -207,7 +207,7 @@ class MuonConfig:
     audit: Audit = field(default_factory=Audit)
 
     def __post_init__(self) -> None:
-        check_objects({key: getattr(self, key) for key in OPTION_OBJECTS})
+        _check_objects({key: getattr(self, key) for key in OPTION_OBJECTS})
 
     @property
     def ns_device(self) -> torch.device | None:
@@ -268,7 +268,7 @@ MUON_OPTIONS = (
 )
 ONLY_MUON = ({*MUON_OPTIONS} - {"eps"}) | {*VIEW_OPTIONS}  # AdamW has an eps, too
 ONLY_ADAMW = {"betas", "adamw"}
-ADAMW_KINDS = ("adamw", "cautious")
+_ADAMW_KINDS = ("adamw", "cautious")
 GROUP_OPTIONS = (
     *dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, "adamw", *GROUP_DEFAULTS)),
 )
@@ -320,32 +320,9 @@ def _shown(group: Mapping[str, Any], uses_eps: bool) -> dict[str, Any]:
     }
 
 
-def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Give a group, in place, the options of its kind that it lacks: its `use_muon` may have changed."""
-    if group["use_muon"]:
-        missing = {key: value for key, value in defaults.items() if key not in ONLY_ADAMW}
-    else:
-        missing = {key: value for key, value in {**defaults, **ADAMW_DEFAULTS}.items() if key not in ONLY_MUON}
-    for key, value in missing.items():
-        group.setdefault(key, value)
-
-
 def view_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's options of which rows form a matrix."""
     return {key: group[key] for key in VIEW_OPTIONS}
-
-
-def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """`complete` the groups whose `use_muon` was changed since they were made. An eps that was the other kind's default
-    becomes this one's."""
-    for group in groups:
-        is_muon = group.get("use_muon", True)
-        mark = "ns_coefficients" if is_muon else "betas"
-        if "use_muon" in group and mark not in group:
-            muons, adamws = defaults["eps"], ADAMW_DEFAULTS["eps"]
-            if group.get("eps") == (adamws if is_muon else muons):
-                group["eps"] = muons if is_muon else adamws
-            complete(group, defaults)
 
 
 def per_step(coefficients: Any, steps: int | None) -> Triples:
@@ -353,7 +330,7 @@ def per_step(coefficients: Any, steps: int | None) -> Triples:
     return triples(hashable(coefficients), steps)
 
 
-def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+def _check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ValueError unless the value is one of those allowed."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
@@ -412,6 +389,8 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
         if not (math.isfinite(value) and value >= 0.0):
             raise ValueError(f"{where}{key}={value} must be finite and at least 0")
     _check_adamw_kind(where, group.get("adamw", "adamw"))
+    mode = group.get("weight_decay_mode", "decoupled")
+    _check_choice(f"{where}weight_decay_mode", mode, WEIGHT_DECAY_MODES)  # of any group: AdamW's may be Muon's again
     if not is_muon:
         betas = group.get("betas", ADAMW_DEFAULTS["betas"])
         pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and not any(isinstance(b, str) for b in betas)
@@ -425,10 +404,10 @@ def _check_adamw_kind(where: str, kind: object) -> None:
     if callable(kind):
         raise ValueError(
             f"{where}adamw={getattr(kind, '__qualname__', type(kind).__name__)} is a function or a class, not one of "
-            f"{', '.join(map(repr, ADAMW_KINDS))}. Leave these parameters out of Muon, put them into an optimizer of "
+            f"{', '.join(map(repr, _ADAMW_KINDS))}. Leave these parameters out of Muon, put them into an optimizer of "
             "your own, and step it beside Muon"
         )
-    check_choice(f"{where}adamw", kind, ADAMW_KINDS)
+    _check_choice(f"{where}adamw", kind, _ADAMW_KINDS)
 
 
 def _check_mathematics(where: str, group: Mapping[str, Any]) -> None:
@@ -440,14 +419,13 @@ def _check_mathematics(where: str, group: Mapping[str, Any]) -> None:
         raise ValueError(f"{where}eps={group['eps']} must be above 0")
     if group["momentum"] > 1.0:
         raise ValueError(f"{where}momentum={group['momentum']} must be at most 1")
-    check_choice(f"{where}weight_decay_mode", group["weight_decay_mode"], WEIGHT_DECAY_MODES)
     scale = group["adjust_lr_fn"]
     if not callable(scale):
         if scale in OTHER_SCALE_NAMES:
             raise ValueError(
                 f"{where}adjust_lr_fn={scale!r} is another library's name. Write {OTHER_SCALE_NAMES[scale]!r}"
             )
-        check_choice(f"{where}adjust_lr_fn", scale, (None, *LR_SCALES))
+        _check_choice(f"{where}adjust_lr_fn", scale, (None, *LR_SCALES))
     steps = group["ns_steps"]
     if steps is not None and not (isinstance(steps, int) and 1 <= steps < 100):
         raise ValueError(f"{where}ns_steps={steps!r} must be a whole number between 1 and 99, or None")

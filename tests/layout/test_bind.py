@@ -18,13 +18,13 @@ from torch import Tensor
 from shardmuon import Muon, clip_grad_norm_
 from shardmuon._torch import local_if_any
 from shardmuon.errors import Refused
-from shardmuon.gradients import common_sum
+from shardmuon.gradients import clip
 from shardmuon.layout.bind import Listed, bind
 from shardmuon.layout.grid import Ties, grids_of
 from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.views import matrix_view
 from shardmuon.options import view_options
-from shardmuon.step.replicas import fingerprint
+from shardmuon.step.binding import fingerprint
 from shardmuon.testing import RankPool
 from shardmuon.testing.cases import PARAMS
 from shardmuon.testing.layouts import LAYOUTS, parameters
@@ -299,7 +299,7 @@ def _signatures() -> list[str]:
     wrong = dist.get_rank() == 1
     for guarded in (False, True):
         broken = KeyError("it broke") if guarded and wrong else None
-        with mock.patch.object(common_sum.Clipping, "_count", side_effect=broken):
+        with mock.patch.object(clip.Clipping, "_count", side_effect=broken):
             norm_type = -1.0 if wrong and not guarded else 2.0
             with pytest.raises(ValueError, match=r"norm_type|it broke") as refused:
                 clip_grad_norm_(params, 1.0, norm_type, process_group=dist.group.WORLD)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import shardmuon.core
-import shardmuon.step.commit
+import shardmuon.step.bucket
 from shardmuon import Muon
 from shardmuon.testing import RankError, RankPool
 

@@ -37,8 +37,8 @@ from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Policy, Spec, make_plan
 from shardmuon.plan.program import Load, make_program
 from shardmuon.step import update as update_module
-from shardmuon.step.bucket import Bound, Buckets, Kernel, Work
-from shardmuon.step.commit import groups_of, run_buckets
+from shardmuon.step.binding import groups_of
+from shardmuon.step.bucket import Bound, Buckets, Kernel, Work, run_buckets
 from shardmuon.step.options import settings_of
 from shardmuon.step.update import Side
 from shardmuon.testing import RankPool

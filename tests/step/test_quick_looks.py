@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +97,16 @@ MATRIX_CHANGES = CHANGES | {
     "momentum expanded": _set(BUFFER, lambda t: t[:1].expand_as(t)),
     "momentum of inference": _set(BUFFER, _inference),
     "gradient and momentum complex": _all_complex,
+    "codes without a scale": _set(BUFFER, lambda t: t.to(torch.int8)),
     "AdamW before": lambda p, kept: kept.update({STEP: torch.ones(()), MOMENTS[0]: p.data, MOMENTS[1]: p.data}),
+}
+TOLD = {  # in the message
+    "gradient sparse": "sparse",
+    "gradient complex": "complex",
+    "gradient elsewhere": "main_grad",
+    "momentum of another shape": "made for another layout",
+    "momentum of inference": "inference_mode",
+    "codes without a scale": "8-bit momentum is int8 and a scale",
 }
 VECTOR_CHANGES = (
     CHANGES
@@ -155,6 +165,7 @@ def test_a_glance_at_a_matrix_finds_what_a_closer_look_finds(
     p = optimizer.param_groups[0]["params"][1]
     MATRIX_CHANGES[change](p, optimizer.state[p])
     glanced = _validated(optimizer)
+    assert change not in TOLD or re.match(f"parameter 1 of group 0.*{TOLD[change]}", str(glanced["error"]))
     monkeypatch.setattr(Engine, "storages", lambda *args: None)
     assert _same(glanced, _validated(optimizer))
 

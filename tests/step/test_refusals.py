@@ -570,7 +570,6 @@ _TALK = {"agree", "renewed", "sharers_of", "_open", "_bind", "_refuse_unless_sta
 _OWN = (
     "/shardmuon/comm/",
     "/shardmuon/errors.py",
-    "/shardmuon/_groups.py",
     "/shardmuon/_torch.py",
     "/shardmuon/core.py",
     "/shardmuon/layout/grid.py",  # judges what all ranks have said: its errors are no single rank's

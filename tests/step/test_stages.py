@@ -38,12 +38,20 @@ from shardmuon.layout.views import kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import KeptLoad, make_program
-from shardmuon.step import weights as weights_module
-from shardmuon.step.bucket import Bound, Buckets, Kernel, Work
-from shardmuon.step.commit import begin_weights, finish_weights, groups_of, run_buckets
+from shardmuon.step import stages as weights_module
+from shardmuon.step.binding import groups_of
+from shardmuon.step.bucket import Bound, Buckets, Kernel, Work, run_buckets
 from shardmuon.step.options import settings_of
-from shardmuon.step.stages import BatchStages, KeptSide, Result, finish
-from shardmuon.step.weights import ZeroWatch, weight_sets
+from shardmuon.step.stages import (
+    BatchStages,
+    KeptSide,
+    Result,
+    ZeroWatch,
+    begin_weights,
+    finish,
+    finish_weights,
+    weight_sets,
+)
 from shardmuon.testing import RankPool
 from shardmuon.variants import VARIANTS, BeforeStage, Stages, keeping, stages_of
 

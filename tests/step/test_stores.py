@@ -17,9 +17,16 @@ from shardmuon import Muon, Orthogonalizer, Storage
 from shardmuon.layout.pieces import Box, Held, Patch, tiles_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
-from shardmuon.momentum import rounding, stores
-from shardmuon.momentum.rounding import Stream, round_patch
-from shardmuon.momentum.stores import decode_whole, encode_whole, scale_shape, step_coded_, step_rounded_
+from shardmuon.momentum import stores
+from shardmuon.momentum.stores import (
+    Stream,
+    decode_whole,
+    encode_whole,
+    round_patch,
+    scale_shape,
+    step_coded_,
+    step_rounded_,
+)
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Policy
 from shardmuon.step.update import Rounding
@@ -270,8 +277,7 @@ def test_slabs_change_no_bit(turned: bool, monkeypatch: pytest.MonkeyPatch) -> N
     stream, patch, found = Stream.of("w", "momentum", 1, view.longest_row), tile.patch(view), []
     settings: dict[str, Any] = {"patch": patch, "stream": stream, "momentum": 0.9, "nesterov": True}
     for elements in (1 << 20, 700, 1):
-        for module in (stores, rounding):
-            monkeypatch.setattr(module, "slab", lambda device, elements=elements: elements)
+        monkeypatch.setattr(stores, "slab", lambda device, elements=elements: elements)
         mine, out = [kept.clone(), codes.clone(), scales.clone()], [torch.empty_like(grad) for _ in range(2)]
         step_rounded_(mine[0], grad, out[0], **settings)
         step_coded_(*mine[1:], grad, out[1], **settings)

@@ -67,7 +67,7 @@ def _family(draw: random.Random) -> list[Bucket]:
 
 
 def _in_one_order(buckets: Sequence[Bucket], posted: dict[int, list[Exchange]]) -> bool:
-    """Whether the ranks of each set post its exchanges in one order, as groups need."""
+    """True if the ranks of each set post its exchanges in one order, as groups need."""
     return all(
         len({tuple(e for e in posted[rank] if buckets[e[1]][0] == ranks) for rank in ranks}) == 1
         for ranks in {of_bucket for of_bucket, _ in buckets}

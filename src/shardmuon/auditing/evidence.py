@@ -36,7 +36,7 @@ from shardmuon.auditing.dense import Block, block_of
 from shardmuon.auditing.reference import Reference, recovered_update
 from shardmuon.auditing.samples import Sample
 from shardmuon.auditing.stages import Applied
-from shardmuon.momentum.rounding import Stream
+from shardmuon.momentum.stores import Stream
 from shardmuon.momentum.update import lr_scale
 
 Measure = Callable[[Tensor], float]

@@ -46,9 +46,8 @@ from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import NONE
 from shardmuon.layout.table import ParamLayout
 from shardmuon.options import view_options
-from shardmuon.step.binding import Binding, takes_part
+from shardmuon.step.binding import Binding, fingerprint, takes_part
 from shardmuon.step.options import settings_of
-from shardmuon.step.replicas import fingerprint
 from shardmuon.step.validate import Proposal
 from shardmuon.variants import keeping
 

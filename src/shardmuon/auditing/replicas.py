@@ -14,7 +14,7 @@ from shardmuon.layout.engines import engine_for
 from shardmuon.layout.engines.base import name_of
 from shardmuon.layout.pieces import Piece
 from shardmuon.layout.table import ParamLayout, Ranks
-from shardmuon.step.replicas import fingerprint
+from shardmuon.step.binding import fingerprint
 
 Prints = dict[tuple[str, str], tuple[tuple[Piece, ...], int]]  # (parameter, quantity) -> pieces kept here, fingerprint
 Replicated = dict[str, tuple[ParamLayout, dict[str, Tensor | None]]]

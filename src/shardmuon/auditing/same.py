@@ -15,7 +15,7 @@ from torch import Tensor
 from shardmuon._torch import ieee_products
 from shardmuon.auditing.reference import decay_factor
 from shardmuon.layout.pieces import Patch
-from shardmuon.momentum.rounding import Stream, round_patch
+from shardmuon.momentum.stores import Stream, round_patch
 from shardmuon.orthogonalize import BACKENDS, KernelName, Products, orthogonalize
 from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.sharded import factor_of

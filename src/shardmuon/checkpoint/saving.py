@@ -39,7 +39,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils._pytree import tree_map_only
 
 from shardmuon._torch import names_in
-from shardmuon.carried import CARRIED, with_carried
 from shardmuon.checkpoint.state import init_missing, keys_of, merged_group, placed_like, read_param
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import Fault, run_together
@@ -55,6 +54,7 @@ from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import SCALE, STEP, Keeper
 from shardmuon.momentum.stores import BLOCK, scale_shape
 from shardmuon.options import view_options
+from shardmuon.step.kept import CARRIED, with_carried
 from shardmuon.variants import KEPT_KEYS
 
 Muon = Any  # `shardmuon.Muon`, which stands above

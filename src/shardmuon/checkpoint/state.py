@@ -18,16 +18,15 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
-from shardmuon.carried import CARRIED, loaded_over, with_carried
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import name_of
 from shardmuon.layout.engines.fsdp1 import lies_elsewhere
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper, coded_fault
 from shardmuon.options import PLACE_OPTIONS, check_hyperparameters
 from shardmuon.step.adamw import init_state
-from shardmuon.step.checks import check_buffer
-from shardmuon.step.kept import KEPT_DTYPE, start_kept, state_shapes
+from shardmuon.step.kept import CARRIED, KEPT_DTYPE, loaded_over, start_kept, state_shapes, with_carried
 from shardmuon.step.options import view_of
+from shardmuon.step.validate import check_buffer
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 _MUON_KEYS = (BUFFER,)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardmuon._groups import new_group_among
-from shardmuon._torch import default_group, is_alive
+from shardmuon._torch import default_group, is_alive, new_group_among
 
 
 @dataclass

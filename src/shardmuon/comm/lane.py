@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._groups import timeout_of
-from shardmuon._torch import default_group
+from shardmuon._torch import default_group, timeout_of
 from shardmuon.comm.groups import MADE, Made
 from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from shardmuon._tables import table
 from shardmuon.options import Orthogonalizer
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.orthogonalize.tuning import add
@@ -25,6 +24,7 @@ from shardmuon.testing.fsdp1 import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.slots import search
+from shardmuon.texts import table
 from shardmuon.variants import VARIANTS, names_in
 
 

@@ -26,8 +26,8 @@ from shardmuon.options import Exchange, Orthogonalizer, Storage
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
+from shardmuon.step.binding import WireFormat, check_blocks, make_spec
 from shardmuon.step.options import GroupOptions, OptionsReader
-from shardmuon.step.specs import WireFormat, check_blocks, make_spec
 from shardmuon.variants import Stage
 
 

@@ -1,6 +1,6 @@
 """The highest point of a step's memory: buffers in flight, batches, and what orthogonalizing takes.
 
-What a bucket keeps and when it lets go follows step/commit.py and step/bucket.py. What orthogonalizing takes is
+What a bucket keeps and when it lets go follows step/bucket.py. What orthogonalizing takes is
 not a formula: the code itself runs on tensors without data, and their storages are counted.
 """
 

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from shardmuon.layout.views import Ints
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.roles import find_places, is_table
-from shardmuon.spelling import did_you_mean
+from shardmuon.texts import did_you_mean
 
 _Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
 Active = tuple[int, str]  # elements that work on one token, and who says so; "": there are no experts

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from shardmuon.plan.plan import Route
-from shardmuon.spelling import did_you_mean
+from shardmuon.texts import did_you_mean
 
 EngineName = Literal["fsdp2", "ddp", "fsdp1", "zero1", "zero2", "zero3", "megatron"]
 _AXES = ("dp", "shard", "tp", "ep", "pp")

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon.carried import carry_by_position
 from shardmuon.host import Host
 from shardmuon.layout.engines.fsdp1 import UnitPlace, place_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE
+from shardmuon.step.kept import carry_by_position
 
 if TYPE_CHECKING:
     from shardmuon.core import Core

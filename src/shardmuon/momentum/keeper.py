@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, MatrixView
-from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.stores import (
     BLOCK,
     SCALE_DTYPE,
+    Rounding,
+    Stream,
     decode_whole,
     encode_whole,
     scale_shape,
@@ -32,38 +33,6 @@ from shardmuon.momentum.stores import (
 MomentumDtype = torch.dtype | Literal["int8"] | None
 BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, which has a "step" of its own
-
-
-class MomentumParam(Protocol):
-    """A parameter whose momentum is kept.
-
-    Attributes:
-        param, engine: The tensor, and what reaches its storage.
-        identity: The name that all ranks give it.
-    """
-
-    @property
-    def param(self) -> Tensor: ...
-    @property
-    def engine(self) -> Engine: ...
-    @property
-    def identity(self) -> str: ...
-
-
-class Fitted(NamedTuple):
-    """One parameter's momentum in one step.
-
-    Attributes:
-        buffer: Local storage of it, or of its codes.
-        scale: Scales of 8-bit codes; None for other momentum.
-        stream: Random bits for rounding it. None: it is stored as it is computed.
-        weights: Random bits for rounding its weights. None: they are rounded to nearest.
-    """
-
-    buffer: Tensor
-    scale: Tensor | None
-    stream: Stream | None
-    weights: Stream | None
 
 
 class Keeper:
@@ -112,16 +81,17 @@ class Keeper:
             return False
         return buffer.dtype == grad.dtype and self.dtype in (None, grad.dtype) and buffer.device == grad.device
 
-    def fit(self, c: MomentumParam, view: MatrixView, grad: Tensor, state: MutableMapping[str, Any]) -> Fitted:
-        """Momentum of a parameter for this step, made or converted if need be, with the random bits for rounding it and
-        its weights.
-
-        Args:
-            c: The parameter.
-            view: The parameter's matrices.
-            grad: Local storage of the parameter's gradient.
-            state: The parameter's state; filled and counted up here.
-        """
+    def fit(
+        self,
+        param: Tensor,
+        engine: Engine,
+        identity: str,  # the name that all ranks give it
+        view: MatrixView,
+        grad: Tensor,  # local storage
+        state: MutableMapping[str, Any],  # filled and counted up here
+    ) -> tuple[Tensor, Rounding]:
+        """Local storage of a parameter's momentum (or of its codes) in this step, made or converted if need be, and the
+        random bits for rounding it and its weights."""
         stream = weights = None
         count = count_of(state) + 1
         _forget_adamw(state)
@@ -129,10 +99,10 @@ class Keeper:
             state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # as torch's optimizers count
             cols = view.longest_row
             if self.dtype in (torch.bfloat16, "int8"):
-                stream = Stream.of(c.identity, "momentum", count, cols)
-            if self.rounds_weights and c.param.dtype in (torch.bfloat16, torch.float16):
-                weights = Stream.of(c.identity, "weights", count, cols)
-        stored = _stored(c.engine, state)
+                stream = Stream.of(identity, "momentum", count, cols)
+            if self.rounds_weights and param.dtype in (torch.bfloat16, torch.float16):
+                weights = Stream.of(identity, "weights", count, cols)
+        stored = _stored(engine, state)
         if not self._fits(stored, grad):
             values = _decoded(stored)
             stored = self._zeros(grad, grad.dtype, view.num_row_dims)
@@ -141,8 +111,8 @@ class Keeper:
                 for place, value in zip(stored.values(), made, strict=True):
                     place.copy_(value)
             state.pop(SCALE, None)
-            _keep(state, stored, c.engine, c.param, view.shape, view.num_row_dims)
-        return Fitted(stored[BUFFER], stored.get(SCALE), stream, weights)
+            _keep(state, stored, engine, param, view.shape, view.num_row_dims)
+        return stored[BUFFER], Rounding(stream, stored.get(SCALE), weights)
 
     def _fits(self, stored: Mapping[str, Tensor], grad: Tensor) -> bool:
         """True if what is stored is in the dtype and place that the options ask for."""

@@ -8,7 +8,7 @@ precision `add` with `alpha` does not on CPUs, so half-precision weights are upd
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -25,7 +25,9 @@ from shardmuon._torch import (
 )
 from shardmuon.layout.pieces import Patch
 
-PORTION = 1 << 17  # elements that a CPU's cache holds, with what is made of them
+# Elements of a list of tiles, or one tile: of what momentum makes on its way to a buffer, and an update on its way to
+# half-precision weights. A CPU's cache holds it; elsewhere it fills a launch.
+PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 
 WeightDecayMode = Literal["decoupled", "l2", "independent", "cautious"]
 WEIGHT_DECAY_MODES: tuple[WeightDecayMode, ...] = ("decoupled", "l2", "independent", "cautious")
@@ -81,13 +83,14 @@ def momentum_into_(
 
     Accelerators take lists in one launch only where all tensors are dense, and a tile of a batch may have gaps.
     """
-    first, kept = out[0], buffers[0]
-    in_place = nesterov and first.dtype == kept.dtype and first.device.type == kept.device.type == "cpu"
+    first, last = out[0], buffers[0]
+    in_place = nesterov and first.dtype == last.dtype and first.device.type == last.device.type == "cpu"
     for to, given, stored in in_cache(out, grads, buffers):
         if in_place:
-            foreach_copy_(to, given)
-            foreach_lerp_(stored, to, weight=1 - momentum)
-            foreach_lerp_(to, stored, weight=momentum)
+            results, kept = list(to), list(stored)
+            torch._foreach_copy_(results, list(given))
+            torch._foreach_lerp_(kept, results, weight=1 - momentum)
+            torch._foreach_lerp_(results, kept, weight=momentum)
         else:
             foreach_copy_(to, momentum_(given, stored, momentum=momentum, nesterov=nesterov))
 
@@ -98,10 +101,10 @@ def in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]
     Only a list of one tensor is cut: longer ones were dealt in portions (step/update.py).
     """
     first = columns[0][0]
-    dim = next((dim for dim, size in enumerate(first.shape) if size > 1), 0)
-    if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= PORTION or not first.dim():
+    if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= PORTION:
         yield columns
         return
+    dim = next(dim for dim, size in enumerate(first.shape) if size > 1)
     step = max(1, PORTION * first.shape[dim] // first.numel())
     yield from zip(*(((slab,) for slab in column[0].split(step, dim)) for column in columns), strict=True)
 
@@ -142,9 +145,14 @@ def apply_(
                 decay_agreeing_(w, update * w, 1 - lr * weight_decay)
         summands = given
         # a CPU's `add` widens as it goes; other devices have no list operation for that
-        if given[0].dtype not in _HALVES or weights[0].device.type != "cpu" or isinstance(lr, Tensor):
+        widens = given[0].dtype in _HALVES and weights[0].device.type == "cpu" and not isinstance(lr, Tensor)
+        if not widens and given[0].dtype != weights[0].dtype:
             summands = foreach_to(given, weights)
-        for alpha, (added, of_alpha) in _by_alpha(alphas, weights, summands).items():
+        alike = len(set(alphas)) == 1
+        together: Mapping[float, tuple[Sequence[Tensor], Sequence[Tensor]]] = (
+            {alphas[0]: (weights, summands)} if alike else _by_alpha(alphas, weights, summands)
+        )
+        for alpha, (added, of_alpha) in together.items():
             if isinstance(lr, Tensor):
                 foreach_add_(added, foreach_times(of_alpha, lr * -alpha), alpha=1.0)
             else:
@@ -155,16 +163,14 @@ def apply_(
 
 def _by_alpha(
     alphas: Sequence[float], weights: Sequence[Tensor], updates: Sequence[Tensor]
-) -> dict[float, tuple[Sequence[Tensor], Sequence[Tensor]]]:
+) -> dict[float, tuple[list[Tensor], list[Tensor]]]:
     """Factor -> the weights that it applies to, and their updates."""
-    if len(set(alphas)) == 1:
-        return {alphas[0]: (weights, updates)}
     found: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
     for alpha, weight, update in zip(alphas, weights, updates, strict=True):
         of_alpha = found.setdefault(alpha, ([], []))
         of_alpha[0].append(weight)
         of_alpha[1].append(update)
-    return dict(found)
+    return found
 
 
 def decay_agreeing_(

@@ -16,7 +16,6 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, get_args
 
-from shardmuon._tables import table
 from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
 from shardmuon.plan.balance import UNEVEN, fitted, handed_on
@@ -33,6 +32,7 @@ from shardmuon.plan.price import (
     step_ns,
     taken_by,
 )
+from shardmuon.texts import table
 
 Route = Literal["local", "owner", "gram"]
 RouteOption = Literal["auto", "owner", "local", "gram"]

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from torch import Tensor, nn
 
-from shardmuon._tables import table
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, matrix_view
@@ -39,7 +38,7 @@ from shardmuon.options import (
 from shardmuon.routing.heads import RoutedParam, doubts_of, find_experts, find_heads
 from shardmuon.routing.presets import Role, numbers_out
 from shardmuon.routing.roles import Place, by, find_places, logical_shape, role_of
-from shardmuon.spelling import did_you_mean
+from shardmuon.texts import did_you_mean, table
 
 Pattern = str | Callable[[str, Tensor, nn.Module], bool]
 Overrides = Mapping[Pattern, str | Mapping[str, Any]] | Sequence[tuple[Pattern, str | Mapping[str, Any]]]

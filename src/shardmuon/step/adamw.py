@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw as functional_adamw
 
-from shardmuon._torch import flattened, foreach_copy_, functional_adamw, is_dense
+from shardmuon._torch import flattened, foreach_copy_, is_dense
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.momentum.update import decay_agreeing_

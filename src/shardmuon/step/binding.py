@@ -1,8 +1,10 @@
-"""A plan bound to the parameters of this rank, kept until parameters, layouts or options are others."""
+"""A plan bound to the parameters of this rank, kept until parameters, layouts or options are others; and the specs of
+which it is made. Ranks of a running job and `shardmuon plan`, which has none, make their specs here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -23,19 +25,21 @@ from shardmuon.layout.engines.tensor_parallel import remember_shape
 from shardmuon.layout.kept import OnMesh, kept_layout
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, kept_view
-from shardmuon.momentum.keeper import Keeper, offloaded_from
-from shardmuon.options import MuonConfig
+from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
+from shardmuon.momentum.stores import BLOCK, GAMMA, mix_
+from shardmuon.options import Exchange, MuonConfig, Orthogonalizer
 from shardmuon.orthogonalize import default_dtype
-from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.orthogonalize.choice import Choice, Chooser, Task, is_narrow, work
+from shardmuon.orthogonalize.gram import schedule_fault
+from shardmuon.orthogonalize.sharded import factor_flops
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
 from shardmuon.plan.machines import machine_of
-from shardmuon.plan.plan import Bucket, Plan, Policy, make_plan
+from shardmuon.plan.plan import Bucket, Gram, Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound, Buckets
 from shardmuon.step.options import Group, GroupOptions, rates_text
-from shardmuon.step.specs import WireFormat, check_blocks, make_spec
-from shardmuon.step.weights import WeightSet, weight_sets
-from shardmuon.variants import Stage, Stages, WeightStage, keeping
+from shardmuon.step.stages import WeightSet, weight_sets
+from shardmuon.variants import Stage, Stages, WeightStage, gram_fault, keeping
 
 
 class Member(NamedTuple):
@@ -287,7 +291,7 @@ def bound(
         kept = partial(_kept_layout, kept_layouts, engine, claim, layout)
         wire = WireFormat.of(config.orthogonalizer, config.exchange, doubles=one.param.dtype == torch.float64)
         spec = make_spec(one.name, layout, options[number], one.param.device, how.chooser, wire, kept)
-        keys = [stage.key for stage in keeping(spec_stages(options[number]))]
+        keys = [stage.key for stage in keeping(_spec_stages(options[number]))]
         shapes = dict(zip(keys, (kept.layout.view.shape for kept in spec.kept), strict=True))
         signature = engine.signature(one.param)
         members.append(Member(one.param, number, one.name, one.identity, engine, signature, shapes))
@@ -301,7 +305,7 @@ def bound(
     policy = Policy(route, config.exchange.bucket_bytes, machine)
     plan = make_plan(specs, policy)
     plan = replace(plan, notes=(*rates_text(plan, [options[member.group].settings for member in members]), *notes))
-    of_each = [spec_stages(options[member.group]) for member in members]
+    of_each = [_spec_stages(options[member.group]) for member in members]
     stored = tuple(tuple(m.engine.storage(m.param).shape) for m in members)
     return Binding(
         rank,
@@ -318,7 +322,7 @@ def bound(
     )
 
 
-def spec_stages(options: GroupOptions) -> Stages:
+def _spec_stages(options: GroupOptions) -> Stages:
     """The stages of a group's matrices."""
     return () if options.settings is None else options.settings.stages
 
@@ -333,3 +337,124 @@ def _kept_layout(
         on_mesh = OnMesh(*cast(Any, claim.form[1:])) if engine.believes_placements else None
         known[key] = kept_layout(layout, view, on_mesh)
     return known[key]
+
+
+class WireFormat(NamedTuple):
+    """Bytes per element of wires, and True if matrices with half-precision products have narrower ones all the same:
+    see `Exchange.dtype`."""
+
+    itemsize: int
+    narrows: bool
+
+    @classmethod
+    def of(cls, orthogonalizer: Orthogonalizer, exchange: Exchange, *, doubles: bool) -> WireFormat:
+        """The wire of a parameter, as the optimizer's options ask for it. `doubles`: True for a parameter of fp64."""
+        if exchange.dtype is not None:
+            return cls(exchange.dtype.itemsize, False)
+        if doubles or orthogonalizer.method == "reference" or orthogonalizer.products_dtype == torch.float64:
+            return cls(8, False)  # fp64 gradients may lie outside the range of fp32
+        return cls(4, True)
+
+
+def make_spec(
+    name: str,
+    layout: ParamLayout,
+    options: GroupOptions,
+    device: torch.device,
+    chooser: Chooser,
+    wire: WireFormat,
+    kept_of: Callable[[Stage], ParamLayout],
+) -> Spec:
+    """One parameter as the planner sees it.
+
+    Args:
+        name: Name for messages.
+        layout: Who stores what.
+        options: Options of its group, which is one of matrices.
+        device: Device of the parameter.
+        chooser: The optimizer's chooser.
+        wire: Of this parameter.
+        kept_of: A stage that keeps anything -> who keeps what.
+
+    Raises:
+        ValueError: A choice cannot run on the device.
+    """
+    assert options.settings is not None, "a group of matrices"
+    coefficients, stages = options.settings.coefficients, options.settings.stages
+    shapes = [(m.rows, m.cols) for m in layout.view.matrices]
+    tasks = {shape: Task(*shape, coefficients, chooser.device or device) for shape in dict.fromkeys(shapes)}
+    choices = {shape: chooser.choice(task) for shape, task in tasks.items()}
+    sizes = {s: 2 if wire.narrows and is_narrow(choice) else wire.itemsize for s, choice in choices.items()}
+    costs = {shape: work(choice, *tasks[shape]) for shape, choice in choices.items()}
+    grams = {shape: _gram(choice, tasks[shape], sizes[shape], stages) for shape, choice in choices.items()}
+    return Spec(
+        name,
+        layout,
+        tuple(str(choices[shape]) for shape in shapes),
+        tuple(costs[shape] for shape in shapes),
+        options.batch,
+        device.type,
+        tuple(sizes[shape] for shape in shapes),
+        tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(stages)),
+        tuple(grams[shape] for shape in shapes),
+        tuple(choices[shape].reason for shape in shapes),
+    )
+
+
+def _gram(choice: Choice, task: Task, itemsize: int, stages: Stages) -> Gram:
+    """The Gram route for matrices of one shape; its wire is never narrower than fp32."""
+    fault = gram_fault(stages)
+    if not fault and choice.method not in ("standard", "gram"):
+        fault = f"method={choice.method!r} has no Gram form"
+    fault = fault or schedule_fault(task.coefficients, torch.float64 if itemsize == 8 else torch.float32)
+    share = 0.625 if task.device.type == "cpu" else 1.0  # of symmetric products, see `choice.work`
+    return Gram(factor_flops(min(task.rows, task.cols), task.coefficients, share), fault)
+
+
+def check_blocks(name: str, layout: ParamLayout) -> None:
+    """Raise Unlike if columns are cut inside a block that 8-bit momentum has one scale for."""
+    for rank, found in tiles_cut(layout):
+        raise Unlike(
+            f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds {found}, which "
+            "cuts such a block in two. Write Storage(momentum_dtype=torch.bfloat16), or cut the columns at multiples "
+            f"of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"
+        )
+
+
+def fingerprint(storage: Tensor) -> int:
+    """64 bits of a tensor's bits and their order. Equal tensors give equal numbers on any device of one kind.
+
+    Each 8 bytes are mixed with their place by a bijection in which every bit hangs on every other (`rounding.mix_`),
+    then added: so a change of 8 bytes always shows, and changes of several cancel like random numbers, 1 in 2**64. A
+    sum of words times weights would not do: neighbours that drift by +1, -1, -1, +1 ulp cancel in any function linear
+    in word and place.
+    """
+    dense = storage.detach().contiguous()
+    # one element may have any stride and still be contiguous, where a view of other bytes wants 1
+    flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    pad = -flat.numel() % 8
+    if pad:
+        flat = torch.nn.functional.pad(flat, (0, pad))
+    elif flat.storage_offset() % 8:
+        flat = flat.clone()
+    words = flat.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    places = torch.empty(0, dtype=torch.int64, device=flat.device)
+    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # intermediate results stay in a CPU's cache
+    for start in range(0, words.numel(), chunk):
+        part = words[start : start + chunk]
+        if len(places) != len(part):
+            places = torch.arange(1, len(part) + 1, device=flat.device, dtype=torch.int64).mul_(GAMMA)
+        total += mix_((places + part).add_(_wrapped(start * GAMMA))).sum()  # wraps around modulo 2**64
+    return int(total.item())
+
+
+def _wrapped(number: int) -> int:
+    """An integer modulo 2**64, as a signed number."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def groups_of(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> list[Ranks]:
+    """The ranks of each group, in the order in which every rank makes them."""
+    moving = [bucket.ranks for bucket in buckets if bucket.exchange]
+    return in_order([*moving, *(one.ranks for one in sets)])

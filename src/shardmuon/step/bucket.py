@@ -1,23 +1,32 @@
-"""One bucket in one step on one rank, from momentum to weights: gather, orthogonalize, scatter, relay.
+"""The buckets of a step on one rank, from momentum to weights: while one is orthogonalized, the next one travels.
 
-Exchanges are handed in, so real ranks and simulated ones run the same lines.
+`run_buckets` takes them in turns; `run_owners` is one bucket from its first line to its last: gather, orthogonalize,
+scatter, relay; `run_gram` is one of the Gram route, whose tensors are fp32 (fp64 where wires are), whatever
+the products of others. Exchanges are handed in, so real ranks and simulated ones run the same lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardmuon.comm.exchange import Pending
-from shardmuon.errors import ranks_text
+from shardmuon._torch import foreach_norm, ieee_products
+from shardmuon.comm.exchange import Pending, Traffic, start
+from shardmuon.comm.groups import group_for
+from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import BACKENDS, FiniteWatch, default_dtype, orthogonalize
+from shardmuon.orthogonalize import BACKENDS, FiniteWatch, Products, default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.graphs import GraphCache
+from shardmuon.orthogonalize.newton_schulz import normalize_into
+from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.plan.copies import Copy
+from shardmuon.plan.gram import GramProgram, Message
 from shardmuon.plan.pipeline import Turn, turns
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Program, Relay
@@ -55,6 +64,7 @@ class Bound:
     Attributes:
         wire: Dtype of what travels, and of batches.
         gathers: See `Bucket`.
+        moves: True if anything travels.
         num_owned: Matrices that are orthogonalized here.
         like_torch: See `apply_results`.
         choices: How each batch is orthogonalized.
@@ -63,8 +73,8 @@ class Bound:
     def __init__(self, plan: Plan, program: Program, shapes: Sequence[Ints], device: torch.device = _CPU) -> None:
         views = [spec.layout.view for spec in plan.specs]
         self.plan, self.program, self.device = plan, program, device
-        self.wire, self.gathers = _WIRES[program.bucket.itemsize], program.bucket.gathers
-        self.num_owned = program.num_owned
+        self.wire, self.moves = _WIRES[program.bucket.itemsize], program.bucket.exchange
+        self.gathers, self.num_owned = program.bucket.gathers, program.num_owned
         self.choices = [Choice.of(plan.items[batch.items[0]].how) for batch in program.batches]
         method = Choice.of(plan.items[program.bucket.items[0]].how).method
         self.like_torch = BACKENDS[method].like_torch
@@ -108,7 +118,36 @@ class Buckets(NamedTuple):
     def of(cls, bounds: list[Bound]) -> Buckets:
         relays = [bound.program.relay is not None for bound in bounds]
         order = turns(relays, [bound.program.bucket.ranks for bound in bounds])
-        return cls(bounds, list(order), any(bound.program.bucket.exchange for bound in bounds))
+        return cls(bounds, list(order), any(bound.moves for bound in bounds))
+
+
+def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) -> None:
+    """Run all buckets of a step. Collective among the ranks of each.
+
+    Args:
+        buckets: This rank's.
+        work: This step's tensors.
+        kernel: What orthogonalizes.
+        traffic: Counts exchanges and matrices.
+
+    Raises:
+        ExchangeError: Something failed in the middle; names the bucket and the operation.
+    """
+    runs: dict[int, Iterator[None]] = {}
+    bounds = buckets.bounds
+    with naming(lambda: f"{bounds[i]}, {turn}", HALF_DONE) if buckets.moves else nullcontext():
+        for turn, i in buckets.order:
+            if turn == "begin":
+                bound, bucket = bounds[i], bounds[i].program.bucket
+                exchange = partial(start, group_for(bucket.ranks) if bound.moves else None, traffic)
+                is_gram = bucket.route == "gram"
+                runs[i] = (run_gram if is_gram else run_owners)(bound, work, kernel, exchange)
+                traffic.orthogonalized += bound.num_owned
+                traffic.reductions += is_gram
+            next(runs[i], None)  # its last turn ends it
+
+
+# ------------------------------------------------------------------------------------------- matrices with an owner
 
 
 def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
@@ -138,7 +177,8 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     came: Tensor | None = None
     if gathers:
         came = pending.pop().wait()
-        bound.heard.hear(came, work.kept)
+        if scatter.heard:
+            bound.heard.hear(came, work.kept)
         sources.append(Results(bound.returned, came))
     passed = None if relay is None else _passed_on(bound, relay, work, came, batches)
     apply_results(bound.held, work, sources, like_torch=bound.like_torch)
@@ -236,3 +276,107 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
             one.copy_(other)
         else:
             other.copy_(one)
+
+
+# ------------------------------------------------------------------------------------------------------ the Gram route
+
+
+class _Scaled(NamedTuple):
+    """A symmetric matrix and a norm that travel together: a part of a Gram matrix with the norm of its columns, or a
+    factor with the norm of the whole matrix."""
+
+    matrix: Tensor
+    norm: Tensor  # 0-dim fp64
+
+
+def run_gram(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
+    """Carry a bucket of the Gram route out, as `run_owners` does others. Shards stay where they are, whatever the
+    kernel's device. See plan/cuts.py, [Note: the Gram route]."""
+    program = bound.program
+    assert isinstance(program, GramProgram), "of a bucket of this route"
+    gather, scatter, shards = program.gather, program.scatter, bound.buffer([program.batch_numel])
+    views = {one.item: shards.as_strided(one.shape, (one.shape[1], 1), one.start) for one in program.shards}
+    update_momentum(bound.foreign, work, bound.foreign.on(shards))
+    sent = {message.item: _part(bound, views[message.item]) for message in program.parts_sent}
+    send = _packed(bound, program.parts_sent, gather.holder_splits, sent)
+    norms = {item: part.norm for item, part in sent.items()}  # of this rank's shards
+    pending = [exchange(send, gather.holder_splits, gather.owner_splits)]
+    del send, sent
+    update_momentum(bound.own, work, bound.own.on(shards))
+    mine = [one.item for one in program.shards if one.added and one.item not in norms]
+    parts = {item: [_part(bound, views[item])] for item in mine}
+    norms.update((item, parts[item][0].norm) for item in mine)
+    norms.update((item, _normalize(view)) for item, view in views.items() if item not in norms)
+    yield
+    came = pending.pop().wait()
+    for message in program.parts_came:
+        parts[message.item].append(_read(bound, came, message))
+    factors: dict[int, _Scaled] = {}
+    for items in program.iterated:
+        factors.update(_iterated(bound, work, {item: _sum(parts.pop(item)) for item in items}))
+    send = _packed(bound, program.factors_sent, scatter.owner_splits, factors)
+    pending.append(exchange(send, scatter.owner_splits, scatter.holder_splits))
+    del send, came
+    yield
+    came = pending.pop().wait()
+    factors.update((message.item, _read(bound, came, message)) for message in program.factors_came)
+    for item, x in views.items():
+        factor = factors.pop(item)
+        with ieee_products(bound.device):
+            x.copy_((factor.matrix * _ratio(norms[item], factor.norm)) @ x)
+    results = [Results(side, shards) for side in (bound.own, bound.returned)]
+    apply_results(bound.held, work, results, like_torch=bound.like_torch)
+
+
+def _part(bound: Bound, x: Tensor) -> _Scaled:  # (short side, columns), divided by its norm
+    """The Gram matrix X X^T of a shard, however few columns this rank has, and the norm of the shard."""
+    norm = _normalize(x)
+    return _Scaled(Products(bound.device, bound.wire).multiply(None, x, x.mT, symmetric=True), norm)
+
+
+def _packed(bound: Bound, messages: Sequence[Message], splits: Ints, values: Mapping[int, _Scaled]) -> Tensor:  # 1-D
+    send = bound.buffer(splits)
+    for message in messages:
+        target, (matrix, norm) = send.narrow(0, message.start, message.size), values[message.item]
+        bits = norm.reshape(1).view(bound.wire)  # the fp64 norm, bit for bit
+        pack_symmetric(matrix, target[: -len(bits)])
+        target[-len(bits) :].copy_(bits)
+    return send
+
+
+def _read(bound: Bound, came: Tensor, message: Message) -> _Scaled:
+    source = came.narrow(0, message.start, message.size)
+    tail = torch.float64.itemsize // bound.wire.itemsize
+    norm = source[-tail:].clone().view(torch.float64)[0]
+    return _Scaled(unpack_symmetric(source[:-tail], bound.plan.items[message.item].short), norm)
+
+
+def _iterated(bound: Bound, work: Work, wholes: Mapping[int, _Scaled]) -> Iterator[tuple[int, _Scaled]]:
+    """The factors of matrices with these Gram matrices, of one shape, as the ranks that hold the matrices read them."""
+    coefficients = work.settings[bound.plan.items[next(iter(wholes))].param].coefficients
+    with ieee_products(bound.device):
+        products = Products(bound.device, torch.float64)
+        factors = factor_of(torch.stack([whole.matrix for whole in wholes.values()]), coefficients, products)
+    for (item, whole), factor in zip(wholes.items(), factors.to(bound.wire), strict=True):
+        yield item, _Scaled(factor.triu() + factor.triu(1).mT, whole.norm)
+
+
+def _normalize(x: Tensor) -> Tensor:  # (short side, columns), divided in place; 0-dim fp64
+    """Divide a shard by its Frobenius norm, at any scale. Returns the norm."""
+    norm = foreach_norm([x], 2)[0]
+    batch = x.unsqueeze(0)
+    normalize_into(batch, batch)  # its norm is taken before the first element is written
+    return norm
+
+
+def _sum(parts: Sequence[_Scaled]) -> _Scaled:
+    """The Gram matrix of a whole (fp64) from those of its parts, each of trace 1, and their norms; trace 1 too."""
+    whole = torch.linalg.vector_norm(torch.stack([part.norm for part in parts]))
+    total = torch.zeros_like(parts[0].matrix, dtype=torch.float64)
+    for part in parts:
+        total.add_(part.matrix * _ratio(part.norm, whole).square())
+    return _Scaled(total, whole)
+
+
+def _ratio(part: Tensor, whole: Tensor) -> Tensor:  # 0-dim fp64
+    return torch.where(whole > 0, part / whole, 0.0)

@@ -1,4 +1,5 @@
-"""Options of each parameter group, as one frozen object that is made anew only when the group says something else.
+"""Options of parameter groups: checks of a new group, and each group in a step as one frozen object, which is made
+anew only when the group says something else. Talks to no other rank.
 
 [Note: an lr on the device]
     The host compares every option among the ranks before each step. To compare an lr that lies on the device it would
@@ -11,28 +12,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from shardmuon._torch import is_capturing
+from shardmuon.comm.groups import GroupRef
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
+from shardmuon.layout.engines.base import name_of
+from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check_expert
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.update import LrScale, WeightDecayMode, lr_scale
 from shardmuon.options import (
+    ADAMW_DEFAULTS,
+    GROUP_DEFAULTS,
     MUON_OPTIONS,
+    ONLY_ADAMW,
+    ONLY_MUON,
     PLACE_OPTIONS,
     VIEW_OPTIONS,
     check_hyperparameters,
+    check_keys,
     per_step,
+    refuse_sets,
     view_options,
 )
 from shardmuon.plan.plan import Plan
+from shardmuon.step.kept import loaded_over
 from shardmuon.variants import Stages, stages_of, stages_text
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
@@ -109,7 +120,7 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
     )
 
 
-def settings_text(settings: Settings) -> str:
+def _settings_text(settings: Settings) -> str:
     """Text of settings, equal on two ranks that do the same; names a callable instead of printing its address."""
     scale = settings.adjust_lr_fn
     named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
@@ -168,7 +179,7 @@ class GroupOptions(NamedTuple):
         if self.settings is None:
             return self
         settings = replace(self.settings, tensor_lr=lr)
-        return self._replace(settings=settings, text=settings_text(settings))
+        return self._replace(settings=settings, text=_settings_text(settings))
 
 
 _EVERY = 100  # steps
@@ -189,12 +200,8 @@ class OptionsReader:
         self.rates: dict[int, float] = {}
         self.num_steps, self.has_agreed = 0, False
 
-    def read(self, groups: Sequence[Group], due: str = "") -> list[GroupOptions]:
+    def read(self, groups: Sequence[Group]) -> list[GroupOptions]:
         """The options of each group as they are now.
-
-        Args:
-            groups: The optimizer's.
-            due: More that ranks must have alike in this step.
 
         Raises:
             ValueError: One has no meaning; with the group's number.
@@ -216,7 +223,7 @@ class OptionsReader:
         found = list(self._options)
         for index, lr in rates.items():
             found[index] = found[index].with_rate(lr)
-        return [options._replace(text=f"{options.text}{due}") for options in found] if due else found
+        return found
 
     def _on_host(self, index: int, lr: Tensor, looks: bool) -> float:
         if looks and not is_capturing(lr.device):
@@ -239,22 +246,18 @@ _LR = _READ.index("lr")
 
 def _options_of(index: int, group: Group) -> GroupOptions:
     try:
-        return _read(index, group)
+        check_hyperparameters(f"group {index}: ", group)
+        if not group["use_muon"]:
+            return GroupOptions(None)
+        settings, view = settings_of(group), view_options(group)
     except OUT_OF_MEMORY:
         raise
     except Exception as wrong:
         raise ValueError(fault_text(wrong, f"group {index}: ")) from wrong
-
-
-def _read(index: int, group: Group) -> GroupOptions:
-    check_hyperparameters(f"group {index}: ", group)
-    if not group["use_muon"]:
-        return GroupOptions(None)
-    settings, view = settings_of(group), view_options(group)
     batch = batch_text(settings)
     alike = " ".join([*(f"{key}={group.get(key)!r}" for key in _ALIKE), batch.replace(" ", "")])
     planned = f"{alike} {view} {[group.get(key) for key in PLACE_OPTIONS]}"
-    return GroupOptions(settings, settings_text(settings), alike, planned, batch, view)
+    return GroupOptions(settings, _settings_text(settings), alike, planned, batch, view)
 
 
 def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:
@@ -276,3 +279,164 @@ def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:
         f"lr {lr:.4g} when planned, x {scale:.4g} = {lr * scale:.4g}: {', '.join(those)}"
         for (lr, scale), those in shapes.items()
     ]
+
+
+def without_stale_names(params: Any) -> Any:
+    """Groups without their names if they are named for more parameters than they have; anything else as it is.
+
+    torch's ZeroRedundancyOptimizer gives each rank's optimizer a part of each group's parameters and the names of all.
+    """
+    if not isinstance(params, list) or not all(isinstance(g, dict) for g in params):
+        return params
+    groups = [g for g in cast("list[dict[str, Any]]", params) if isinstance(g.get("params"), list)]
+    stale = [g for g in groups if len(g.get("param_names") or ()) > len(g["params"])]
+    if not stale:
+        return params
+    names, held = len(stale[0]["param_names"]), len(stale[0]["params"])
+    warnings.warn(
+        f"a group has param_names of {names} parameters and holds {held}, as torch's ZeroRedundancyOptimizer divides "
+        "groups. No parameter keeps its name: messages and audits say where one stands",
+        stacklevel=3,
+    )
+    return [{key: value for key, value in g.items() if key != "param_names"} for g in params]
+
+
+def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what a caller adds, with a list of parameters and process groups by their ranks.
+
+    Raises:
+        TypeError: The group is no dict, or its parameters have no order.
+        ValueError: A process group is none, or this rank is not in it.
+    """
+    if not isinstance(param_group, dict):
+        raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
+    group = dict(param_group)
+    params = group.get("params")
+    refuse_sets("parameters", params, "a list")
+    group["params"] = [params] if isinstance(params, Tensor) else list(cast("Iterable[Any]", params or ()))
+    for key in ("tp_group", "process_group"):
+        if key in group:
+            group[key] = GroupRef.of(group[key], key)
+    group.setdefault("use_muon", True)
+    return group
+
+
+def drop_what_means_nothing(group: MutableMapping[str, Any], given: Collection[str]) -> None:
+    """Take from a new group, to which torch gives all defaults, those of the other kind that its caller did not set."""
+    for key in ONLY_ADAMW if group["use_muon"] else ONLY_MUON:
+        if key not in given:
+            group.pop(key, None)
+
+
+def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Give a group, in place, the options of its kind that it lacks: its `use_muon` may have changed."""
+    if group["use_muon"]:
+        missing = {key: value for key, value in defaults.items() if key not in ONLY_ADAMW}
+    else:
+        missing = {key: value for key, value in {**defaults, **ADAMW_DEFAULTS}.items() if key not in ONLY_MUON}
+    for key, value in missing.items():
+        group.setdefault(key, value)
+
+
+def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """`complete` the groups whose `use_muon` was changed since they were made. An eps that was the other kind's default
+    becomes this one's."""
+    for group in groups:
+        is_muon = group.get("use_muon", True)
+        mark = "ns_coefficients" if is_muon else "betas"
+        if "use_muon" in group and mark not in group:
+            muons, adamws = defaults["eps"], ADAMW_DEFAULTS["eps"]
+            if group.get("eps") == (adamws if is_muon else muons):
+                group["eps"] = muons if is_muon else adamws
+            complete(group, defaults)
+
+
+def fill_up(groups: Sequence[dict[str, Any]], mine: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Give loaded groups the options that they lack (checkpoints of torch.optim.Muon): those that the optimizer's own
+    have, then its defaults."""
+    defaults = {key: value for key, value in {**GROUP_DEFAULTS, **defaults}.items() if key != "differentiable"}
+    for index, group in enumerate(groups):
+        group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
+        group.setdefault("use_muon", True)
+        complete(group, defaults)
+
+
+def check_param_group(
+    known: Sequence[Mapping[str, Any]], group: Mapping[str, Any], given: Collection[str], defaults: Mapping[str, Any]
+) -> None:
+    """Check a group that is about to be added to an optimizer.
+
+    Args:
+        known: The groups that the optimizer has.
+        group: The new one, complete.
+        given: The keys that the caller set.
+        defaults: The optimizer's.
+
+    Raises:
+        ValueError: An option or a parameter does not fit.
+        TypeError: A parameter is not a tensor, or of an integer dtype.
+    """
+    index = len(known)
+    params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+    names = [p[0] for p in group["params"] if isinstance(p, tuple)] or group.get("param_names") or []
+    if names and len(names) != len(params):
+        raise ValueError(
+            f"group {index}: found {len(names)} param_names for {len(params)} parameters, so that messages would "
+            "name wrong ones. Give one name for each, or leave param_names out"
+        )
+    check_keys(f"group {index}: ", given)
+    check_hyperparameters(f"group {index}: ", group)
+    listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
+    meaningless = {key: group[key] for key in given if key in ONLY_MUON and group[key] != defaults[key]}
+    unset = {key for key in ("tp_group", "process_group") if key not in given}
+    for position, p in enumerate(params):
+        name = names[position] if position < len(names) else f"parameter {position} of group {index}"
+        _check_tensor(name, p)
+        if id(p) in listed:
+            raise ValueError(f"{name}: the same parameter is listed twice (first as {listed[id(p)]}). List it once")
+        listed[id(p)] = name
+        try:
+            check_expert(p, group, unset)
+            engine_for(p, group)
+        except ValueError as wrong:
+            raise ValueError(f"{name}: {wrong}") from None
+        if group["use_muon"]:
+            _check_matrix(name, p, group, given)
+        elif meaningless:
+            raise ValueError(
+                f"{name}: {meaningless} are options of matrices, but the group says use_muon=False, which is AdamW. "
+                "Leave them out"
+            )
+    named = bool(names) or "param_names" in group
+    if known and named != ("param_names" in known[0]):
+        raise ValueError(
+            f"group {index}: its parameters have no names, those of the other groups have. Give (name, parameter) "
+            "pairs, or the groups of a module: for g in shardmuon.param_groups(part, lr=...): "
+            "optimizer.add_param_group(g)"
+            if not named
+            else f"group {index}: its parameters have names ({names[0] if names else 'none'}, ..), those of the other "
+            "groups have none. Leave the names out (group.pop('param_names')), or give every group names"
+        )
+
+
+def _check_matrix(name: str, p: Tensor, group: Mapping[str, Any], given: Collection[str]) -> None:
+    try:
+        view_of(name, p, group)
+    except ValueError as wrong:
+        if "use_muon" in given:
+            raise
+        raise ValueError(
+            f"{wrong}. If these are all parameters of a model, give Muon the model, which it routes by itself: "
+            "Muon(model, ...); for transformers' Trainer, optimizer_cls_and_kwargs=(Muon, {'model': model, ...}). To "
+            "add a part of it, as one that is unfrozen: for g in shardmuon.param_groups(part, lr=...): "
+            "optimizer.add_param_group(g)"
+        ) from None
+
+
+def _check_tensor(name: str, p: object) -> None:
+    if not isinstance(p, Tensor):
+        raise TypeError(f"{name}: an optimizer takes tensors, found {type(p).__name__}")
+    if p.is_complex():
+        raise ValueError(f"{name}: complex parameters ({p.dtype}) are not supported. Leave it out")
+    if not p.is_floating_point():
+        raise TypeError(f"{name}: dtype {p.dtype} cannot be optimized; parameters must be floating point")

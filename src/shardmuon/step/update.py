@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,15 +20,18 @@ from torch import Tensor
 from shardmuon._torch import foreach_copy_
 from shardmuon.layout.pieces import Patch, Tile
 from shardmuon.layout.views import Ints, MatrixView
-from shardmuon.momentum.rounding import Stream, round_patch
-from shardmuon.momentum.stores import BLOCK, step_coded_, step_rounded_
-from shardmuon.momentum.update import PORTION, apply_, apply_like_torch_, l2_gradient, momentum_, momentum_into_
+from shardmuon.momentum.stores import BLOCK, Rounding, round_patch, step_coded_, step_rounded_
+from shardmuon.momentum.update import (
+    PORTION,
+    PORTION_ELSEWHERE,
+    apply_,
+    apply_like_torch_,
+    l2_gradient,
+    momentum_,
+    momentum_into_,
+)
 from shardmuon.plan.program import Load
 from shardmuon.step.options import Settings
-
-# Elements: what momentum makes on its way to a buffer, and an update on its way to half-precision weights, is at most
-# this, or one tile: so much that a list fills a launch. On a CPU what fits a cache.
-PORTION_ELSEWHERE = 1 << 24
 
 Stored = Sequence[Sequence[Tensor]]  # of each parameter and each of its `Spec.kept`, what this rank stores of it; fp32
 
@@ -41,7 +44,7 @@ class _Row(NamedTuple):
     start: int
 
 
-class Portion(NamedTuple):
+class _Portion(NamedTuple):
     """Tiles that one call of a list operation takes.
 
     Attributes:
@@ -55,18 +58,18 @@ class Portion(NamedTuple):
 
 class Portions:
     """A side's tiles in portions: those of the same settings that are alike, at most so many elements. Keeps its last
-    answer."""
+    answer.
+
+    Args:
+        params: Number of the parameter of each tile.
+        sizes: Elements of each.
+    """
 
     def __init__(self, params: Sequence[int], sizes: Sequence[int]) -> None:
-        """
-        Args:
-            params: Number of the parameter of each tile.
-            sizes: Elements of each.
-        """
         self._params, self._sizes = params, sizes
-        self._last: tuple[object, list[Portion]] = (None, [])
+        self._last: tuple[object, list[_Portion]] = (None, [])
 
-    def of(self, work: Work, *columns: Sequence[Tensor]) -> list[Portion]:
+    def of(self, work: Work, *columns: Sequence[Tensor]) -> list[_Portion]:
         """The tiles that one call takes: of the same settings, and of one dtype and device in each column."""
         settings = map(id, map(work.settings.__getitem__, self._params))
         first: dict[int, int] = {}  # settings, made anew whenever one changes -> the first tile that has them
@@ -78,7 +81,7 @@ class Portions:
             kinds.append([(one.momentum is None, one.weights is None) for one in roundings])
         limit = PORTION if columns[0][0].device.type == "cpu" else PORTION_ELSEWHERE
         if self._last[0] != (kinds, limit):
-            self._last = (kinds, limit), [Portion(at, _picker(at)) for at in dealt(self._sizes, kinds, limit)]
+            self._last = (kinds, limit), [_Portion(at, _picker(at)) for at in dealt(self._sizes, kinds, limit)]
         return self._last[1]
 
 
@@ -113,6 +116,11 @@ class Side:
     A storage is asked for its strides whenever it is touched: a gradient may lie otherwise than the one before it, and
     otherwise than its parameter.
 
+    Args:
+        loads: Loads of a program.
+        views: View of each parameter.
+        shapes: Shape of this rank's storage of each parameter.
+
     Attributes:
         loads: The tiles and their places.
         params: Number of each tile's parameter.
@@ -122,12 +130,6 @@ class Side:
     """
 
     def __init__(self, loads: Sequence[Load], views: Sequence[MatrixView], shapes: Sequence[Ints]) -> None:
-        """
-        Args:
-            loads: Loads of a program.
-            views: View of each parameter.
-            shapes: Shape of this rank's storage of each parameter.
-        """
         self.loads = tuple(loads)
         self.views = [views[load.param] for load in loads]
         matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
@@ -181,24 +183,11 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
     return rows
 
 
-class Rounding(NamedTuple):
-    """Random bits for one parameter's storages in one step.
-
-    Attributes:
-        momentum: Random bits for a momentum of bf16 or 8-bit codes. None: the momentum is stored as it is computed.
-        scales: Scales of 8-bit codes; None for other momentum.
-        weights: Random bits for half-precision weights. None: they are rounded to nearest.
-    """
-
-    momentum: Stream | None = None
-    scales: Tensor | None = None
-    weights: Stream | None = None
-
-
 _NEAREST = Rounding()
 
 
-class Work(NamedTuple):
+@dataclass
+class Work:
     """Tensors of this step for each parameter of a plan; None for those without a gradient, here and on all ranks.
 
     Attributes:
@@ -208,12 +197,12 @@ class Work(NamedTuple):
         rounding: Number of a parameter -> its random bits, for those that are rounded at random.
     """
 
-    weights: Sequence[Tensor | None]
-    grads: Sequence[Tensor | None]
-    momenta: Sequence[Tensor | None]
-    settings: Sequence[Settings]
-    kept: Stored = ()
-    rounding: Mapping[int, Rounding] = MappingProxyType({})
+    weights: list[Tensor | None]
+    grads: list[Tensor | None]
+    momenta: list[Tensor | None]
+    settings: list[Settings]
+    kept: list[tuple[Tensor, ...]] = field(default_factory=list)
+    rounding: dict[int, Rounding] = field(default_factory=dict)
 
 
 class Results(NamedTuple):
@@ -267,12 +256,12 @@ def _update_rounded(side: Side, work: Work, at: int, kept: Tensor, grad: Tensor,
     if rounding.scales is not None:
         codes = work.momenta[side.loads[at].param]
         assert codes is not None
-        step = partial(step_coded_, kept, scales_of(side.loads[at].tile, side.views[at], codes, rounding.scales))
+        step = partial(step_coded_, kept, _scales_of(side.loads[at].tile, side.views[at], codes, rounding.scales))
     patch, stream = side.patches[at], rounding.momentum
     step(grad, out, patch=patch, stream=stream, momentum=settings.momentum, nesterov=settings.nesterov)
 
 
-def scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # dims of rows, then blocks
+def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # dims of rows, then blocks
     """The scales of a tile, a view of those that its rank stores beside the codes. It begins where a block does."""
     rows = view.num_row_dims
     first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))

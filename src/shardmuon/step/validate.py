@@ -16,40 +16,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardmuon._torch import is_dtensor
 from shardmuon.comm.component import Ranks
 from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at, ranks_text
 from shardmuon.layout.calls import digest_of
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_of
+from shardmuon.layout.engines.dtensor import lies_as_placed, placed
+from shardmuon.layout.mesh import same_storage
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding
-from shardmuon.step.checks import (
-    check_adamw_dtypes,
-    check_can_align,
-    check_gradient_elsewhere,
-    gradient_storage,
-    state_storage,
-)
 from shardmuon.step.kept import Settled, start_kept, stored_kept, unsettled
 from shardmuon.step.options import Group, GroupOptions, Scales, Settings
-from shardmuon.step.update import Rounding
+from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS
 
 State = Mapping[Tensor, MutableMapping[str, Any]]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Proposal:
+class Proposal(Work):
     """One step as this rank would make it, with what it tells the other ranks of that.
 
     Attributes:
-        weights, grads, momenta: This rank's storage for each parameter of the plan; None without a gradient.
-        settings: Settings of each parameter's group.
         states: NONE, READY or MISPLACED for each parameter.
         said: For each parameter, values that ranks must have alike.
-        kept: For each parameter, this rank's storage of what its stages keep.
-        rounding: Number of a parameter -> its random bits.
         made: Number of a parameter -> its whole state, for those whose state will change.
         fresh: Number of a parameter -> keys of norms that no step has looked at since they were made or loaded.
         adamw: Number of a group -> tensors that AdamW steps of each of its parameters, as far as they could be told.
@@ -57,14 +49,9 @@ class Proposal:
     """
 
     def __init__(self, num: int) -> None:
-        self.weights: list[Tensor | None] = [None] * num
-        self.grads: list[Tensor | None] = [None] * num
-        self.momenta: list[Tensor | None] = [None] * num
-        self.settings: list[Settings] = []
+        super().__init__([None] * num, [None] * num, [None] * num, [], [()] * num)
         self.states: list[int] = [NONE] * num
         self.said: list[tuple[object, ...]] = []
-        self.kept: list[tuple[Tensor, ...]] = [()] * num
-        self.rounding: dict[int, Rounding] = {}
         self.made: dict[int, dict[str, Any]] = {}
         self.fresh: dict[int, tuple[str, ...]] = {}
         self.adamw: dict[int, list[Row | None]] = {}
@@ -165,7 +152,7 @@ def _read(found: Proposal, number: int, binding: Binding, settings: Settings, me
     if number in binding.elsewhere:
         grad = engine.wrap(torch.zeros_like(weight, dtype=gradient_dtype(param) or weight.dtype), param)
     if grad is None:
-        check_gradient_elsewhere(param)
+        _check_gradient_elsewhere(param)
         return (NONE,)
     if 0 in weight.stride():
         _check_writable("storage", weight)
@@ -204,29 +191,10 @@ def _make(found: Proposal, number: int, binding: Binding, settings: Settings, me
     for key in KEPT_KEYS:  # of a variant that the group had before: it would be stale when that comes back
         if key not in member.kept:
             state.pop(key, None)
-    fitted = memory.keeper.fit(member, view, grad, state)
-    found.momenta[number], found.made[number] = fitted.buffer, state
-    if fitted.stream is not None or fitted.weights is not None:
-        found.rounding[number] = Rounding(fitted.stream, fitted.scale, fitted.weights)
-
-
-def _state_storage(param: Tensor, kept: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
-    """The local storage of a state tensor, which can be written to.
-
-    Raises:
-        ValueError: It cannot be written to, or is no such tensor.
-    """
-    if not isinstance(kept, Tensor):
-        raise ValueError(f"its {key} is a {type(kept).__name__}, not a tensor. {_LOAD}")
-    found = state_storage(param, kept, key, engine, weight)
-    if found.layout is not torch.strided or found.is_complex() or found.is_meta != weight.is_meta:
-        raise ValueError(
-            f"its {key} is {found.layout}, {found.dtype} on {found.device}, and must be strided, real and not on meta. "
-            f"{_LOAD}"
-        )
-    if 0 in found.stride():
-        _check_writable(key, found)
-    return found
+    found.made[number] = state
+    found.momenta[number], rounding = memory.keeper.fit(member.param, member.engine, member.identity, view, grad, state)
+    if rounding.momentum is not None or rounding.weights is not None:
+        found.rounding[number] = rounding
 
 
 def _check_writable(what: str, tensor: Tensor) -> None:
@@ -278,15 +246,15 @@ def _adamw_rows(index: int, group: Group, state: State) -> list[Row | None]:
 def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
     grad = p.grad
     if grad is None:
-        check_gradient_elsewhere(p)
+        _check_gradient_elsewhere(p)
         return
     engine = engine_of(p)
     weight = engine.storage(p)
     if 0 in weight.stride():
         _check_writable("storage", weight)
     gradient_storage(p, grad, engine, weight)
-    check_adamw_dtypes(p, grad, None)
-    check_adamw_dtypes(p, grad, kept.get(MOMENTS[0]))
+    _check_adamw_dtypes(p, grad, None)
+    _check_adamw_dtypes(p, grad, kept.get(MOMENTS[0]))
     for key in MOMENTS:
         if key in kept and _state_storage(p, kept[key], key, engine, weight).dtype != grad.dtype:
             raise ValueError(f"its {key} is {kept[key].dtype}, its gradient {grad.dtype}. {_LOAD}")
@@ -298,12 +266,12 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------ what ranks must have alike
 
 
-def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions]) -> dict[Ranks, bytes]:
-    """Set of ranks -> what its ranks must have alike in this step."""
+def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], due: str) -> dict[Ranks, bytes]:
+    """Digest of what each set of ranks must have alike in this step. `due`: text on when they audit."""
     found = {}
     for ranks, numbers in binding.alike.items():
         if len(ranks) > 1:
-            said = tuple((proposal.said[n], options[binding.members[n].group].text) for n in numbers)
+            said = due, *((proposal.said[n], options[binding.members[n].group].text) for n in numbers)
             last = binding.said.get(ranks)
             if last is None or last[0] != said:  # in most steps as in the one before
                 runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
@@ -327,15 +295,17 @@ class ProposalLine(NamedTuple):
     text: str
 
 
-def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks) -> list[ProposalLine]:
-    """Text of what a set of ranks must have alike in this step, a line for each parameter; the first line is the
-    plan's."""
+def lines_of(
+    binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks, due: str
+) -> list[ProposalLine]:
+    """Text of what a set of ranks must have alike in this step, as `digests_of` has it: a line for each parameter; the
+    first line is the plan's."""
     lines = [ProposalLine("", binding.digests.get(ranks, b"").hex(), "")]
     for number in binding.alike[ranks]:
         member, said = binding.members[number], proposal.said[number][1:]
         named = [f"{what}={dtype}" for what, dtype in zip(("weights", "gradient", BUFFER), said, strict=False)]
         more = [str(value).replace(" ", "") for value in said[3:]]
-        text = " ".join([*named, *more, options[member.group].text])
+        text = " ".join([*named, *more, f"{options[member.group].text}{due}"])
         lines.append(ProposalLine(member.name, STATES[proposal.states[number]], text))
     return lines
 
@@ -366,3 +336,109 @@ def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) 
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, own, strict=True))
             return f"{said[0].name}: ranks {ranks} are about to step with different options or state: {texts}"
     return f"ranks {ranks_text(ranks)} are about to do different things"
+
+
+def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor) -> Tensor | None:
+    """The gradient's local storage, or None if it does not lie as the parameter does, whose storage is `weight`.
+
+    Raises:
+        ValueError: The gradient is unusable; the message lacks the name.
+    """
+    quick = engine.storages(param, grad)
+    if quick is not None and not quick[1].is_complex():
+        return quick[1]
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"its gradient is sparse ({grad.layout}), which no update here takes. Use sparse=False, or leave it out "
+            "here (set requires_grad to False while Muon is made) and step it by its own optimizer, such as "
+            "torch.optim.SparseAdam"
+        )
+    if grad.is_complex():
+        raise ValueError(f"its gradient is complex ({grad.dtype}); parameters and gradients must be real")
+    if not engine.is_aligned(grad, param):
+        return None
+    storage = engine.storage(grad)
+    if storage.shape != weight.shape and not same_storage(storage.shape, weight.shape):
+        raise ValueError(f"its gradient stores shape {tuple(storage.shape)} here, the parameter {tuple(weight.shape)}")
+    return storage
+
+
+def _check_gradient_elsewhere(param: Tensor) -> None:
+    """Raise ValueError if a parameter without `grad` has one under another name: it would never be trained."""
+    for name, remedy in (
+        ("decoupled_grad", "Wrap the model with use_decoupled_grad=False"),
+        ("main_grad", "Use shardmuon.frameworks.megatron, or set p.grad = p.main_grad before the step"),
+    ):
+        if isinstance(getattr(param, name, None), Tensor):
+            raise ValueError(f"its gradient is in p.{name} and p.grad is None. {remedy}")
+
+
+def check_can_align(param: Tensor, weight: Tensor) -> None:
+    """Raise ValueError if the storage (`weight`) is not what placements say: a gradient is redistributed by
+    placements."""
+    assert is_dtensor(param), "gradients of others lie as they do, or are refused"
+    if not lies_as_placed(param):
+        raise ValueError(
+            f"its gradient is placed unlike the parameter, which stores shape {tuple(weight.shape)} here and not what "
+            f"its placements imply ({placed(param)}). Redistribute the gradient to the parameter's rows first"
+        )
+
+
+def _check_adamw_dtypes(param: Tensor, grad: Tensor, moment: Tensor | None) -> None:
+    """Raise ValueError if dtypes differ: torch's AdamW mixes none, and finds out only when other parameters have
+    changed."""
+    kept = param if moment is None else moment
+    if grad.dtype != kept.dtype:
+        what = "the parameter" if moment is None else "its exp_avg"
+        raise ValueError(
+            f"its gradient is {grad.dtype}, {what} {kept.dtype}, which AdamW cannot mix. Cast a model before its "
+            "optimizer is made, or load the optimizer's state again after casting: that casts it too. If nothing was "
+            "cast, an engine keeps gradients in another dtype: leave out FSDP1's keep_low_precision_grads"
+        )
+
+
+def check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
+    """Raise ValueError (without the name) if a state tensor does not lie as the parameter, or may not be written to."""
+    if buffer is not None:
+        engine = engine_of(param)
+        _state_storage(param, buffer, key, engine, engine.storage(param))
+
+
+def _state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
+    """The local storage of a state tensor, which lies as the parameter does and can be written to.
+
+    Raises:
+        ValueError: It lies otherwise, cannot be written to, or is no such tensor; the message lacks the name.
+    """
+    quick = engine.storages(param, buffer)
+    found = quick[1] if quick is not None else _looked_at(param, buffer, key, engine, weight)
+    if found.layout is not torch.strided or found.is_complex() or found.is_meta != weight.is_meta:
+        raise ValueError(
+            f"its {key} is {found.layout}, {found.dtype} on {found.device}, and must be strided, real and not on meta. "
+            f"{_LOAD}"
+        )
+    if 0 in found.stride():
+        _check_writable(key, found)
+    return found
+
+
+def _looked_at(param: Tensor, buffer: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
+    if not isinstance(buffer, Tensor):
+        raise ValueError(f"its {key} is a {type(buffer).__name__}, not a tensor. {_LOAD}")
+    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"
+        )
+    try:
+        aligned = engine.is_aligned(buffer, param)
+    except ValueError:
+        aligned = False
+    if aligned and same_storage(engine.storage(buffer).shape, weight.shape):
+        return engine.storage(buffer)
+    found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
+    if is_dtensor(buffer):
+        found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
+    raise ValueError(
+        f"its {key} is {found}, the parameter stores shape {tuple(weight.shape)}: the state was made "
+        "for another layout. Load it through torch.distributed.checkpoint, which reshards it"
+    )

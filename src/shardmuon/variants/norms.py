@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_norm, foreach_times_numbers_
+from shardmuon._torch import foreach_mul_, foreach_norm
 from shardmuon.variants.passes import line_norms, wide_of
 
 _ALIGNED = 16  # elements of fp32
@@ -100,7 +100,7 @@ class NumberLayout:
 def _times_(numbers: Tensor, sizes: Sequence[int], factors: Sequence[float]) -> Tensor:
     if len(sizes) == 1:  # the same product
         return numbers.mul_(factors[0])
-    foreach_times_numbers_(numbers.split(sizes), factors)
+    foreach_mul_(numbers.split(sizes), factors)
     return numbers
 
 

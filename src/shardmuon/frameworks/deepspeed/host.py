@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon.carried import CARRIED, carry, kept_in, missing_fault, take_carried
 from shardmuon.comm.groups import group_ranks
 from shardmuon.comm.vote import Fault, run_together
 from shardmuon.core import Core
@@ -46,6 +45,7 @@ from shardmuon.host import Host, Progress, Weight
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
 from shardmuon.step.adamw import init_state, step_adamw
+from shardmuon.step.kept import CARRIED, carry, kept_in, missing_fault, take_carried
 
 if TYPE_CHECKING:
     from shardmuon.comm.component import Ranks

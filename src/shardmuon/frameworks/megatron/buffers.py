@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.carried import CARRIED, loaded_over, missing_fault
 from shardmuon.comm.groups import GroupRef
 from shardmuon.comm.vote import run_together
 from shardmuon.errors import made_public
@@ -33,6 +32,7 @@ from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
+from shardmuon.step.kept import CARRIED, loaded_over, missing_fault
 from shardmuon.variants import keeping, stages_of
 
 KIND = "shards of Megatron's distributed optimizer"
@@ -122,7 +122,7 @@ def distributed_optimizer(
     made = [list(group["params"]) for group in muon.param_groups]
     host = ShardHost(muon)
     pairs = zip((group["param_names"] for group in muon.param_groups), made, strict=True)
-    muon.hosts.take(host)
+    muon.hosts.insert(0, host)
     with torch.no_grad():  # else shards of fp32 parameters are no leaves
         wrapped = _optimizer_class(base)(muon, *args, **kwargs)
     shards: dict[Tensor, Tensor] = {}

@@ -8,7 +8,7 @@ matrices in the groups, in one order on every rank, some of them empty; then the
 
 [Note: what stages keep here]
     All of it is on every rank that shares the matrix, also where the shard is empty. State that Megatron loads is what
-    there was before, so what is kept comes from the saved groups alone (`shardmuon.carried`), by name. Taken over as
+    there was before, so what is kept comes from the saved groups alone (`shardmuon.step.kept`), by name. Taken over as
     new tensors on every rank at once: which norms a step has looked at must be the same on all of them.
 """
 
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardmuon.carried import carry, kept_in, take_carried
 from shardmuon.comm.vote import Fault
 from shardmuon.host import Host, Progress, Weight
+from shardmuon.step.kept import carry, kept_in, take_carried
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 if TYPE_CHECKING:

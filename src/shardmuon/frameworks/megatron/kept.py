@@ -1,4 +1,4 @@
-"""State of variants' stages in Megatron's checkpoints: the saved groups carry it (`shardmuon.carried`).
+"""State of variants' stages in Megatron's checkpoints: the saved groups carry it (`shardmuon.step.kept`).
 
 [Note: sharded state]
     `sharded_state_dict` describes each tensor of an optimizer's state by its parameter's shape and shards, and fails on
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.carried import CARRIED, carry_by_position
 from shardmuon.comm.groups import num_ranks
 from shardmuon.comm.vote import Fault, gather
 from shardmuon.frameworks.stack import caller
 from shardmuon.host import Core, Host
+from shardmuon.step.kept import CARRIED, carry_by_position
 from shardmuon.variants import KEPT_KEYS
 
 BY_PLACE = "kept_state_by_place"  # in the first saved group: place in the whole model -> key -> tensor

@@ -1,9 +1,9 @@
-"""Guesses at the name that somebody meant, for messages about a name that does not exist."""
+"""Texts for messages and reports: near spellings of a name that does not exist, tables, ranks."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # What other libraries call our options: DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel.
 _SPELLINGS = {
@@ -36,3 +36,13 @@ def did_you_mean(key: str, allowed: Sequence[str]) -> str:
     """End of a message that names the nearest allowed key; empty if none comes near."""
     found = nearest(key, allowed)
     return "" if found is None else f" (did you mean {found}?)"
+
+
+def table(
+    rows: Iterable[Sequence[str]],  # of one length, the header first
+) -> str:
+    """Lines of a table, its columns side by side and dashes under the header."""
+    header, *body = rows
+    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+    lines = (header, ["-" * width for width in widths], *body)
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
