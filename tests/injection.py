@@ -31,7 +31,6 @@ TRANSPORT = {
     ("_torch.py", "default_group"),
     ("_torch.py", "is_alive"),
     ("errors.py", ""),
-    ("comm/component.py", ""),
     ("comm/groups.py", "group_for"),
     ("comm/groups.py", "group_ranks"),
     ("comm/groups.py", "live"),
@@ -39,7 +38,6 @@ TRANSPORT = {
     ("comm/groups.py", "num_ranks"),
     ("comm/groups.py", "talking_device"),
     ("comm/groups.py", "backends_of"),
-    ("comm/lane.py", ""),
     ("comm/vote.py", ""),
     ("layout/bind.py", "bind"),
     ("layout/bind.py", "settle"),
@@ -73,7 +71,7 @@ TRANSPORT = {
 }
 # Without DeepSpeed nobody reads these generators; they are only closed, and then what they raise goes nowhere.
 UNREAD = {("frameworks/deepspeed/host.py", "<genexpr>")}
-COLLECTIVES = {("comm/lane.py", name) for name in ("carry", "share")}
+COLLECTIVES = {("comm/vote.py", name) for name in ("merge", "share")}
 
 
 class Place(NamedTuple):

@@ -33,7 +33,7 @@ import shardmuon.step.bucket as buckets
 import shardmuon.step.commit as commit
 import shardmuon.step.options
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
-from shardmuon.comm.lane import Hop, Lane
+from shardmuon.comm import vote as votes
 from shardmuon.orthogonalize import Method
 from shardmuon.orthogonalize.finite import FiniteWatch
 from shardmuon.step import gram
@@ -800,7 +800,7 @@ def test_the_stand_in_refuses_and_counts_what_it_says() -> None:
 
 # ------------------------------------------------------------------------------------------------- planted faults
 
-real_start, real_hop = commit.start, Lane._hop
+real_start, real_tensor = commit.start, votes._tensor
 
 
 def _applies(spoil: Callable[[Tensor], Any]) -> Any:
@@ -834,15 +834,14 @@ def _in(module: str, name: str, value: Any) -> Any:
     return mock.patch.object(importlib.import_module(module), name, value)
 
 
-def _over_the_device(lane: Lane, hop: Hop, **rest: Any) -> bytes:
-    there = torch.frombuffer(bytearray(hop.message), dtype=torch.uint8).to("cuda:0", non_blocking=True)
-    return real_hop(lane, hop._replace(message=there.cpu().numpy().tobytes()), **rest)
+def _over_the_device(data: bytes) -> Tensor:
+    return real_tensor(data).to("cuda:0", non_blocking=True).cpu()
 
 
 # name -> (the fault, options, ranks, what the stand-in must say: "waits", "uploads", "launches" or a refusal)
 FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
     "the vote goes over the device": (
-        lambda: mock.patch.object(Lane, "_hop", _over_the_device),
+        lambda: mock.patch.object(votes, "_tensor", _over_the_device),
         CONFIGS["standard"],
         8,
         "waits",

@@ -17,7 +17,7 @@ from every_layout import MANY_BUCKETS, Planned, assert_counted, compared, digest
 from torch import Tensor
 
 from shardmuon import Exchange, Muon, Orthogonalizer
-from shardmuon.comm.exchange import Traffic
+from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.layouts import flat, grid_of, placed
 from shardmuon.foresight.ranges import megatron_ranges
 from shardmuon.layout.grid import union

@@ -21,11 +21,8 @@ from shardmuon._torch import default_group, is_dtensor
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing
-from shardmuon.comm.component import Ranks
-from shardmuon.comm.exchange import Traffic
-from shardmuon.comm.groups import GroupRef, World, group_for, group_ranks, my_rank
-from shardmuon.comm.lane import close_lane
-from shardmuon.comm.vote import Fault, Flag, Phase, Verdict
+from shardmuon.comm.groups import GroupRef, Ranks, Traffic, World, group_for, group_ranks, my_rank
+from shardmuon.comm.vote import Fault, Flag, Phase, Verdict, close_lane
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.first_step import FirstStep
 from shardmuon.host import Host, Hosts, Progress

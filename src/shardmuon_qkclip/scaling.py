@@ -29,10 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardmuon.comm.component import Ranks
-from shardmuon.comm.groups import GroupRef, group_for, my_rank, num_ranks, talking_device
-from shardmuon.comm.lane import lane_of
-from shardmuon.comm.vote import Fault, Phase, Unlike
+from shardmuon.comm.groups import GroupRef, Ranks, group_for, my_rank, num_ranks, talking_device
+from shardmuon.comm.vote import Fault, Phase, Unlike, close_lane
 from shardmuon.errors import (
     OUT_OF_MEMORY,
     RELOAD,
@@ -234,7 +232,7 @@ class Scaler(Call[_Bound]):
             if num_ranks() > 1:
                 self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
                 if self._bound is not None and not self._is_alone and not isinstance(error, ExchangeError):
-                    lane_of(self._bound.component).close()  # whoever waits for this rank fails at once
+                    close_lane(self._bound.component)  # whoever waits for this rank fails at once
             raise
 
     @torch.no_grad()

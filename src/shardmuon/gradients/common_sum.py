@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardmuon.comm.component import Ranks, largest_of
-from shardmuon.comm.groups import my_rank, num_ranks
-from shardmuon.comm.vote import Fault, Phase, gather
+from shardmuon.comm.groups import Ranks, my_rank, num_ranks
+from shardmuon.comm.vote import Fault, Phase, gather, largest_of
 from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, raised_at
 from shardmuon.gradients.norms import combine, norm_of
 from shardmuon.layout.bind import Listed, Table

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardmuon._torch import local_if_any
-from shardmuon.comm.component import Entry, Ranks
-from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Unlike, discover, gather, vote
+from shardmuon.comm.groups import Ranks
+from shardmuon.comm.vote import Ballot, Entry, Fault, Flag, Phase, Unlike, discover, gather, vote
 from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, ranks_text
 from shardmuon.layout.engines import Engine, sharing
 from shardmuon.layout.engines.base import Claim, Group

@@ -21,9 +21,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from shardmuon.comm.component import Ranks, in_order, largest_of
-from shardmuon.comm.groups import World, my_rank
-from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, gather, vote
+from shardmuon.comm.groups import Ranks, World, my_rank
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, gather, in_order, largest_of, vote
 from shardmuon.errors import Refused, ranks_text
 from shardmuon.layout.bind import Listed, Sharers, Table, bind, sharers_of
 from shardmuon.layout.engines.base import Group

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from shardmuon.comm.component import in_order
 from shardmuon.comm.groups import GroupRef, wire_device
-from shardmuon.comm.vote import Unlike
+from shardmuon.comm.vote import Unlike, in_order
 from shardmuon.errors import ranks_text
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import KeptTable

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon.comm.exchange import Pending
+from shardmuon.comm.groups import Pending
 from shardmuon.errors import ranks_text
 from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import BACKENDS, FiniteWatch, default_dtype, orthogonalize

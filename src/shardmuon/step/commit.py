@@ -9,9 +9,8 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon.comm.component import in_order
-from shardmuon.comm.exchange import Traffic, start
-from shardmuon.comm.groups import group_for, talking_device
+from shardmuon.comm.groups import Traffic, group_for, start, talking_device
+from shardmuon.comm.vote import in_order
 from shardmuon.errors import HALF_DONE, UNCHANGED, naming
 from shardmuon.layout.table import Ranks
 from shardmuon.plan.plan import Bucket

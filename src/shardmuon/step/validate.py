@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon.comm.component import Ranks
+from shardmuon.comm.groups import Ranks
 from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at, ranks_text
 from shardmuon.layout.calls import digest_of
 from shardmuon.layout.engines import Engine, engine_of

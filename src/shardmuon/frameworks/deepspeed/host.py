@@ -48,7 +48,7 @@ from shardmuon.options import check_hyperparameters
 from shardmuon.step.adamw import init_state, step_adamw
 
 if TYPE_CHECKING:
-    from shardmuon.comm.component import Ranks
+    from shardmuon.comm.groups import Ranks
     from shardmuon.plan.plan import Plan
 
 Named = tuple[str, Tensor]
