@@ -14,8 +14,8 @@ from shardmuon import Muon, Orthogonalizer
 from shardmuon.comm.groups import GroupRef
 from shardmuon.frameworks.deepspeed.partitions import Slice, make_shard
 from shardmuon.layout.engines.flat import FlatShard, home_of, mark_flat
+from shardmuon.layout.mesh import Cut, flat_part
 from shardmuon.layout.pieces import Box, FlatRange, Held
-from shardmuon.layout.shards import Cut, flat_part
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.step.binding import How

@@ -23,7 +23,7 @@ from shardmuon.foresight.job import Setting, count
 from shardmuon.foresight.layouts import flat, grid_of
 from shardmuon.foresight.ranges import megatron_ranges
 from shardmuon.foresight.types import Exact, Mesh
-from shardmuon.layout.shards import Cut
+from shardmuon.layout.mesh import Cut
 from shardmuon.layout.views import matrix_view
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters

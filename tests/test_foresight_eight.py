@@ -21,9 +21,7 @@ from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.layouts import flat, grid_of, placed
 from shardmuon.foresight.ranges import megatron_ranges
 from shardmuon.layout.grid import union
-from shardmuon.layout.kept import OnMesh
-from shardmuon.layout.mesh import Shard
-from shardmuon.layout.shards import Cut, parts_of
+from shardmuon.layout.mesh import Cut, OnMesh, Shard, parts_of
 from shardmuon.layout.table import ParamLayout, Ranks, replicated
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.plan.machines import MACHINES

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from shardmuon import Audit, Muon, audit, clip_grad_norm_
 from shardmuon.layout.engines import engine_of
-from shardmuon.layout.extents import AxisCut, Extent, pieces_of_extents
+from shardmuon.layout.mesh import AxisCut, Extent, pieces_of_extents
 from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view

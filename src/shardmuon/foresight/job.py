@@ -20,8 +20,8 @@ from shardmuon.foresight.models import Loader, Model, Param, in_megatrons_order,
 from shardmuon.foresight.splitting import Shares, split
 from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored
 from shardmuon.layout import views
-from shardmuon.layout.kept import OnMesh, kept_layout
-from shardmuon.layout.table import ParamLayout, Ranks
+from shardmuon.layout.mesh import OnMesh
+from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
 from shardmuon.layout.views import MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import Exchange, Orthogonalizer, Storage

@@ -23,10 +23,8 @@ from shardmuon.foresight.models import AFTER, Param
 from shardmuon.foresight.ranges import fsdp1_ranges, megatron_ranges, zero_ranges
 from shardmuon.foresight.types import Mesh
 from shardmuon.layout.grid import Grid, union
-from shardmuon.layout.kept import OnMesh
-from shardmuon.layout.mesh import Shard, readings
+from shardmuon.layout.mesh import Cut, OnMesh, Shard, flat_part, parts_of, readings
 from shardmuon.layout.pieces import Box
-from shardmuon.layout.shards import Cut, flat_part, parts_of
 from shardmuon.layout.table import ParamLayout, Ranks, replicated
 from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import scale_shape

@@ -19,8 +19,8 @@ from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, name_of, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
 from shardmuon.layout.engines.tensor_parallel import remember_shape
-from shardmuon.layout.kept import OnMesh, kept_layout
-from shardmuon.layout.table import ParamLayout, Ranks
+from shardmuon.layout.mesh import OnMesh
+from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
 from shardmuon.layout.views import Ints, kept_view
 from shardmuon.momentum.keeper import Keeper, offloaded_from
 from shardmuon.options import MuonConfig

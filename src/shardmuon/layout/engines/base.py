@@ -178,7 +178,7 @@ class Engine:
         engine describes have theirs."""
         return False
 
-    # ------------------------------------------------------ what stages keep: [Note: where it lies] in layout/kept.py
+    # ---------------------------------------------- what stages keep: [Note: where kept numbers lie] in layout/table.py
 
     def kept_shape(self, param: Tensor, shape: Ints, *, stacked: bool) -> Ints:
         """Shape of this rank's part of a state tensor that a stage keeps, given its global shape: (stacked matrices or

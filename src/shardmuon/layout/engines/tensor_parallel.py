@@ -21,8 +21,8 @@ from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.base import AUTOTP_GROUP, Claim, Engine, Group, Stored, mates_of
 from shardmuon.layout.grid import Grid, Ties
+from shardmuon.layout.mesh import Cut, at_dim, parts_of
 from shardmuon.layout.pieces import whole
-from shardmuon.layout.shards import Cut, at_dim, parts_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
 
