@@ -44,11 +44,11 @@ from shardmuon.errors import (
 )
 from shardmuon.host import Host, Hosts, Weight
 from shardmuon.layout.bind import Listed, Table, settle
-from shardmuon.layout.calls import Call, KeptTable, Said, agree, digest_of
+from shardmuon.layout.calls import Call, KeptTable, Said, agree
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.pieces import Tile, spans_of
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.table import ParamLayout, digest_of
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.options import view_options
 from shardmuon.step.kept import MatrixNumbers, forget_norms
@@ -359,7 +359,7 @@ class Scaler(Call[_Bound]):
         self._flat = torch.cat([torch.empty(0, **fp32), *parts])
         self._keeping()  # takes over what was loaded: where the others hear of it if that fails
         sets = (*kept.sets, *(() if kept.beyond is None else (kept.beyond,)))
-        return Said({ranks: digest_of(kept.token + repr(self.lines(kept, ranks)).encode()) for ranks in sets})
+        return Said({ranks: digest_of((kept.token, self.lines(kept, ranks))) for ranks in sets})
 
     def lines(self, kept: _Bound, ranks: Ranks) -> list[str]:
         tau, alpha = self._numbers

@@ -27,10 +27,10 @@ from shardmuon.comm.vote import Fault, Phase, gather, largest_of
 from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, raised_at
 from shardmuon.gradients.norms import combine, norm_of
 from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import Call, KeptTable, Said, agree, digest_of
+from shardmuon.layout.calls import Call, KeptTable, Said, agree
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, named_params
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.table import ParamLayout, digest_of
 from shardmuon.step.checks import check_can_align, gradient_storage
 
 Source = Optimizer | nn.Module | Tensor | Iterable[Any]
@@ -272,7 +272,7 @@ class Clipping(Call[BoundGradients]):
         if self.fault.text is None and MISPLACED not in self.states:
             self.counted = self._count(len(kept.component) > 1)
         sets = kept.sets if kept.beyond is None else {kept.beyond: (), **kept.sets}
-        said = {ranks: digest_of(kept.token + repr(self._said(kept, ranks)).encode()) for ranks in sets}
+        said = {ranks: digest_of((kept.token, self._said(kept, ranks))) for ranks in sets}
         return Said(said, _ALIGN if MISPLACED in self.states else 0)
 
     def _count(self, compared: bool) -> Counted:

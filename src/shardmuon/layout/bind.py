@@ -48,7 +48,7 @@ class Listed(NamedTuple):
     options: str = ""
 
 
-class Described(NamedTuple):
+class _Described(NamedTuple):
     """A listed parameter with its engine, and what that says of it."""
 
     listed: Listed
@@ -57,7 +57,7 @@ class Described(NamedTuple):
     claim: Claim
 
 
-class Facts(NamedTuple):
+class _Facts(NamedTuple):
     """Message of a rank to its whole component.
 
     Attributes:
@@ -120,7 +120,7 @@ def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False)
     return bool(verdict.presence)
 
 
-def describe(listed: Sequence[Listed]) -> list[Described]:
+def _describe(listed: Sequence[Listed]) -> list[_Described]:
     """Ask the engine of each parameter for its ties and its claim.
 
     Raises:
@@ -130,7 +130,7 @@ def describe(listed: Sequence[Listed]) -> list[Described]:
     for one in listed:
         try:
             engine = sharing(one.param, one.group)
-            found.append(Described(one, engine, engine.ties(one.param, one.group), engine.claim(one.param, one.group)))
+            found.append(_Described(one, engine, engine.ties(one.param, one.group), engine.claim(one.param, one.group)))
         except OUT_OF_MEMORY:
             raise
         except Exception as wrong:
@@ -186,15 +186,15 @@ def bind(
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     fault = fault or Fault()
-    mine: list[Described] = []
+    mine: list[_Described] = []
     table: Table | None = None
     if sharers is None:
         sharers = sharers_of(lambda: [(one.param, one.group) for one in listed], fault)
     with fault:
-        mine = describe(listed)
+        mine = _describe(listed)
         sharers = {**sharers, **{one.ties: one.ties.sets for one in mine}}
     sets = tuple(dict.fromkeys([*itertools.chain.from_iterable(sharers.values()), *beyond]))
-    entry = Entry(sets, fault.text, Facts(tuple(sharers), stamp, os.urandom(8)))
+    entry = Entry(sets, fault.text, _Facts(tuple(sharers), stamp, os.urandom(8)))
     known = discover(rank, entry, before, fault.cause)
     sets_here: list[_Set] = []
     with fault:
@@ -221,7 +221,7 @@ def bind(
 
 
 def _sets(
-    mine: Sequence[Described], grids: Mapping[Ties, Grid], groups: Mapping[Ranks, str], fault: Fault
+    mine: Sequence[_Described], grids: Mapping[Ties, Grid], groups: Mapping[Ranks, str], fault: Fault
 ) -> list[_Set]:
     """The sets of sharers that this rank is in; small ones first, as all ranks talk."""
     numbers: dict[Ranks, list[int]] = {union(grid): [] for grid in grids.values()}
@@ -231,7 +231,7 @@ def _sets(
     return [_Set(ranks, numbers[ranks], mine, grids, groups.get(ranks, ""), fault) for ranks in ordered]
 
 
-class ListedLine(NamedTuple):
+class _ListedLine(NamedTuple):
     """Text about one parameter that every sharing rank must list alike.
 
     Attributes:
@@ -256,7 +256,7 @@ class _Set:
         self,
         ranks: Ranks,
         numbers: Sequence[int],
-        everything: Sequence[Described],
+        everything: Sequence[_Described],
         grids: Mapping[Ties, Grid],
         group: str,
         fault: Fault,
@@ -298,7 +298,7 @@ class _Set:
                 self._compare(found, prints or [])
         return found
 
-    def _lines(self) -> list[ListedLine]:
+    def _lines(self) -> list[_ListedLine]:
         """Text of each shared parameter that every rank of the set must list alike."""
         found = []
         for one in self._mine:
@@ -306,10 +306,10 @@ class _Set:
             view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
             sizes = f"{shape}".replace("-1", "any")  # along a dim that is cut in parts of any size
             about = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
-            found.append(ListedLine(about, (f"{form}", *one.listed.options.split(" "), *view)))
+            found.append(_ListedLine(about, (f"{form}", *one.listed.options.split(" "), *view)))
         return found
 
-    def _difference(self, everyone: Sequence[Sequence[ListedLine]]) -> str:
+    def _difference(self, everyone: Sequence[Sequence[_ListedLine]]) -> str:
         first, here = everyone[0] if everyone else [], self.ranks[0]
         for rank, theirs in zip(self.ranks, everyone, strict=False):
             unlike = [(a, b) for a, b in zip(first, theirs, strict=False) if a != b]

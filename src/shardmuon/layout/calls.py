@@ -12,7 +12,6 @@ in which ranks find out whether they go on.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -129,11 +128,6 @@ class Call(ABC, Generic[K]):
                         f"{rank} has {other.strip()!r}. {self.rule}"
                     )
         raise AssertionError("digests differ, lines do not")
-
-
-def digest_of(said: bytes) -> bytes:
-    """16 bytes for a vote."""
-    return hashlib.blake2b(said, digest_size=16).digest()
 
 
 def agree(call: Call[K], fault: Fault, fresh: K | None = None) -> tuple[K, Verdict]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
-from shardmuon.comm.groups import GroupRef, my_rank
-from shardmuon.layout.grid import Grid, Ranks, Ties
+from shardmuon.comm.groups import GroupRef, Ranks, my_rank
+from shardmuon.layout.grid import Grid, Ties
 from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.pieces import Held, whole
 from shardmuon.layout.views import Ints

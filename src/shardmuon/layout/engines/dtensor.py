@@ -18,7 +18,6 @@ from shardmuon.comm.groups import my_rank
 from shardmuon.layout import mesh as meshes
 from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
 from shardmuon.layout.grid import Grid, Ties
-from shardmuon.layout.pieces import Held
 from shardmuon.layout.views import Ints, row_major
 
 if TYPE_CHECKING:
@@ -182,17 +181,12 @@ def cuts_of(placements: Sequence[Placement]) -> meshes.Placements:
     return tuple(found)
 
 
-def held_as_placed(param: DTensor) -> list[tuple[Held, ...]]:
-    """The pieces that this rank stores, by each reading of the placements that its storage fits."""
-    (mesh, ranks), stored = mesh_key(param.device_mesh), tuple(param._local_tensor.shape)
-    place = ranks.index(my_rank())
-    mine = [reading[place] for reading in meshes.readings(tuple(param.shape), mesh, cuts_of(param.placements))]
-    return [held for held, implied in mine if meshes.same_storage(implied, stored)]
-
-
 def lies_as_placed(param: DTensor) -> bool:
     """True if this rank stores what the placements imply, so that another tensor can be redistributed to them."""
-    return bool(held_as_placed(param))
+    (mesh, ranks), stored = mesh_key(param.device_mesh), tuple(param._local_tensor.shape)
+    place = ranks.index(my_rank())
+    mine = (reading[place] for reading in meshes.readings(tuple(param.shape), mesh, cuts_of(param.placements)))
+    return any(meshes.same_storage(implied, stored) for _, implied in mine)
 
 
 # ---------------------------------------------------------------------------------- what torch's checkpoints are told
