@@ -24,7 +24,7 @@ Case = tuple[tuple[int, int], tuple[int, ...], int]
 
 
 def _readings_that_fit(param: torch.Tensor, full: torch.Tensor) -> list[bool]:
-    """True for each reading of the placements that names exactly the elements that this rank stores?"""
+    """True for each reading of the placements that names exactly the elements that this rank stores."""
     assert isinstance(param, DTensor)
     mesh, ranks = mesh_key(param.device_mesh)
     storage = engine_of(param).storage(param)

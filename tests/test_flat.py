@@ -116,10 +116,10 @@ def _refused(starts: tuple[int, int], sizes: tuple[int, int]) -> str:
 @pytest.mark.parametrize(
     ("starts", "sizes", "message"),
     [
-        ((0, 12), (10, 12), "no rank holds elements [10, 12)"),
-        ((0, 10), (12, 14), "elements [10, 12) of shape (4, 6) are held by two pieces"),
-        ((0, 12), (12, 14), "pieces reach element 26"),
-        ((0, 0), (0, 12), "no rank holds elements [12, 24)"),
+        ((0, 12), (10, 12), "leave a gap at ([10, 12)) of 24 elements of shape (4, 6)"),
+        ((0, 10), (12, 14), "overlap at ([10, 12)) of 24 elements of shape (4, 6)"),
+        ((0, 12), (12, 14), "offset (12,) and size (14,) is out of bounds of 24 elements"),
+        ((0, 0), (0, 12), "leave a gap at ([12, 24))"),
     ],
 )
 def test_shards_that_do_not_cover_a_matrix_are_refused_on_every_rank(

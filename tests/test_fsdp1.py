@@ -231,23 +231,6 @@ def test_groups_may_be_made_by_hand(world2: RankPool) -> None:
     assert world2.run(_by_hand) == [[], []]
 
 
-def _scheduled() -> list[str]:
-    """Learning rates that a scheduler writes to the groups reach every tensor."""
-    found = []
-    for model in (tied(), wrapped(tied())):
-        optimizer = Muon(model, **OPTIONS)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        for step in range(3):
-            train(model, optimizer, range(step, step + 1))
-            scheduler.step()
-        found.append(whole_weights(model) if isinstance(model, FSDP) else plain_weights(model))
-    return unlike(found[1], found[0])
-
-
-def test_schedulers_reach_every_tensor(world2: RankPool) -> None:
-    assert world2.run(_scheduled) == [[], []]
-
-
 def _nothing_here() -> tuple[int, list[str]]:
     """Four elements on three ranks: the last one keeps padding only. Gradients are whole numbers."""
 
@@ -682,27 +665,6 @@ def test_an_optimizer_of_parameters_that_are_no_more_says_so(world2: RankPool) -
         assert unchanged
         assert len(said) == 1
         assert "make the optimizer after fully_shard(), FSDP()" in said[0]
-
-
-class Headed(nn.Module):
-    """A head that only `get_output_embeddings` tells."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layer, self.head = nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-
-def _routed() -> tuple[str, str]:
-    return str(param_groups(wrapped(Headed()), lr=1e-3)), str(param_groups(Headed(), lr=1e-3))
-
-
-def test_what_modules_say_of_their_parameters_is_heard(world2: RankPool) -> None:
-    for found, expected in world2.run(_routed):
-        assert found == expected
-        assert "get_output_embeddings" in found
 
 
 STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))  # 1 plants in every function, which takes a minute

@@ -22,12 +22,12 @@ from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing
 from shardmuon.comm.groups import GroupRef, Ranks, Traffic, World, group_for, group_ranks, my_rank
-from shardmuon.comm.vote import Fault, Flag, Phase, Verdict, close_lane
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, close_lane
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.first_step import FirstStep
 from shardmuon.host import Host, Hosts, Progress
 from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import Call, Said, agree, renewed
+from shardmuon.layout.calls import Call, agree, renewed
 from shardmuon.layout.engines.base import MISPLACED, NONE
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.options import MuonConfig
@@ -318,20 +318,20 @@ class StepCall(Call[Binding]):
                         return False
         return next(members, None) is None
 
-    def read(self, kept: Binding) -> Said:
+    def read(self, kept: Binding) -> Ballot:
         """See `Call`."""
-        core, self.num_bits = self._core, kept.num_bits
+        core, flags = self._core, Flag.NONE
         if core.watch.coming:
             core.watch.report()
         if core.zeros.coming:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
         if core.audits.num_steps + 1 >= core.audits.at and core.audits.is_due:
-            self.flags = Flag.AUDIT
+            flags = Flag.AUDIT
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)
         digests = digests_of(kept, self.proposal, self.options) if len(kept.component) > 1 else None
-        return Said(digests, self.proposal.presence)
+        return Ballot(self.phase, flags, digests, self.proposal.presence, kept.num_bits)
 
     def lines(self, kept: Binding, ranks: Ranks) -> list[ProposalLine]:
         """See `Call`."""

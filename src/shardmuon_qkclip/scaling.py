@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardmuon.comm.groups import GroupRef, Ranks, group_for, my_rank, num_ranks, talking_device
-from shardmuon.comm.vote import Fault, Phase, Unlike, close_lane
+from shardmuon.comm.vote import Ballot, Fault, Phase, Unlike, close_lane
 from shardmuon.errors import (
     OUT_OF_MEMORY,
     RELOAD,
@@ -44,7 +44,7 @@ from shardmuon.errors import (
 )
 from shardmuon.host import Host, Hosts, Weight
 from shardmuon.layout.bind import Listed, Table, settle
-from shardmuon.layout.calls import Call, KeptTable, Said, agree
+from shardmuon.layout.calls import Call, KeptTable, agree
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.pieces import Tile, spans_of
@@ -348,7 +348,7 @@ class Scaler(Call[_Bound]):
         kept.hear(everyone)
         self._bound = kept
 
-    def read(self, kept: _Bound) -> Said:
+    def read(self, kept: _Bound) -> Ballot:
         device = kept.found.targets[0].weight.stored.device
         self._own = self._maxima(device)
         fp32: Any = {"dtype": torch.float32, "device": device}
@@ -359,7 +359,7 @@ class Scaler(Call[_Bound]):
         self._flat = torch.cat([torch.empty(0, **fp32), *parts])
         self._keeping()  # takes over what was loaded: where the others hear of it if that fails
         sets = (*kept.sets, *(() if kept.beyond is None else (kept.beyond,)))
-        return Said({ranks: digest_of((kept.token, self.lines(kept, ranks))) for ranks in sets})
+        return Ballot(self.phase, digests={ranks: digest_of((kept.token, self.lines(kept, ranks))) for ranks in sets})
 
     def lines(self, kept: _Bound, ranks: Ranks) -> list[str]:
         tau, alpha = self._numbers

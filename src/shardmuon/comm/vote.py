@@ -31,7 +31,6 @@ import pickle
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntFlag
 from types import TracebackType
@@ -129,8 +128,7 @@ class Flag(IntFlag):
     BEYOND = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Ballot:
+class Ballot(NamedTuple):
     """One rank's message in a vote.
 
     Attributes:

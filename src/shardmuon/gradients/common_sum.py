@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon.comm.groups import Ranks, my_rank, num_ranks
-from shardmuon.comm.vote import Fault, Phase, gather, largest_of
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, gather, largest_of
 from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, raised_at
 from shardmuon.gradients.norms import combine, norm_of
 from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import Call, KeptTable, Said, agree
+from shardmuon.layout.calls import Call, KeptTable, agree
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, named_params
 from shardmuon.layout.table import ParamLayout, digest_of
@@ -232,7 +232,6 @@ class Clipping(Call[BoundGradients]):
     counted: Counted = field(default_factory=Counted)
 
     phase = Phase.CLIP
-    num_bits = 1
     doing = "clip"
     rule = "Every rank that shares a parameter must have its gradient, or none, and pass the same arguments"
 
@@ -259,7 +258,7 @@ class Clipping(Call[BoundGradients]):
         if self.params:
             _BOUND[self.params[0].param] = kept
 
-    def read(self, kept: BoundGradients) -> Said:
+    def read(self, kept: BoundGradients) -> Ballot:
         """Read gradients and count what this rank counts."""
         self.states, self.held = [], []
         for share, one in zip(kept.shares, self.params, strict=True):
@@ -273,7 +272,7 @@ class Clipping(Call[BoundGradients]):
             self.counted = self._count(len(kept.component) > 1)
         sets = kept.sets if kept.beyond is None else {kept.beyond: (), **kept.sets}
         said = {ranks: digest_of((kept.token, self._said(kept, ranks))) for ranks in sets}
-        return Said(said, _ALIGN if MISPLACED in self.states else 0)
+        return Ballot(self.phase, Flag.NONE, said, _ALIGN if MISPLACED in self.states else 0, num_bits=1)
 
     def _count(self, compared: bool) -> Counted:
         """Norms of the gradients that this rank counts. `compared`: other ranks compare loose gradients with theirs."""

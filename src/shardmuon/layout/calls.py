@@ -16,7 +16,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -46,24 +46,11 @@ class KeptTable:
 K = TypeVar("K", bound=KeptTable)
 
 
-class Said(NamedTuple):
-    """Contents of a rank's vote, beside phase and flags.
-
-    Attributes:
-        digests: Set of ranks -> digest of what these ranks must have alike.
-        presence: Bits, merged by "or".
-    """
-
-    digests: Mapping[Ranks, bytes] | None = None
-    presence: int = 0
-
-
 class Call(ABC, Generic[K]):
     """One rank's side of a call. All that it is asked runs in a guard, and may raise anything.
 
     Attributes:
-        phase, flags: For the vote; flags beside what is wrong.
-        num_bits: Number of its presence bits.
+        phase: For the vote.
         beyond: Ranks that vote with this one, whatever they share with it; None: there are no such.
         renews: True if ranks that have different tables make a new one; else they are refused.
         doing, rule: Words for messages: "clip", and what ranks that clip together must do alike.
@@ -71,8 +58,6 @@ class Call(ABC, Generic[K]):
     """
 
     phase: Phase
-    flags = Flag.NONE
-    num_bits = 0
     beyond: Ranks | None = None
     renews = True
     doing: str
@@ -110,8 +95,8 @@ class Call(ABC, Generic[K]):
         """Complete a new table by what each rank of the component tells of it, and keep it."""
 
     @abstractmethod
-    def read(self, kept: K) -> Said:
-        """Read all that the call depends on. Changes nothing."""
+    def read(self, kept: K) -> Ballot:
+        """Read all that the call depends on, for the vote; with flags beside what is wrong. Changes nothing."""
 
     @abstractmethod
     def lines(self, kept: K, ranks: Ranks) -> list[Any]:
@@ -146,29 +131,28 @@ def agree(call: Call[K], fault: Fault, fresh: K | None = None) -> tuple[K, Verdi
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     while True:
-        kept, said, current = fresh, Said(), True
+        kept, ballot, current = fresh, Ballot(call.phase), True
         with fault:  # between two talks nothing runs outside of a guard: the other ranks wait for this one
             if kept is None:
                 kept = call.known()
                 current = kept is not None and call.is_current(kept)
             if kept is not None and current:
-                said = call.read(kept)
+                ballot = call.read(kept)
         if kept is None:
             fresh = renewed(call, fault)
             continue
-        flags = call.flags
         if not current:
-            flags |= Flag.STALE
+            ballot = ballot._replace(flags=ballot.flags | Flag.STALE)
         if fault.text is not None:
-            flags |= Flag.FAULT
-        verdict = vote(Ballot(call.phase, flags, said.digests, said.presence, call.num_bits), kept.component)
+            ballot = ballot._replace(flags=ballot.flags | Flag.FAULT)
+        verdict = vote(ballot, kept.component)
         if verdict.flags in (Flag.NONE, Flag.AUDIT) and verdict.alike and verdict.phase == call.phase:
             return kept, verdict
         before: Ranks | None = kept.component
         if verdict.flags & Flag.BEYOND:
             before = None
         if not verdict.flags & Flag.STALE:
-            _refuse_unless_stale(call, kept, said, fault, verdict)
+            _refuse_unless_stale(call, kept, ballot.digests or {}, fault, verdict)
         fresh = _bind(call, sharers_of(call.waiting, fault), before, fault)
 
 
@@ -195,7 +179,7 @@ def _open(call: Call[K], sharers: Sharers, fault: Fault) -> Ranks | None:
             break
     flags, component = Flag.STALE | (Flag.BEYOND if len(sets) > 1 else Flag.NONE), None
     for ranks in sets:
-        verdict = vote(Ballot(Phase.DISCOVER, flags, None, 0, call.num_bits), ranks)
+        verdict = vote(Ballot(Phase.DISCOVER, flags), ranks)
         component = None if verdict.flags & Flag.BEYOND else ranks
     return component
 
@@ -230,11 +214,12 @@ def _bind(call: Call[K], sharers: Sharers, before: Ranks | None, fault: Fault) -
 # ------------------------------------------------------------------------------------------------------------- refusal
 
 
-def _refuse_unless_stale(call: Call[K], kept: K, said: Said, fault: Fault, verdict: Verdict) -> None:
+def _refuse_unless_stale(
+    call: Call[K], kept: K, digests: Mapping[Ranks, bytes], fault: Fault, verdict: Verdict
+) -> None:
     """Find out together what is wrong, and raise it on every rank; or return on every rank, if no more is wrong than
     that they have different tables: one of them made its own when the others made theirs with what it listed then."""
-    component, digests = kept.component, said.digests or {}
-    token = kept.token if call.renews else b""
+    component, token = kept.component, kept.token if call.renews else b""
     everyone = gather({(): token, **digests}, component, fault.text, fault.cause)
     if verdict.phase != call.phase:
         raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")

@@ -226,31 +226,19 @@ def _refined(span: Span, view: MatrixView) -> Iterator[Span]:
 def partition_fault(shape: Ints, pieces: Iterable[Piece]) -> str | None:
     """The first gap or overlap that distinct pieces leave, in words; None if they cover the tensor once."""
     distinct = {piece for piece in pieces if piece.numel}
-    if not distinct and not math.prod(shape):
+    numel, space, words = math.prod(shape), shape, f"shape {shape}"
+    if not distinct and not numel:
         return None
-    flat = [(piece.start, piece.stop) for piece in distinct if isinstance(piece, FlatRange) and piece.box is None]
-    if len(flat) == len(distinct):
-        return _line_fault(shape, sorted(flat))
-    spans = [span for piece in distinct for span in spans_of(piece, shape)]
+    if all(isinstance(piece, FlatRange) and piece.box is None for piece in distinct):
+        space, words = (numel,), f"{numel} elements of shape {shape}"
+    spans = [span for piece in distinct for span in spans_of(piece, space)]
     for start, sizes in spans:
-        if len(start) != len(shape) or any(
-            a < 0 or a + n > whole for a, n, whole in zip(start, sizes, shape, strict=False)
+        if len(start) != len(space) or any(
+            a < 0 or a + n > whole for a, n, whole in zip(start, sizes, space, strict=False)
         ):
-            return f"a piece of offset {start} and size {sizes} is out of bounds of shape {shape}"
-    return _grid_fault(shape, spans)
-
-
-def _line_fault(shape: Ints, ranges: Sequence[tuple[int, int]]) -> str | None:
-    numel, at = math.prod(shape), 0
-    for start, stop in ranges:
-        if start > at:
-            return f"pieces leave a gap: no rank holds elements [{at}, {start}) of {numel} of shape {shape}"
-        if start < at:
-            return f"pieces overlap: elements [{start}, {min(at, stop)}) of shape {shape} are held by two pieces"
-        at = stop
-    if at < numel:
-        return f"pieces leave a gap: no rank holds elements [{at}, {numel}) of {numel} of shape {shape}"
-    return None if at == numel else f"pieces reach element {at}, but shape {shape} has only {numel}"
+            return f"a piece of offset {start} and size {sizes} is out of bounds of {words}"
+    found = _grid_fault(space, spans)
+    return None if found is None else f"pieces {found} of {words}"
 
 
 def _grid_fault(shape: Ints, spans: Sequence[Span]) -> str | None:
@@ -267,5 +255,5 @@ def _grid_fault(shape: Ints, spans: Sequence[Span]) -> str | None:
         if wrong.any():
             cell = np.argwhere(wrong)[0]
             at = ", ".join(f"[{e[i]}, {e[i + 1]})" for e, i in zip(edges, cell, strict=True))
-            return f"pieces {fault} at ({at}) of shape {shape}"
+            return f"{fault} at ({at})"
     return None
