@@ -131,23 +131,6 @@ def test_shards_that_do_not_cover_a_matrix_are_refused_on_every_rank(
     assert "(flat buffers)" in texts[0]
 
 
-def _one_gradient() -> tuple[str, bool]:
-    param = _shards((0, 10), (10, 14))
-    optimizer = Muon([("w", param)], lr=1e-3)
-    if dist.get_rank() == 0:
-        param.grad = torch.ones(10)
-    with pytest.raises(ValueError, match=r"^w: ranks \[1\] have no gradient, ranks \[0\] have a gradient") as caught:
-        optimizer.step()
-    return str(caught.value), bool((param == 1).all())
-
-
-def test_a_gradient_that_one_rank_lacks_stops_all_and_changes_nothing(world2: RankPool) -> None:
-    (first, unchanged), (second, also) = world2.run(_one_gradient)
-    assert first == second
-    assert unchanged
-    assert also
-
-
 def _ns_device(optimizer: Muon) -> torch.device | None:
     return How.of(optimizer.param_groups, optimizer.config).device
 

@@ -170,7 +170,10 @@ def received(mine: voting._Message, theirs: voting._Message) -> voting._Message:
 def voted(ballots: dict[int, Ballot]) -> Verdict:
     """The verdict of a component, which is the same on each of its ranks."""
     messages = [sent(ballots[rank], rank) for rank in sorted(ballots)]
-    found = {voting._verdict(message) for message in doubled(messages, received)}
+    found = {
+        Verdict(Phase(m.phase), Flag(m.flags), m.total % (1 << 128) == 0, m.presence)
+        for m in doubled(messages, received)
+    }
     assert len(found) == 1
     return found.pop()
 
@@ -206,7 +209,7 @@ def test_messages_of_unlike_lengths_and_versions_are_understood(monkeypatch: pyt
     monkeypatch.setattr(voting, "VERSION", 2)
     theirs = sent(Ballot(Phase.STEP), 1)
     for mine, other, flag in ((ours, theirs, Flag.UNLIKE), (theirs, ours, Flag.UNLIKE), (theirs, theirs, Flag.NONE)):
-        assert voting._verdict(received(mine, other)).flags == flag
+        assert received(mine, other).flags == flag
 
 
 # ------------------------------------------------------------------------------------------------------- on real ranks

@@ -170,8 +170,8 @@ def vote(ballot: Ballot, component: Ranks) -> Verdict:
     if len(component) == 1:
         return Verdict(ballot.phase, ballot.flags, True, ballot.presence)
     lane = _lane_of(component)
-    message = _message(ballot, component[lane.me])
-    return _verdict(lane.merge(message, f"a vote ({ballot.phase.name})"))
+    all_said = lane.merge(_message(ballot, component[lane.me]), f"a vote ({ballot.phase.name})")
+    return Verdict(Phase(all_said.phase), Flag(all_said.flags), all_said.total % _MODULUS == 0, all_said.presence)
 
 
 def gather(value: T, ranks: Ranks, fault: str | None = None, cause: BaseException | None = None) -> list[T]:
@@ -372,11 +372,6 @@ def _merged(a: _Message, b: _Message) -> _Message:
     )
 
 
-def _verdict(message: _Message) -> Verdict:
-    """The verdict of a message into which all ballots have been merged."""
-    return Verdict(Phase(message.phase), Flag(message.flags), message.total % _MODULUS == 0, message.presence)
-
-
 # --------------------------------------------------------------------------------------------------------------- lanes
 
 
@@ -521,7 +516,7 @@ def close_lane(ranks: Ranks) -> None:
 
 
 def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _left(deadline: float) -> timedelta:
