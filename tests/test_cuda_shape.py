@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardmuon._torch as torch_symbols
 import shardmuon.core as core
-import shardmuon.layout.calls as calls
+import shardmuon.layout.bind as binding
 import shardmuon.step.bucket as buckets
 import shardmuon.step.commit as commit
 import shardmuon.step.options
@@ -59,7 +59,7 @@ def _in_fp32(config: str) -> dict[str, Any]:
 
 PHASES = {
     "validate": (core, "validate"),
-    "vote": (calls, "vote"),
+    "vote": (binding, "vote"),
     "momentum": (buckets, "update_momentum"),
     "exchange": (commit, "start"),
     "assemble": (buckets, "_orthogonalize"),

@@ -26,8 +26,7 @@ from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, close_lane
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.first_step import FirstStep
 from shardmuon.host import Host, Hosts, Progress
-from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import Call, agree, renewed
+from shardmuon.layout.bind import Call, Listed, Table, agree, renewed
 from shardmuon.layout.engines.base import MISPLACED, NONE
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.options import MuonConfig
@@ -271,7 +270,7 @@ class Core:
 
 
 class StepCall(Call[Binding]):
-    """Call of one rank for a step, or for a plan without a step: answers the questions that layout/calls.py asks.
+    """Call of one rank for a step, or for a plan without a step: answers the questions that layout/bind.py asks.
 
     Attributes:
         options: Options of each group.

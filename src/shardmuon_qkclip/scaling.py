@@ -43,8 +43,7 @@ from shardmuon.errors import (
     stays_itself,
 )
 from shardmuon.host import Host, Hosts, Weight
-from shardmuon.layout.bind import Listed, Table, settle
-from shardmuon.layout.calls import Call, KeptTable, agree
+from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree, settle
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.pieces import Tile, spans_of

@@ -214,7 +214,7 @@ def _interrupted(num: int) -> list[str]:
 
 
 # between talks these run unguarded, with their comprehensions: they hand values on
-_TALK = {"bind", "sharers_of", "settle", "agree", "_say", "__init__"}
+_TALK = {"bind", "_sharers_of", "settle", "layouts", "_say", "__init__"}
 
 
 def _guarded(frame: FrameType) -> bool:

@@ -26,8 +26,7 @@ from shardmuon.comm.groups import Ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, gather, largest_of
 from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, raised_at
 from shardmuon.gradients.norms import combine, norm_of
-from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import Call, KeptTable, agree
+from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, named_params
 from shardmuon.layout.table import ParamLayout, digest_of

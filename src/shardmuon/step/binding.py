@@ -13,8 +13,7 @@ from torch import Tensor
 from shardmuon.comm.groups import GroupRef, wire_device
 from shardmuon.comm.vote import Unlike, in_order
 from shardmuon.errors import ranks_text
-from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import KeptTable
+from shardmuon.layout.bind import KeptTable, Listed, Table
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, name_of, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
