@@ -37,7 +37,7 @@ TRANSPORT = {
     ("comm/groups.py", "my_rank"),
     ("comm/groups.py", "num_ranks"),
     ("comm/groups.py", "talking_device"),
-    ("comm/groups.py", "backends_of"),
+    ("comm/groups.py", "_backends_of"),
     ("comm/vote.py", ""),
     ("layout/bind.py", "bind"),
     ("layout/bind.py", "settle"),

@@ -206,7 +206,7 @@ def test_messages_of_unlike_lengths_and_versions_are_understood(monkeypatch: pyt
     ballots = {rank: Ballot(Phase.STEP, presence=1, num_bits=9 if rank == 2 else 700) for rank in range(5)}
     assert voted(ballots) == Verdict(Phase.STEP, Flag.UNLIKE, True, 1)
     ours = sent(Ballot(Phase.STEP), 0)
-    monkeypatch.setattr(voting, "VERSION", 2)
+    monkeypatch.setattr(voting, "_VERSION", 2)
     theirs = sent(Ballot(Phase.STEP), 1)
     for mine, other, flag in ((ours, theirs, Flag.UNLIKE), (theirs, ours, Flag.UNLIKE), (theirs, theirs, Flag.NONE)):
         assert received(mine, other).flags == flag

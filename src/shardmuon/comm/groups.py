@@ -167,14 +167,14 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     return group
 
 
-def backends_of(group: Any) -> dict[str, str]:
+def _backends_of(group: Any) -> dict[str, str]:
     """Device type -> what moves its tensors in this group ("nccl", "gloo", ...)."""
     return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
 
 
 def talking_device(device: torch.device, group: Any) -> torch.device:
     """`device`, or the accelerator if the group cannot move CPU tensors (offloading in a job with NCCL alone)."""
-    if device.type != "cpu" or "cpu" in backends_of(group):
+    if device.type != "cpu" or "cpu" in _backends_of(group):
         return device
     found = torch.accelerator.current_accelerator()
     return device if found is None else torch.device(found.type, torch.accelerator.current_device_index())
@@ -188,7 +188,7 @@ def wire_device(device: torch.device, preferred: torch.device | None, ranks: Ran
     if preferred is None and device.type != "cpu":
         return device
     group = group_for(ranks)
-    if preferred is not None and backends_of(group).get(preferred.type, "gloo") != "gloo":
+    if preferred is not None and _backends_of(group).get(preferred.type, "gloo") != "gloo":
         return preferred
     return talking_device(device, group)
 

@@ -45,8 +45,8 @@ from shardmuon._torch import default_group
 from shardmuon.comm.groups import MADE, Made, Ranks, my_rank, num_ranks
 from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, Refused, fault_text, ranks_text, told_by
 
-T = TypeVar("T")
-VERSION = 1
+_T = TypeVar("_T")
+_VERSION = 1
 _FORM = struct.Struct("<BHBI16s")  # version, phase, flags, number of presence bits, sum of digests
 _MODULUS = 1 << 128
 _LARGEST = 1 << 13  # bytes of a message of a vote: receivers need not know how long it is
@@ -174,7 +174,7 @@ def vote(ballot: Ballot, component: Ranks) -> Verdict:
     return Verdict(Phase(all_said.phase), Flag(all_said.flags), all_said.total % _MODULUS == 0, all_said.presence)
 
 
-def gather(value: T, ranks: Ranks, fault: str | None = None, cause: BaseException | None = None) -> list[T]:
+def gather(value: _T, ranks: Ranks, fault: str | None = None, cause: BaseException | None = None) -> list[_T]:
     """Every rank's value, in order of ranks. Collective over `ranks`.
 
     Args:
@@ -200,14 +200,14 @@ def gather(value: T, ranks: Ranks, fault: str | None = None, cause: BaseExceptio
     return [theirs for _, theirs in everyone]
 
 
-def run_together(run: Callable[[], T], ranks: Ranks | None = None) -> T:
+def run_together(run: Callable[[], _T], ranks: Ranks | None = None) -> _T:
     """Call `run` and return its result if it raises on none of these ranks (default: all). Collective over them.
 
     Raises:
         Refused: `run` raised an exception of any class on some rank. Raised on every rank, with the same text.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
-    fault, found = Fault(), list[T]()
+    fault, found = Fault(), list[_T]()
     with fault:
         found.append(run())
     gather(None, tuple(range(num_ranks())) if ranks is None else ranks, fault.text, fault.cause)
@@ -334,7 +334,7 @@ def _message(ballot: Ballot, rank: int) -> _Message:
     total = 0
     for ranks, digest in (ballot.digests or {}).items():
         total += _weight_of(ranks, rank) * int.from_bytes(digest, "little")
-    return _Message(VERSION, ballot.phase, ballot.flags, ballot.num_bits, total, ballot.presence)
+    return _Message(_VERSION, ballot.phase, ballot.flags, ballot.num_bits, total, ballot.presence)
 
 
 def _weight_of(ranks: Ranks, rank: int) -> int:

@@ -425,10 +425,10 @@ class KeptTable:
         self.world = World()
 
 
-K = TypeVar("K", bound=KeptTable)
+_K = TypeVar("_K", bound=KeptTable)
 
 
-class Call(ABC, Generic[K]):
+class Call(ABC, Generic[_K]):
     """One rank's side of a call. All that it is asked runs in a guard, and may raise anything.
 
     Attributes:
@@ -449,11 +449,11 @@ class Call(ABC, Generic[K]):
     fingerprint: Callable[[Tensor], int] | None = None
 
     @abstractmethod
-    def known(self) -> K | None:
+    def known(self) -> _K | None:
         """The table of the last call, if the same ranks vote on it now."""
 
     @abstractmethod
-    def is_current(self, kept: K) -> bool:
+    def is_current(self, kept: _K) -> bool:
         """True if it was made for just these parameters, layouts and options."""
 
     def before(self) -> Ranks | None:
@@ -469,19 +469,19 @@ class Call(ABC, Generic[K]):
         """All parameters whose sharers may wait for this rank, also if some of them cannot be listed."""
 
     @abstractmethod
-    def made(self, table: Table) -> tuple[K, Any]:
+    def made(self, table: Table) -> tuple[_K, Any]:
         """Make what is to be kept of a new table, and what all other ranks are told of it."""
 
     @abstractmethod
-    def heard(self, kept: K, everyone: Sequence[Any]) -> None:
+    def heard(self, kept: _K, everyone: Sequence[Any]) -> None:
         """Complete a new table by what each rank of the component tells of it, and keep it."""
 
     @abstractmethod
-    def read(self, kept: K) -> Ballot:
+    def read(self, kept: _K) -> Ballot:
         """Read all that the call depends on, for the vote; with flags beside what is wrong. Changes nothing."""
 
     @abstractmethod
-    def lines(self, kept: K, ranks: Ranks) -> list[Any]:
+    def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
         """Lines of text for whatever went into the digest of a set: shown where digests differ."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
@@ -497,7 +497,7 @@ class Call(ABC, Generic[K]):
         raise AssertionError("digests differ, lines do not")
 
 
-def agree(call: Call[K], fault: Fault, fresh: K | None = None) -> tuple[K, Verdict]:
+def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Verdict]:
     """The table of a call, once all ranks of its component have read what it depends on. Collective over them.
 
     Args:
@@ -541,14 +541,14 @@ def agree(call: Call[K], fault: Fault, fresh: K | None = None) -> tuple[K, Verdi
 # ----------------------------------------------------------------------------------------------------- finding a table
 
 
-def renewed(call: Call[K], fault: Fault) -> K:
+def renewed(call: Call[_K], fault: Fault) -> _K:
     """A new table, whatever this rank knows. Collective over the component: ranks that have one hear of it in their
     vote."""
     sharers = _sharers_of(call.waiting, fault)
     return _bind(call, sharers, _open(call, sharers, fault), fault)
 
 
-def _open(call: Call[K], sharers: _Sharers, fault: Fault) -> Ranks | None:
+def _open(call: Call[_K], sharers: _Sharers, fault: Fault) -> Ranks | None:
     """Tell those who may have a table that this rank has none, see [Note: who votes]. Collective over each of its
     largest sets; returns the component, if all of it has heard."""
     sets: list[Ranks] = []
@@ -566,10 +566,10 @@ def _open(call: Call[K], sharers: _Sharers, fault: Fault) -> Ranks | None:
     return component
 
 
-def _bind(call: Call[K], sharers: _Sharers, before: Ranks | None, fault: Fault) -> K:
+def _bind(call: Call[_K], sharers: _Sharers, before: Ranks | None, fault: Fault) -> _K:
     """Make a table, and tell each other what else there is to know. Collective over the component."""
     listed: list[Listed] = []
-    kept: K | None = None
+    kept: _K | None = None
     told: Any = None
     with fault:
         listed = call.listed()
@@ -597,7 +597,7 @@ def _bind(call: Call[K], sharers: _Sharers, before: Ranks | None, fault: Fault) 
 
 
 def _refuse_unless_stale(
-    call: Call[K], kept: K, digests: Mapping[Ranks, bytes], fault: Fault, verdict: Verdict
+    call: Call[_K], kept: _K, digests: Mapping[Ranks, bytes], fault: Fault, verdict: Verdict
 ) -> None:
     """Find out together what is wrong, and raise it on every rank; or return on every rank, if no more is wrong than
     that they have different tables: one of them made its own when the others made theirs with what it listed then."""

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.views import Ints
 
-Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
+_Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
 OfRank = tuple[tuple[Held, ...], Ints]  # the pieces that a rank stores, and the shape of its storage
 
 
@@ -121,7 +121,7 @@ def same_storage(first: Ints, second: Ints) -> bool:
     return first == tuple(second) or (0 in first and 0 in second)
 
 
-def _stored(ranges: Sequence[Ranges]) -> OfRank:
+def _stored(ranges: Sequence[_Ranges]) -> OfRank:
     """The boxes that ranges of each dim make, one after the other in a storage of this shape."""
     starts = [list(itertools.accumulate((b - a for a, b in dim), initial=0)) for dim in ranges]
     held = []
@@ -132,7 +132,7 @@ def _stored(ranges: Sequence[Ranges]) -> OfRank:
     return tuple(held), tuple(of_dim[-1] for of_dim in starts)
 
 
-def _chunk(ranges: Ranges, num_parts: int, part: int) -> Ranges:
+def _chunk(ranges: _Ranges, num_parts: int, part: int) -> _Ranges:
     """Part `part` of `torch.chunk(num_parts)` over the indices of `ranges` put one after the other."""
     total = sum(stop - start for start, stop in ranges)
     step = -(-total // num_parts)
@@ -146,10 +146,10 @@ def _chunk(ranges: Ranges, num_parts: int, part: int) -> Ranges:
     return tuple(found)
 
 
-def _ranges(size: int, order: _Order, place: Ints) -> Ranges:
+def _ranges(size: int, order: _Order, place: Ints) -> _Ranges:
     """The indices of a dim that a place of the mesh stores. Each cut is made in `factor` parts first, then each of
     those is cut by the axis; a place has its shares in all of them."""
-    ranges: Ranges = ((0, size),)
+    ranges: _Ranges = ((0, size),)
     for cut, factor in order:
         parts = (_chunk(ranges, factor, part) for part in range(factor))
         shares = (_chunk(part, cut.num_parts, place[cut.axis]) for part in parts)

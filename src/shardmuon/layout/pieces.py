@@ -17,7 +17,7 @@ import numpy as np
 
 from shardmuon.layout.views import Ints, MatrixView, row_major
 
-Span = tuple[Ints, Ints]  # start and sizes of a box
+_Span = tuple[Ints, Ints]  # start and sizes of a box
 
 
 class Box(NamedTuple):
@@ -173,13 +173,13 @@ def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
     return tuple(found)
 
 
-def _common(a: Span, b: Span) -> Span:
+def _common(a: _Span, b: _Span) -> _Span:
     """The box that two boxes share; some size is 0 or less if there is none."""
     start = tuple(map(max, a[0], b[0]))
     return start, tuple(min(i + n, j + k) - low for i, n, j, k, low in zip(a[0], a[1], b[0], b[1], start, strict=True))
 
 
-def spans_of(piece: Piece, shape: Ints) -> Iterator[Span]:
+def spans_of(piece: Piece, shape: Ints) -> Iterator[_Span]:
     """The boxes of the tensor that hold a piece's elements, in the order in which they are stored; no empty ones."""
     if isinstance(piece, Box):
         if piece.numel:
@@ -190,7 +190,7 @@ def spans_of(piece: Piece, shape: Ints) -> Iterator[Span]:
         yield tuple(a + b for a, b in zip(start, box.offset, strict=True)), sizes
 
 
-def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[Span]:
+def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
     """Boxes that hold elements [start, stop) of a row-major tensor: the end of a row, whole rows, the start of one."""
     if start >= stop:
         return
@@ -212,7 +212,7 @@ def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[Span]:
         at += take
 
 
-def _refined(span: Span, view: MatrixView) -> Iterator[Span]:
+def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
     """A box of the tensor as boxes of the fine index space."""
     d = view.split_dim
     if d < 0:
@@ -241,7 +241,7 @@ def partition_fault(shape: Ints, pieces: Iterable[Piece]) -> str | None:
     return None if found is None else f"pieces {found} of {words}"
 
 
-def _grid_fault(shape: Ints, spans: Sequence[Span]) -> str | None:
+def _grid_fault(shape: Ints, spans: Sequence[_Span]) -> str | None:
     """Count how many boxes hold each cell of the grid of all edges. A sum of sizes would pass wrong layouts."""
     edges = [
         np.unique([0, whole, *itertools.chain.from_iterable((start[d], start[d] + sizes[d]) for start, sizes in spans)])

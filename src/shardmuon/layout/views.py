@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Ints = tuple[int, ...]
-ViewKind = Literal["auto", "stack", "flatten"]
+_ViewKind = Literal["auto", "stack", "flatten"]
 
 
 def row_major(sizes: Sequence[int]) -> Ints:
@@ -83,7 +83,7 @@ class MatrixView:
 def matrix_view(
     shape: Sequence[int],
     *,
-    view: ViewKind = "auto",
+    view: _ViewKind = "auto",
     split_sizes: Sequence[int] | None = None,
     split_groups: int = 1,
     num_heads: int | None = None,
@@ -157,7 +157,7 @@ def kept_view(view: MatrixView, sizes: Sequence[int]) -> MatrixView:
     return MatrixView(shape, shape, -1, tuple(matrices), 1)
 
 
-def _row_dim(dims: Ints, view: ViewKind, split_dim: int) -> int:
+def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
     """The dim that holds the rows of a matrix; the one before it, if there is one, counts the matrices of a stack."""
     if len(dims) < 2:
         raise ValueError(

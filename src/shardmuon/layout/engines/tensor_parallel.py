@@ -104,7 +104,7 @@ def tensor_parallel_engine(param: Tensor, group: Group) -> TensorParallelEngine 
     Raises:
         ValueError: A group that says that its tensors are cut has none, or what is this rank's own cannot be told.
     """
-    shards, options = shards_of(group), (group.get("partition_dim"), group.get("partition_stride"))
+    shards, options = _shards_of(group), (group.get("partition_dim"), group.get("partition_stride"))
     if shards is None or (group.get("rank_local") and cut_of(param, *options) is None):
         return None
     return TensorParallelEngine(shards, options)
@@ -139,7 +139,7 @@ def cut_of(param: Tensor, dim: Any = None, stride: Any = None) -> Cut | None:
     return Cut(dim, stride)
 
 
-def shards_of(group: Group) -> GroupRef | None:
+def _shards_of(group: Group) -> GroupRef | None:
     """The tensor-parallel group of a group's plain tensors.
 
     Raises:
