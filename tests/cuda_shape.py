@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardmuon.comm import vote
-from shardmuon.comm.component import Entry
+from shardmuon.comm.vote import Entry
 
 CUDA, CPU, META = torch.device("cuda:0"), torch.device("cpu"), torch.device("meta")
 _TENSORS_A_LAUNCH = (110, 64, 48, 36, 30)  # by the number of lists
@@ -249,8 +249,8 @@ class _MirroredGloo:
         return _Done()
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Done:
-        version, phase, flags, num_bits, total, presence = vote._unpacked(self._sent.numpy().tobytes())
-        said = vote._packed(version, phase, flags, num_bits, -total, presence)  # equal digests cancel
+        mine = vote._unpacked(self._sent.numpy().tobytes())
+        said = vote._packed(mine._replace(total=-mine.total))  # equal digests cancel
         tensors[0][: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         return _Done()
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon import Exchange, Muon
-from shardmuon.comm import exchange as exchange_module
-from shardmuon.comm.exchange import Pending, Traffic
+from shardmuon.comm import groups as exchange_module
+from shardmuon.comm.groups import Pending, Traffic
 from shardmuon.foresight.counting import PlanCounts
 from shardmuon.layout.table import Ranks
 from shardmuon.plan.plan import Plan

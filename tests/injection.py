@@ -31,27 +31,25 @@ TRANSPORT = {
     ("_torch.py", "default_group"),
     ("_torch.py", "is_alive"),
     ("errors.py", ""),
-    ("comm/component.py", ""),
     ("comm/groups.py", "group_for"),
     ("comm/groups.py", "group_ranks"),
     ("comm/groups.py", "live"),
     ("comm/groups.py", "my_rank"),
     ("comm/groups.py", "num_ranks"),
     ("comm/groups.py", "talking_device"),
-    ("comm/groups.py", "backends_of"),
-    ("comm/lane.py", ""),
+    ("comm/groups.py", "_backends_of"),
     ("comm/vote.py", ""),
     ("layout/bind.py", "bind"),
     ("layout/bind.py", "settle"),
     ("layout/bind.py", "__init__"),
     ("layout/bind.py", "agree"),
     ("layout/bind.py", "_say"),
-    ("layout/calls.py", "agree"),
-    ("layout/calls.py", "renewed"),
-    ("layout/bind.py", "sharers_of"),
-    ("layout/calls.py", "_open"),
-    ("layout/calls.py", "_bind"),
-    ("layout/calls.py", "_refuse_unless_stale"),
+    ("layout/bind.py", "layouts"),
+    ("layout/bind.py", "renewed"),
+    ("layout/bind.py", "_sharers_of"),
+    ("layout/bind.py", "_open"),
+    ("layout/bind.py", "_bind"),
+    ("layout/bind.py", "_refuse_unless_stale"),
     ("core.py", "take_step"),
     ("core.py", "let_host_step"),
     ("core.py", "make_plan"),
@@ -59,6 +57,7 @@ TRANSPORT = {
     ("muon.py", "step"),
     ("muon.py", "prepare"),
     ("layout/engines/dtensor.py", "align"),  # torch's own collective
+    ("layout/table.py", "digest_of"),  # steps that change nothing call it in their audit alone, after the vote
     ("frameworks/deepspeed/host.py", "step"),
     ("frameworks/deepspeed/host.py", "_step_flats"),
     ("frameworks/megatron/host.py", "step"),
@@ -73,7 +72,7 @@ TRANSPORT = {
 }
 # Without DeepSpeed nobody reads these generators; they are only closed, and then what they raise goes nowhere.
 UNREAD = {("frameworks/deepspeed/host.py", "<genexpr>")}
-COLLECTIVES = {("comm/lane.py", name) for name in ("carry", "share")}
+COLLECTIVES = {("comm/vote.py", name) for name in ("merge", "share")}
 
 
 class Place(NamedTuple):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 from shardmuon.comm import vote
-from shardmuon.comm.component import Entry, Ranks
-from shardmuon.comm.groups import my_rank
-from shardmuon.comm.lane import Hop
+from shardmuon.comm.groups import Ranks, my_rank
+from shardmuon.comm.vote import Entry
 from shardmuon.layout.grid import Ties
 
 
@@ -19,14 +18,12 @@ class _Lane:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.me = ranks, ranks.index(my_rank())
 
-    def carry(self, hops: Generator[Hop, bytes, bytes], what: str) -> bytes:
+    def merge(self, message: vote._Message, what: str) -> vote._Message:
         """Return the sum of all digests, which are equal and cancel."""
-        version, phase, flags, num_bits, _, presence = vote._unpacked(next(hops).message)
-        return vote._packed(version, phase, flags, num_bits, 0, presence)
+        return message._replace(total=0)
 
-    def share(self, value: bytes, what: str) -> list[bytes]:
-        said = pickle.loads(value)
-        return [pickle.dumps(_said_by(rank, said)) for rank in self.ranks]
+    def share(self, value: bytes, what: str) -> list[Any]:
+        return [_said_by(rank, pickle.loads(value)) for rank in self.ranks]
 
 
 def _said_by(rank: int, said: Any) -> Any:
@@ -41,5 +38,5 @@ def _said_by(rank: int, said: Any) -> Any:
 @contextlib.contextmanager
 def mirrored_lanes() -> Iterator[None]:
     """Let whoever talks over a lane hear its own words from all others. For tensors that are not tensor-parallel."""
-    with mock.patch.object(vote, "lane_of", _Lane):
+    with mock.patch.object(vote, "_lane_of", _Lane):
         yield

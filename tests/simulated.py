@@ -365,7 +365,7 @@ class SimulatedExchange:
         self._sent: dict[int, list[tuple[Tensor, ...]]] = {rank: [] for rank in ranks}
 
     def start(self, rank: int, send: Tensor, send_splits: Ints, recv_splits: Ints) -> SimulatedPending:
-        """As `shardmuon.comm.exchange.start`."""
+        """As `shardmuon.comm.groups.start`."""
         self._sent[rank].append(send.split(list(send_splits)))
         self.num = len(self._sent[rank])
         return SimulatedPending(self, rank, self.num - 1, recv_splits)

@@ -40,7 +40,7 @@ from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
 from shardmuon.comm.vote import Flag, Phase, Verdict
-from shardmuon.layout import calls, table
+from shardmuon.layout import bind, table
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.pieces import Held, Tile
 from shardmuon.layout.views import MatrixView
@@ -742,7 +742,7 @@ def without_agreement() -> tuple[set[str], AuditReport]:
     if dist.get_rank() == 1:
         job.params["a"].grad = None
     agreed = Verdict(Phase.STEP, Flag.AUDIT, alike=True, presence=0)
-    with mock.patch.object(calls, "vote", return_value=agreed), mock.patch.object(core, "run_buckets"):
+    with mock.patch.object(bind, "vote", return_value=agreed), mock.patch.object(core, "run_buckets"):
         check = audit(job.optimizer)
         job.optimizer.step()
     return {f.name for f in check.report.findings if f.where == "a"}, check.report

@@ -28,11 +28,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardmuon._torch as torch_symbols
 import shardmuon.core as core
-import shardmuon.layout.calls as calls
+import shardmuon.layout.bind as binding
 import shardmuon.step.bucket as buckets
 import shardmuon.step.options
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
-from shardmuon.comm.lane import Hop, Lane
+from shardmuon.comm import vote as votes
 from shardmuon.orthogonalize import Method
 from shardmuon.orthogonalize.finite import FiniteWatch
 from shardmuon.testing import RankPool
@@ -57,7 +57,7 @@ def _in_fp32(config: str) -> dict[str, Any]:
 
 PHASES = {
     "validate": (core, "validate"),
-    "vote": (calls, "vote"),
+    "vote": (binding, "vote"),
     "momentum": (buckets, "update_momentum"),
     "exchange": (buckets, "start"),
     "assemble": (buckets, "_orthogonalize"),
@@ -798,7 +798,7 @@ def test_the_stand_in_refuses_and_counts_what_it_says() -> None:
 
 # ------------------------------------------------------------------------------------------------- planted faults
 
-real_start, real_hop = buckets.start, Lane._hop
+real_start, real_tensor = buckets.start, votes._tensor
 
 
 def _applies(spoil: Callable[[Tensor], Any]) -> Any:
@@ -832,15 +832,14 @@ def _in(module: str, name: str, value: Any) -> Any:
     return mock.patch.object(importlib.import_module(module), name, value)
 
 
-def _over_the_device(lane: Lane, hop: Hop, **rest: Any) -> bytes:
-    there = torch.frombuffer(bytearray(hop.message), dtype=torch.uint8).to("cuda:0", non_blocking=True)
-    return real_hop(lane, hop._replace(message=there.cpu().numpy().tobytes()), **rest)
+def _over_the_device(data: bytes) -> Tensor:
+    return real_tensor(data).to("cuda:0", non_blocking=True).cpu()
 
 
 # name -> (the fault, options, ranks, what the stand-in must say: "waits", "uploads", "launches" or a refusal)
 FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
     "the vote goes over the device": (
-        lambda: mock.patch.object(Lane, "_hop", _over_the_device),
+        lambda: mock.patch.object(votes, "_tensor", _over_the_device),
         CONFIGS["standard"],
         8,
         "waits",

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardmuon import Exchange, Muon, Orthogonalizer
-from shardmuon.comm.exchange import Traffic
+from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
 from shardmuon.foresight.models import build
 from shardmuon.foresight.types import Exact, Mesh

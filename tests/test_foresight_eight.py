@@ -18,12 +18,10 @@ from test_foresight import STANDARD, step_by_gram
 from torch import Tensor
 
 from shardmuon import Muon, Orthogonalizer
-from shardmuon.comm.exchange import Traffic
+from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.layouts import flat, grid_of, megatron_ranges, placed
 from shardmuon.layout.grid import union
-from shardmuon.layout.kept import OnMesh
-from shardmuon.layout.mesh import Shard
-from shardmuon.layout.shards import Cut, parts_of
+from shardmuon.layout.mesh import Cut, OnMesh, Shard, parts_of
 from shardmuon.layout.table import ParamLayout, Ranks, replicated
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.plan.machines import MACHINES

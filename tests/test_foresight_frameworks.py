@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
-from shardmuon.comm.exchange import Traffic
+from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
 from shardmuon.foresight.models import build, modules_of
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer

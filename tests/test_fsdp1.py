@@ -6,7 +6,7 @@ import copy
 import gc
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -176,17 +176,13 @@ def _trained(strategy: str, before: bool) -> tuple[list[str], bool]:
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("before", [False, True])
-def test_a_model_trains_as_on_one_process(world2: RankPool, strategy: str, before: bool) -> None:
+@pytest.mark.parametrize(
+    ("world", "strategy", "before"),  # on four ranks replicas of shards share the work
+    [*((2, strategy, before) for before in (False, True) for strategy in STRATEGIES), (4, "HYBRID_SHARD", False)],
+)
+def test_a_model_trains_as_on_one_process(world: int, strategy: str, before: bool) -> None:
     """Matrices, tied embedding, norms and biases, with a frozen unit; routed as the plain model is."""
-    for found in world2.run(_trained, strategy, before):
-        assert found == ([], True)
-
-
-def test_replicas_of_shards_share_the_work(world4: RankPool) -> None:
-    for found in world4.run(_trained, "HYBRID_SHARD", False):
-        assert found == ([], True)
+    assert get_pool(world).run(_trained, strategy, before) == [([], True)] * world
 
 
 def _mixed(dtype: torch.dtype) -> list[str]:
@@ -233,23 +229,6 @@ def _by_hand() -> list[str]:
 
 def test_groups_may_be_made_by_hand(world2: RankPool) -> None:
     assert world2.run(_by_hand) == [[], []]
-
-
-def _scheduled() -> list[str]:
-    """Learning rates that a scheduler writes to the groups reach every tensor."""
-    found = []
-    for model in (tied(), wrapped(tied())):
-        optimizer = Muon(model, **OPTIONS)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        for step in range(3):
-            train(model, optimizer, range(step, step + 1))
-            scheduler.step()
-        found.append(whole_weights(model) if isinstance(model, FSDP) else plain_weights(model))
-    return unlike(found[1], found[0])
-
-
-def test_schedulers_reach_every_tensor(world2: RankPool) -> None:
-    assert world2.run(_scheduled) == [[], []]
 
 
 def _nothing_here() -> tuple[int, list[str]]:
@@ -500,10 +479,14 @@ def _clipped(strategy: str) -> list[tuple[float, ...]]:
     return [*found, tuple(float((p - weights[name]).abs().max()) for name, p in plain_weights(plain).items())]
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_clipping_counts_each_element_once(world2: RankPool, strategy: str) -> None:
-    for *norms, differences in world2.run(_clipped, strategy):
-        _check_norms(norms)
+@pytest.mark.parametrize(("world", "strategy"), [(2, "FULL_SHARD"), (2, "NO_SHARD"), (4, "HYBRID_SHARD")])
+def test_clipping_counts_each_element_once(world: int, strategy: str) -> None:
+    """Ours is torch's on the plain model. What is left has the norm max_norm * norm / (norm + 1e-6), less rounding."""
+    for *norms, differences in get_pool(world).run(_clipped, strategy):
+        for expected, ours, theirs in norms:
+            assert abs(ours - expected) <= NORM_ROUNDOFF * expected
+            left = 0.01 * expected / (expected + 1e-6)
+            assert abs(theirs - left) <= (2 * NORM_ROUNDOFF + roundoff(torch.float32)) * left
         # Factors differ as the norms do. Muon's momentum takes that over, and its steps enlarge it by their slope.
         slope = math.prod(a for a, _, _ in KELLER)
         assert max(differences) <= OPTIONS["lr"] * slope * NORM_ROUNDOFF
@@ -511,19 +494,6 @@ def test_clipping_counts_each_element_once(world2: RankPool, strategy: str) -> N
 
 # Of a norm of 2,300 elements: both sides sum in fp32 here or there, and a root halves what a sum errs.
 NORM_ROUNDOFF = sum_roundoff(torch.float32, 2_300)
-
-
-def _check_norms(norms: Sequence[tuple[float, float, float]]) -> None:
-    """Ours is torch's on the plain model. What is left has the norm max_norm * norm / (norm + 1e-6), less rounding."""
-    for expected, ours, theirs in norms:
-        assert abs(ours - expected) <= NORM_ROUNDOFF * expected
-        left = 0.01 * expected / (expected + 1e-6)
-        assert abs(theirs - left) <= (2 * NORM_ROUNDOFF + roundoff(torch.float32)) * left
-
-
-def test_replicas_are_counted_once(world4: RankPool) -> None:
-    for *norms, _ in world4.run(_clipped, "HYBRID_SHARD"):
-        _check_norms(norms)
 
 
 def _audited(strategy: str) -> list[str]:
@@ -540,6 +510,14 @@ def test_an_audit_finds_nothing_in_a_sound_step(world2: RankPool, strategy: str)
     assert world2.run(_audited, strategy) == [["3"], ["3"]]
 
 
+def assert_refused(pool: RankPool, says: str, call: Callable[..., None], *args: Any, kind: str = "ValueError") -> None:
+    """The call raises the error, which says that, on every rank."""
+    for failure in pool.run_catching(call, *args):
+        assert failure is not None
+        assert failure.type_name == kind
+        assert says in failure.message
+
+
 def _audited_fault() -> None:
     apply_ = pipeline.apply_
 
@@ -553,10 +531,7 @@ def _audited_fault() -> None:
 
 
 def test_an_audit_names_a_planted_fault(world2: RankPool) -> None:
-    for failure in world2.run_catching(_audited_fault):
-        assert failure is not None
-        assert failure.type_name == "AuditError"
-        assert "layers." in failure.message
+    assert_refused(world2, "layers.", _audited_fault, kind="AuditError")
 
 
 def _offloaded() -> list[str]:
@@ -610,10 +585,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_fit_is_refused_with_what_to_write(world2: RankPool, case: str) -> None:
-    for failure in world2.run_catching(_mistake, case):
-        assert failure is not None
-        assert failure.type_name == "ValueError"
-        assert REFUSED[case] in failure.message
+    assert_refused(world2, REFUSED[case], _mistake, case)
 
 
 FLAT = (
@@ -622,31 +594,31 @@ FLAT = (
 )
 
 
+def _clip(model: nn.Module) -> None:
+    model(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
+    shardmuon.clip_grad_norm_(model, 1.0)
+
+
+GIVEN: dict[str, Callable[[nn.Module], Any]] = {
+    "the model": lambda model: Muon(model, **OPTIONS),
+    "part of it": lambda model: param_groups(nn.Sequential(model), lr=0.02),
+    "parameters": lambda model: Muon(model.parameters(), lr=0.02),
+    "AdamW's": lambda model: Muon([{"params": list(model.named_parameters()), "use_muon": False}], lr=0.02),
+    "added": lambda model: Muon([nn.Parameter(torch.ones(2, 2))], lr=0.02).add_param_group(
+        {"params": list(model.parameters())}
+    ),
+    "clipped": _clip,
+}
+
+
 def _flat(case: str, strategy: str) -> None:
-    model = wrapped(tied(), strategy, use_orig_params=False)
-    if case == "clipped":
-        model(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
-    if case == "the model":
-        Muon(model, **OPTIONS)
-    elif case == "part of it":
-        param_groups(nn.Sequential(model), lr=0.02)
-    elif case == "parameters":
-        Muon(model.parameters(), lr=0.02)
-    elif case == "AdamW's":
-        Muon([{"params": list(model.named_parameters()), "use_muon": False}], lr=0.02)
-    elif case == "added":
-        Muon([nn.Parameter(torch.ones(2, 2))], lr=0.02).add_param_group({"params": list(model.parameters())})
-    elif case == "clipped":
-        shardmuon.clip_grad_norm_(model, 1.0)
+    GIVEN[case](wrapped(tied(), strategy, use_orig_params=False))
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("case", ["the model", "part of it", "parameters", "AdamW's", "added", "clipped"])
+@pytest.mark.parametrize("case", GIVEN)
 def test_flat_parameters_are_refused_at_once(world2: RankPool, case: str, strategy: str) -> None:
-    for failure in world2.run_catching(_flat, case, strategy):
-        assert failure is not None
-        assert failure.type_name == "ValueError"
-        assert failure.message.endswith(FLAT)
+    assert_refused(world2, FLAT, _flat, case, strategy)
 
 
 def _put_in_later(use_muon: bool) -> None:
@@ -661,10 +633,7 @@ def _put_in_later(use_muon: bool) -> None:
 
 @pytest.mark.parametrize("use_muon", [True, False])
 def test_flat_parameters_that_come_into_groups_later_are_refused_by_all_ranks(world2: RankPool, use_muon: bool) -> None:
-    for failure in world2.run_catching(_put_in_later, use_muon):
-        assert failure is not None
-        assert failure.type_name == "ValueError"
-        assert FLAT in failure.message
+    assert_refused(world2, FLAT, _put_in_later, use_muon)
 
 
 def _differing() -> None:
@@ -676,10 +645,8 @@ def _differing() -> None:
 
 
 def test_ranks_that_differ_are_told_on_every_rank(world2: RankPool) -> None:
-    for failure in world2.run_catching(_differing):
-        assert failure is not None
-        assert "ranks (0, 1) are about to step with different options" in failure.message
-        assert "lr=1.02" in failure.message
+    for says in ("ranks (0, 1) are about to step with different options", "lr=1.02"):
+        assert_refused(world2, says, _differing)
 
 
 def _made_before() -> tuple[list[str], bool]:
@@ -698,27 +665,6 @@ def test_an_optimizer_of_parameters_that_are_no_more_says_so(world2: RankPool) -
         assert unchanged
         assert len(said) == 1
         assert "make the optimizer after fully_shard(), FSDP()" in said[0]
-
-
-class Headed(nn.Module):
-    """A head that only `get_output_embeddings` tells."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layer, self.head = nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-
-def _routed() -> tuple[str, str]:
-    return str(param_groups(wrapped(Headed()), lr=1e-3)), str(param_groups(Headed(), lr=1e-3))
-
-
-def test_what_modules_say_of_their_parameters_is_heard(world2: RankPool) -> None:
-    for found, expected in world2.run(_routed):
-        assert found == expected
-        assert "get_output_embeddings" in found
 
 
 STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))  # 1 plants in every function, which takes a minute

@@ -424,19 +424,6 @@ def test_a_last_dim_of_two_is_complex_numbers_and_no_matrix(shape: tuple[int, ..
     assert as_matrices == (((8, 2),) * 16 if len(shape) == 3 else ((16, 2),))
 
 
-def test_rows_beside_complex_numbers_are_no_biases_of_experts() -> None:
-    """S4D's rates stand beside its C, which is no stack."""
-    model = Bare(16, 8)
-    model.register_parameter("C", nn.Parameter(torch.ones(16, 8, 2)))
-    rows = routed(model, overrides={"C": "adamw", "weight": {"view": "auto"}})
-    assert rows["weight"].reason == "2-D parameter, override 'weight'"
-
-
-def test_a_scalar_head_is_a_vector_and_an_override_makes_it_a_matrix() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    assert routed(model, overrides={"1.weight": "muon"})["1.weight"].matrices == ((1, 8),)
-
-
 def test_a_table_for_a_batch_or_a_stack_of_one_expert_warns() -> None:
     model = nn.ModuleDict({"pos": Bare(1, 5, 8), "w": nn.Linear(8, 8)})
     with pytest.warns(UserWarning, match=r"pos\.weight: a \(1, M, N\) parameter .* stack of one expert"):
@@ -446,32 +433,7 @@ def test_a_table_for_a_batch_or_a_stack_of_one_expert_warns() -> None:
     assert routed(model, overrides=stack)["pos.weight"].matrices == ((5, 8),)
 
 
-def test_a_reference_kept_elsewhere_changes_nothing() -> None:
-    model = nn.ModuleDict({"a": Bare(1), "conv": nn.Conv1d(4, 8, 3)})
-    model["a"].weight = cast(nn.Conv1d, model["conv"]).weight
-    row = param_groups(model, lr=1e-3).rows[0]
-    assert (row.name, row.matrices) == ("a.weight", ((8, 12),))
-    assert row.reason == "convolution, 1 group, shared with conv.weight"
-
-
-def test_modules_that_share_a_weight_but_read_it_differently_are_refused() -> None:
-    model = nn.ModuleDict({"conv": nn.Conv2d(8, 8, 1), "deep": nn.Conv2d(8, 8, 1, groups=2)})
-    model["deep"].weight = model["conv"].weight
-    with pytest.raises(ValueError, match=r"conv\.weight is shared by modules that read it differently.*overrides=\{"):
-        param_groups(model, lr=1e-3)
-    assert routed(model, overrides={"conv.weight": {"use_muon": True, "view": "flatten"}})["conv.weight"].matrices == (
-        (8, 8),
-    )
-
-
 # -------------------------------------------------------------------------------------------------- what users say
-
-
-def test_the_first_override_that_matches_wins() -> None:
-    rows = routed(Llama(), overrides=[("layers.0.*q*", "adamw"), ("*.w?.weight", {"lr": 0.5}), ("*.wq.weight", "muon")])
-    assert rows["layers.0.wq.weight"].optimizer == "AdamW"
-    assert rows["layers.0.wq.weight"].reason == "override 'layers.0.*q*'"
-    assert rows["layers.1.wq.weight"].reason == "linear, override '*.w?.weight'"
 
 
 def test_a_predicate_sees_name_parameter_and_module() -> None:
@@ -498,96 +460,14 @@ def test_an_override_that_matches_nothing_names_what_is_close(pattern: str, clos
     assert close in str(error.value).partition("Close: ")[2]
 
 
-def test_a_predicate_that_matches_nothing_is_an_error() -> None:
-    def never(name: str, param: Tensor, module: nn.Module) -> bool:
-        return False
-
-    with pytest.raises(ValueError, match="override never matches none"):
-        param_groups(Llama(), lr=1e-3, overrides=[(never, "adamw")])
-
-
-def test_an_override_reaches_a_tied_weight_by_any_of_its_names() -> None:
-    assert param_groups(Tied(head_first=False), lr=1e-3, overrides={"head.weight": "muon"}).rows[0].matrices == (
-        (100, 8),
-    )
-
-
 def test_options_of_an_override_make_a_group_of_their_own() -> None:
     groups = param_groups(Llama(), lr=0.02, adamw_lr=0.003, overrides={"*.wq.weight": {"num_heads": 4, "lr": 0.01}})
     assert group_of(groups, "layers.1.wq.weight") == {"use_muon": True, "lr": 0.01, "weight_decay": 0.1, "num_heads": 4}
     assert group_of(groups, "layers.1.wk.weight") == {"use_muon": True, "lr": 0.02, "weight_decay": 0.1}
     assert {row.name: row.matrices for row in groups.rows}["layers.0.wq.weight"] == ((4, 16),) * 4
     assert len(groups) == 4
-
-
-def test_interleaved_grouped_query_weights_split_into_q_k_and_v() -> None:
-    qkv = {
-        "split_sizes": [8, 2, 2],
-        "split_groups": 2,
-    }  # two query groups of four heads of 2, one key and one value head
-    groups = param_groups(nn.ModuleDict({"qkv": nn.Linear(16, 24, bias=False)}), lr=1e-3, overrides={"qkv.weight": qkv})
-    assert groups.rows[0].matrices == ((16, 16), (4, 16), (4, 16))
-    assert groups[0]["split_sizes"] == (8, 2, 2)
-
-
-def test_splits_given_replace_the_default_ones() -> None:
-    model = nn.MultiheadAttention(8, 2)
-    assert routed(model, overrides={"in_proj_weight": {"num_heads": 6}})["in_proj_weight"].matrices == ((4, 8),) * 6
-    assert routed(model, overrides={"in_proj_weight": {"split_sizes": None}})["in_proj_weight"].matrices == ((24, 8),)
-    whole = {"weight": {"num_heads": None}}
-    assert routed(nn.Conv2d(8, 8, 1, groups=2), overrides=whole)["weight"].matrices == ((8, 4),)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "choice", "message"),
-    [
-        (
-            "norm.weight",
-            {"use_muon": True, "num_heads": 2},
-            r"norm\.weight \(override .*1 dim\(s\) and cannot be a matrix",
-        ),
-        ("norm.weight", "muon", r"norm\.weight .*use_muon=False"),
-        (
-            "*",
-            {"num_heads": 2},
-            r"embed\.weight: override '\*' sets num_heads=2, an option of Muon.*Narrow the pattern",
-        ),
-        ("*.wq.weight", {"betas": (0.9, 0.9)}, r"an option of AdamW, but the parameter goes to Muon"),
-        ("*.wq.weight", {"num_heads": 3}, r"layers\.0\.wq\.weight .*num_heads=3 does not divide the 16 rows"),
-        ("*.wq.weight", {"split_sizes": (8, 4)}, r"layers\.0\.wq\.weight .*sum to 12, but there are 16 rows"),
-        ("*.wq.weight", {"view": "stack"}, r"needs a 3-D"),
-        ("*.wq.weight", {"heads": 3}, r"no group option 'heads' \(did you mean num_heads\?\)\. Allowed: use_muon, lr"),
-        ("*.wq.weight", "sgd", r"'sgd' is not 'muon', 'adamw' or a dict"),
-        ("*.wq.weight", None, r"None is not 'muon', 'adamw' or a dict"),
-    ],
-)
-def test_an_override_that_does_not_fit_says_where_and_why(pattern: str, choice: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        param_groups(Llama(), lr=1e-3, overrides={pattern: choice})
-
-
-def test_overrides_of_another_kind_are_refused() -> None:
-    with pytest.raises(TypeError, match="must be pairs"):
-        param_groups(Llama(), lr=1e-3, overrides=["*.wq.weight"])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="use_muon is 'yes'"):
-        param_groups(Llama(), lr=1e-3, overrides={"*.wq.weight": {"use_muon": "yes"}})
-
-
-def test_use_muon_on_a_parameter_is_honoured_below_overrides() -> None:
-    model = Llama()
-    for p in model.layers[0].parameters():
-        p.use_muon = False  # type: ignore[attr-defined]
-    rows = routed(model, overrides={"*.wq.weight": "muon"})
-    assert rows["layers.0.wk.weight"].reason == "p.use_muon"
-    assert rows["layers.0.wk.weight"].optimizer == "AdamW"
-    assert rows["layers.0.wq.weight"].optimizer == "Muon"
-    assert rows["layers.1.wk.weight"].optimizer == "Muon"
-
-
-def test_a_parameter_that_megatron_marks_as_embedding_is_one() -> None:
-    model = nn.ModuleDict({"replica": Bare(40, 8), "w": nn.Linear(8, 8)})
-    setattr(model["replica"].weight, "is_embedding_or_output_parameter", True)  # noqa: B010
-    assert routed(model)["replica.weight"].reason == "p.is_embedding_or_output_parameter"
+    (group, *_) = param_groups(square(16, 24), lr=1e-3, overrides={"weight": _QKV})
+    assert group["split_sizes"] == (8, 2, 2)
 
 
 # ----------------------------------------------------------------------------------------------- what is refused
@@ -598,14 +478,6 @@ def placeholder(module: nn.Linear, ds_shape: tuple[int, ...] | None) -> nn.Linea
     if ds_shape is not None:
         module.weight.ds_shape = torch.Size(ds_shape)  # type: ignore[attr-defined]
     return module
-
-
-def test_a_placeholder_counts_by_the_shape_it_stands_for() -> None:
-    row = one(placeholder(nn.Linear(4, 6, bias=False), (6, 4)))
-    assert (row.optimizer, row.shape, row.matrices) == ("Muon", (6, 4), ((6, 4),))
-    model = Llama()
-    placeholder(model.head, (100, 16))
-    assert routed(model)["head.weight"].reason == "output head: rows equal a vocabulary (100)"
 
 
 def tensor_parallel_piece() -> nn.Module:
@@ -641,17 +513,6 @@ def test_a_parameter_whose_matrices_cannot_be_known_is_an_error_not_adamw(
     assert routed(model, overrides={"m.weight": "adamw"})["m.weight"].optimizer == "AdamW"
 
 
-def test_a_tensor_parallel_layer_over_one_rank_is_whole() -> None:
-    module = tensor_parallel_piece()
-    vars(module).update(output_size=8)
-    assert one(module).matrices == ((8, 4),)
-
-
-def test_complex_parameters_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"weight: complex parameters \(torch.complex64\) are not supported"):
-        param_groups(Bare(4, 4, dtype=torch.complex64), lr=1e-3, overrides={"weight": "adamw"})
-
-
 def test_frozen_parameters_are_shown_but_in_no_group() -> None:
     model = Llama()
     model.layers[0].requires_grad_(False)
@@ -662,39 +523,231 @@ def test_frozen_parameters_are_shown_but_in_no_group() -> None:
     assert "frozen: 7 parameters, 1,552 elements" in str(groups)
 
 
-def test_a_model_with_nothing_to_train_is_an_error() -> None:
-    with pytest.raises(ValueError, match="the model has 17 parameters, and none requires a gradient"):
-        param_groups(Llama().requires_grad_(False), lr=1e-3)
-    with pytest.raises(ValueError, match="the model has 0 parameters"):
-        param_groups(nn.ReLU(), lr=1e-3)
-
-
 def test_a_model_without_matrices_warns() -> None:
     with pytest.warns(UserWarning, match="no parameter goes to Muon"):
         assert [group["use_muon"] for group in param_groups(nn.LayerNorm(4), lr=1e-3)] == [False]
 
 
-@pytest.mark.parametrize(
-    "what", [Llama().named_parameters(), list(Llama().parameters()), dict(Llama().named_parameters())]
-)
-def test_parameters_without_their_modules_are_refused(what: Any) -> None:
-    with pytest.raises(TypeError, match=r"needs the model.*Pass the module itself"):
-        param_groups(what, lr=1e-3)
+def beside_complex() -> nn.Module:
+    """S4D's rates stand beside its C, which is no stack."""
+    model = Bare(16, 8)
+    model.register_parameter("C", nn.Parameter(torch.ones(16, 8, 2)))
+    return model
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("num_heads", r"overrides=\{\"<name pattern>\": \{\"num_heads\": \.\.\.\}\}"),
-        ("mu", r"did you mean momentum\?"),
-        ("adam_lr", r"did you mean adamw_lr\?"),
-        ("weight_decy", r"did you mean weight_decay\?.*Allowed: lr, adamw_lr, .*momentum"),
-        ("xyz", r"no option 'xyz'\. Allowed"),
-    ],
-)
-def test_unknown_options_are_errors_that_say_what_to_write(option: str, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        routed(Llama(), **{option: 1})
+def kept_elsewhere() -> nn.Module:
+    model = nn.ModuleDict({"a": Bare(1), "conv": nn.Conv1d(4, 8, 3)})
+    model["a"].weight = cast(nn.Conv1d, model["conv"]).weight
+    return model
+
+
+def read_in_two_ways() -> nn.Module:
+    model = nn.ModuleDict({"conv": nn.Conv2d(8, 8, 1), "deep": nn.Conv2d(8, 8, 1, groups=2)})
+    model["deep"].weight = model["conv"].weight
+    return model
+
+
+def marked_block() -> nn.Module:
+    model = Llama()
+    for p in model.layers[0].parameters():
+        p.use_muon = False  # type: ignore[attr-defined]
+    return model
+
+
+def megatrons_embedding() -> nn.Module:
+    model = nn.ModuleDict({"replica": Bare(40, 8), "w": nn.Linear(8, 8)})
+    setattr(model["replica"].weight, "is_embedding_or_output_parameter", True)  # noqa: B010
+    return model
+
+
+def gathered_head() -> nn.Module:
+    """ZeRO-3's head while it is a placeholder."""
+    model = Llama()
+    placeholder(model.head, (100, 16))
+    return model
+
+
+def over_one_rank() -> nn.Module:
+    module = tensor_parallel_piece()
+    vars(module).update(output_size=8)
+    return nn.ModuleDict({"m": module})
+
+
+# two query groups of four heads of 2, one key and one value head
+_QKV = {"split_sizes": [8, 2, 2], "split_groups": 2}
+# case -> model, overrides, and what the rows of some parameters say
+SAID: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, dict[str, object]]]] = {
+    "rows beside complex numbers are no biases of experts": (
+        beside_complex,
+        {"C": "adamw", "weight": {"view": "auto"}},
+        {"weight": {"reason": "2-D parameter, override 'weight'"}},
+    ),
+    "an override makes a scalar head a matrix": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),
+        {"1.weight": "muon"},
+        {"1.weight": {"matrices": ((1, 8),)}},
+    ),
+    "a reference kept elsewhere changes nothing": (
+        kept_elsewhere,
+        None,
+        {"a.weight": {"matrices": ((8, 12),), "reason": "convolution, 1 group, shared with conv.weight"}},
+    ),
+    "an override settles a weight that modules read differently": (
+        read_in_two_ways,
+        {"conv.weight": {"use_muon": True, "view": "flatten"}},
+        {"conv.weight": {"matrices": ((8, 8),)}},
+    ),
+    "the first override that matches wins": (
+        Llama,
+        [("layers.0.*q*", "adamw"), ("*.w?.weight", {"lr": 0.5}), ("*.wq.weight", "muon")],
+        {
+            "layers.0.wq.weight": {"optimizer": "AdamW", "reason": "override 'layers.0.*q*'"},
+            "layers.1.wq.weight": {"reason": "linear, override '*.w?.weight'"},
+        },
+    ),
+    "an override reaches a tied weight by any of its names": (
+        lambda: Tied(head_first=False),
+        {"head.weight": "muon"},
+        {"embed.weight": {"matrices": ((100, 8),)}},
+    ),
+    "interleaved grouped-query weights split into q, k and v": (
+        lambda: nn.ModuleDict({"qkv": nn.Linear(16, 24, bias=False)}),
+        {"qkv.weight": _QKV},
+        {"qkv.weight": {"matrices": ((16, 16), (4, 16), (4, 16))}},
+    ),
+    "heads given replace default splits": (
+        lambda: nn.MultiheadAttention(8, 2),
+        {"in_proj_weight": {"num_heads": 6}},
+        {"in_proj_weight": {"matrices": ((4, 8),) * 6}},
+    ),
+    "no splits given replace default splits": (
+        lambda: nn.MultiheadAttention(8, 2),
+        {"in_proj_weight": {"split_sizes": None}},
+        {"in_proj_weight": {"matrices": ((24, 8),)}},
+    ),
+    "no heads given replace default ones": (
+        lambda: nn.Conv2d(8, 8, 1, groups=2),
+        {"weight": {"num_heads": None}},
+        {"weight": {"matrices": ((8, 4),)}},
+    ),
+    "use_muon of a parameter, below overrides": (
+        marked_block,
+        {"*.wq.weight": "muon"},
+        {
+            "layers.0.wk.weight": {"optimizer": "AdamW", "reason": "p.use_muon"},
+            "layers.0.wq.weight": {"optimizer": "Muon"},
+            "layers.1.wk.weight": {"optimizer": "Muon"},
+        },
+    ),
+    "a parameter that Megatron marks as embedding": (
+        megatrons_embedding,
+        None,
+        {"replica.weight": {"reason": "p.is_embedding_or_output_parameter"}},
+    ),
+    "a placeholder counts by the shape it stands for": (
+        lambda: nn.ModuleDict({"m": placeholder(nn.Linear(4, 6, bias=False), (6, 4))}),
+        None,
+        {"m.weight": {"optimizer": "Muon", "shape": (6, 4), "matrices": ((6, 4),)}},
+    ),
+    "a placeholder of a head": (
+        gathered_head,
+        None,
+        {"head.weight": {"reason": "output head: rows equal a vocabulary (100)"}},
+    ),
+    "a tensor-parallel layer over one rank is whole": (over_one_rank, None, {"m.weight": {"matrices": ((8, 4),)}}),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_users_and_modules_say_of_a_parameter_decides(case: str) -> None:
+    model, overrides, wanted = SAID[case]
+    rows = routed(model(), overrides=overrides)
+    assert {name: {key: getattr(rows[name], key) for key in row} for name, row in wanted.items()} == wanted
+
+
+def never(name: str, param: Tensor, module: nn.Module) -> bool:
+    return False
+
+
+def _overridden(pattern: str, choice: Any) -> tuple[Callable[[], Any], dict[str, Any]]:
+    return Llama, {"overrides": {pattern: choice}}
+
+
+# what is routed, options, the error, and what it says
+REFUSED: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = [
+    (read_in_two_ways, {}, ValueError, r"conv\.weight is shared by modules that read it differently.*overrides=\{"),
+    (Llama, {"overrides": [(never, "adamw")]}, ValueError, "override never matches none"),
+    (Llama, {"overrides": ["*.wq.weight"]}, TypeError, "must be pairs"),
+    (*_overridden("*.wq.weight", {"use_muon": "yes"}), TypeError, "use_muon is 'yes'"),
+    (
+        *_overridden("norm.weight", {"use_muon": True, "num_heads": 2}),
+        ValueError,
+        r"norm\.weight \(override .*1 dim\(s\) and cannot be a matrix",
+    ),
+    (*_overridden("norm.weight", "muon"), ValueError, r"norm\.weight .*use_muon=False"),
+    (
+        *_overridden("*", {"num_heads": 2}),
+        ValueError,
+        r"embed\.weight: override '\*' sets num_heads=2, an option of Muon.*Narrow the pattern",
+    ),
+    (
+        *_overridden("*.wq.weight", {"betas": (0.9, 0.9)}),
+        ValueError,
+        r"an option of AdamW, but the parameter goes to Muon",
+    ),
+    (
+        *_overridden("*.wq.weight", {"num_heads": 3}),
+        ValueError,
+        r"layers\.0\.wq\.weight .*num_heads=3 does not divide the 16 rows",
+    ),
+    (
+        *_overridden("*.wq.weight", {"split_sizes": (8, 4)}),
+        ValueError,
+        r"layers\.0\.wq\.weight .*sum to 12, but there are 16 rows",
+    ),
+    (*_overridden("*.wq.weight", {"view": "stack"}), ValueError, r"needs a 3-D"),
+    (
+        *_overridden("*.wq.weight", {"heads": 3}),
+        ValueError,
+        r"no group option 'heads' \(did you mean num_heads\?\)\. Allowed: use_muon, lr",
+    ),
+    (*_overridden("*.wq.weight", "sgd"), ValueError, r"'sgd' is not 'muon', 'adamw' or a dict"),
+    (*_overridden("*.wq.weight", None), ValueError, r"None is not 'muon', 'adamw' or a dict"),
+    (
+        lambda: Bare(4, 4, dtype=torch.complex64),
+        {"overrides": {"weight": "adamw"}},
+        ValueError,
+        r"weight: complex parameters \(torch.complex64\) are not supported",
+    ),
+    (
+        lambda: Llama().requires_grad_(False),
+        {},
+        ValueError,
+        "the model has 17 parameters, and none requires a gradient",
+    ),
+    (nn.ReLU, {}, ValueError, "the model has 0 parameters"),
+    *(
+        (given, {}, TypeError, r"needs the model.*Pass the module itself")
+        for given in (
+            lambda: Llama().named_parameters(),
+            lambda: list(Llama().parameters()),
+            lambda: dict(Llama().named_parameters()),
+        )
+    ),
+    (Llama, {"num_heads": 1}, TypeError, r"overrides=\{\"<name pattern>\": \{\"num_heads\": \.\.\.\}\}"),
+    (Llama, {"mu": 1}, TypeError, r"did you mean momentum\?"),
+    (Llama, {"adam_lr": 1}, TypeError, r"did you mean adamw_lr\?"),
+    (Llama, {"weight_decy": 1}, TypeError, r"did you mean weight_decay\?.*Allowed: lr, adamw_lr, .*momentum"),
+    (Llama, {"xyz": 1}, TypeError, r"no option 'xyz'\. Allowed"),
+]
+
+
+@pytest.mark.parametrize(("given", "options", "kind", "says"), REFUSED, ids=[says for *_, says in REFUSED])
+def test_what_cannot_be_routed_is_refused_with_what_to_write(
+    given: Callable[[], Any], options: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        param_groups(given(), lr=1e-3, **options)
 
 
 # ------------------------------------------------------------------------------------------------------- groups
@@ -922,14 +975,14 @@ def test_every_rank_routes_a_sharded_model_as_the_whole_one(world2: RankPool, ho
     assert names[0] == names[1]
 
 
-def _fsdp1() -> str:
-    model = FullyShardedDataParallel(Llama(), use_orig_params=True, device_id=torch.device("cpu"))
-    return str(param_groups(nn.Sequential(model), lr=1e-3))
+def _fsdp1(model: nn.Module) -> str:
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    return str(param_groups(nn.Sequential(wrapped), lr=1e-3))
 
 
-def test_fsdp1_is_routed_as_the_whole_model(world2: RankPool) -> None:
-    expected = str(param_groups(nn.Sequential(Llama()), lr=1e-3))
-    assert world2.run(_fsdp1) == [expected] * 2
+@pytest.mark.parametrize("model", [Llama(), WithHook("decoder")], ids=["by shapes", "by what the model says"])
+def test_fsdp1_is_routed_as_the_whole_model(model: nn.Module, world2: RankPool) -> None:
+    assert world2.run(_fsdp1, model) == [str(param_groups(nn.Sequential(model), lr=1e-3))] * 2
 
 
 # ------------------------------------------------------------------------------------------------ random models

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardmuon.layout.calls
+import shardmuon.layout.bind
 import shardmuon.step.bucket
 from shardmuon import Exchange, ExchangeError, Muon
 from shardmuon.plan.pipeline import turns
@@ -126,7 +126,7 @@ def _before_vote(end: Callable[[], None]) -> None:
     def call(*args: Any) -> None:
         end()
 
-    shardmuon.layout.calls.vote = call  # type: ignore[assignment]
+    shardmuon.layout.bind.vote = call  # type: ignore[assignment]
 
 
 # Where the rank ends, in the second bucket -> on which layout, how to arrange that, and from where to where in ORDER a

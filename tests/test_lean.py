@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon, Orthogonalizer
-from shardmuon.comm.exchange import Pending
+from shardmuon.comm.groups import Pending
 from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Policy

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from shardmuon import Audit, Muon, audit, clip_grad_norm_
 from shardmuon.layout.engines import engine_of
-from shardmuon.layout.extents import AxisCut, Extent, pieces_of_extents
+from shardmuon.layout.mesh import AxisCut, Extent, pieces_of_extents
 from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
@@ -145,7 +145,7 @@ def test_extents_name_exactly_what_each_rank_stores() -> None:
         ([Extent((3, 4)), Extent((3, 3))], r"rank 5 stores shape \(3, 3\), which is not as wide"),
         ([Extent((3, 4), 0), Extent((3, 4), 8)], r"rank 5 says that its part begins at element 8.*store 12"),
         ([Extent((3, 4)), Extent((12,))], r"ranks \[2\] store whole rows of it, ranks \[5\] 1-D runs"),
-        ([Extent((13,)), Extent((12,))], "reach element 25"),
+        ([Extent((13,)), Extent((12,))], "out of bounds of 24 elements"),
     ],
 )
 def test_extents_that_do_not_make_the_whole_are_refused(extents: list[Extent], message: str) -> None:

@@ -6,14 +6,13 @@ import itertools
 import math
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from hypothesis import given, settings
 from simulated import SimulatedRanks, spec
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.layout.mesh import Shard, readings
-from shardmuon.layout.pieces import Box, FlatRange, Held
+from shardmuon.layout.pieces import FlatRange, Held
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.plan.plan import Policy, make_plan
@@ -117,20 +116,3 @@ def test_simulated_ranks_equal_one_process_bitwise(
     moving = [bucket for bucket in plan.buckets if bucket.exchange]
     relays = [any(specs[plan.items[n].param].layout.has_replicas for n in bucket.items) for bucket in moving]
     assert simulated.exchanges == 2 * (2 * sum(bucket.gathers for bucket in moving) + sum(relays))
-
-
-@given(data=st.data(), amount=st.integers(1, 3))
-def test_a_moved_border_is_a_gap_or_an_overlap(data: st.DataObject, amount: int) -> None:
-    ((layout, _), *_) = data.draw(models().filter(lambda model: not model[0][0].has_replicas))
-    places = [(rank, i) for rank, of_rank in enumerate(layout.held) for i, h in enumerate(of_rank) if h.piece.numel]
-    flat = [(rank, i) for rank, i in places if isinstance(layout.held[rank][i].piece, FlatRange)]
-    rank, at = data.draw(st.sampled_from(flat or places))
-    piece, local = layout.held[rank][at]
-    moved: FlatRange | Box
-    if isinstance(piece, FlatRange):
-        moved = FlatRange(piece.start + amount, piece.stop + amount)
-    else:
-        moved = Box((piece.offset[0] + amount, *piece.offset[1:]), piece.size)
-    of_rank = (*layout.held[rank][:at], Held(moved, local), *layout.held[rank][at + 1 :])
-    with pytest.raises(ValueError, match=r"gap|overlap|bounds|reach"):
-        ParamLayout(layout.view, layout.ranks, (*layout.held[:rank], of_rank, *layout.held[rank + 1 :]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +15,9 @@ from torch import Tensor, nn
 from shardmuon import Muon, Orthogonalizer, clip_grad_norm_, param_groups
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines import engine_for
-from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.update import LR_SCALES
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
+from shardmuon.testing.layouts import LAYOUTS, mesh_of
 from shardmuon.testing.tolerances import assert_rounded
 
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
@@ -28,9 +28,13 @@ def _normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def _mark(shard: Tensor, dim: int, stride: int = 1, **more: Any) -> nn.Parameter:
-    param = nn.Parameter(shard.clone())
-    for key, value in {**dict(zip(MARKS, (True, dim, stride), strict=True)), **more}.items():
-        setattr(param, key, value)
+    return _marked(shard, {**dict(zip(MARKS, (True, dim, stride), strict=True)), **more})
+
+
+def _marked(value: Tensor, marks: dict[str, Any]) -> nn.Parameter:
+    param = nn.Parameter(value.clone())
+    for key, mark in marks.items():
+        setattr(param, key, mark)
     return param
 
 
@@ -89,29 +93,46 @@ def test_every_option_gives_the_full_matrixs_bits(world: int, shape: tuple[int, 
     assert get_pool(world).run(_against_the_full_matrix, *shape, scales) == [[]] * world
 
 
+def _same_as_whole(
+    full: Tensor, shard: Callable[[Tensor], nn.Parameter], given: dict[str, Any], options: dict[str, Any]
+) -> bool:
+    """A step of this rank's shard and one of the whole tensor give the shard the same bits.
+
+    Args:
+        full: The whole tensor.
+        shard: Cuts this rank's part, as it is marked.
+        given: What the shard's group says besides.
+        options: Of both groups.
+    """
+    whole, mine = nn.Parameter(full.clone()), shard(full)
+    whole.grad = _normal(*full.shape, seed=2)
+    mine.grad = shard(whole.grad).detach()
+    Muon([{"params": [("w", mine)], **given, **options}], lr=0.1, tp_group=dist.group.WORLD).step()
+    Muon([{"params": [("w", whole)], **options}], lr=0.1).step()
+    return torch.equal(mine, shard(whole.detach()))
+
+
+STRIDES_AND_HEADS: dict[str, tuple[tuple[int, ...], int, int, dict[str, Any]]] = {
+    "fused gate and up": ((32, 10), 0, 2, {"split_sizes": (16, 16)}),
+    "three blocks along columns": ((5, 48), 1, 3, {}),
+    "heads": ((16, 6), 0, 1, {"num_heads": 8}),
+    "two query groups over four ranks": ((24, 6), 0, 1, {"split_sizes": (8, 2, 2), "split_groups": 2}),
+    "one query group over four ranks": ((12, 6), 0, 1, {"split_sizes": (8, 2, 2)}),
+    "experts, columns": ((3, 4, 8), 2, 1, {"view": "stack"}),
+}
+
+
 def _strides_and_heads() -> list[str]:
+    """Names of the cases that differ."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    cases: dict[str, tuple[tuple[int, ...], int, int, dict[str, Any]]] = {
-        "fused gate and up": ((32, 10), 0, 2, {"split_sizes": (16, 16)}),
-        "three blocks along columns": ((5, 48), 1, 3, {}),
-        "heads": ((16, 6), 0, 1, {"num_heads": 8}),
-        "two query groups over four ranks": ((24, 6), 0, 1, {"split_sizes": (8, 2, 2), "split_groups": 2}),
-        "one query group over four ranks": ((12, 6), 0, 1, {"split_sizes": (8, 2, 2)}),
-        "experts, columns": ((3, 4, 8), 2, 1, {"view": "stack"}),
-    }
-    wrong = []
-    for name, (shape, dim, stride, options) in cases.items():
-        full = nn.Parameter(_normal(*shape, seed=1))
-        shard = _mark(_megatron_part(full.detach(), dim, stride, world, rank), dim, stride)
-        ours = Muon([{"params": [("w", shard)], **options}], lr=0.1, tp_group=dist.group.WORLD)
-        dense = Muon([{"params": [("w", full)], **options}], lr=0.1)
-        full.grad = _normal(*shape, seed=2)
-        shard.grad = _megatron_part(full.grad, dim, stride, world, rank)
-        ours.step()
-        dense.step()
-        if not torch.equal(shard, _megatron_part(full.detach(), dim, stride, world, rank)):
-            wrong.append(name)
-    return wrong
+
+    def same(shape: tuple[int, ...], dim: int, stride: int, options: dict[str, Any]) -> bool:
+        def shard(t: Tensor) -> nn.Parameter:
+            return _mark(_megatron_part(t, dim, stride, world, rank), dim, stride)
+
+        return _same_as_whole(_normal(*shape, seed=1), shard, {}, options)
+
+    return [name for name, case in STRIDES_AND_HEADS.items() if not same(*case)]
 
 
 def test_strides_heads_and_fewer_query_groups_than_ranks(world4: RankPool) -> None:
@@ -120,17 +141,13 @@ def test_strides_heads_and_fewer_query_groups_than_ranks(world4: RankPool) -> No
 
 def _uneven(sizes: tuple[int, ...], dim: int) -> bool:
     """Shards of any sizes, named by the options of the group instead of attributes."""
-    rank = dist.get_rank()
-    full = nn.Parameter(_normal(sum(sizes), sum(sizes), seed=3))
-    shard = nn.Parameter(full.detach().split(sizes, dim)[rank].clone())
-    group = {"params": [("w", shard)], "partition_dim": dim, "num_heads": 3 if sum(sizes) % 3 == 0 else None}
-    ours = Muon([group], lr=0.1, tp_group=dist.group.WORLD)
-    dense = Muon([{"params": [full], "num_heads": group["num_heads"]}], lr=0.1)
-    full.grad = _normal(*full.shape, seed=4)
-    shard.grad = full.grad.split(sizes, dim)[rank].clone()
-    ours.step()
-    dense.step()
-    return torch.equal(shard, full.detach().split(sizes, dim)[rank])
+    full = _normal(sum(sizes), sum(sizes), seed=3)
+
+    def shard(t: Tensor) -> nn.Parameter:
+        return nn.Parameter(t.split(sizes, dim)[dist.get_rank()].clone())
+
+    options = {"num_heads": 3 if sum(sizes) % 3 == 0 else None}
+    return _same_as_whole(full, shard, {"partition_dim": dim}, options)
 
 
 @pytest.mark.parametrize("sizes", [(7, 0, 5), (1, 2, 3), (4, 3, 3)])
@@ -248,9 +265,7 @@ def test_one_process_without_torch_distributed_needs_a_group_of_its_own_rank() -
     [{"tensor_model_parallel": True}, {"tensor_model_parallel": True, "partition_dim": 0}, {"partition_dim": 1}],
 )
 def test_a_marked_shard_without_a_group_is_refused_by_name(marks: dict[str, Any]) -> None:
-    param = nn.Parameter(_normal(4, 6, seed=0))
-    for key, value in marks.items():
-        setattr(param, key, value)
+    param = _marked(_normal(4, 6, seed=0), marks)
     before, param.grad = param.detach().clone(), torch.ones(4, 6)
     with pytest.raises(ValueError, match=r"layer\.w: its attribute tensor_model_parallel.*\n?.*tp_group="):
         Muon([("layer.w", param)], lr=1e-3).step()
@@ -259,9 +274,7 @@ def test_a_marked_shard_without_a_group_is_refused_by_name(marks: dict[str, Any]
 
 @pytest.mark.parametrize("marks", [{"tensor_model_parallel": False, "partition_dim": 0}, {"partition_dim": -1}])
 def test_a_tensor_that_is_marked_as_whole_is_whole(marks: dict[str, Any]) -> None:
-    param = nn.Parameter(_normal(4, 6, seed=0))
-    for key, value in marks.items():
-        setattr(param, key, value)
+    param = _marked(_normal(4, 6, seed=0), marks)
     for group in (None, (0,)):
         assert [(i.rows, i.cols, i.route) for i in Muon([param], lr=1e-3, tp_group=group).prepare().items] == [
             (4, 6, "local")
@@ -287,9 +300,7 @@ def test_a_tensor_that_is_marked_as_whole_is_whole(marks: dict[str, Any]) -> Non
 def test_options_that_mean_nothing_are_refused_when_they_are_given(
     options: dict[str, Any], marks: dict[str, Any], text: str
 ) -> None:
-    param = nn.Parameter(_normal(4, 6, seed=0))
-    for key, value in marks.items():
-        setattr(param, key, value)
+    param = _marked(_normal(4, 6, seed=0), marks)
     with pytest.raises(ValueError, match=text):
         Muon([{"params": [("w", param)], **options}], lr=1e-3)
 
@@ -333,38 +344,40 @@ def test_groups_are_neither_saved_nor_lost_by_loading() -> None:
 # ---------------------------------------------------------------------------------------------- refused on every rank
 
 
+Refusal = Callable[[int], tuple[list[Tensor], dict[str, Any], dict[str, Any]]]
+# case -> of a rank: its parameters, what else their group says, and the optimizer's groups of ranks
+REFUSED: dict[str, Refusal] = {
+    "other dims": lambda rank: ([_mark(torch.ones(4, 6 + rank // 3), 0)], {}, {}),
+    "other dim cut": lambda rank: ([_mark(torch.ones(4, 6), rank // 3)], {}, {}),
+    "one more": lambda rank: ([_mark(torch.ones(4, 6), 0), _mark(torch.ones(2, 6), 0)][: 1 + rank // 3], {}, {}),
+    "empty": lambda rank: ([_mark(torch.ones(0, 6), 0)], {}, {}),
+    "stride": lambda rank: ([_mark(torch.ones(3 + rank % 2, 6), 0, stride=2)], {}, {}),
+    "splits": lambda rank: ([_mark(torch.ones(4, 6), 0)], {"split_sizes": (4, 4)}, {}),
+    "unequal groups": lambda rank: (
+        [_mark(torch.ones(4, 6), 0)],
+        {},
+        {"tp_group": (1, 2, 3) if rank else (0,), "process_group": (0, 1) if rank < 2 else None},
+    ),
+    "dp over tp": lambda rank: (
+        [_mark(torch.ones(4, 6), 0)],
+        {},
+        {"tp_group": (0, 1) if rank < 2 else (2, 3), "process_group": dist.group.WORLD},
+    ),
+    "replicas differ": lambda rank: ([nn.Parameter(torch.full((4, 6), float(rank)))], {}, {}),
+}
+
+
 def _refused(case: str) -> str:
     """Errors of each rank; nobody may hang and nothing may have changed."""
-    rank = dist.get_rank()
-    options: dict[str, Any] = {"tp_group": dist.group.WORLD}
-    shard = _mark(torch.ones(4, 6), 0)
-    groups: list[dict[str, Any]] = [{"params": [("w", shard)]}]
-    if case == "other dims":
-        groups[0]["params"] = [("w", _mark(torch.ones(4, 6 + rank // 3), 0))]
-    elif case == "other dim cut":
-        groups[0]["params"] = [("w", _mark(torch.ones(4, 6), rank // 3))]
-    elif case == "one more":
-        groups[0]["params"] += [("v", _mark(torch.ones(2, 6), 0))] if rank == 3 else []
-    elif case == "empty":
-        groups[0]["params"] = [("w", _mark(torch.ones(0, 6), 0))]
-    elif case == "stride":
-        groups[0]["params"] = [("w", _mark(torch.ones(3 + rank % 2, 6), 0, stride=2))]
-    elif case == "splits":
-        groups[0]["split_sizes"] = (4, 4)
-    elif case == "unequal groups":
-        ranks: Any = (0,) if rank == 0 else (1, 2, 3)
-        options = {"tp_group": ranks, "process_group": (0, 1) if rank < 2 else None}
-    elif case == "dp over tp":
-        options = {"tp_group": (0, 1) if rank < 2 else (2, 3), "process_group": dist.group.WORLD}
-    elif case == "replicas differ":
-        groups[0]["params"] = [("w", nn.Parameter(torch.full((4, 6), float(rank))))]
-    for p in (p for _, p in groups[0]["params"]):
+    params, group, groups = REFUSED[case](dist.get_rank())
+    for p in params:
         p.grad = torch.ones_like(p)
-    before = [p.detach().clone() for _, p in groups[0]["params"]]
-    optimizer = Muon(groups, lr=1e-3, **options)
+    before = [p.detach().clone() for p in params]
+    named = list(zip("wv", params, strict=False))
+    optimizer = Muon([{"params": named, **group}], lr=1e-3, **{"tp_group": dist.group.WORLD, **groups})
     with pytest.raises(ValueError, match=r"ranks|rows|shape|stride") as caught:
         optimizer.step()
-    assert all(torch.equal(a, p) for a, (_, p) in zip(before, groups[0]["params"], strict=True))
+    assert all(torch.equal(a, p) for a, p in zip(before, params, strict=True))
     return str(caught.value)
 
 
@@ -429,28 +442,3 @@ def test_experts_of_a_model_get_their_groups_by_an_override() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert [item.route for item in optimizer.plan.items] == ["local", "local"]
-
-
-def _layouts_match_the_rows() -> list[str]:
-    """The engine names just the elements that each row of the table of layouts stores."""
-    wrong = []
-    for layout in ("tp column", "tp row", "tp stride 2", "tp x dp"):
-        row, world = LAYOUTS[layout], dist.get_world_size()
-        full = {f"w{i}": torch.arange(float(r * c)).view(r, c) for i, (r, c) in enumerate(((5, 7), (8, 6), (3, 16)))}
-        params = parameters(row.build(full, row.mesh(world)))
-        optimizer = Muon(list(params.items()), lr=1e-3, **row.options(world))
-        for spec in optimizer.prepare().specs:
-            storage = params[spec.name].detach()
-            for holder in spec.layout.of_rank(dist.get_rank()):
-                here = tuple(slice(a, a + n) for a, n in zip(holder.local, holder.piece.size, strict=True))  # type: ignore[union-attr]
-                there = tuple(slice(a, a + n) for a, n in zip(holder.piece.offset, holder.piece.size, strict=True))  # type: ignore[union-attr]
-                if not torch.equal(storage[here], full[spec.name][there]):
-                    wrong.append(f"{layout} {spec.name}")
-            if spec.layout.view != matrix_view(full[spec.name].shape):
-                wrong.append(f"{layout} {spec.name}: view")
-    assert mesh_of((world,)).size() == world
-    return wrong
-
-
-def test_pieces_are_what_is_stored(world4: RankPool) -> None:
-    assert world4.run(_layouts_match_the_rows) == [[]] * 4

@@ -101,7 +101,7 @@ def test_the_update_is_the_formulas_on_each_part(case: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_are_those_of_the_parts_stored_alone(case: str, dtype: torch.dtype, method: Any) -> None:
-    """Also those of the transposed weight in a Linear: whatever is gathered has the coordinates of the map."""
+    """The bits of a transposed weight are those of a Linear's: whatever is gathered has the coordinates of the map."""
     shape, options, parts = CASES[case]
     start, *grads = _draw(*shape, count=4, dtype=dtype)
     whole = {"orthogonalizer": Orthogonalizer(method=method)}

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from shardmuon.comm import lane as lanes
 from shardmuon.comm import vote as voting
-from shardmuon.comm.component import Entry, Known, Ranks, Talk, flood, in_order
-from shardmuon.comm.lane import Hop, doubling
-from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict, discover, gather, merge, pack, run_together, verdict, vote
+from shardmuon.comm.groups import Ranks
+from shardmuon.comm.vote import (
+    Ballot,
+    Entry,
+    Flag,
+    Known,
+    Phase,
+    Verdict,
+    discover,
+    gather,
+    in_order,
+    run_together,
+    vote,
+)
 from shardmuon.errors import ExchangeError, Refused, told_by
 from shardmuon.testing import RankPool
 
@@ -78,28 +89,19 @@ def random_family(chance: random.Random) -> tuple[int, Family]:
 def flooded(num: int, entries: dict[int, Entry]) -> tuple[dict[int, Known], dict[int, int]]:
     """Knowledge of each rank at the end, and the number of talks that it took part in. A talk waits for all of its
     ranks."""
-    runs = {rank: flood(rank, entries[rank]) for rank in range(num)}
-    known: dict[int, Known] = {}
-    wishes: dict[int, Talk] = {}
+    known: dict[int, Known] = {rank: {rank: entries[rank]} for rank in range(num)}
     talks = dict.fromkeys(range(num), 0)
-
-    def go_on(rank: int, heard: list[Known] | None) -> None:
-        asked = next(runs[rank]) if heard is None else runs[rank].send(heard)
-        if isinstance(asked, Talk):
-            wishes[rank] = asked
-        else:
-            wishes.pop(rank, None)
-            known[rank] = asked
-
-    for rank in range(num):
-        go_on(rank, None)
-    while wishes:
-        ready = [w.ranks for w in wishes.values() if all(r in wishes and wishes[r].ranks == w.ranks for r in w.ranks)]
-        assert ready, f"ranks {sorted(wishes)} wait for each other"
-        said = [wishes[rank].value for rank in ready[0]]
-        for rank in ready[0]:
+    runs = {rank: voting._talks(entries[rank].sets, known[rank]) for rank in range(num)}
+    wishes = {rank: next(run, None) for rank, run in runs.items()}
+    while any(wishes.values()):
+        ready = next((w for w in wishes.values() if w and all(wishes[rank] == w for rank in w)), None)
+        assert ready, f"ranks wait for each other: {wishes}"
+        said = [dict(known[rank]) for rank in ready]
+        for rank in ready:
             talks[rank] += 1
-            go_on(rank, said)
+            for heard in said:
+                known[rank].update(heard)
+            wishes[rank] = next(runs[rank], None)
     return known, talks
 
 
@@ -116,58 +118,62 @@ def test_a_flood_ends_on_every_rank_with_the_whole_component() -> None:
         known, talks = flooded(num, entries)
         for rank in range(num):
             own = component(family, rank)
-            assert known[rank] == {other: entries[other] for other in own} and list(known[rank]) == list(own)
+            assert known[rank] == {other: entries[other] for other in own}
             rounds = {talks[other] // max(1, len(in_order(sets_of(family, other)))) for other in own}
             assert len(rounds) == 1
 
 
-def doubled(messages: list[bytes], merging: Any) -> list[bytes]:
+def doubled(messages: Sequence[Any], merging: Callable[[Any, Any], Any]) -> list[Any]:
     """The result of each member; messages between two members arrive in order."""
-    num = len(messages)
-    runs = [doubling(me, num, messages[me], merging) for me in range(num)]
-    boxes: dict[tuple[int, int], list[bytes]] = {}
-    results: dict[int, bytes] = {}
-    waiting: dict[int, int] = {}
+    num, results = len(messages), list(messages)
+    boxes: dict[tuple[int, int], list[Any]] = {}
 
-    def go_on(me: int, found: bytes | None) -> None:
-        hop = next(runs[me]) if found is None else runs[me].send(found)
-        while isinstance(hop, Hop):
+    def member(me: int) -> Iterator[int]:
+        for hop in voting._hops_of(me, num):
             if hop.to is not None:
-                boxes.setdefault((me, hop.to), []).append(hop.message)
+                boxes.setdefault((me, hop.to), []).append(results[me])
             if hop.source is not None:
                 assert hop.source in hop.behind and me not in hop.behind
-                waiting[me] = hop.source
-                return
-            hop = runs[me].send(b"")
-        results[me] = hop
+                yield hop.source
+                heard = boxes[hop.source, me].pop(0)
+                results[me] = heard if hop.is_result else merging(results[me], heard)
 
-    for me in range(num):
-        go_on(me, None)
+    runs = [member(me) for me in range(num)]
+    waiting = {me: source for me, run in enumerate(runs) if (source := next(run, None)) is not None}
     while waiting:
         me = next((m for m, source in waiting.items() if boxes.get((source, m))), None)
         assert me is not None, f"members {sorted(waiting)} wait for each other"
-        go_on(me, boxes[waiting.pop(me), me].pop(0))
+        del waiting[me]
+        if (source := next(runs[me], None)) is not None:
+            waiting[me] = source
     assert not any(boxes.values())
-    return [results[me] for me in range(num)]
+    return results
 
 
 @pytest.mark.parametrize("num", [*range(1, 34), 100, 1024, 1025])
 def test_every_message_is_counted_once_on_every_rank(num: int) -> None:
-    def both(first: bytes, second: bytes) -> bytes:
-        return (int.from_bytes(first, "little") + int.from_bytes(second, "little")).to_bytes(8, "little")
-
-    messages = [(me * me + 1).to_bytes(8, "little") for me in range(num)]
-    total = sum(me * me + 1 for me in range(num)).to_bytes(8, "little")
-    assert doubled(messages, both) == [total] * num
+    assert doubled([me * me + 1 for me in range(num)], operator.add) == [sum(me * me + 1 for me in range(num))] * num
 
 
 def digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
+def sent(ballot: Ballot, rank: int) -> voting._Message:
+    return voting._unpacked(voting._packed(voting._message(ballot, rank)))
+
+
+def received(mine: voting._Message, theirs: voting._Message) -> voting._Message:
+    return voting._merged(mine, voting._unpacked(voting._packed(theirs)))
+
+
 def voted(ballots: dict[int, Ballot]) -> Verdict:
     """The verdict of a component, which is the same on each of its ranks."""
-    found = set(map(verdict, doubled([pack(ballots[rank], rank) for rank in sorted(ballots)], merge)))
+    messages = [sent(ballots[rank], rank) for rank in sorted(ballots)]
+    found = {
+        Verdict(Phase(m.phase), Flag(m.flags), m.total % (1 << 128) == 0, m.presence)
+        for m in doubled(messages, received)
+    }
     assert len(found) == 1
     return found.pop()
 
@@ -199,11 +205,11 @@ def test_flags_phases_and_presence_are_those_of_any_rank() -> None:
 def test_messages_of_unlike_lengths_and_versions_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     ballots = {rank: Ballot(Phase.STEP, presence=1, num_bits=9 if rank == 2 else 700) for rank in range(5)}
     assert voted(ballots) == Verdict(Phase.STEP, Flag.UNLIKE, True, 1)
-    ours = pack(Ballot(Phase.STEP), 0)
-    monkeypatch.setattr(voting, "VERSION", 2)
-    theirs = pack(Ballot(Phase.STEP), 1)
-    assert verdict(merge(ours, theirs)).flags == verdict(merge(theirs, ours)).flags == Flag.UNLIKE
-    assert verdict(merge(theirs, theirs)).flags == Flag.NONE
+    ours = sent(Ballot(Phase.STEP), 0)
+    monkeypatch.setattr(voting, "_VERSION", 2)
+    theirs = sent(Ballot(Phase.STEP), 1)
+    for mine, other, flag in ((ours, theirs, Flag.UNLIKE), (theirs, ours, Flag.UNLIKE), (theirs, theirs, Flag.NONE)):
+        assert received(mine, other).flags == flag
 
 
 # ------------------------------------------------------------------------------------------------------- on real ranks
@@ -323,13 +329,13 @@ def _late(closes: bool) -> tuple[str, float]:
     """Rank 3 of four does not vote; the others' time-out is two seconds, or it closes its lane."""
     ranks = tuple(range(4))
     vote(Ballot(Phase.STEP), ranks)  # all connections are there
-    lane = lanes.lane_of(ranks)
+    lane = voting._lane_of(ranks)
     lane._limit = timedelta(seconds=20 if closes else 2)
     began, text = time.monotonic(), ""
     if dist.get_rank() == 3:
         if closes:
             for _ in range(2):  # an exception is told by the core of a group, and again by the optimizer's
-                lanes.close_lane(ranks)
+                voting.close_lane(ranks)
         else:
             dist.barrier()
             lane.close()

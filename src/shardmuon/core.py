@@ -21,16 +21,12 @@ from shardmuon._torch import default_group, is_dtensor
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing
-from shardmuon.comm.component import Ranks
-from shardmuon.comm.exchange import Traffic
-from shardmuon.comm.groups import GroupRef, World, group_for, group_ranks, my_rank
-from shardmuon.comm.lane import close_lane
-from shardmuon.comm.vote import Fault, Flag, Phase, Verdict
+from shardmuon.comm.groups import GroupRef, Ranks, Traffic, World, group_for, group_ranks, my_rank
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, close_lane
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.first_step import FirstStep
 from shardmuon.host import Host, Hosts, Progress
-from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import Call, Said, agree, renewed
+from shardmuon.layout.bind import Call, Listed, Table, agree, renewed
 from shardmuon.layout.engines.base import MISPLACED, NONE
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.options import MuonConfig
@@ -265,7 +261,7 @@ class Core:
 
 
 class StepCall(Call[Binding]):
-    """Call of one rank for a step, or for a plan without a step: answers the questions that layout/calls.py asks.
+    """Call of one rank for a step, or for a plan without a step: answers the questions that layout/bind.py asks.
 
     Attributes:
         options: Options of each group.
@@ -311,8 +307,8 @@ class StepCall(Call[Binding]):
                         return False
         return next(members, None) is None
 
-    def read(self, kept: Binding) -> Said:
-        core, audits, self.num_bits = self._core, self._core.audits, kept.num_bits
+    def read(self, kept: Binding) -> Ballot:
+        core, audits, flags = self._core, self._core.audits, Flag.NONE
         if core.watch.coming:
             core.watch.report()
         if core.zeros.coming:
@@ -321,11 +317,11 @@ class StepCall(Call[Binding]):
         if audits.num_steps + 1 >= audits.at:
             self._due = audits.due_text()
             if audits.is_due:
-                self.flags = Flag.AUDIT
+                flags = Flag.AUDIT
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)
         digests = digests_of(kept, self.proposal, self.options, self._due) if len(kept.component) > 1 else None
-        return Said(digests, self.proposal.presence)
+        return Ballot(self.phase, flags, digests, self.proposal.presence, kept.num_bits)
 
     def lines(self, kept: Binding, ranks: Ranks) -> list[ProposalLine]:
         return lines_of(kept, self.proposal, self.options, ranks, self._due)

@@ -38,10 +38,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardmuon.comm.component import Ranks
-from shardmuon.comm.groups import GroupRef, group_for, my_rank, num_ranks, talking_device
-from shardmuon.comm.lane import lane_of
-from shardmuon.comm.vote import Fault, Phase, Unlike
+from shardmuon.comm.groups import GroupRef, Ranks, group_for, my_rank, num_ranks, talking_device
+from shardmuon.comm.vote import Ballot, Fault, Phase, Unlike, close_lane
 from shardmuon.errors import (
     OUT_OF_MEMORY,
     RELOAD,
@@ -54,12 +52,11 @@ from shardmuon.errors import (
     stays_itself,
 )
 from shardmuon.host import Host, Hosts, Weight
-from shardmuon.layout.bind import Listed, Table, settle
-from shardmuon.layout.calls import Call, KeptTable, Said, agree, digest_of
+from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree, settle
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.pieces import Tile, spans_of
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.table import ParamLayout, digest_of
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.options import PLACE_OPTIONS, view_options
 from shardmuon.step.kept import MatrixNumbers, forget_norms
@@ -256,7 +253,7 @@ class Scaler(Call[_Bound]):
             if num_ranks() > 1:
                 self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
                 if self._bound is not None and not self._is_alone and not isinstance(error, ExchangeError):
-                    lane_of(self._bound.component).close()  # whoever waits for this rank fails at once
+                    close_lane(self._bound.component)  # whoever waits for this rank fails at once
             raise
 
     @torch.no_grad()
@@ -368,7 +365,7 @@ class Scaler(Call[_Bound]):
         kept.hear(everyone)
         self._bound = kept
 
-    def read(self, kept: _Bound) -> Said:
+    def read(self, kept: _Bound) -> Ballot:
         device = kept.found.targets[0].weight.stored.device
         self._own = self._maxima(device)
         fp32: Any = {"dtype": torch.float32, "device": device}
@@ -379,7 +376,7 @@ class Scaler(Call[_Bound]):
         self._flat = torch.cat([torch.empty(0, **fp32), *parts])
         self._keeping()  # takes over what was loaded: where the others hear of it if that fails
         sets = (*kept.sets, *(() if kept.beyond is None else (kept.beyond,)))
-        return Said({ranks: digest_of(kept.token + repr(self.lines(kept, ranks)).encode()) for ranks in sets})
+        return Ballot(self.phase, digests={ranks: digest_of((kept.token, self.lines(kept, ranks))) for ranks in sets})
 
     def lines(self, kept: _Bound, ranks: Ranks) -> list[str]:
         tau, alpha = self._numbers

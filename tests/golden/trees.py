@@ -38,7 +38,7 @@ def flat_shard(
     group_ref = _named("GroupRef", "comm.groups", "ranks.exchange")
     flat = _named("FlatShard", "layout.engines.flat", "layout.readers.flat", "engines.flat")
     mark_flat = _named("mark_flat", "layout.engines.flat", "layout.readers.flat", "engines.flat")
-    cut_kind = _named("Cut", "layout.shards", "engines.tensor_parallel")
+    cut_kind = _named("Cut", "layout.shards", "layout.mesh", "engines.tensor_parallel")
     data, *tensor_parallel = (group_ref.of(group) for group in groups)
     parallel = tensor_parallel[0] if tensor_parallel else None
     marked: Tensor = mark_flat(

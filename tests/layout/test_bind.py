@@ -164,7 +164,7 @@ def _refusals(names: Sequence[str]) -> dict[str, str]:
 
 
 def test_what_does_not_fit_is_raised_on_every_rank_of_the_component(world4: RankPool) -> None:
-    """Also on ranks that share nothing with those at fault."""
+    """Ranks that share nothing with those at fault raise it, too."""
     everyone = world4.run(_refusals, list(FLAWS))
     assert all(found == everyone[0] for found in everyone)
     assert everyone[0]["component"] == "(0, 1, 2, 3)"
@@ -214,7 +214,7 @@ def _interrupted(num: int) -> list[str]:
 
 
 # between talks these run unguarded, with their comprehensions: they hand values on
-_TALK = {"bind", "sharers_of", "settle", "agree", "_say", "__init__"}
+_TALK = {"bind", "_sharers_of", "settle", "layouts", "_say", "__init__"}
 
 
 def _guarded(frame: FrameType) -> bool:

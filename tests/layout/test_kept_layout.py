@@ -12,9 +12,9 @@ from shardmuon import Muon
 from shardmuon._torch import local_if_any
 from shardmuon.layout.bind import Listed, bind
 from shardmuon.layout.engines import engine_of
-from shardmuon.layout.kept import OnMesh, kept_layout
-from shardmuon.layout.mesh import Placements
+from shardmuon.layout.mesh import OnMesh, Placements
 from shardmuon.layout.pieces import Box
+from shardmuon.layout.table import kept_layout
 from shardmuon.layout.views import Ints, kept_view
 from shardmuon.options import view_options
 from shardmuon.testing import RankPool

@@ -68,7 +68,7 @@ def test_read_from_left_to_right_every_axis_chunks_what_the_one_before_left() ->
 
 
 def test_fully_shard_over_tensor_parallelism_cuts_inside_its_chunks() -> None:
-    """Up to 4 x 4 ranks and 20 rows; the likeliest reading."""
+    """The likeliest reading is right for all of 4 x 4 ranks and 20 rows."""
     for dp, tp, size in itertools.product(range(1, 5), range(1, 5), range(1, 21)):
         expected = [
             share(share(torch.arange(size), tp, j), dp, i).tolist() for i, j in itertools.product(range(dp), range(tp))

@@ -152,7 +152,7 @@ def test_a_gap_and_an_overlap_are_seen(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("piece", [Box((0, 3), (4, 2)), Box((-1, 0), (5, 4)), Box((0,), (16,)), FlatRange(0, 17)])
 def test_a_piece_that_leaves_the_tensor_is_refused(piece: Piece) -> None:
-    with pytest.raises(ValueError, match=r"out of bounds of shape|reach element 17|overlap"):
+    with pytest.raises(ValueError, match=r"out of bounds of shape|overlap"):
         ParamLayout(matrix_view((4, 4)), (0, 1), ((Held(Box((0, 0), (4, 4)), (0, 0)),), (Held(piece, (0, 0)),)))
 
 
@@ -176,10 +176,13 @@ def layout_of(shape: tuple[int, ...], pieces: dict[int, list[Piece]], **options:
         ({0: [Box((0, 0), (3, 3))], 1: [Box((3, 0), (3, 3))]}, "out of bounds"),
         # sizes sum to the whole, but one cell is held twice and one never: a sum check alone would pass
         ({0: [Box((0, 0), (3, 3))], 1: [Box((2, 0), (2, 3))]}, "overlap|gap"),
-        ({0: [FlatRange(0, 7)], 1: [FlatRange(8, 15)]}, r"no rank holds elements \[7, 8\) of 15"),
-        ({0: [FlatRange(0, 9)], 1: [FlatRange(8, 15)]}, r"elements \[8, 9\).*two pieces"),
-        ({0: [FlatRange(0, 9)], 1: [FlatRange(9, 14)]}, r"no rank holds elements \[14, 15\)"),
-        ({0: [FlatRange(0, 9)], 1: [FlatRange(9, 16)]}, "reach element 16"),
+        (
+            {0: [FlatRange(0, 7)], 1: [FlatRange(8, 15)]},
+            r"leave a gap at \(\[7, 8\)\) of 15 elements of shape \(5, 3\)",
+        ),
+        ({0: [FlatRange(0, 9)], 1: [FlatRange(8, 15)]}, r"overlap at \(\[8, 9\)\) of 15"),
+        ({0: [FlatRange(0, 9)], 1: [FlatRange(9, 14)]}, r"leave a gap at \(\[14, 15\)\)"),
+        ({0: [FlatRange(0, 9)], 1: [FlatRange(9, 16)]}, r"out of bounds of 15 elements"),
         ({0: [FlatRange(0, 9)], 1: [Box((4, 0), (1, 3))]}, r"leave a gap at \(\[3, 4\), \[0, 3\)\)"),
     ],
 )

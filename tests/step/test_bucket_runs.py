@@ -27,8 +27,7 @@ from simulated import (
 from torch import Tensor
 
 from shardmuon import Muon
-from shardmuon.comm.exchange import Traffic
-from shardmuon.comm.groups import group_for
+from shardmuon.comm.groups import Traffic, group_for
 from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view

@@ -566,7 +566,19 @@ KINDS: tuple[type[BaseException], ...] = (
     SystemExit,
 )
 # these only hand on
-_TALK = {"agree", "renewed", "sharers_of", "_open", "_bind", "_refuse_unless_stale", "bind", "settle", "_say", "start"}
+_TALK = {
+    "agree",
+    "layouts",
+    "renewed",
+    "_sharers_of",
+    "_open",
+    "_bind",
+    "_refuse_unless_stale",
+    "bind",
+    "settle",
+    "_say",
+    "start",
+}
 _OWN = (
     "/shardmuon/comm/",
     "/shardmuon/errors.py",

@@ -31,8 +31,7 @@ from simulated import (
 from torch import Tensor
 
 from shardmuon import Muon
-from shardmuon.comm.exchange import Traffic
-from shardmuon.comm.groups import group_for
+from shardmuon.comm.groups import Traffic, group_for
 from shardmuon.layout.table import replicated
 from shardmuon.layout.views import kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Chooser

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon.comm.exchange import Traffic, start
-from shardmuon.comm.groups import group_for, my_rank
+from shardmuon.comm.groups import Traffic, group_for, my_rank, start
 from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.table import ParamLayout, Ranks

@@ -38,8 +38,7 @@ from shardmuon.auditing.samples import (
 )
 from shardmuon.auditing.schedule import PATIENCE, AuditNotes, AuditSchedule, Watched
 from shardmuon.auditing.stages import unchecked
-from shardmuon.comm.component import Ranks
-from shardmuon.comm.groups import my_rank
+from shardmuon.comm.groups import Ranks, my_rank
 from shardmuon.comm.vote import gather
 from shardmuon.host import Core
 from shardmuon.layout.engines import engine_for, engine_of

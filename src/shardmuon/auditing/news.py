@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from shardmuon.auditing.replicas import Prints, compare_prints
 from shardmuon.auditing.report import AuditReport, Finding, MatrixRow
-from shardmuon.comm.component import Ranks
-from shardmuon.comm.groups import my_rank
+from shardmuon.comm.groups import Ranks, my_rank
 from shardmuon.comm.vote import gather
 
 T = TypeVar("T")

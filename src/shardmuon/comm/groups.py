@@ -1,16 +1,20 @@
-"""Process groups: references that keep none alive, and those made among the ranks that share something."""
+"""Process groups: references that keep none alive, those made among some ranks, and the one exchange over them."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field
+from operator import sub
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardmuon._torch import default_group, is_alive, new_group_among
+
+Ranks = tuple[int, ...]  # global, ascending
 
 
 @dataclass
@@ -21,11 +25,11 @@ class Made:
         groups: Ranks -> how many process groups over them were made, and the one in use. A communicator that outlived
             destroy_process_group() would be torn down at interpreter exit, when its threads abort the process (seen
             with gloo), so it is kept by torch alone.
-        lanes: Ranks -> their last lane (comm/lane.py), which may be closed. It keeps no default group alive.
+        lanes: Ranks -> their last lane (comm/vote.py), which may be closed. It keeps no default group alive.
     """
 
-    groups: dict[tuple[int, ...], tuple[int, weakref.ref[Any]]] = field(default_factory=dict)
-    lanes: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    groups: dict[Ranks, tuple[int, weakref.ref[Any]]] = field(default_factory=dict)
+    lanes: dict[Ranks, Any] = field(default_factory=dict)
 
 
 MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # by default group
@@ -66,7 +70,7 @@ class GroupRef:
         is_default: Whether it was the default group. Then it is that of today, if that has as many ranks.
     """
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
     group_name: str = ""
     is_default: bool = field(default=False, compare=False)
     _live: Callable[[], Any] = field(default=lambda: None, compare=False, repr=False)
@@ -126,7 +130,7 @@ _DESTROYED = (
 )
 
 
-def group_ranks(group: Any) -> tuple[int, ...]:
+def group_ranks(group: Any) -> Ranks:
     """Global ranks of a process group in group-rank order."""
     if isinstance(group, GroupRef):
         group.live()
@@ -137,7 +141,7 @@ def group_ranks(group: Any) -> tuple[int, ...]:
         raise RuntimeError(_DESTROYED) from None
 
 
-def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
+def group_for(ranks: Ranks, hint: Any = None) -> Any:
     """A process group over exactly these ranks (ascending), made among them alone and kept as long as torch keeps it.
 
     Collective among `ranks` at its first call. Its time-out is that of `hint`, else of the default group. torch
@@ -162,20 +166,20 @@ def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
     return group
 
 
-def backends_of(group: Any) -> dict[str, str]:
+def _backends_of(group: Any) -> dict[str, str]:
     """Device type -> what moves its tensors in this group ("nccl", "gloo", ...)."""
     return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
 
 
 def talking_device(device: torch.device, group: Any) -> torch.device:
     """`device`, or the accelerator if the group cannot move CPU tensors (offloading in a job with NCCL alone)."""
-    if device.type != "cpu" or "cpu" in backends_of(group):
+    if device.type != "cpu" or "cpu" in _backends_of(group):
         return device
     found = torch.accelerator.current_accelerator()
     return device if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
-def wire_device(device: torch.device, preferred: torch.device | None, ranks: tuple[int, ...]) -> torch.device:
+def wire_device(device: torch.device, preferred: torch.device | None, ranks: Ranks) -> torch.device:
     """The device of exchange buffers for matrices on `device`: `preferred` if the ranks' group moves tensors there
     without gloo."""
     if len(ranks) == 1:
@@ -183,11 +187,67 @@ def wire_device(device: torch.device, preferred: torch.device | None, ranks: tup
     if preferred is None and device.type != "cpu":
         return device
     group = group_for(ranks)
-    if preferred is not None and backends_of(group).get(preferred.type, "gloo") != "gloo":
+    if preferred is not None and _backends_of(group).get(preferred.type, "gloo") != "gloo":
         return preferred
     return talking_device(device, group)
 
 
-def union(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """All ranks of these groups, ascending."""
-    return tuple(sorted({rank for group in groups for rank in group}))
+# -------------------------------------------------------------------------------------------------------- the exchange
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counts of this rank's communication and orthogonalized matrices, each counted where it happens.
+
+    Attributes:
+        exchanges: all-to-all calls (two for each bucket that gathers, one where replicas pass on).
+        agreements: votes before a step that all ranks have gone on from, or refused.
+        bytes_sent: Bytes that left this rank in exchanges.
+        orthogonalized: Matrices that went through the orthogonalizer on this rank.
+        reductions: Exchanges that carried parts of Gram matrices to be added up (one for each bucket of that route).
+        norm_reductions: Small all-reduces of norms of weights, for variants that control them.
+        norms_sent: Matrices whose norms were reduced, 8 bytes each.
+    """
+
+    exchanges: int = 0
+    agreements: int = 0
+    bytes_sent: int = 0
+    orthogonalized: int = 0
+    reductions: int = 0
+    norm_reductions: int = 0
+    norms_sent: int = 0
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """The difference to an earlier copy."""
+        return Traffic(*map(sub, astuple(self), astuple(earlier)))
+
+
+class Pending(NamedTuple):
+    """An exchange under way. Holds what is sent, too: it must outlive the collective."""
+
+    work: Any
+    came: Tensor  # 1-D
+    sent: Tensor  # 1-D
+
+    def wait(self) -> Tensor:  # 1-D
+        """Wait (on an accelerator: the current stream waits) until all has come; return it."""
+        self.work.wait()
+        return self.came
+
+
+def start(
+    group: Any, traffic: Traffic, send: Tensor, send_splits: tuple[int, ...], recv_splits: tuple[int, ...]
+) -> Pending:
+    """Start one packed all-to-all.
+
+    Args:
+        group: The process group over the ranks.
+        traffic: Counts it.
+        send: 1-D, what goes to each rank side by side.
+        send_splits, recv_splits: Elements to and from each rank.
+    """
+    came = torch.empty(sum(recv_splits), dtype=send.dtype, device=send.device)
+    work = dist.all_to_all_single(came, send, list(recv_splits), list(send_splits), group=group, async_op=True)
+    traffic.exchanges += 1
+    traffic.bytes_sent += send.numel() * send.element_size()
+    return Pending(work, came, send)

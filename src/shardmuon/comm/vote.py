@@ -1,4 +1,19 @@
-"""The vote: one short message in which all ranks of a component hear whether anything is wrong on any of them.
+"""The vote: how ranks find out who belongs together, and tell each other in one short message what is wrong.
+
+[Note: why a component votes together]
+    Ranks come in sets: a mesh's axis, a process group, the ranks that share a parameter. A rank in two sets that asks
+    them one after the other may learn of a fault in the second when the first has gone on: 12 of 16 faults on a 4 x 4
+    mesh of rows and columns, 2 of 4 on a chain of pairs. So all ranks that sets connect, directly or over others, say
+    in one vote what is wrong. Before they can, each must know all of them. It floods: every rank tells each of its
+    sets all that it has heard, round by round. A rank knows that it has heard everything when it has the entry of
+    every rank that any entry names. Then it can count, from the entries alone, the round after which the last rank
+    knows as much, and everybody stops after that round.
+
+[Note: recursive doubling]
+    How the messages of all ranks become one on every rank. After the hop of reach k a rank has merged the messages of
+    its block of 2k ranks. Ranks beyond the largest power of two hand theirs to a partner first and get the result at
+    the end. Each message is counted once, as a sum must. That is log2(n) hops of one small message, and two more where
+    n is no power of two.
 
 [Note: the message]
     It says the version of its form, in which phase a rank is, flags, a sum of digests and presence bits. Phases, flags
@@ -14,21 +29,29 @@ from __future__ import annotations
 import hashlib
 import pickle
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from enum import IntFlag
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from shardmuon.comm.component import Entry, Known, Ranks, Talk, faults_of, flood
-from shardmuon.comm.groups import my_rank, num_ranks
-from shardmuon.comm.lane import doubling, driven, lane_of
-from shardmuon.errors import Refused, fault_text, told_by
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-T = TypeVar("T")
-VERSION = 1
+from shardmuon._groups import timeout_of
+from shardmuon._torch import default_group
+from shardmuon.comm.groups import MADE, Made, Ranks, my_rank, num_ranks
+from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, Refused, fault_text, ranks_text, told_by
+
+_T = TypeVar("_T")
+_VERSION = 1
 _FORM = struct.Struct("<BHBI16s")  # version, phase, flags, number of presence bits, sum of digests
 _MODULUS = 1 << 128
+_LARGEST = 1 << 13  # bytes of a message of a vote: receivers need not know how long it is
+_TAG = 7
+_DEFAULT = timedelta(minutes=30)  # where no backend tells its time-out
 
 
 class Unlike(ValueError):
@@ -105,8 +128,7 @@ class Flag(IntFlag):
     BEYOND = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Ballot:
+class Ballot(NamedTuple):
     """One rank's message in a vote.
 
     Attributes:
@@ -147,12 +169,12 @@ def vote(ballot: Ballot, component: Ranks) -> Verdict:
     """
     if len(component) == 1:
         return Verdict(ballot.phase, ballot.flags, True, ballot.presence)
-    lane = lane_of(component)
-    message = pack(ballot, component[lane.me])
-    return verdict(lane.carry(doubling(lane.me, len(component), message, merge), f"a vote ({ballot.phase.name})"))
+    lane = _lane_of(component)
+    all_said = lane.merge(_message(ballot, component[lane.me]), f"a vote ({ballot.phase.name})")
+    return Verdict(Phase(all_said.phase), Flag(all_said.flags), all_said.total % _MODULUS == 0, all_said.presence)
 
 
-def gather(value: T, ranks: Ranks, fault: str | None = None, cause: BaseException | None = None) -> list[T]:
+def gather(value: _T, ranks: Ranks, fault: str | None = None, cause: BaseException | None = None) -> list[_T]:
     """Every rank's value, in order of ranks. Collective over `ranks`.
 
     Args:
@@ -164,38 +186,60 @@ def gather(value: T, ranks: Ranks, fault: str | None = None, cause: BaseExceptio
         Refused: Some rank has a fault. On every rank, with the same text.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
-    everyone = [(fault, value)]
+    mine, everyone = Fault(), [(fault, value)]
+    mine.add(fault, cause, own=False)
     if len(ranks) > 1:
-        mine, sent = Fault(), b""
-        mine.add(fault, cause, own=False)
+        sent = b""
         with mine:
             sent = pickle.dumps((None, value))
         if mine.text is not None:
-            sent, cause = pickle.dumps((mine.text, None)), mine.cause
-        everyone = [pickle.loads(theirs) for theirs in lane_of(ranks).share(sent, "gathering values")]
+            sent = pickle.dumps((mine.text, None))
+        everyone = _lane_of(ranks).share(sent, "gathering values")
     if said := told_by(theirs for theirs, _ in everyone):
-        raise Refused("; ".join(said), cause)
+        raise Refused("; ".join(said), mine.cause)
     return [theirs for _, theirs in everyone]
 
 
-def run_together(run: Callable[[], T], ranks: Ranks | None = None) -> T:
+def run_together(run: Callable[[], _T], ranks: Ranks | None = None) -> _T:
     """Call `run` and return its result if it raises on none of these ranks (default: all). Collective over them.
 
     Raises:
         Refused: `run` raised an exception of any class on some rank. Raised on every rank, with the same text.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
-    fault, found = Fault(), list[T]()
+    fault, found = Fault(), list[_T]()
     with fault:
         found.append(run())
     gather(None, tuple(range(num_ranks())) if ranks is None else ranks, fault.text, fault.cause)
     return found[0]
 
 
+# ----------------------------------------------------------------------------------------------- who belongs together
+
+
+class Entry(NamedTuple):
+    """One rank's entry in the list of its component.
+
+    Attributes:
+        sets: The sets that it is in.
+        fault: What is wrong on it, or None.
+        facts: What everybody shall know of it; picklable.
+    """
+
+    sets: tuple[Ranks, ...]
+    fault: str | None = None
+    facts: Any = None
+
+
+Known = dict[int, Entry]  # global rank -> what it says
+
+
 def discover(rank: int, entry: Entry, before: Ranks | None = None, cause: BaseException | None = None) -> Known:
     """The entry of every rank of the component, the same on each. Collective over the component.
 
     Args:
+        rank: This one.
+        entry: What it says of itself.
         before: The component so far, if the ranks had one. They compare their sets within it first, so that a set
             which only some of its ranks know is a fault with a name. Without one the others wait for their time-out.
         cause: The exception behind `entry.fault`.
@@ -205,61 +249,96 @@ def discover(rank: int, entry: Entry, before: Ranks | None = None, cause: BaseEx
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     if before is not None and len(before) > 1:
-        everyone = [pickle.loads(said) for said in lane_of(before).share(pickle.dumps(entry), "comparing groups")]
+        everyone = _lane_of(before).share(pickle.dumps(entry), "comparing groups")
         _refuse(dict(zip(before, everyone, strict=True)), cause)
-    known = driven(flood(rank, entry), _told, Talk)
+    known = {rank: entry}
+    for ranks in _talks(entry.sets, known):
+        for heard in _lane_of(ranks).share(pickle.dumps(known), "finding out who belongs together"):
+            known.update(heard)
+    known = dict(sorted(known.items()))
     _refuse(known, cause)
     return known
 
 
-def _told(talk: Talk) -> list[Known]:
-    said = lane_of(talk.ranks).share(pickle.dumps(talk.value), "finding out who belongs together")
-    return [pickle.loads(theirs) for theirs in said]
+def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
+    """Sets in the order in which every rank talks: small ones first. A set of one rank has nobody to talk to."""
+    return sorted({ranks for ranks in sets if len(ranks) > 1}, key=lambda ranks: (len(ranks), ranks))
+
+
+def largest_of(sets: Sequence[Ranks]) -> list[Ranks]:
+    """The sets that no other of these sets contains."""
+    return [ranks for ranks in sets if not any(set(ranks) < set(other) for other in sets)]
+
+
+def _talks(sets: Sequence[Ranks], known: Known) -> Iterator[Ranks]:
+    """The sets with which a rank of these sets talks, one after the other, until `known` has the whole component.
+    Whoever iterates tells each set what is known then, and adds what its ranks tell.
+
+    All ranks of a component end after the same round, if each set is known to all of its ranks.
+    """
+    num_done = 0
+    while not _is_complete(known) or num_done < _num_rounds(known):
+        yield from in_order(sets)
+        num_done += 1
+
+
+def _is_complete(known: Known) -> bool:
+    return all(rank in known for entry in known.values() for ranks in entry.sets for rank in ranks)
+
+
+def _num_rounds(known: Known) -> int:
+    """Rounds until every rank of these has heard of every other one that it can hear of."""
+    hears = {rank: {rank} for rank in known}
+    order = in_order(ranks for entry in known.values() for ranks in entry.sets)
+    number = last = 0
+    while number == last:
+        number += 1
+        for ranks in order:
+            union = set().union(*(hears[rank] for rank in ranks))
+            for rank in ranks:
+                if len(hears[rank]) < len(union):
+                    hears[rank], last = set(union), number
+    return last
 
 
 def _refuse(known: Known, cause: BaseException | None) -> None:
-    if faults := faults_of(known):
-        raise Refused("; ".join(faults), cause)
+    """Raise Refused if anything is wrong in a component: what each rank reports, or a set that not all of its ranks
+    list."""
+    said = told_by(entry.fault for entry in known.values())
+    for ranks in in_order(ranks for entry in known.values() for ranks in entry.sets):
+        lists = [rank for rank in ranks if rank in known and ranks in known[rank].sets]
+        lacks = [rank for rank in ranks if rank in known and ranks not in known[rank].sets]
+        if lists and lacks:
+            said.append(
+                f"rank {lists[0]} shares parameters or a process group with ranks {ranks}, of which rank {lacks[0]} "
+                "does not know. Give every one of these ranks the same groups and parameters"
+            )
+    if said:
+        raise Refused("; ".join(dict.fromkeys(said)), cause)
 
 
-# ------------------------------------------------------------------------------------------------------------- messages
+# ------------------------------------------------------------------------------------------------------------ messages
 
 
-def pack(ballot: Ballot, rank: int) -> bytes:
+class _Message(NamedTuple):
+    version: int
+    phase: int
+    flags: int
+    num_bits: int
+    total: int
+    presence: int
+
+
+def _message(ballot: Ballot, rank: int) -> _Message:
     """The message in which this rank sends a ballot."""
     total = 0
     for ranks, digest in (ballot.digests or {}).items():
-        total += weight_of(ranks, rank) * int.from_bytes(digest, "little")
-    return _packed(VERSION, ballot.phase, ballot.flags, ballot.num_bits, total, ballot.presence)
+        total += _weight_of(ranks, rank) * int.from_bytes(digest, "little")
+    return _Message(_VERSION, ballot.phase, ballot.flags, ballot.num_bits, total, ballot.presence)
 
 
-def _packed(version: int, phase: int, flags: int, num_bits: int, total: int, presence: int) -> bytes:
-    head = _FORM.pack(version, phase, flags, num_bits, (total % _MODULUS).to_bytes(16, "little"))
-    return head + presence.to_bytes((num_bits + 7) // 8, "little")
-
-
-def _unpacked(message: bytes) -> tuple[int, int, int, int, int, int]:
-    version, phase, flags, num_bits, total = _FORM.unpack_from(message)
-    presence = int.from_bytes(message[_FORM.size : _FORM.size + (num_bits + 7) // 8], "little")
-    return version, phase, flags, num_bits, int.from_bytes(total, "little"), presence
-
-
-def merge(first: bytes, second: bytes) -> bytes:
-    """Merge two messages into one."""
-    a, b = _unpacked(first), _unpacked(second)
-    unlike = Flag.UNLIKE if (a[0], a[3]) != (b[0], b[3]) else 0
-    return _packed(a[0], a[1] | b[1], a[2] | b[2] | unlike, max(a[3], b[3]), a[4] + b[4], a[5] | b[5])
-
-
-def verdict(message: bytes) -> Verdict:
-    """The verdict of a message into which all ballots have been merged."""
-    _, phase, flags, _, total, presence = _unpacked(message)
-    return Verdict(Phase(phase), Flag(flags), total == 0, presence)
-
-
-def weight_of(ranks: Ranks, rank: int) -> int:
-    """The factor of a rank's digest in the sum of a vote; those of all ranks of a set add up to 0: see [Note: the
-    message]."""
+def _weight_of(ranks: Ranks, rank: int) -> int:
+    """The factor of a rank's digest in the sum of a vote; those of all ranks of a set add up to 0."""
     of_set, at = hashlib.blake2b(repr(ranks).encode(), digest_size=16), ranks.index(rank)
     hashes = []
     for place in (at, (at + 1) % len(ranks)):
@@ -267,3 +346,178 @@ def weight_of(ranks: Ranks, rank: int) -> int:
         of_place.update(b" %d" % place)
         hashes.append(int.from_bytes(of_place.digest(), "little"))
     return hashes[0] - hashes[1]
+
+
+def _packed(message: _Message) -> bytes:
+    version, phase, flags, num_bits, total, presence = message
+    head = _FORM.pack(version, phase, flags, num_bits, (total % _MODULUS).to_bytes(16, "little"))
+    return head + presence.to_bytes((num_bits + 7) // 8, "little")
+
+
+def _unpacked(data: bytes) -> _Message:
+    version, phase, flags, num_bits, total = _FORM.unpack_from(data)
+    presence = int.from_bytes(data[_FORM.size : _FORM.size + (num_bits + 7) // 8], "little")
+    return _Message(version, phase, flags, num_bits, int.from_bytes(total, "little"), presence)
+
+
+def _merged(a: _Message, b: _Message) -> _Message:
+    unlike = Flag.UNLIKE if (a.version, a.num_bits) != (b.version, b.num_bits) else 0
+    return _Message(
+        a.version,
+        a.phase | b.phase,
+        a.flags | b.flags | unlike,
+        max(a.num_bits, b.num_bits),
+        a.total + b.total,
+        a.presence | b.presence,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- lanes
+
+
+class _Hop(NamedTuple):
+    """One move of a member in a vote: a send, a receive, or both. Members are places in the group, not ranks.
+
+    Attributes:
+        to: The member that gets this one's message; None: nobody.
+        source: The member that sends this one a message; None: nobody.
+        behind: Members that the received message waits for; any of them may be the one that is late.
+        is_result: True if what is received is the message of all, not one to merge.
+    """
+
+    to: int | None
+    source: int | None
+    behind: tuple[int, ...] = ()
+    is_result: bool = False
+
+
+def _hops_of(me: int, num: int) -> list[_Hop]:
+    """The hops of a member of a vote of so many, in order: see [Note: recursive doubling]."""
+    power = 1 << (num.bit_length() - 1)
+    if me >= power:
+        others = tuple(member for member in range(num) if member != me)
+        return [_Hop(me - power, None), _Hop(None, me - power, others, is_result=True)]
+    partner = me + power if me + power < num else None
+    hops = [] if partner is None else [_Hop(None, partner, (partner,))]
+    reach = 1
+    while reach < power:
+        other = me ^ reach
+        first = other // reach * reach
+        block = *range(first, first + reach), *range(first + power, min(first + power + reach, num))
+        hops.append(_Hop(other, other, block))
+        reach *= 2
+    return hops if partner is None else [*hops, _Hop(partner, None)]
+
+
+class _Lane:
+    """A gloo group over some ranks, beside whatever moves their tensors. It opens a connection when two of them first
+    talk over it.
+
+    A vote of 1,024 ranks needs 10 connections a rank in place of 1,023. torch keeps no record of the group, so it can
+    be closed alone: then whoever waits for this rank fails at once.
+
+    Attributes:
+        ranks: Global, ascending.
+        me: Place of this rank among them.
+        number: Number of this lane among those of these ranks, the same on each, so that it finds its peers under a
+            name of its own.
+        is_open: False once it has been closed.
+    """
+
+    def __init__(self, ranks: Ranks, world: Any, number: int) -> None:
+        if not dist.is_gloo_available():
+            raise RuntimeError("ranks vote over gloo, which this build of torch does not have")
+        self.ranks, self.me, self.number = ranks, ranks.index(dist.get_rank()), number
+        self._hops = _hops_of(self.me, len(ranks))
+        self._limit = timeout_of(world) or _DEFAULT
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_default_device(lazy_init=True)]
+        options._timeout = self._limit
+        name = f"shardmuon lane {hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()} {number}"
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._group: Any = gloo(store, self.me, len(ranks), options)
+        self.is_open = True
+
+    def merge(self, message: _Message, what: str) -> _Message:
+        """Merge the messages of all ranks. One deadline holds for all hops.
+
+        Raises:
+            ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
+        """
+        deadline = time.monotonic() + self._limit.total_seconds()
+        for hop in self._hops:
+            sending = None
+            try:
+                if hop.to is not None:
+                    sending = self._group.send([_tensor(_packed(message))], hop.to, _TAG)
+                if hop.source is not None:
+                    found = torch.empty(_LARGEST, dtype=torch.uint8, device="cpu")
+                    self._group.recv([found], hop.source, _TAG).wait(_left(deadline))
+                    heard = _unpacked(found.numpy().tobytes())
+                    message = heard if hop.is_result else _merged(message, heard)
+                if sending is not None:  # gloo forgets a message whose handle is dropped
+                    sending.wait(_left(deadline))
+            except RuntimeError as error:
+                sending = None  # the traceback keeps this frame, and a handle would keep the connections open
+                late = tuple(self.ranks[at] for at in hop.behind or (hop.to,) if at is not None)
+                raise self._failed(what, late, error) from error
+        return message
+
+    def share(self, value: bytes, what: str) -> list[Any]:
+        """Give a pickled value to every rank; return those of all in order of ranks.
+
+        Raises:
+            ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
+        """
+        num = len(self.ranks)
+        deadline = time.monotonic() + self._limit.total_seconds()
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(num)]
+        try:
+            self._group.allgather([sizes], [torch.tensor([len(value)], device="cpu")]).wait(_left(deadline))
+            mine = _tensor(value.ljust(max(map(int, sizes)), b"\0"))
+            rows = [torch.empty_like(mine) for _ in range(num)]
+            self._group.allgather([rows], [mine]).wait(_left(deadline))
+        except RuntimeError as error:
+            others = tuple(rank for rank in self.ranks if rank != self.ranks[self.me])
+            raise self._failed(what, others, error) from error
+        return [pickle.loads(row.numpy().tobytes()) for row in rows]  # up to its end, whatever follows
+
+    def _failed(self, what: str, late: Ranks, error: RuntimeError) -> ExchangeError:
+        self.close()
+        which = f"rank {late[0]}" if len(late) == 1 else f"one of ranks {ranks_text(late)}"
+        cause = str(error).rstrip(". \n")
+        return ExchangeError(f"{what}: {which} does not answer: {cause}. {UNCHANGED}. {REMEDY}")
+
+    def close(self) -> None:
+        """End all connections: ranks that wait for this one fail at once. The next talk of all makes a new lane."""
+        self._group, self.is_open = None, False
+
+
+def _lane_of(ranks: Ranks) -> _Lane:
+    """The lane of these ranks (ascending, this one among them), made when they first talk."""
+    world = default_group()
+    if world is None:
+        raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
+    lanes = MADE.setdefault(world, Made()).lanes
+    lane: _Lane | None = lanes.get(ranks)
+    if lane is None or not lane.is_open:
+        lane = lanes[ranks] = _Lane(ranks, world, 1 if lane is None else lane.number + 1)
+    return lane
+
+
+def close_lane(ranks: Ranks) -> None:
+    """Close the lane of these ranks, if they have one: to make one only to close it would leave others with another
+    number."""
+    world = default_group()
+    lane: _Lane | None = None if world is None else MADE.setdefault(world, Made()).lanes.get(ranks)
+    if lane is not None:
+        lane.close()
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))

@@ -18,8 +18,8 @@ from shardmuon.foresight.memory import peak_bytes
 from shardmuon.foresight.models import Model, Param, in_megatrons_order, load_model, parameters_of
 from shardmuon.foresight.splitting import Shares, split
 from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored, check_divides, parse_mesh
-from shardmuon.layout.kept import OnMesh, kept_layout
-from shardmuon.layout.table import ParamLayout, Ranks
+from shardmuon.layout.mesh import OnMesh
+from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import Exchange, Orthogonalizer, Storage

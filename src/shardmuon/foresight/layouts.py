@@ -21,10 +21,8 @@ from shardmuon.foresight.counting import Ints
 from shardmuon.foresight.models import AFTER, Param
 from shardmuon.foresight.types import Mesh, check_divides
 from shardmuon.layout.grid import Grid, union
-from shardmuon.layout.kept import OnMesh
-from shardmuon.layout.mesh import Shard, readings
+from shardmuon.layout.mesh import Cut, OnMesh, Shard, flat_part, parts_of, readings
 from shardmuon.layout.pieces import Box
-from shardmuon.layout.shards import Cut, flat_part, parts_of
 from shardmuon.layout.table import ParamLayout, Ranks, replicated
 from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import scale_shape

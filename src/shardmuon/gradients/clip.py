@@ -25,17 +25,15 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._torch import foreach_mul_, local_if_any
-from shardmuon.comm.component import Ranks, largest_of
-from shardmuon.comm.groups import group_ranks, my_rank, num_ranks
-from shardmuon.comm.vote import Fault, Phase, gather
+from shardmuon.comm.groups import Ranks, group_ranks, my_rank, num_ranks
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, gather, largest_of
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, made_public, raised_at
 from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
-from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import Call, KeptTable, Said, agree, digest_of
+from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, named_params
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.table import ParamLayout, digest_of
 from shardmuon.options import SETS, refuse_sets
 from shardmuon.step.validate import check_can_align, gradient_storage
 
@@ -337,7 +335,6 @@ class Clipping(Call[_BoundGradients]):
     counted: Counted = field(default_factory=Counted)
 
     phase = Phase.CLIP
-    num_bits = 1
     doing = "clip"
     rule = "Every rank that shares a parameter must have its gradient, or none, and pass the same arguments"
 
@@ -364,7 +361,7 @@ class Clipping(Call[_BoundGradients]):
         if self.params:
             _BOUND[self.params[0].param] = kept
 
-    def read(self, kept: _BoundGradients) -> Said:
+    def read(self, kept: _BoundGradients) -> Ballot:
         """Read gradients and count what this rank counts."""
         self.states, self.held = [], []
         for share, one in zip(kept.shares, self.params, strict=True):
@@ -377,8 +374,8 @@ class Clipping(Call[_BoundGradients]):
         if self.fault.text is None and MISPLACED not in self.states:
             self.counted = self._count(len(kept.component) > 1)
         sets = kept.sets if kept.beyond is None else {kept.beyond: (), **kept.sets}
-        said = {ranks: digest_of(kept.token + repr(self._said(kept, ranks)).encode()) for ranks in sets}
-        return Said(said, _ALIGN if MISPLACED in self.states else 0)
+        said = {ranks: digest_of((kept.token, self._said(kept, ranks))) for ranks in sets}
+        return Ballot(self.phase, Flag.NONE, said, _ALIGN if MISPLACED in self.states else 0, num_bits=1)
 
     def _count(self, compared: bool) -> Counted:
         """Norms of the gradients that this rank counts. `compared`: other ranks compare loose gradients with theirs."""

@@ -1,26 +1,50 @@
-"""The layout table of a component: every rank says what it has of each parameter, and all make the same table of it.
+"""How ranks agree: on one layout table of their parameters, and before each call over it that all go on alike.
+
+A step, clipping of gradients and QK-clip are such calls. Each says what it depends on (`Call`); `agree` is the one way
+in which ranks find out whether they go on, and `bind` makes the table: every rank says what it has of each parameter,
+and all make the same table of it.
 
 [Note: describing together]
     Each rank first describes its parameters alone, and tells the whole component who shares them with it. From that
     every rank knows all sets of sharers. Then the ranks of each set, small sets first, tell each other their claims;
     the layout is a pure function of those. Whatever goes wrong on a rank is data: it travels in place of a claim, and
     the rank goes on to the next set. At the end all settle: everybody raises, or nobody.
+
+[Note: who votes]
+    All ranks that parameters and process groups connect, the component, vote before they do anything. A rank that
+    knows no table of its parameters says so in a vote of the ranks that it voted with last. If it has never voted, it
+    does not know the component either: it says so in a vote of its largest groups, mostly that very component, where
+    those that have a table hear it. Then all make a new one.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from shardmuon._torch import local_if_any
-from shardmuon.comm.component import Entry, Ranks
-from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Unlike, discover, gather, vote
+from shardmuon.comm.groups import Ranks, World, my_rank
+from shardmuon.comm.vote import (
+    Ballot,
+    Entry,
+    Fault,
+    Flag,
+    Phase,
+    Unlike,
+    Verdict,
+    discover,
+    gather,
+    in_order,
+    largest_of,
+    vote,
+)
 from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, ranks_text
 from shardmuon.layout.engines import Engine, sharing
 from shardmuon.layout.engines.base import Claim, Group
@@ -48,7 +72,7 @@ class Listed(NamedTuple):
     options: str = ""
 
 
-class Described(NamedTuple):
+class _Described(NamedTuple):
     """A listed parameter with its engine, and what that says of it."""
 
     listed: Listed
@@ -57,7 +81,7 @@ class Described(NamedTuple):
     claim: Claim
 
 
-class Facts(NamedTuple):
+class _Facts(NamedTuple):
     """Message of a rank to its whole component.
 
     Attributes:
@@ -120,7 +144,7 @@ def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False)
     return bool(verdict.presence)
 
 
-def describe(listed: Sequence[Listed]) -> list[Described]:
+def _describe(listed: Sequence[Listed]) -> list[_Described]:
     """Ask the engine of each parameter for its ties and its claim.
 
     Raises:
@@ -130,7 +154,7 @@ def describe(listed: Sequence[Listed]) -> list[Described]:
     for one in listed:
         try:
             engine = sharing(one.param, one.group)
-            found.append(Described(one, engine, engine.ties(one.param, one.group), engine.claim(one.param, one.group)))
+            found.append(_Described(one, engine, engine.ties(one.param, one.group), engine.claim(one.param, one.group)))
         except OUT_OF_MEMORY:
             raise
         except Exception as wrong:
@@ -138,10 +162,10 @@ def describe(listed: Sequence[Listed]) -> list[Described]:
     return found
 
 
-Sharers = Mapping[Ties, tuple[Ranks, ...]]  # who shares parameters with this rank -> the sets in which they talk
+_Sharers = Mapping[Ties, tuple[Ranks, ...]]  # who shares parameters with this rank -> the sets in which they talk
 
 
-def sharers_of(params: Callable[[], Sequence[tuple[Tensor, Group]]], fault: Fault) -> Sharers:
+def _sharers_of(params: Callable[[], Sequence[tuple[Tensor, Group]]], fault: Fault) -> _Sharers:
     """Sets of ranks that share these parameters, without parameters for which they cannot be told. Other ranks wait for
     this one in these sets, so whatever goes wrong is noted, and what an interrupt has cut off is asked again."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
@@ -159,7 +183,7 @@ def sharers_of(params: Callable[[], Sequence[tuple[Tensor, Group]]], fault: Faul
 def bind(
     rank: int,
     listed: Sequence[Listed],
-    sharers: Sharers | None = None,
+    sharers: _Sharers | None = None,
     *,
     beyond: Sequence[Ranks] = (),
     before: Ranks | None = None,
@@ -186,15 +210,15 @@ def bind(
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     fault = fault or Fault()
-    mine: list[Described] = []
+    mine: list[_Described] = []
     table: Table | None = None
     if sharers is None:
-        sharers = sharers_of(lambda: [(one.param, one.group) for one in listed], fault)
+        sharers = _sharers_of(lambda: [(one.param, one.group) for one in listed], fault)
     with fault:
-        mine = describe(listed)
+        mine = _describe(listed)
         sharers = {**sharers, **{one.ties: one.ties.sets for one in mine}}
     sets = tuple(dict.fromkeys([*itertools.chain.from_iterable(sharers.values()), *beyond]))
-    entry = Entry(sets, fault.text, Facts(tuple(sharers), stamp, os.urandom(8)))
+    entry = Entry(sets, fault.text, _Facts(tuple(sharers), stamp, os.urandom(8)))
     known = discover(rank, entry, before, fault.cause)
     sets_here: list[_Set] = []
     with fault:
@@ -203,7 +227,7 @@ def bind(
     settle(fault, tuple(known), Phase.PLAN)
     layouts: dict[int, ParamLayout] = {}
     for one in sets_here:
-        layouts.update(zip(one.numbers, one.agree(fingerprint), strict=False))
+        layouts.update(zip(one.numbers, one.layouts(fingerprint), strict=False))
     with fault:
         table = Table(
             tuple(known),
@@ -221,7 +245,7 @@ def bind(
 
 
 def _sets(
-    mine: Sequence[Described], grids: Mapping[Ties, Grid], groups: Mapping[Ranks, str], fault: Fault
+    mine: Sequence[_Described], grids: Mapping[Ties, Grid], groups: Mapping[Ranks, str], fault: Fault
 ) -> list[_Set]:
     """The sets of sharers that this rank is in; small ones first, as all ranks talk."""
     numbers: dict[Ranks, list[int]] = {union(grid): [] for grid in grids.values()}
@@ -231,7 +255,7 @@ def _sets(
     return [_Set(ranks, numbers[ranks], mine, grids, groups.get(ranks, ""), fault) for ranks in ordered]
 
 
-class ListedLine(NamedTuple):
+class _ListedLine(NamedTuple):
     """Text about one parameter that every sharing rank must list alike.
 
     Attributes:
@@ -256,7 +280,7 @@ class _Set:
         self,
         ranks: Ranks,
         numbers: Sequence[int],
-        everything: Sequence[Described],
+        everything: Sequence[_Described],
         grids: Mapping[Ties, Grid],
         group: str,
         fault: Fault,
@@ -274,7 +298,7 @@ class _Set:
         self._fault.add(next((text for text, _ in everyone if text is not None), None), own=False)
         return None if any(text is not None for text, _ in everyone) else [theirs for _, theirs in everyone]
 
-    def agree(self, fingerprint: Callable[[Tensor], int] | None) -> list[ParamLayout]:
+    def layouts(self, fingerprint: Callable[[Tensor], int] | None) -> list[ParamLayout]:
         """The layouts; none if something is wrong, which is noted. Collective over the set."""
         check = fingerprint is not None
         said = self._say(
@@ -298,7 +322,7 @@ class _Set:
                 self._compare(found, prints or [])
         return found
 
-    def _lines(self) -> list[ListedLine]:
+    def _lines(self) -> list[_ListedLine]:
         """Text of each shared parameter that every rank of the set must list alike."""
         found = []
         for one in self._mine:
@@ -306,10 +330,10 @@ class _Set:
             view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
             sizes = f"{shape}".replace("-1", "any")  # along a dim that is cut in parts of any size
             about = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
-            found.append(ListedLine(about, (f"{form}", *one.listed.options.split(" "), *view)))
+            found.append(_ListedLine(about, (f"{form}", *one.listed.options.split(" "), *view)))
         return found
 
-    def _difference(self, everyone: Sequence[Sequence[ListedLine]]) -> str:
+    def _difference(self, everyone: Sequence[Sequence[_ListedLine]]) -> str:
         first, here = everyone[0] if everyone else [], self.ranks[0]
         for rank, theirs in zip(self.ranks, everyone, strict=False):
             unlike = [(a, b) for a, b in zip(first, theirs, strict=False) if a != b]
@@ -380,3 +404,223 @@ class _Set:
                         "their values differ. Broadcast the weights first; or, if each rank has its own (experts), put "
                         "it in a group with rank_local=True"
                     )
+
+
+# ---------------------------------------------------------------------------------------------- before each call
+
+
+class KeptTable:
+    """The part of a table that outlives a call.
+
+    Attributes:
+        component: All ranks that vote together.
+        token: Bytes that no other table of these ranks has.
+        sets: Set of ranks that share parameters -> numbers of these, small sets first; without sets of one rank.
+        world: The default process group under which it was made; under another one ranks have other numbers.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.component, self.token = table.component, table.token
+        self.sets = {ranks: numbers for ranks, numbers in table.sets.items() if len(ranks) > 1}
+        self.world = World()
+
+
+_K = TypeVar("_K", bound=KeptTable)
+
+
+class Call(ABC, Generic[_K]):
+    """One rank's side of a call. All that it is asked runs in a guard, and may raise anything.
+
+    Attributes:
+        phase: For the vote.
+        beyond: Ranks that vote with this one, whatever they share with it; None: there are no such.
+        renews: True if ranks that have different tables make a new one; else they are refused.
+        doing, rule: Words for messages: "clip", and what ranks that clip together must do alike.
+        stamp, groups, fingerprint: For a new table, see `bind`.
+    """
+
+    phase: Phase
+    beyond: Ranks | None = None
+    renews = True
+    doing: str
+    rule: str
+    stamp = ""
+    groups: Mapping[Ranks, str] = MappingProxyType({})
+    fingerprint: Callable[[Tensor], int] | None = None
+
+    @abstractmethod
+    def known(self) -> _K | None:
+        """The table of the last call, if the same ranks vote on it now."""
+
+    @abstractmethod
+    def is_current(self, kept: _K) -> bool:
+        """True if it was made for just these parameters, layouts and options."""
+
+    def before(self) -> Ranks | None:
+        """The ranks that this one voted with last, if it has no table; None: never, or their numbers are others now."""
+        return None
+
+    @abstractmethod
+    def listed(self) -> list[Listed]:
+        """The parameters for a new table."""
+
+    @abstractmethod
+    def waiting(self) -> list[tuple[Tensor, Group]]:
+        """All parameters whose sharers may wait for this rank, also if some of them cannot be listed."""
+
+    @abstractmethod
+    def made(self, table: Table) -> tuple[_K, Any]:
+        """Make what is to be kept of a new table, and what all other ranks are told of it."""
+
+    @abstractmethod
+    def heard(self, kept: _K, everyone: Sequence[Any]) -> None:
+        """Complete a new table by what each rank of the component tells of it, and keep it."""
+
+    @abstractmethod
+    def read(self, kept: _K) -> Ballot:
+        """Read all that the call depends on, for the vote; with flags beside what is wrong. Changes nothing."""
+
+    @abstractmethod
+    def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
+        """Lines of text for whatever went into the digest of a set: shown where digests differ."""
+
+    def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
+        """Message on the first line in which the ranks of a set differ."""
+        for rank, theirs in zip(ranks, everyone, strict=True):
+            first, theirs = everyone[0] or ["nothing to say"], theirs or ["nothing to say"]
+            for one, other in zip(first, theirs, strict=False):
+                if one != other:
+                    return (
+                        f"ranks {ranks} {self.doing} together but differ: rank {ranks[0]} has {one.strip()!r}, rank "
+                        f"{rank} has {other.strip()!r}. {self.rule}"
+                    )
+        raise AssertionError("digests differ, lines do not")
+
+
+def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Verdict]:
+    """The table of a call, once all ranks of its component have read what it depends on. Collective over them.
+
+    Args:
+        call: This rank's side.
+        fault: What is wrong on this rank already.
+        fresh: A table that all ranks know to be current.
+
+    Returns:
+        The table, and what all ranks have heard.
+
+    Raises:
+        Refused: On every rank; nothing has changed.
+        ExchangeError: A rank did not answer in time, or its process has ended.
+    """
+    while True:
+        kept, ballot, current = fresh, Ballot(call.phase), True
+        with fault:  # between two talks nothing runs outside of a guard: the other ranks wait for this one
+            if kept is None:
+                kept = call.known()
+                current = kept is not None and call.is_current(kept)
+            if kept is not None and current:
+                ballot = call.read(kept)
+        if kept is None:
+            fresh = renewed(call, fault)
+            continue
+        if not current:
+            ballot = ballot._replace(flags=ballot.flags | Flag.STALE)
+        if fault.text is not None:
+            ballot = ballot._replace(flags=ballot.flags | Flag.FAULT)
+        verdict = vote(ballot, kept.component)
+        if verdict.flags in (Flag.NONE, Flag.AUDIT) and verdict.alike and verdict.phase == call.phase:
+            return kept, verdict
+        before: Ranks | None = kept.component
+        if verdict.flags & Flag.BEYOND:
+            before = None
+        if not verdict.flags & Flag.STALE:
+            _refuse_unless_stale(call, kept, ballot.digests or {}, fault, verdict)
+        fresh = _bind(call, _sharers_of(call.waiting, fault), before, fault)
+
+
+# ----------------------------------------------------------------------------------------------------- finding a table
+
+
+def renewed(call: Call[_K], fault: Fault) -> _K:
+    """A new table, whatever this rank knows. Collective over the component: ranks that have one hear of it in their
+    vote."""
+    sharers = _sharers_of(call.waiting, fault)
+    return _bind(call, sharers, _open(call, sharers, fault), fault)
+
+
+def _open(call: Call[_K], sharers: _Sharers, fault: Fault) -> Ranks | None:
+    """Tell those who may have a table that this rank has none, see [Note: who votes]. Collective over each of its
+    largest sets; returns the component, if all of it has heard."""
+    sets: list[Ranks] = []
+    beyond = () if call.beyond is None else (call.beyond,)
+    for _ in range(2):  # as in `_sharers_of`
+        with fault:
+            before = call.before()
+            sets = in_order(itertools.chain(*sharers.values(), beyond)) if before is None else in_order([before])
+            sets = largest_of(sets)
+            break
+    flags, component = Flag.STALE | (Flag.BEYOND if len(sets) > 1 else Flag.NONE), None
+    for ranks in sets:
+        verdict = vote(Ballot(Phase.DISCOVER, flags), ranks)
+        component = None if verdict.flags & Flag.BEYOND else ranks
+    return component
+
+
+def _bind(call: Call[_K], sharers: _Sharers, before: Ranks | None, fault: Fault) -> _K:
+    """Make a table, and tell each other what else there is to know. Collective over the component."""
+    listed: list[Listed] = []
+    kept: _K | None = None
+    told: Any = None
+    with fault:
+        listed = call.listed()
+    table = bind(
+        my_rank(),
+        listed,
+        sharers,
+        beyond=() if call.beyond is None else (call.beyond,),
+        before=before,
+        stamp=call.stamp,
+        groups=call.groups,
+        fingerprint=call.fingerprint,
+        fault=fault,
+    )
+    with fault:
+        kept, told = call.made(table)
+    everyone = gather(told, table.component, fault.text, fault.cause)
+    assert kept is not None, "all ranks have settled"
+    with fault:
+        call.heard(kept, everyone)
+    return kept
+
+
+# ------------------------------------------------------------------------------------------------------------- refusal
+
+
+def _refuse_unless_stale(
+    call: Call[_K], kept: _K, digests: Mapping[Ranks, bytes], fault: Fault, verdict: Verdict
+) -> None:
+    """Find out together what is wrong, and raise it on every rank; or return on every rank, if no more is wrong than
+    that they have different tables: one of them made its own when the others made theirs with what it listed then."""
+    component, token = kept.component, kept.token if call.renews else b""
+    everyone = gather({(): token, **digests}, component, fault.text, fault.cause)
+    if verdict.phase != call.phase:
+        raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")
+    if len({theirs[()] for theirs in everyone}) > 1:
+        return
+    unlike, lines = None, None
+    with fault:
+        unlike = _unlike(dict(zip(component, everyone, strict=True)))
+        if unlike is not None and unlike in digests:
+            lines = call.lines(kept, unlike)
+    told = gather(lines, component, fault.text, fault.cause)
+    if unlike is None:
+        raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.flags!r}")
+    raise Refused(call.difference(unlike, [told[component.index(rank)] for rank in unlike if rank in component]))
+
+
+def _unlike(everyone: Mapping[int, Mapping[Ranks, bytes]]) -> Ranks | None:
+    """The first set, small ones first, of which ranks have unlike digests, or only some have any."""
+    for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
+        if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
+            return ranks
+    return None

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
+from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import Unlike
 
-Ranks = tuple[int, ...]  # global
 Grid = tuple[Ranks, ...]  # of each replica the ranks of its parts, in the order of parts
 
 

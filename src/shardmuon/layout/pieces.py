@@ -17,7 +17,7 @@ import numpy as np
 
 from shardmuon.layout.views import Ints, MatrixView, row_major
 
-Span = tuple[Ints, Ints]  # start and sizes of a box
+_Span = tuple[Ints, Ints]  # start and sizes of a box
 
 
 class Box(NamedTuple):
@@ -173,13 +173,13 @@ def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
     return tuple(found)
 
 
-def _common(a: Span, b: Span) -> Span:
+def _common(a: _Span, b: _Span) -> _Span:
     """The box that two boxes share; some size is 0 or less if there is none."""
     start = tuple(map(max, a[0], b[0]))
     return start, tuple(min(i + n, j + k) - low for i, n, j, k, low in zip(a[0], a[1], b[0], b[1], start, strict=True))
 
 
-def spans_of(piece: Piece, shape: Ints) -> Iterator[Span]:
+def spans_of(piece: Piece, shape: Ints) -> Iterator[_Span]:
     """The boxes of the tensor that hold a piece's elements, in the order in which they are stored; no empty ones."""
     if isinstance(piece, Box):
         if piece.numel:
@@ -190,7 +190,7 @@ def spans_of(piece: Piece, shape: Ints) -> Iterator[Span]:
         yield tuple(a + b for a, b in zip(start, box.offset, strict=True)), sizes
 
 
-def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[Span]:
+def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
     """Boxes that hold elements [start, stop) of a row-major tensor: the end of a row, whole rows, the start of one."""
     if start >= stop:
         return
@@ -212,7 +212,7 @@ def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[Span]:
         at += take
 
 
-def _refined(span: Span, view: MatrixView) -> Iterator[Span]:
+def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
     """A box of the tensor as boxes of the fine index space."""
     d = view.split_dim
     if d < 0:
@@ -226,34 +226,22 @@ def _refined(span: Span, view: MatrixView) -> Iterator[Span]:
 def partition_fault(shape: Ints, pieces: Iterable[Piece]) -> str | None:
     """The first gap or overlap that distinct pieces leave, in words; None if they cover the tensor once."""
     distinct = {piece for piece in pieces if piece.numel}
-    if not distinct and not math.prod(shape):
+    numel, space, words = math.prod(shape), shape, f"shape {shape}"
+    if not distinct and not numel:
         return None
-    flat = [(piece.start, piece.stop) for piece in distinct if isinstance(piece, FlatRange) and piece.box is None]
-    if len(flat) == len(distinct):
-        return _line_fault(shape, sorted(flat))
-    spans = [span for piece in distinct for span in spans_of(piece, shape)]
+    if all(isinstance(piece, FlatRange) and piece.box is None for piece in distinct):
+        space, words = (numel,), f"{numel} elements of shape {shape}"
+    spans = [span for piece in distinct for span in spans_of(piece, space)]
     for start, sizes in spans:
-        if len(start) != len(shape) or any(
-            a < 0 or a + n > whole for a, n, whole in zip(start, sizes, shape, strict=False)
+        if len(start) != len(space) or any(
+            a < 0 or a + n > whole for a, n, whole in zip(start, sizes, space, strict=False)
         ):
-            return f"a piece of offset {start} and size {sizes} is out of bounds of shape {shape}"
-    return _grid_fault(shape, spans)
+            return f"a piece of offset {start} and size {sizes} is out of bounds of {words}"
+    found = _grid_fault(space, spans)
+    return None if found is None else f"pieces {found} of {words}"
 
 
-def _line_fault(shape: Ints, ranges: Sequence[tuple[int, int]]) -> str | None:
-    numel, at = math.prod(shape), 0
-    for start, stop in ranges:
-        if start > at:
-            return f"pieces leave a gap: no rank holds elements [{at}, {start}) of {numel} of shape {shape}"
-        if start < at:
-            return f"pieces overlap: elements [{start}, {min(at, stop)}) of shape {shape} are held by two pieces"
-        at = stop
-    if at < numel:
-        return f"pieces leave a gap: no rank holds elements [{at}, {numel}) of {numel} of shape {shape}"
-    return None if at == numel else f"pieces reach element {at}, but shape {shape} has only {numel}"
-
-
-def _grid_fault(shape: Ints, spans: Sequence[Span]) -> str | None:
+def _grid_fault(shape: Ints, spans: Sequence[_Span]) -> str | None:
     """Count how many boxes hold each cell of the grid of all edges. A sum of sizes would pass wrong layouts."""
     edges = [
         np.unique([0, whole, *itertools.chain.from_iterable((start[d], start[d] + sizes[d]) for start, sizes in spans)])
@@ -267,5 +255,5 @@ def _grid_fault(shape: Ints, spans: Sequence[Span]) -> str | None:
         if wrong.any():
             cell = np.argwhere(wrong)[0]
             at = ", ".join(f"[{e[i]}, {e[i + 1]})" for e, i in zip(edges, cell, strict=True))
-            return f"pieces {fault} at ({at}) of shape {shape}"
+            return f"{fault} at ({at})"
     return None

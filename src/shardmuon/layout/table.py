@@ -1,13 +1,22 @@
-"""The layout table: which rank stores which tiles of a parameter. Pure; the step and all who must know read it here."""
+"""The layout table: which rank stores which tiles of a parameter. Pure; the step and all who must know read it here.
+
+[Note: where kept numbers lie]
+    The numbers that a stage keeps of each matrix ([Note: what a stage keeps] in variants/base.py) are a tensor (stacked
+    matrices or 1, numbers of one). Every rank that shares the parameter has all of it, also one that stores nothing of
+    the parameter: torch's checkpoints take what is replicated from any rank. Only of a stack that a mesh cuts by its
+    matrices (experts) each rank has those of its own matrices, placed as the parameter is.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardmuon.layout.pieces import Held, Piece, Tile, partition_fault, tiles_of, whole
+from shardmuon.layout.mesh import OnMesh, readings
+from shardmuon.layout.pieces import Box, Held, Piece, Tile, partition_fault, tiles_of, whole
 from shardmuon.layout.views import MatrixView
 
 Ranks = tuple[int, ...]  # global, ascending
@@ -121,3 +130,33 @@ def digest_of(value: object) -> bytes:
 def replicated(view: MatrixView, ranks: Ranks) -> ParamLayout:
     """Layout of a tensor that every rank stores whole."""
     return ParamLayout(view, ranks, (whole(view.shape),) * len(ranks))
+
+
+def kept_layout(layout: ParamLayout, view: MatrixView, place: OnMesh | None) -> ParamLayout:
+    """Layout of the numbers that a stage keeps of a parameter's matrices.
+
+    Args:
+        layout: Layout of the parameter.
+        view: View of the numbers, from `kept_view`.
+        place: Mesh and placements of the parameter; None: it lies on no mesh.
+    """
+    if layout.view.num_row_dims == 1 or place is None or not any(place.of_stack):
+        return replicated(view, layout.ranks)
+    rows = {rank: _rows(held) for rank, held in zip(layout.ranks, layout.held, strict=True)}
+    for reading in readings(view.shape, place.mesh, place.of_stack):
+        found = dict(zip(place.ranks, (held for held, _ in reading), strict=True))
+        if all(_rows(found[rank]) == mine for rank, mine in rows.items() if mine):
+            return ParamLayout(view, layout.ranks, tuple(found[rank] for rank in layout.ranks))
+    # no reading of placements is what ranks store: they have the matrices of which they store anything
+    width = view.shape[1]
+    held = (
+        tuple(Held(Box((first, 0), (last - first, width)), (local, 0)) for first, last, local in sorted(rows[rank]))
+        for rank in layout.ranks
+    )
+    return ParamLayout(view, layout.ranks, tuple(held))
+
+
+def _rows(held: Iterable[Held]) -> set[tuple[int, int, int]]:
+    """First and last index of the first dim, and where the first is stored, of each box that is not empty."""
+    boxes = ((one.piece, one.local) for one in held if isinstance(one.piece, Box) and one.piece.numel)
+    return {(box.offset[0], box.offset[0] + box.size[0], local[0]) for box, local in boxes}

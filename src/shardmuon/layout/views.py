@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Ints = tuple[int, ...]
-ViewKind = Literal["auto", "stack", "flatten"]
+_ViewKind = Literal["auto", "stack", "flatten"]
 
 
 def row_major(sizes: Sequence[int]) -> Ints:
@@ -83,7 +83,7 @@ class MatrixView:
 def matrix_view(
     shape: Sequence[int],
     *,
-    view: ViewKind = "auto",
+    view: _ViewKind = "auto",
     split_sizes: Sequence[int] | None = None,
     split_groups: int = 1,
     num_heads: int | None = None,
@@ -122,9 +122,9 @@ def matrix_view(
         raise ValueError(f"split_sizes={split_sizes} has no order, and blocks lie one after the other. Write a tuple")
     dims = tuple(int(size) for size in shape)
     sizes = None if split_sizes is None else tuple(int(size) for size in split_sizes)
-    of_rows = row_dim(dims, view, split_dim)
+    of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
-    blocks, groups = blocks_of((height, cols), split_dim, sizes, split_groups, num_heads)
+    blocks, groups = _blocks_of((height, cols), split_dim, sizes, split_groups, num_heads)
     if len(blocks) == 1:  # repeats of one block are that side as it is
         blocks, groups = (blocks[0] * groups,), 1
     refined_dim = of_rows + split_dim if groups > 1 else -1
@@ -157,7 +157,7 @@ def kept_view(view: MatrixView, sizes: Sequence[int]) -> MatrixView:
     return MatrixView(shape, shape, -1, tuple(matrices), 1)
 
 
-def row_dim(dims: Ints, view: ViewKind, split_dim: int) -> int:
+def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
     """The dim that holds the rows of a matrix; the one before it, if there is one, counts the matrices of a stack."""
     if len(dims) < 2:
         raise ValueError(
@@ -205,7 +205,7 @@ def _block(
     return Matrix(rows, cols, start, sizes, strides)
 
 
-def blocks_of(
+def _blocks_of(
     size_of: tuple[int, int],  # rows and columns, as they are stored
     split_dim: int,
     split_sizes: Sequence[int] | None,

@@ -12,18 +12,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from shardmuon.comm.component import in_order
 from shardmuon.comm.groups import GroupRef, wire_device
-from shardmuon.comm.vote import Unlike
+from shardmuon.comm.vote import Unlike, in_order
 from shardmuon.errors import ranks_text
-from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import KeptTable
+from shardmuon.layout.bind import KeptTable, Listed, Table
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, name_of, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
 from shardmuon.layout.engines.tensor_parallel import remember_shape
-from shardmuon.layout.kept import OnMesh, kept_layout
-from shardmuon.layout.table import ParamLayout, Ranks
+from shardmuon.layout.mesh import OnMesh
+from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
 from shardmuon.layout.views import Ints, kept_view
 from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
 from shardmuon.momentum.stores import BLOCK, GAMMA, mix_

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_norm, ieee_products
-from shardmuon.comm.exchange import Pending, Traffic, start
-from shardmuon.comm.groups import group_for
+from shardmuon.comm.groups import Pending, Traffic, group_for, start
 from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import BACKENDS, FiniteWatch, Products, default_dtype, orthogonalize

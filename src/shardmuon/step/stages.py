@@ -30,8 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon._torch import Later, foreach_copy_, foreach_mul_, foreach_norm
-from shardmuon.comm.exchange import Traffic
-from shardmuon.comm.groups import group_for, talking_device
+from shardmuon.comm.groups import Traffic, group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, level_of_the_caller, naming, ranks_text
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints, row_major

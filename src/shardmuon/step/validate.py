@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
-from shardmuon.comm.component import Ranks
+from shardmuon.comm.groups import Ranks
 from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at, ranks_text
-from shardmuon.layout.calls import digest_of
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_of
 from shardmuon.layout.engines.dtensor import lies_as_placed, placed
 from shardmuon.layout.mesh import same_storage
+from shardmuon.layout.table import digest_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding
@@ -275,7 +275,7 @@ def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOpti
             last = binding.said.get(ranks)
             if last is None or last[0] != said:  # in most steps as in the one before
                 runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
-                digest = digest_of(binding.digests.get(ranks, b"") + repr(runs).encode())
+                digest = digest_of((binding.digests.get(ranks), runs))
                 last = binding.said[ranks] = said, digest
             found[ranks] = last[1]
     return found

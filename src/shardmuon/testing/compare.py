@@ -20,7 +20,7 @@ from torch.distributed.tensor import distribute_tensor
 from shardmuon import Orthogonalizer
 from shardmuon._torch import is_dtensor
 from shardmuon.auditing.reference import relative_difference
-from shardmuon.comm.exchange import Traffic
+from shardmuon.comm.groups import Traffic
 from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.options import OPTION_OBJECTS

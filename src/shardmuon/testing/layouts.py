@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardmuon._torch import strided_shard
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
-from shardmuon.layout.shards import Cut
+from shardmuon.layout.mesh import Cut
 from shardmuon.testing.device import mesh_kind
 from shardmuon.testing.megatron import flat_ranges, megatron_mesh, shard_like_megatron
 

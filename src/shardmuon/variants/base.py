@@ -13,7 +13,7 @@
 
 [Note: what a stage keeps]
     A stage may keep numbers of each matrix from step to step (`num_kept`), fp32. They are state under the stage's
-    `key`: a tensor (number of stacked matrices or 1, numbers of one), see layout/kept.py. Every rank that shares the
+    `key`: a tensor (number of stacked matrices or 1, numbers of one), see layout/table.py. Every rank that shares the
     parameter has all of them, so that any of them may be the owner next (another plan, layout or checkpoint). What an
     owner's stage changed travels to the others behind the results, in the exchange that there is (`travels`), bit for
     bit. What all ranks compute alike (stages on weights) does not travel. Stages of one `key` share what they keep.

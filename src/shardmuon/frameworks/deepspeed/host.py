@@ -48,7 +48,7 @@ from shardmuon.step.adamw import init_state, step_adamw
 from shardmuon.step.kept import CARRIED, carry, kept_in, missing_fault, take_carried
 
 if TYPE_CHECKING:
-    from shardmuon.comm.component import Ranks
+    from shardmuon.comm.groups import Ranks
     from shardmuon.plan.plan import Plan
 
 Named = tuple[str, Tensor]

@@ -29,10 +29,9 @@ from shardmuon.comm.groups import my_rank
 from shardmuon.frameworks.stack import caller
 from shardmuon.host import Host
 from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
-from shardmuon.layout.engines.chunks import refuse_to_save, tell_chunk
-from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed
-from shardmuon.layout.extents import UNKNOWN, AxisCut, Extent, pieces_of_extents
+from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed, refuse_to_save, tell_chunk
 from shardmuon.layout.grid import Grid
+from shardmuon.layout.mesh import UNKNOWN, AxisCut, Extent, pieces_of_extents
 from shardmuon.layout.views import Ints
 
 if TYPE_CHECKING:

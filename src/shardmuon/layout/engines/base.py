@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
-from shardmuon.comm.groups import GroupRef, my_rank
-from shardmuon.layout.grid import Grid, Ranks, Ties
+from shardmuon.comm.groups import GroupRef, Ranks, my_rank
+from shardmuon.layout.grid import Grid, Ties
 from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.pieces import Held, whole
 from shardmuon.layout.views import Ints
@@ -178,7 +178,7 @@ class Engine:
         engine describes have theirs."""
         return False
 
-    # ------------------------------------------------------ what stages keep: [Note: where it lies] in layout/kept.py
+    # ---------------------------------------------- what stages keep: [Note: where kept numbers lie] in layout/table.py
 
     def kept_shape(self, param: Tensor, shape: Ints, *, stacked: bool) -> Ints:
         """Shape of this rank's part of a state tensor that a stage keeps, given its global shape: (stacked matrices or

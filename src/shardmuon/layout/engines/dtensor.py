@@ -8,7 +8,7 @@ longer to import than torch itself, so it is imported when the first DTensor is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from shardmuon.comm.groups import my_rank
 from shardmuon.layout import mesh as meshes
 from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
 from shardmuon.layout.grid import Grid, Ties
-from shardmuon.layout.pieces import Held
 from shardmuon.layout.views import Ints, row_major
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.tensor import DeviceMesh, DTensor
     from torch.distributed.tensor.placement_types import Placement
 
@@ -181,14 +181,41 @@ def cuts_of(placements: Sequence[Placement]) -> meshes.Placements:
     return tuple(found)
 
 
-def held_as_placed(param: DTensor) -> list[tuple[Held, ...]]:
-    """The pieces that this rank stores, by each reading of the placements that its storage fits."""
-    (mesh, ranks), stored = mesh_key(param.device_mesh), tuple(param._local_tensor.shape)
-    place = ranks.index(my_rank())
-    mine = [reading[place] for reading in meshes.readings(tuple(param.shape), mesh, cuts_of(param.placements))]
-    return [held for held, implied in mine if meshes.same_storage(implied, stored)]
-
-
 def lies_as_placed(param: DTensor) -> bool:
     """True if this rank stores what the placements imply, so that another tensor can be redistributed to them."""
-    return bool(held_as_placed(param))
+    (mesh, ranks), stored = mesh_key(param.device_mesh), tuple(param._local_tensor.shape)
+    place = ranks.index(my_rank())
+    mine = (reading[place] for reading in meshes.readings(tuple(param.shape), mesh, cuts_of(param.placements)))
+    return any(meshes.same_storage(implied, stored) for _, implied in mine)
+
+
+# ---------------------------------------------------------------------------------- what torch's checkpoints are told
+
+
+def tell_chunk(
+    local: Tensor,  # the very tensor that the DTensor keeps
+    offsets: tuple[int, ...],  # of its first element in the whole tensor
+) -> None:
+    """Write on `local` where it lies."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=local.size())
+
+    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # must not keep `local`, which keeps it
+        if not chunk.sizes.numel():
+            return []
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())
+        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    local.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
+    local.__create_write_items__ = write_items  # type: ignore[attr-defined]
+
+
+def refuse_to_save(local: Tensor, why: str) -> None:
+    """Write on `local` that it must not be saved or loaded by its placements."""
+
+    def refuse(fqn: str = "a state tensor", *_: Any) -> NoReturn:
+        raise ValueError(f"{fqn}: {why}")
+
+    local.__create_chunk_list__ = local.__create_write_items__ = refuse  # type: ignore[attr-defined]

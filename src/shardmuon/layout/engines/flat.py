@@ -16,7 +16,7 @@ from torch import Tensor
 from shardmuon.comm.groups import GroupRef, group_ranks, my_rank
 from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
 from shardmuon.layout.grid import Grid, Ties
-from shardmuon.layout.shards import Cut, flat_part
+from shardmuon.layout.mesh import Cut, flat_part
 from shardmuon.layout.views import Ints
 
 

@@ -28,9 +28,6 @@ from shardmuon._torch import is_alive
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.base import Claim, Group, is_marked
 from shardmuon.layout.engines.flat import FlatEngine, FlatShard
-from shardmuon.layout.views import Ints
-
-KIND = "FSDP1 flat parameters"
 
 
 class UnitPlace(NamedTuple):
@@ -93,7 +90,7 @@ def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
         if extension is not None:
             fault = "it is a DTensor (tensor parallelism) inside FSDP1"
         start, numel = int(here.intra_param_start_idx or 0), int(here.numel_in_shard or 0)
-        info = FlatShard(tuple(shape), start, group, KIND, copies, None, home, copies is not None)
+        info = FlatShard(tuple(shape), start, group, "FSDP1 flat parameters", copies, None, home, copies is not None)
         _PLACES[param] = UnitPlace(weakref.ref(unit), number, info, numel, fault, is_sharded)
         if home is not None:
             param._shardmuon_home = home
@@ -120,21 +117,6 @@ def place_of(param: Tensor) -> UnitPlace | None:
 def _known(param: Tensor) -> UnitPlace | None:
     found = _PLACES.get(param)
     return found if isinstance(found, UnitPlace) and found.holds(param) else None
-
-
-def shape_of(param: Tensor) -> Ints | None:
-    """The whole shape of a tensor that FSDP1 has cut; None: it is none.
-
-    Raises:
-        ValueError: The shape cannot be known; the message lacks the name.
-    """
-    info: FlatShard | None = getattr(param, "_shardmuon_flat", None)
-    if info is not None:
-        return info.shape
-    if not is_flattened(param):
-        return None
-    place = _found(param)
-    return place.info.shape if place.is_sharded else tuple(param.shape)
 
 
 def _found(param: Tensor) -> UnitPlace:

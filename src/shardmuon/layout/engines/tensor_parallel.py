@@ -21,8 +21,8 @@ from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.base import AUTOTP_GROUP, Claim, Engine, Group, Stored, mates_of
 from shardmuon.layout.grid import Grid, Ties
+from shardmuon.layout.mesh import Cut, at_dim, parts_of
 from shardmuon.layout.pieces import whole
-from shardmuon.layout.shards import Cut, at_dim, parts_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
 
@@ -104,7 +104,7 @@ def tensor_parallel_engine(param: Tensor, group: Group) -> TensorParallelEngine 
     Raises:
         ValueError: A group that says that its tensors are cut has none, or what is this rank's own cannot be told.
     """
-    shards, options = shards_of(group), (group.get("partition_dim"), group.get("partition_stride"))
+    shards, options = _shards_of(group), (group.get("partition_dim"), group.get("partition_stride"))
     if shards is None or (group.get("rank_local") and cut_of(param, *options) is None):
         return None
     return TensorParallelEngine(shards, options)
@@ -139,7 +139,7 @@ def cut_of(param: Tensor, dim: Any = None, stride: Any = None) -> Cut | None:
     return Cut(dim, stride)
 
 
-def shards_of(group: Group) -> GroupRef | None:
+def _shards_of(group: Group) -> GroupRef | None:
     """The tensor-parallel group of a group's plain tensors.
 
     Raises:
