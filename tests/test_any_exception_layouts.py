@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.testing import RankPool
-from shardmuon.testing.layouts import mesh_of
-from shardmuon.testing.megatron import shard_like_megatron
+from shardmuon.testing.layouts import mesh_of, shard_like_megatron
 
 pytestmark = pytest.mark.ranks
 

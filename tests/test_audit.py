@@ -35,9 +35,9 @@ from shardmuon import (
     core,
     param_groups,
 )
-from shardmuon.auditing import live, same
+from shardmuon.auditing import live, reference
+from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import AuditReport
-from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
 from shardmuon.comm.vote import Flag, Phase, Verdict
 from shardmuon.layout import calls, table
@@ -49,9 +49,7 @@ from shardmuon.step import bucket, update
 from shardmuon.step.options import Scales
 from shardmuon.step.replicas import fingerprint
 from shardmuon.testing import RankPool
-from shardmuon.testing.cases import PARAMS, groups_of
-from shardmuon.testing.device import mesh_kind, meshes_on
-from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, mesh_kind, mesh_of, meshes_on, parameters
 
 SHAPES = {"a": (24, 16), "b": (24, 16), "c": (24, 16), "d": (24, 16), "square": (16, 16), "wide": (12, 40)}
 
@@ -885,13 +883,13 @@ def test_a_matrix_without_a_gradient_for_three_audits_is_a_warning() -> None:
 def elsewhere(name: str, products: str) -> tuple[set[str], AuditReport]:
     """Step with `Orthogonalizer.device`; says where the dense runs of the audit were made."""
     ran: list[torch.device] = []
-    original = same.orthogonalize
+    original = reference.orthogonalize
 
     def recorded(x: Tensor, *args: Any, **options: Any) -> Tensor:
         ran.append(x.device)
         return original(x, *args, **options)
 
-    with mock.patch.object(same, "orthogonalize", recorded):
+    with mock.patch.object(reference, "orthogonalize", recorded):
         found = caught(name, **_with_products(products, device="cpu"))
     assert set(ran) == {torch.device("cpu")}
     return found
@@ -995,7 +993,7 @@ def asked_on_one_rank() -> str:
 
 def test_an_audit_asked_for_on_one_rank_only_is_refused_before_anything_changes(world2: RankPool) -> None:
     for text in world2.run(asked_on_one_rank):
-        assert "audit(step=2, asked=(8, 3)" in text
+        assert "audit(step=2, asked=8" in text
 
 
 def asked_where_nothing_is_shared() -> tuple[int, int, set[str] | None]:

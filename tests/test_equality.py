@@ -17,9 +17,8 @@ from shardmuon import Exchange, Muon, Orthogonalizer, audit
 from shardmuon.orthogonalize import Products
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import make_program
-from shardmuon.testing.cases import PARAMS, ParamCase, cut_matrices, groups_of
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
-from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, cut_matrices, groups_of, mesh_of, parameters
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_same_update
 

@@ -25,8 +25,7 @@ from shardmuon.foresight.ranges import megatron_ranges
 from shardmuon.foresight.types import Exact, Mesh
 from shardmuon.layout.shards import Cut
 from shardmuon.layout.views import matrix_view
-from shardmuon.testing.cases import PARAMS, groups_of
-from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, parameters
 from shardmuon.testing.pool import RankPool, get_pool
 
 STANDARD = Orthogonalizer("standard", torch.float32)

@@ -22,8 +22,7 @@ from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
 from shardmuon.foresight.job import Setting, count
 from shardmuon.foresight.types import Exact
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
-from shardmuon.testing.deepspeed import initialize
-from shardmuon.testing.fsdp1 import wrap
+from shardmuon.testing.frameworks import initialize, wrap
 from shardmuon.testing.pool import RankPool, get_pool
 
 DENSE = DecoderConfig(96, 48, 3, 4, 2, 12, 80)

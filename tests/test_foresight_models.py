@@ -27,7 +27,7 @@ from shardmuon.foresight.meshes import parse_mesh
 from shardmuon.foresight.models import load_model, preset, preset_names
 from shardmuon.foresight.ranges import megatron_ranges, zero_ranges
 from shardmuon.options import Exchange, Orthogonalizer
-from shardmuon.testing.megatron import flat_ranges
+from shardmuon.testing.layouts import flat_ranges
 
 SMALL = DecoderConfig(96, 48, 4, 4, 2, 12, 80)
 

@@ -26,9 +26,8 @@ from shardmuon.momentum.keeper import tiles_cut
 from shardmuon.momentum.rounding import NEAREST, Stream, round_by, round_patch
 from shardmuon.momentum.stores import BLOCK, decode, encode, scale_shape
 from shardmuon.momentum.update import apply_, momentum_into_
-from shardmuon.testing.cases import ParamCase, groups_of
 from shardmuon.testing.compare import Comparison, compare_with_dense
-from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
+from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, mesh_of, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.tolerances import KELLER, relative_bound, roundoff
 

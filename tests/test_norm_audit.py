@@ -17,8 +17,7 @@ from shardmuon import Audit, AuditError, Muon, Orthogonalizer, audit
 from shardmuon.auditing.report import AuditReport
 from shardmuon.step import commit, weights
 from shardmuon.step.weights import WeightSet
-from shardmuon.testing.cases import PARAMS, groups_of
-from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
 from shardmuon.variants.norms import Norms

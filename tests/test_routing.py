@@ -28,7 +28,7 @@ from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.routing.presets import PRESETS
 from shardmuon.testing import RankPool
-from shardmuon.testing.cases import cut_matrices
+from shardmuon.testing.layouts import cut_matrices
 
 
 def typed(name: str, package: str = "transformers.models.any", **attributes: Any) -> nn.Module:

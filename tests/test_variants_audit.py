@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from shardmuon import Audit, Muon, Orthogonalizer, audit
-from shardmuon.auditing import stages as formulas
+from shardmuon.auditing.reference import FORMULAS
 from shardmuon.auditing.report import AuditReport
 from shardmuon.step import stages
-from shardmuon.testing.cases import PARAMS, groups_of
-from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.variants.muon_eq import MuonEq
 from shardmuon.variants.normuon import NorMuon
@@ -166,7 +165,7 @@ def test_an_average_that_is_off_is_found_in_a_later_step() -> None:
 
 
 def test_a_stage_without_a_formula_is_said_to_be_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(formulas.AFTER, NorMuon)
+    monkeypatch.delitem(FORMULAS, NorMuon)
     report = report_of("normuon", torch.float32)
     assert {row.status for row in report.matrices} == {"not checked: NorMuon"}
 

@@ -19,7 +19,7 @@ from shardmuon.muon import Muon
 from shardmuon.orthogonalize.products import KernelName, Products
 from shardmuon.orthogonalize.triton_symmetric import why_not
 from shardmuon.testing.compare import compare_with_dense
-from shardmuon.testing.device import meshes_on
+from shardmuon.testing.layouts import meshes_on
 from shardmuon.variants import VARIANTS, names_in
 
 CONFIGS: dict[str, dict[str, Any]] = {

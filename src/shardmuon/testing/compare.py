@@ -24,11 +24,8 @@ from shardmuon.comm.exchange import Traffic
 from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.options import OPTION_OBJECTS
-from shardmuon.testing.cases import PARAMS, ParamCase, cut_matrices, groups_of
-from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
-from shardmuon.testing.device import mesh_kind
-from shardmuon.testing.fsdp1 import FSDP1_ROWS, Fsdp1Run
-from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, ZeroRun
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, cut_matrices, groups_of, mesh_kind, parameters
 from shardmuon.variants import KEPT_KEYS
 
 Whole = Mapping[str, Tensor]
