@@ -14,16 +14,14 @@ from shardmuon.auditing.schedule import AuditError, AuditWarning, PendingAudit
 if TYPE_CHECKING:
     from shardmuon.routing.groups import ParamGroups
 
-Muon = Any  # `shardmuon.Muon`, which stands above
-
 __all__ = ["AuditError", "AuditWarning", "PendingAudit", "audit"]
 
 
-def audit(optimizer: Muon, samples: int = 8, *, routing: ParamGroups | None = None) -> PendingAudit:
+def audit(optimizer: Any, samples: int = 8, *, routing: ParamGroups | None = None) -> PendingAudit:
     """Check the next step against a dense reference. Every rank that shares parameters must call it.
 
     Args:
-        optimizer: The optimizer whose next `step()` is audited. It raises nothing for what the audit finds.
+        optimizer: The `shardmuon.Muon` whose next `step()` is audited. It raises nothing for what the audit finds.
         samples: Matrices compared in each group of ranks that shares parameters. Later audits take others.
         routing: The table that parameters should follow. Default: the one the optimizer was made from, if it was given
             a model or `param_groups(model)`.

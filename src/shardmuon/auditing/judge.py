@@ -61,10 +61,10 @@ from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.update import lr_scale
 from shardmuon.step.options import Settings
 
-Measure = Callable[[Tensor], float]
-FIRST, ALL = 2, 16  # shaken runs: those that are always made, and those before anything is called a fault
-TIMES = 3.0  # how many times the largest of the shaken differences is allowed
-BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
+_Measure = Callable[[Tensor], float]
+_FIRST, ALL = 2, 16  # shaken runs: those that are always made, and those before anything is called a fault
+_TIMES = 3.0  # how many times the largest of the shaken differences is allowed
+_BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
 _FEW = 4  # elements that another order of sums may take to the next value where that weighs most
 _LONGER = 1 / 16  # by how much the norm is enlarged at most
 _TOGETHER = 1 << 22  # elements of shaken runs in one call
@@ -74,7 +74,7 @@ _EPS = torch.finfo(torch.float32).eps
 _ROUNDINGS = 4  # of a norm: of the norm, of what is kept, of the factor, and of its product with an element
 
 
-class Stepped(NamedTuple):
+class _Stepped(NamedTuple):
     """A step of one matrix with some result of the orthogonalizer.
 
     Attributes:
@@ -101,7 +101,7 @@ class Guess(NamedTuple):
     after: Tensor
 
 
-class Shaken(NamedTuple):
+class _Shaken(NamedTuple):
     """A step of a shaken result: lengths (m,) of its update beside the dense one's in each direction, the norm of the
     weights after it, and what stages keep then."""
 
@@ -142,7 +142,7 @@ class Evidence:
     fresh: Sequence[str]
     findings: list[Finding] = field(default_factory=list)
     differs: bool = False
-    _orders: list[Shaken] = field(default_factory=list)
+    _orders: list[_Shaken] = field(default_factory=list)
     _errors: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -223,7 +223,7 @@ class Evidence:
         return self.orthogonalized(self.fed)
 
     @cached_property
-    def step(self) -> Stepped:
+    def step(self) -> _Stepped:
         """The step that the weights take with it."""
         return self.stepped(self.dense)
 
@@ -247,7 +247,7 @@ class Evidence:
         batch = values.view(-1, *values.shape[-2:])
         return orthogonalized(batch, self.arithmetic, self.settings, nudged=nudged).double().view(values.shape)
 
-    def stepped(self, result: Tensor, factor: Tensor | None = None) -> Stepped:
+    def stepped(self, result: Tensor, factor: Tensor | None = None) -> _Stepped:
         """Step the weights with a result of the orthogonalizer, (rows, cols) fp64: stages, decay, rounding. `factor`:
         that of the stages on the result; default: by their formulas."""
         a, s, kept = self.arithmetic, self.settings, self.kept
@@ -257,7 +257,7 @@ class Evidence:
             result = (result * factor).to(a.wire_dtype).double()
         updated = weights_after(self.before, result, self.scale, a, s, self.rounding)
         after, on_weights, kept = restored(updated, s.stages, kept)
-        return Stepped(result, updated, after.double(), factor, on_weights, kept)
+        return _Stepped(result, updated, after.double(), factor, on_weights, kept)
 
     def recovered(self, after: Tensor) -> Tensor:  # (rows, cols) fp64
         """The result of the orthogonalizer that led to these weights, if the stages did what they should."""
@@ -271,7 +271,7 @@ class Evidence:
         """A matrix in the reference's coordinates, in the precision that its arithmetic needs."""
         return self.reference.seen(matrix.to(torch.promote_types(self.arithmetic.products, torch.float32)))
 
-    def in_other_orders(self, count: int) -> list[Shaken]:
+    def in_other_orders(self, count: int) -> list[_Shaken]:
         """The first `count` steps that the same arithmetic makes with rows and columns in another order and a few
         elements nudged: see [Note: the shake]."""
         for seeds in self._batches(len(self._orders), count):
@@ -287,7 +287,7 @@ class Evidence:
             for result, (rows, cols) in zip(results, orders, strict=True):
                 step = self.stepped(result[rows.argsort()][:, cols.argsort()])
                 lengths = _lengths(self.seen(self.recovered(step.after) - self.arrived))
-                self._orders.append(Shaken(lengths, float(step.after.norm()), step.kept))
+                self._orders.append(_Shaken(lengths, float(step.after.norm()), step.kept))
         return self._orders[:count]
 
     def nudged(self, count: int) -> list[Tensor]:  # (m,) each
@@ -322,7 +322,7 @@ class Evidence:
     def _eps(self) -> float:
         return torch.finfo(self.arithmetic.products).eps
 
-    def spread(self, count: int) -> tuple[Measure, float]:
+    def spread(self, count: int) -> tuple[_Measure, float]:
         """`_beside` the updates of so many steps in another order. No direction is settled better than the largest
         weight: to its next value."""
         spacing = torch.finfo(self.arithmetic.weight_dtype).eps * float(self.step.after.abs().amax())
@@ -330,11 +330,11 @@ class Evidence:
         shaken = [step.lengths for step in self.in_other_orders(count)]
         return self._beside(shaken, self.seen(self.arrived), spacing / abs(self.settings.lr * self.scale) / factor)
 
-    def orthogonalizer(self, count: int) -> tuple[Measure, float]:
+    def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
         """`_beside` so many shaken errors."""
         return self._beside(self.nudged(count), self.exact)
 
-    def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[Measure, float]:
+    def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
         """A measure of differences beside those that rounding makes, and the largest allowed: [Note: the shake].
 
         Args:
@@ -346,7 +346,7 @@ class Evidence:
         floor = (self._eps * own).square() + (_OWN * own.amax()).square() + least**2 + 1e-300
         noise = (shaken.square().mean(0) + floor).sqrt()
         unit = 1 / max(float((own / noise).amax()), 1e-300)
-        allowed = TIMES * unit * max(1.0, float((shaken / noise).amax()))
+        allowed = _TIMES * unit * max(1.0, float((shaken / noise).amax()))
         return lambda difference: unit * float((_lengths(difference) / noise).amax()), allowed
 
 
@@ -447,7 +447,7 @@ def _judge_norm_after(e: Evidence) -> None:
     allowed = _ROUNDINGS * _EPS * target
     if not weight_stages(e.settings.stages) or abs(size - target) <= allowed:
         return
-    allowed += TIMES * max(abs(run.norm - target) for run in e.in_other_orders(ALL))
+    allowed += _TIMES * max(abs(run.norm - target) for run in e.in_other_orders(ALL))
     if abs(size - target) <= allowed:
         return
     found = (
@@ -485,7 +485,7 @@ def _judge_dense(e: Evidence) -> None:
     a result that is off by all of it is wrong, even if its shaken runs are, too, each in another way."""
     error = e.reference.seen(e.dense) - e.exact
     found, allowed = _asked(e.orthogonalizer, error)
-    if allowed > BLIND:
+    if allowed > _BLIND:
         if not e.reference.settles(torch.finfo(e.arithmetic.products).eps):
             return
         found, allowed = float(error[-1].norm() / e.exact[-1].norm().clamp(min=1e-30)), 1.0
@@ -498,10 +498,10 @@ def _judge_dense(e: Evidence) -> None:
         )
 
 
-def _asked(spread: Callable[[int], tuple[Measure, float]], difference: Tensor) -> tuple[float, float]:
+def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) -> tuple[float, float]:
     """A difference and what is allowed: by few shaken runs if these explain it, else by all."""
     found = allowed = 0.0
-    for count in (FIRST, ALL):
+    for count in (_FIRST, ALL):
         measure, allowed = spread(count)
         found = measure(difference)
         if found <= allowed:
@@ -517,7 +517,7 @@ def _judge_kept(e: Evidence) -> None:
         # a mean of squares and the average, in fp32
         allowed = (math.sqrt(max(e.before.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
         if difference > allowed:
-            allowed += TIMES * max(float((run.kept[key] - expected).abs().sum()) for run in e.in_other_orders(ALL))
+            allowed += _TIMES * max(float((run.kept[key] - expected).abs().sum()) for run in e.in_other_orders(ALL))
         if difference > allowed:
             unchanged = ": it is that of before the step" if torch.equal(found, e.kept[key]) else ""
             text = f"its {key} after the step differs by {difference / size:.2g} from the formula in fp64{unchanged}"
@@ -527,15 +527,15 @@ def _judge_kept(e: Evidence) -> None:
 def _judge_update(e: Evidence) -> None:
     """The applied update beside the dense one; of equal bits what is allowed beside exact arithmetic is shown."""
     if torch.equal(e.after, e.step.after):
-        status, difference, allowed = "ok", 0.0, e.orthogonalizer(FIRST)[1]
+        status, difference, allowed = "ok", 0.0, e.orthogonalizer(_FIRST)[1]
     else:
         difference, allowed = _asked(e.spread, e.seen(e.update - e.arrived))
-        status = "inconclusive" if allowed > BLIND else "ok" if difference <= allowed else "fault"
+        status = "inconclusive" if allowed > _BLIND else "ok" if difference <= allowed else "fault"
     results = (e.reference.sigmas * e.reference.ratios()).abs()
     short = e.update.T if e.update.shape[0] > e.update.shape[1] else e.update
     applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # good to the square root of eps
     arrived = along(e.arrived, e.dense)
-    if arrived < 1 - BLIND:
+    if arrived < 1 - _BLIND:
         text = (
             f"{100 * max(0.0, arrived):.0f}% of the update arrived: {e.arithmetic.weight_dtype} weights are too coarse"
         )

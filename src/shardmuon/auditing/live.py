@@ -63,7 +63,7 @@ def choose(count: int, samples: int, number: int) -> list[int]:
 
 
 @dataclass
-class Sample:
+class _Sample:
     """A sampled matrix, read before the step.
 
     Attributes:
@@ -105,7 +105,7 @@ class StepAudit:
         self._rows: list[MatrixRow] = []
         self._compared: set[str] = set()
         self._tables: list[Table] = []
-        self._taken: dict[Ranks, list[Sample]] = {}
+        self._taken: dict[Ranks, list[_Sample]] = {}
         self._ran = optimizer.traffic.orthogonalized
         with self._guarded("the momentum kept from the last audit"):
             self._look_at_momentum()
@@ -249,8 +249,6 @@ class StepAudit:
         for one, member in zip(found, members, strict=True) if use_muon else ():
             if one.param is not member.param:
                 self._stale(member.name, "the group holds another tensor than the one that was planned for")
-            elif member.engine.signature(one.param) != member.signature:
-                self._stale(member.name, "its shape, mesh, placements or storage are no longer those planned for")
         return found
 
     def _stale(self, where: str, text: str) -> None:
@@ -260,10 +258,10 @@ class StepAudit:
 
     # ---------------------------------------------------------------------------------- before the step: the samples
 
-    def _take(self, table: Table, ranks: Ranks, numbers: Sequence[int]) -> list[Sample]:
+    def _take(self, table: Table, ranks: Ranks, numbers: Sequence[int]) -> list[_Sample]:
         """Choose this set's matrices, and copy what the step is about to change."""
         items = [(number, matrix) for number in numbers for matrix in range(len(table.layouts[number].view.matrices))]
-        read: list[Sample | None] = []
+        read: list[_Sample | None] = []
         for at in choose(len(items), self._samples, self._schedule.num_audits):
             read.append(None)
             with self._guarded(table.params[items[at][0]].name):
@@ -287,7 +285,7 @@ class StepAudit:
                     sample.target = keepers[0]
         return taken
 
-    def _read(self, table: Table, number: int, matrix: int) -> Sample | None:
+    def _read(self, table: Table, number: int, matrix: int) -> _Sample | None:
         """A sample with what this rank holds of it before the step; None if the plan takes it for something else."""
         one, layout, plan = table.params[number], table.layouts[number], self._binding.plan
         if layout.view != plan.specs[number].layout.view:
@@ -309,9 +307,9 @@ class StepAudit:
         before = [weight.new_empty(0) if value is None else part.select(value) for value in (weight, momentum, grad)]
         wide = torch.float64 in (weight.dtype, arithmetic.stored_dtype, arithmetic.grad_dtype)
         kept = self._kept(one.param, number, matrix, settings)
-        return Sample(row, one.param, settings, arithmetic, layout, part, before, grad is not None, kept, wide)
+        return _Sample(row, one.param, settings, arithmetic, layout, part, before, grad is not None, kept, wide)
 
-    def _can_be_judged(self, sample: Sample, have: Sequence[bool]) -> bool:
+    def _can_be_judged(self, sample: _Sample, have: Sequence[bool]) -> bool:
         """True if the audit knows its stages, and the ranks that hold any of it have gradients."""
         unknown = [type(stage).__name__ for stage in sample.settings.stages if type(stage) not in FORMULAS]
         if unknown:
@@ -439,7 +437,7 @@ class StepAudit:
             self._rows.append(e.row)
             self._findings += e.findings
 
-    def _read_after(self, sample: Sample) -> list[Tensor]:
+    def _read_after(self, sample: _Sample) -> list[Tensor]:
         """This rank's elements of weights and momentum after the step."""
         param, grad = sample.param, self._gradient(sample.param, sample.row.order[0])
         if grad is not None and fingerprint(sample.part.select(grad)) != fingerprint(sample.before[2]):
@@ -447,7 +445,7 @@ class StepAudit:
             self._say("gradient_written", sample.row.name, found, allowed)
         return [sample.part.select(value) for value in (engine_of(param).storage(param), self._momentum(param))]
 
-    def _evidence(self, sample: Sample, tensors: Sequence[Tensor], places: list[Tensor]) -> Evidence:
+    def _evidence(self, sample: _Sample, tensors: Sequence[Tensor], places: list[Tensor]) -> Evidence:
         number, matrix = sample.row.order
         how = self._proposal.rounding.get(number)
         rounding = None if how is None or how.weights is None else (how.weights, matrix)

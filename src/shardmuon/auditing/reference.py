@@ -32,7 +32,7 @@ from shardmuon.variants.muon_eq import MuonEq
 from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
 from shardmuon.variants.normuon import NorMuon
 
-Coefficients = Sequence[tuple[float, float, float]]
+_Coefficients = Sequence[tuple[float, float, float]]
 KeptNumbers = Mapping[str, Tensor]  # key of a stage -> 1-D fp64
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -151,7 +151,7 @@ def weights_after(
     wide = weights.float() if half else weights.clone()
     update = update.to(wide.device, wide.dtype)
     if s.weight_decay and s.weight_decay_mode != "l2":
-        decayed = wide * decay_factor(s)
+        decayed = wide * _decay_factor(s)
         wide = torch.where(update * wide > 0, decayed, wide) if s.weight_decay_mode == "cautious" else decayed
     wide = wide.add(update, alpha=-alpha)
     if half and rounding is not None:
@@ -160,7 +160,7 @@ def weights_after(
     return wide.to(a.weight_dtype)
 
 
-def decay_factor(settings: Settings) -> float:
+def _decay_factor(settings: Settings) -> float:
     """The factor that weight decay takes to weights. KeyError for a mode that the audit does not know."""
     return {
         "l2": 1.0,
@@ -179,7 +179,7 @@ def recovered_update(
 ) -> Tensor:
     """The update that a step applied, from the weights around it: (decayed before - after) / (lr * scale)."""
     alpha = settings.lr * scale
-    decayed = (before * decay_factor(settings)).sub_(after).div_(alpha)
+    decayed = (before * _decay_factor(settings)).sub_(after).div_(alpha)
     if settings.weight_decay_mode != "cautious":
         return decayed
     # An element decays where update and weight agree in sign. At most one of the two readings is consistent with that.
@@ -193,7 +193,7 @@ def recovered_update(
 
 # Each takes a matrix and the numbers that the stage keeps of it, and gives the factor by which the matrix is multiplied
 # (elements or all of it) and what is kept then; in fp64.
-Formula = Callable[[Stage, Tensor, Tensor], tuple[Tensor, Tensor]]
+_Formula = Callable[[Stage, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _equal_rows(stage: Stage, n: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,7 +219,7 @@ def _norm_restored(stage: Stage, weights: Tensor, radius: Tensor) -> tuple[Tenso
     return torch.where(norm > 0, radius / norm, 1.0), radius
 
 
-FORMULAS: dict[type[Stage], Formula] = {
+FORMULAS: dict[type[Stage], _Formula] = {
     MuonEq: _equal_rows,
     NorMuon: _normuon,
     HyperballUpdate: _on_sphere,
@@ -289,7 +289,7 @@ class Reference:
     vectors: Tensor
     sigmas: Tensor
     coords: Tensor
-    coefficients: Coefficients | None
+    coefficients: _Coefficients | None
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
         """A matrix in the coordinates of the left singular vectors, in its own dtype."""
@@ -328,7 +328,7 @@ class Reference:
 
 def reference_of(
     matrix: Tensor,  # (rows, cols), finite
-    coefficients: Coefficients,
+    coefficients: _Coefficients,
     *,
     method: str = "standard",
     eps: float = 1e-7,

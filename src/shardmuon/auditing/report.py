@@ -17,7 +17,7 @@ _UNJUDGED = (
 
 
 # Every fault that an audit names, and what to do about it; docs/audit.md says what each is.
-REMEDIES = {
+_REMEDIES = {
     "audit_failed": "Please report it with this text",
     "clipped_update": "Clip gradients before the step; an update must not be clipped, averaged or unscaled",
     "fragments_swapped": "Storage does not lie as the placements say, or a send and a receive are out of order",
@@ -61,7 +61,7 @@ REMEDIES = {
     "wrong_matrix": "Pieces or results of others were mixed in: check that all ranks list the same parameters in one "
     "order",
 }
-WARNINGS = ("idle", "update_lost_to_rounding")  # may be meant so
+_WARNINGS = ("idle", "update_lost_to_rounding")  # may be meant so
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Finding:
     @classmethod
     def of(cls, name: str, where: str, found: str, allowed: str) -> Finding:
         """A finding with the remedy and the severity of its name."""
-        return cls(name, where, found, allowed, REMEDIES[name], "warning" if name in WARNINGS else "error")
+        return cls(name, where, found, allowed, _REMEDIES[name], "warning" if name in _WARNINGS else "error")
 
     def __str__(self) -> str:
         return f"{self.where}: {self.name}: {self.found}. Allowed: {self.allowed}. {self.remedy}"

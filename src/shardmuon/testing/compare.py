@@ -28,11 +28,11 @@ from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, ZeroRu
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, cut_matrices, groups_of, mesh_kind, parameters
 from shardmuon.variants import KEPT_KEYS
 
-Whole = Mapping[str, Tensor]
-Make = Callable[[Whole, Mapping[str, Any]], Muon]
-StepsOf = Callable[["_Job", Whole, Sequence[Whole]], "Iterator[_Stepped]"]
+_Whole = Mapping[str, Tensor]
+_Make = Callable[[_Whole, Mapping[str, Any]], Muon]
+_StepsOf = Callable[["_Job", _Whole, Sequence[_Whole]], "Iterator[_Stepped]"]
 
-STANDARD = Orthogonalizer(method="standard")
+_STANDARD = Orthogonalizer(method="standard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Comparison:
 def compare_with_dense(
     layout: str,
     *,
-    orthogonalizer: Orthogonalizer = STANDARD,
+    orthogonalizer: Orthogonalizer = _STANDARD,
     dtype: torch.dtype = torch.float32,
     steps: int = 3,
     params: Sequence[str] | None = None,
@@ -104,7 +104,7 @@ class _Stepped(NamedTuple):
     kept: dict[str, dict[str, Tensor]]
 
 
-def _dense_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> Iterator[_Stepped]:
+def _dense_steps(job: _Job, full: _Whole, grads: Sequence[_Whole]) -> Iterator[_Stepped]:
     """shardmuon itself on plain tensors of one process."""
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
     optimizer = Muon(groups_of(params, job.cases), orthogonalizer=job.orthogonalizer, **job.options)
@@ -118,7 +118,7 @@ def _dense_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> Iterator[_St
         yield _Stepped(weights, {name: of["momentum_buffer"] for name, of in states.items()}, kept)
 
 
-def _torch_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> Iterator[_Stepped]:
+def _torch_steps(job: _Job, full: _Whole, grads: Sequence[_Whole]) -> Iterator[_Stepped]:
     """torch.optim.Muon on one 2-D parameter per logical matrix."""
     cut = {name: partial(cut_matrices, case.view) for name, case in job.cases.items()}
     matrices = {name: [nn.Parameter(m.clone()) for m in cut[name](t)] for name, t in full.items()}
@@ -144,7 +144,7 @@ def _torch_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> Iterator[_St
 class _LayoutRun:
     """An optimizer on the parameters of a row of `LAYOUTS`; what it finds is what this rank stores."""
 
-    def __init__(self, name: str, full: Mapping[str, Tensor], make: Make) -> None:
+    def __init__(self, name: str, full: Mapping[str, Tensor], make: _Make) -> None:
         row, world = LAYOUTS[name], dist.get_world_size()
         self._cut: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = lambda whole: row.build(whole, row.mesh(world))
         self._params = parameters(self._cut(full))
@@ -209,14 +209,14 @@ class _Job:
     seed: int
     options: Mapping[str, Any]
 
-    def _key(self, steps_of: StepsOf) -> str:
+    def _key(self, steps_of: _StepsOf) -> str:
         """Everything that the reference depends on; not the layout."""
         simple = (bool, int, float, str, torch.dtype, type(None), *OPTION_OBJECTS.values())
         assert all(isinstance(value, simple) for value in self.options.values()), f"cannot remember {self.options}"
         which = (self.cases, self.orthogonalizer, self.dtype, self.steps, self.seed, self.options)
         return repr((steps_of.__name__, self.layout in ZERO_ROWS, self.layout in FSDP1_ROWS, *which))
 
-    def compare(self, steps_of: StepsOf, remember: bool, about: Callable[[Muon], object] | None) -> Comparison:
+    def compare(self, steps_of: _StepsOf, remember: bool, about: Callable[[Muon], object] | None) -> Comparison:
         """Step both and look at weights after every step, at momentum after the last."""
         run, full, grads = self._started()
         key = self._key(steps_of) if remember else ""

@@ -22,7 +22,7 @@ from shardmuon.frameworks.deepspeed.config import REQUIRED
 if TYPE_CHECKING:
     from shardmuon.muon import Muon
 
-Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], "Muon"]
+_Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], "Muon"]
 
 FSDP1_ROWS = {  # name -> strategy
     "fsdp1": "FULL_SHARD",
@@ -48,12 +48,12 @@ class GivenGradients(nn.Module):
         return own if self.inner is None else own + self.inner(grads)
 
 
-class Inner(GivenGradients):
+class _Inner(GivenGradients):
     """A module that is wrapped by itself."""
 
 
 def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:
-    """The model in FSDP1, each `Inner` a unit of its own. Collective.
+    """The model in FSDP1, each `_Inner` a unit of its own. Collective.
 
     HYBRID_SHARD: two replicas, where the number of ranks allows it.
     """
@@ -62,7 +62,7 @@ def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataPar
         shape = (2, world // 2) if world % 2 == 0 and world > 2 else (1, world)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
         options["process_group"] = (mesh.get_group("shards"), mesh.get_group("replicas"))
-    options = {"auto_wrap_policy": ModuleWrapPolicy({Inner}), "use_orig_params": True, **options}
+    options = {"auto_wrap_policy": ModuleWrapPolicy({_Inner}), "use_orig_params": True, **options}
     with quiet():
         return FullyShardedDataParallel(
             model,
@@ -125,12 +125,12 @@ class _Run:
 class Fsdp1Run(_Run):
     """An optimizer under FSDP1."""
 
-    def __init__(self, row: str, full: Mapping[str, Tensor], make: Make) -> None:
+    def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make) -> None:
         strategy = FSDP1_ROWS[row]
         names = list(full)
         inside = {name: full[name] for name in names[: len(names) // 2]}
         outside = {name: full[name] for name in names[len(names) // 2 :]}
-        self._model = wrap(GivenGradients(outside, Inner(inside) if inside else None), strategy)
+        self._model = wrap(GivenGradients(outside, _Inner(inside) if inside else None), strategy)
         params = {name.rpartition(".")[2]: p for name, p in self._model.named_parameters()}
         options = {"process_group": dist.group.WORLD} if strategy == "NO_SHARD" else {}
         self.optimizer = make({name: params[name] for name in names}, options)
@@ -227,7 +227,7 @@ class ZeroRun(_Run):
 
     steps = torch.float32
 
-    def __init__(self, row: str, full: Mapping[str, Tensor], make: Make, dtype: torch.dtype) -> None:
+    def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make, dtype: torch.dtype) -> None:
         zero = ZERO_ROWS[row]
         self._whole = zero["stage"] == 0
         model = GivenGradients(full)

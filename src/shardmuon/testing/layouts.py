@@ -41,8 +41,8 @@ from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.shards import Cut
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 
-Tensors = Mapping[str, Tensor]
-Builder = Callable[[Tensors, Ints], dict[str, Tensor]]
+_Tensors = Mapping[str, Tensor]
+_Builder = Callable[[_Tensors, Ints], dict[str, Tensor]]
 
 
 _KIND = ["cpu"]
@@ -64,7 +64,7 @@ def meshes_on(kind: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutCase:
+class _LayoutCase:
     """One layout of the comparison.
 
     Attributes:
@@ -78,7 +78,7 @@ class LayoutCase:
 
     name: str
     mesh: Callable[[int], Ints]
-    builder: Builder
+    builder: _Builder
     process_group: bool = False
     groups: Callable[[Ints], dict[str, Any]] = lambda shape: {}
 
@@ -87,7 +87,7 @@ class LayoutCase:
         default = {"process_group": dist.group.WORLD} if self.process_group else {}
         return default | self.groups(self.mesh(world))
 
-    def build(self, tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+    def build(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
         """Build this rank's parameters from full tensors by `builder`. All ranks of the default group call it."""
         # See [Note: cut once]. Shards of several dtypes may share no buffer, so what is mixed is always built.
         first = next(iter(tensors.values()), None)
@@ -140,7 +140,7 @@ class _Piece:
 _CUT: dict[object, dict[str, _Piece]] = {}
 
 
-def parameters(tensors: Tensors) -> dict[str, nn.Parameter]:
+def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
     """Parameters around what a row built, with the attributes that say how a plain tensor is cut."""
     made = {name: _parameter(t) for name, t in tensors.items()}
     for name, param in made.items():
@@ -187,13 +187,13 @@ def mesh_of(shape: Ints, device: str | None = None, purpose: str = "") -> Device
 
 
 class _Bag(nn.Module):
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: _Tensors) -> None:
         super().__init__()
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor))
 
 
-def _fully_sharded(tensors: Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
+def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
     """The tensors as `fully_shard` keeps them. They may be DTensors already (tensor parallel)."""
     bag = _Bag({name: t.clone() for name, t in tensors.items()})
     with warnings.catch_warnings():
@@ -202,53 +202,53 @@ def _fully_sharded(tensors: Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in bag.named_parameters()}
 
 
-def _distributed(tensors: Tensors, mesh: DeviceMesh, placements: Callable[[int, Tensor], list]) -> dict[str, Tensor]:  # type: ignore[type-arg]
+def _distributed(tensors: _Tensors, mesh: DeviceMesh, placements: Callable[[int, Tensor], list]) -> dict[str, Tensor]:  # type: ignore[type-arg]
     return {
         name: distribute_tensor(t.clone(), mesh, placements(i, t), src_data_rank=None)
         for i, (name, t) in enumerate(tensors.items())
     }
 
 
-def _plain(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _plain(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in tensors.items()}
 
 
-def _replicate(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _replicate(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return _distributed(tensors, mesh_of(shape), lambda i, t: [Replicate()])
 
 
-def _shard(dim: int) -> Builder:
+def _shard(dim: int) -> _Builder:
     return lambda tensors, shape: _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(dim)])
 
 
-def _fsdp2(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _fsdp2(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return _fully_sharded(tensors, mesh_of(shape))
 
 
-def _tp(tensors: Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
+def _tp(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
     """DTensors cut by columns and rows in turn, as in tensor parallelism."""
     return _distributed(tensors, mesh, lambda i, t: [Shard(i % 2 + t.ndim - 2)])
 
 
-def _fsdp2_tp(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _fsdp2_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     mesh = mesh_of(shape)
     return _fully_sharded(_tp(tensors, mesh["a1"]), mesh["a0"])
 
 
-def _hsdp_tp(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _hsdp_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     mesh = mesh_of(shape)
     return _fully_sharded(_tp(tensors, mesh["a2"]), mesh["a0", "a1"])
 
 
-def _two_dims(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _two_dims(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(t.ndim - 2), Shard(t.ndim - 1)])
 
 
-def _same_dim(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _same_dim(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(0), Shard(0)])
 
 
-def _lone_strided(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _lone_strided(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     """The rest of (FSDP, TP) on one dim when TP is gathered: a rank keeps its share of both halves."""
     mesh = mesh_of(shape)
     out: dict[str, Tensor] = {}
@@ -272,12 +272,12 @@ def _chunk(tensor: Tensor, parts: int, dim: int = 0) -> list[Tensor]:
     return [tensor.narrow(dim, start, stop - start) for start, stop in itertools.pairwise(ends)]
 
 
-def _experts(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _experts(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     """Stacks are cut by expert; everything else is replicated."""
     return _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()])
 
 
-def _experts_fsdp(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _experts_fsdp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     """Stacks are cut by expert over one axis and by rows over the other; the rest is sharded over all ranks."""
     mesh = mesh_of(shape)
     dense = {name: t for name, t in tensors.items() if t.ndim != 3}
@@ -288,7 +288,7 @@ def _experts_fsdp(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
     return {name: made[name] for name in tensors}
 
 
-def _mixed(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _mixed(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     """Neighbours on different meshes: sharded, replicated x sharded on two axes, replicated, plain."""
     flat, square = mesh_of((shape[0] * shape[1],)), mesh_of(shape)
     places = (
@@ -444,15 +444,15 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _megatron_fsdp(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _megatron_fsdp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return shard_like_megatron(tensors, mesh_of(shape, purpose="fsdp"), one_unit=False)
 
 
-def _megatron_hfsdp(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _megatron_hfsdp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return shard_like_megatron(tensors, mesh_of(shape, purpose="hfsdp"), one_unit=False, outer="shard")
 
 
-def _megatron_fsdp_tp(tensors: Tensors, shape: Ints) -> dict[str, Tensor]:
+def _megatron_fsdp_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return shard_like_megatron(tensors, mesh_of(shape, purpose="fsdp+tp"), one_unit=False, tensor_parallel=True)
 
 
@@ -465,7 +465,7 @@ def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tenso
     return shard
 
 
-def _tp_plain(tensors: Tensors, shape: Ints, dims: Ints, stride: int = 1) -> dict[str, Tensor]:
+def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> dict[str, Tensor]:
     """Plain shards, cut along `dims` in turn (counted among the matrix's two; -1: not cut)."""
     out = {}
     part = dist.get_rank() % shape[-1]
@@ -488,7 +488,7 @@ def _tp_groups(shape: Ints) -> dict[str, Any]:
     return found | ({"process_group": mesh.get_group(names[0])} if len(shape) == 2 else {})
 
 
-def _flat_buffer(tensors: Tensors, shape: Ints, parallel: bool) -> dict[str, Tensor]:
+def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Tensor]:
     """1-D shards of flat buffers as Megatron's distributed optimizer keeps them, of tensor-parallel shards too."""
     mesh = mesh_of(shape)
     num_parts, part = (shape[1], mesh.get_coordinate()[1]) if parallel else (1, 0)  # type: ignore[index]
@@ -530,33 +530,33 @@ def _cube(world: int) -> Ints:
     return (2, world // 4, 2) if world % 4 == 0 else (1, *_square(world))
 
 
-LAYOUTS: dict[str, LayoutCase] = {
+LAYOUTS: dict[str, _LayoutCase] = {
     case.name: case
     for case in (
-        LayoutCase("single", _flat, _plain),
-        LayoutCase("ddp", _flat, _plain, process_group=True),
-        LayoutCase("replicate", _flat, _replicate),
-        LayoutCase("fsdp2", _flat, _fsdp2),
-        LayoutCase("fsdp2 dim 1", _flat, _shard(1)),
-        LayoutCase("hsdp", _replicas_first, lambda t, s: _fully_sharded(t, mesh_of(s))),
-        LayoutCase("tp", _flat, lambda t, s: _tp(t, mesh_of(s))),
-        LayoutCase("fsdp2+tp", _square, _fsdp2_tp),
-        LayoutCase("two dims", _square, _two_dims),
-        LayoutCase("one dim twice", _square, _same_dim),
-        LayoutCase("lone strided", _flat, _lone_strided),
-        LayoutCase("hsdp+tp", _cube, _hsdp_tp),
-        LayoutCase("ep", _flat, _experts),
-        LayoutCase("ep+fsdp", _square, _experts_fsdp),
-        LayoutCase("mixed meshes", _square, _mixed),
-        LayoutCase("megatron-fsdp", _flat, _megatron_fsdp),
-        LayoutCase("megatron-fsdp hfsdp", _square, _megatron_hfsdp),
-        LayoutCase("megatron-fsdp+tp", _square, _megatron_fsdp_tp),
-        LayoutCase("tp column", _flat, lambda t, s: _tp_plain(t, s, (0,)), groups=_tp_groups),
-        LayoutCase("tp row", _flat, lambda t, s: _tp_plain(t, s, (1,)), groups=_tp_groups),
-        LayoutCase("tp stride 2", _flat, lambda t, s: _tp_plain(t, s, (0,), 2), groups=_tp_groups),
-        LayoutCase("tp x dp", _square, lambda t, s: _tp_plain(t, s, (0, 1, -1)), groups=_tp_groups),
-        LayoutCase("mcore buffers", _flat, lambda t, s: _flat_buffer(t, s, parallel=False)),
-        LayoutCase("mcore buffers+tp", _square, lambda t, s: _flat_buffer(t, s, parallel=True), groups=_tp_groups),
+        _LayoutCase("single", _flat, _plain),
+        _LayoutCase("ddp", _flat, _plain, process_group=True),
+        _LayoutCase("replicate", _flat, _replicate),
+        _LayoutCase("fsdp2", _flat, _fsdp2),
+        _LayoutCase("fsdp2 dim 1", _flat, _shard(1)),
+        _LayoutCase("hsdp", _replicas_first, lambda t, s: _fully_sharded(t, mesh_of(s))),
+        _LayoutCase("tp", _flat, lambda t, s: _tp(t, mesh_of(s))),
+        _LayoutCase("fsdp2+tp", _square, _fsdp2_tp),
+        _LayoutCase("two dims", _square, _two_dims),
+        _LayoutCase("one dim twice", _square, _same_dim),
+        _LayoutCase("lone strided", _flat, _lone_strided),
+        _LayoutCase("hsdp+tp", _cube, _hsdp_tp),
+        _LayoutCase("ep", _flat, _experts),
+        _LayoutCase("ep+fsdp", _square, _experts_fsdp),
+        _LayoutCase("mixed meshes", _square, _mixed),
+        _LayoutCase("megatron-fsdp", _flat, _megatron_fsdp),
+        _LayoutCase("megatron-fsdp hfsdp", _square, _megatron_hfsdp),
+        _LayoutCase("megatron-fsdp+tp", _square, _megatron_fsdp_tp),
+        _LayoutCase("tp column", _flat, lambda t, s: _tp_plain(t, s, (0,)), groups=_tp_groups),
+        _LayoutCase("tp row", _flat, lambda t, s: _tp_plain(t, s, (1,)), groups=_tp_groups),
+        _LayoutCase("tp stride 2", _flat, lambda t, s: _tp_plain(t, s, (0,), 2), groups=_tp_groups),
+        _LayoutCase("tp x dp", _square, lambda t, s: _tp_plain(t, s, (0, 1, -1)), groups=_tp_groups),
+        _LayoutCase("mcore buffers", _flat, lambda t, s: _flat_buffer(t, s, parallel=False)),
+        _LayoutCase("mcore buffers+tp", _square, lambda t, s: _flat_buffer(t, s, parallel=True), groups=_tp_groups),
     )
 }
 
