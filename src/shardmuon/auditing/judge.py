@@ -269,7 +269,7 @@ class Evidence:
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
         """A matrix in the reference's coordinates, in the precision that its arithmetic needs."""
-        return self.reference.seen(matrix.to(torch.promote_types(self.arithmetic.products, torch.float32)))
+        return self.reference.seen(matrix.to(self._wide))
 
     def in_other_orders(self, count: int) -> list[_Shaken]:
         """The first `count` steps that the same arithmetic makes with rows and columns in another order and a few
@@ -298,8 +298,7 @@ class Evidence:
             made, longers = [], []
             for seed in seeds:
                 generator = torch.Generator().manual_seed(seed)
-                wide = torch.promote_types(self.arithmetic.products, torch.float32)
-                nudges = torch.rand(self.fed.shape, generator=generator, dtype=wide).mul_(2).sub_(1)
+                nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
                 x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
                 norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
                 longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
@@ -317,6 +316,10 @@ class Evidence:
         """Seeds of the shaken runs that are still to be made, as many together as memory allows."""
         together = max(1, _TOGETHER // self.fed.numel())
         return [range(at, min(at + together, count)) for at in range(done, count, together)]
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self.arithmetic.products, torch.float32)
 
     @property
     def _eps(self) -> float:
@@ -374,12 +377,11 @@ def judge(e: Evidence) -> None:
         _judge_still(e)
         return
     _judge_prepared(e)
-    _judge_norm_after(e)
-    of_norm = any(finding.name.startswith("norm_") for finding in e.findings)
+    named = _judge_norm_after(e)
     _judge_dense(e)
     _judge_kept(e)
     _judge_update(e)
-    e.differs = e.row.status == "fault" and not of_norm  # what is named needs no other name
+    e.differs = e.row.status == "fault" and not named
 
 
 def _judge_momentum(e: Evidence) -> None:
@@ -441,23 +443,20 @@ def _judge_prepared(e: Evidence) -> None:
         e.say("variant_wrong", text, f"{allowed:.1e}")
 
 
-def _judge_norm_after(e: Evidence) -> None:
-    """The norm after the step beside that of the dense one."""
+def _judge_norm_after(e: Evidence) -> bool:
+    """The norm after the step beside that of the dense one. True if it is wrong, and the fault named."""
     size, target = float(e.after.norm()), float(e.step.after.norm())
     allowed = _ROUNDINGS * _EPS * target
+    if weight_stages(e.settings.stages) and abs(size - target) > allowed:
+        allowed += _TIMES * max(abs(run.norm - target) for run in e.in_other_orders(ALL))
     if not weight_stages(e.settings.stages) or abs(size - target) <= allowed:
-        return
-    allowed += _TIMES * max(abs(run.norm - target) for run in e.in_other_orders(ALL))
-    if abs(size - target) <= allowed:
-        return
-    found = (
-        f"the norm of its weights after the step is {size:.7g}, {size / max(target, 1e-300):.4g} times that of the rule"
-    )
-    for guess in other_norms(e):
-        if abs(float(guess.after.norm()) - size) <= allowed:
-            e.say(guess.name, f"{found}: {guess.found}", f"{allowed:.1e}")
-            return
-    e.say("norm_wrong", found, f"{allowed:.1e}")
+        return False
+    times = size / max(target, 1e-300)
+    text = f"the norm of its weights after the step is {size:.7g}, {times:.4g} times that of the rule"
+    fitting = (guess for guess in other_norms(e) if abs(float(guess.after.norm()) - size) <= allowed)
+    guess = next(fitting, Guess("norm_wrong", "nothing known leads to that", e.after))
+    e.say(guess.name, f"{text}: {guess.found}", f"{allowed:.1e}")
+    return True
 
 
 def other_norms(e: Evidence) -> Iterator[Guess]:

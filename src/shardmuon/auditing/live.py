@@ -213,48 +213,47 @@ class StepAudit:
             if use_muon:
                 self._stale(f"ranks {ranks_text(component)}", str(wrong))
             return None
-        if use_muon:
-            for spec, layout, one in zip(self._binding.plan.specs, table.layouts, table.params, strict=True):
-                if layout.view != spec.layout.view:
+        with self._guarded("the layouts"):
+            for spec, layout, one in zip(self._binding.plan.specs, table.layouts, table.params, strict=False):
+                if use_muon and layout.view != spec.layout.view:
                     found, planned = ([(m.rows, m.cols) for m in v.matrices] for v in (layout.view, spec.layout.view))
                     self._stale(one.name, f"its matrices now are {found}, planned were {planned}")
-                elif layout.digest != spec.layout.digest:
+                elif use_muon and layout.digest != spec.layout.digest:
                     self._stale(one.name, "its pieces lie on other ranks than the plan says")
         return table
 
     def _listed(self, use_muon: bool) -> list[Listed]:
-        """The parameters of one kind as the groups hold them now; of AdamW's those that can be described, and that no
-        rank outside of the component shares.
+        """The parameters of one kind as the groups hold them now, without those that cannot be described, or that ranks
+        outside of the component share.
 
         Raises:
-            ValueError: Muon's are others, or on other ranks, than those that were planned for.
+            ValueError: There are more or fewer of Muon's than were planned for.
         """
-        component, members, found = {*self._binding.component}, self._binding.members, list[Listed]()
+        members, found = self._binding.members, list[Listed]()
         for index, group in enumerate(self._optimizer.param_groups):
             for name, p in named_params(group, index) if group["use_muon"] == use_muon else ():
                 one = Listed(name, name if names_of(group) else "", p, group, view_options(group) if use_muon else None)
-                if use_muon and not takes_part(p):
-                    continue
-                try:
-                    (said,) = describe([one])
-                    if not {*said.ties.parts, *said.ties.mates} <= component:
-                        raise ValueError(f"{name} now is {said.claim.text}, also beyond {sorted(component)}")
-                except ValueError:
-                    if use_muon:
-                        raise
-                    continue
-                found.append(one)
+                if (not use_muon or takes_part(p)) and self._lies_here(one):
+                    found.append(one)
         if use_muon and len(found) != len(members):
-            raise ValueError(f"the groups hold {len(found)} parameters with a gradient, the plan {len(members)}")
+            text = f"the groups hold {len(found)} parameters that take part in steps of ranks"
+            raise ValueError(f"{text} {ranks_text(self._binding.component)}, the plan {len(members)}")
         for one, member in zip(found, members, strict=True) if use_muon else ():
             if one.param is not member.param:
                 self._stale(member.name, "the group holds another tensor than the one that was planned for")
         return found
 
+    def _lies_here(self, one: Listed) -> bool:
+        """True for a parameter that can be described, and that no rank outside of the component shares."""
+        try:
+            (said,) = describe([one])
+        except ValueError:
+            return False
+        return {*said.ties.parts, *said.ties.mates} <= {*self._binding.component}
+
     def _stale(self, where: str, text: str) -> None:
         """Note that the step was run by a plan for other parameters."""
-        allowed = "the parameters that were planned for, as they were then"
-        self._say("stale_plan", where, text, allowed)
+        self._say("stale_plan", where, text, "the parameters that were planned for, as they were then")
 
     # ---------------------------------------------------------------------------------- before the step: the samples
 

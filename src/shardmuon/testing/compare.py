@@ -24,7 +24,7 @@ from shardmuon.comm.exchange import Traffic
 from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.options import OPTION_OBJECTS
-from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, ZeroRun
+from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, Run, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, cut_matrices, groups_of, mesh_kind, parameters
 from shardmuon.variants import KEPT_KEYS
 
@@ -141,7 +141,7 @@ def _torch_steps(job: _Job, full: _Whole, grads: Sequence[_Whole]) -> Iterator[_
         yield _Stepped(weights, buffers, {})
 
 
-class _LayoutRun:
+class _LayoutRun(Run):
     """An optimizer on the parameters of a row of `LAYOUTS`; what it finds is what this rank stores."""
 
     def __init__(self, name: str, full: Mapping[str, Tensor], make: _Make) -> None:
@@ -154,11 +154,8 @@ class _LayoutRun:
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: t.reshape(-1)[self._stored[name]] for name, t in full.items()}
 
-    def start(self, full: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return full
-
-    def gradients(self, drawn: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return drawn
+    def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(drawn)
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         for name, grad in self._cut(grads).items():
@@ -179,9 +176,6 @@ class _LayoutRun:
             for key, expected in of_param.items()
             for found in [self.optimizer.state[self._params[name]][key]]
         )
-
-    def close(self) -> None:
-        """Give nothing back: there is nothing to close."""
 
 
 @lru_cache(maxsize=64)

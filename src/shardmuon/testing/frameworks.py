@@ -93,8 +93,8 @@ def whole_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in named}
 
 
-class _Run:
-    """An optimizer under a framework, fed with gradients; it shows whole tensors, the same on every rank.
+class Run:
+    """An optimizer that is fed with gradients, in a framework; it shows whole tensors, the same on every rank.
 
     Gradients are rounded to multiples of 1/8: the framework's mean over the ranks is exact with them.
 
@@ -122,7 +122,7 @@ class _Run:
         """Give the framework's memory back."""
 
 
-class Fsdp1Run(_Run):
+class Fsdp1Run(Run):
     """An optimizer under FSDP1."""
 
     def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make) -> None:
@@ -222,7 +222,7 @@ def _find(function: str, param: Tensor, *key: str) -> Tensor:
     return found.detach().clone().view(shape)
 
 
-class ZeroRun(_Run):
+class ZeroRun(Run):
     """An optimizer under DeepSpeed, which steps fp32 copies."""
 
     steps = torch.float32
