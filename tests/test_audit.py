@@ -536,7 +536,7 @@ def _cases() -> Iterator[Any]:
         yield pytest.param(PRODUCTS[products], rows, names, id=f"{products} {rows}", marks=pytest.mark.stated)
 
 
-@pytest.mark.parametrize(("options", "rows", "names"), _cases())
+@pytest.mark.parametrize(("options", "rows", "names"), [*_cases()])
 def test_a_planted_fault_is_caught_and_named(
     world2: RankPool, options: dict[str, Any], rows: int | None, names: tuple[str, ...]
 ) -> None:
