@@ -33,8 +33,7 @@ from shardmuon.foresight.live import exact_of
 from shardmuon.foresight.pricing import price
 from shardmuon.plan.plan import Plan
 from shardmuon.testing import RankPool
-from shardmuon.testing.device import meshes_on
-from shardmuon.testing.layouts import LAYOUTS
+from shardmuon.testing.layouts import LAYOUTS, meshes_on
 
 ROWS = (
     "single",

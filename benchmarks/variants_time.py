@@ -36,8 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.testing import RankPool
-from shardmuon.testing.device import mesh_kind, meshes_on
-from shardmuon.testing.layouts import LAYOUTS
+from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on
 from shardmuon_qkclip import QKClip
 
 PLAIN, AGAIN = "plain", "plain, again"

@@ -27,7 +27,7 @@ from torch import Tensor
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.testing import RankPool
-from shardmuon.testing.deepspeed import GivenGradients, start_deepspeed
+from shardmuon.testing.frameworks import GivenGradients, start_deepspeed
 from shardmuon.testing.pool import RankException
 
 SIZE, NUM, LR = 512, 6, 0.02

@@ -25,7 +25,7 @@ import torch
 
 from shardmuon._torch import CPU_BF16, cpu_has_bf16_matmul
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.preload import preload
+from shardmuon.testing.pool import preload
 
 torch.set_num_threads(1)  # as in the ranks: one process is compared with them bit for bit
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)

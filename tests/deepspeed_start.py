@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from shardmuon.testing.deepspeed import start_deepspeed
+from shardmuon.testing.frameworks import start_deepspeed
 
 
 def start() -> None:

@@ -1,4 +1,4 @@
-"""Imports that ranks of framework tests find made (`shardmuon.testing.preload`): all that is installed."""
+"""Imports that ranks of framework tests find made (`shardmuon.testing.pool`): all that is installed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.testing.cases import ParamCase
+from shardmuon.testing.layouts import ParamCase
 
 STEPS = 3
 SHAPES = [(5, 257), (257, 5), (3, 1000), (1, 1025), (17, 33), (17, 33), (33, 17), (16, 16), (8, 16), (8, 16), (8, 16)]

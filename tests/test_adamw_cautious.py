@@ -20,8 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from shardmuon import Muon
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.testing import RankPool
-from shardmuon.testing.deepspeed import ZeroRun
-from shardmuon.testing.fsdp1 import Fsdp1Run, quiet
+from shardmuon.testing.frameworks import Fsdp1Run, ZeroRun, quiet
 from shardmuon.testing.tolerances import assert_rounded, roundoff
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (6, 8), "embedding": (9, 8), "bias": (5,), "scale": (7,)}

@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardmuon import Audit, Exchange, ExchangeError, GradScaler, Muon, Orthogonalizer, Storage, checkpoint
 from shardmuon import clip_grad_norm_ as clip_gradients
 from shardmuon.testing import RankPool
-from shardmuon.testing.layouts import mesh_of
-from shardmuon.testing.megatron import shard_like_megatron
+from shardmuon.testing.layouts import mesh_of, shard_like_megatron
 
 pytestmark = pytest.mark.ranks
 

@@ -35,9 +35,9 @@ from shardmuon import (
     core,
     param_groups,
 )
-from shardmuon.auditing import live, same
+from shardmuon.auditing import live, reference
+from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import AuditReport
-from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
 from shardmuon.comm.vote import Flag, Phase, Verdict
 from shardmuon.layout import bind, table
@@ -48,10 +48,8 @@ from shardmuon.orthogonalize import BACKENDS
 from shardmuon.step import bucket, update
 from shardmuon.step.binding import fingerprint
 from shardmuon.step.options import Scales
-from shardmuon.testing import RankPool
-from shardmuon.testing.cases import PARAMS, groups_of
-from shardmuon.testing.device import mesh_kind, meshes_on
-from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
+from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, mesh_kind, mesh_of, meshes_on, parameters
 
 SHAPES = {"a": (24, 16), "b": (24, 16), "c": (24, 16), "d": (24, 16), "square": (16, 16), "wide": (12, 40)}
 
@@ -92,9 +90,22 @@ class Job:
 
     def audited(self, seed: int, samples: int = 8) -> AuditReport:
         self.gradients(seed)
-        check = audit(self.optimizer, samples)
-        self.optimizer.step()
-        return check.report
+        return _step_of(self.optimizer, samples)
+
+
+def _step_of(optimizer: Muon, samples: int = 8, routing: Any = None) -> AuditReport:
+    """An audited step's report."""
+    check = audit(optimizer, samples, routing=routing)
+    optimizer.step()
+    return check.report
+
+
+def _second(layout: str) -> Job:
+    """A job before its second step."""
+    job = Job(layout)
+    job.step(1)
+    job.gradients(2)
+    return job
 
 
 def _names(report: AuditReport) -> set[str]:
@@ -131,29 +142,19 @@ def sound(layout: str) -> tuple[list[str], int, float, int]:
     return [str(f) for f in check.report.findings], len(rows), worst, check.report.num_compared
 
 
-@pytest.mark.stated
-@pytest.mark.parametrize("layout", list(LAYOUTS)[::4])
-def test_a_sound_optimizer_gives_no_finding_on_2_ranks(world2: RankPool, layout: str) -> None:
-    for findings, rows, worst, _ in world2.run(sound, layout):
-        assert findings == []
-        assert rows >= 8
-        assert worst < 0.6  # 0 where live and dense round alike
-
-
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[] if at % 8 == 4 else [pytest.mark.stated]) for at, name in enumerate(LAYOUTS)],
+    ("world", "layout"),
+    [pytest.param(2, name, marks=pytest.mark.stated) for name in list(LAYOUTS)[::4]]
+    + [pytest.param(4, n, marks=[] if at % 8 == 4 else [pytest.mark.stated]) for at, n in enumerate(LAYOUTS)],
 )
-def test_a_sound_optimizer_gives_no_finding_on_4_ranks(world4: RankPool, layout: str) -> None:
-    reports = world4.run(sound, layout)
-    for findings, rows, worst, _ in reports:
+def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
+    reports = get_pool(world).run(sound, layout)
+    for findings, rows, worst, compared in reports:
         assert findings == []
         assert rows >= 8
         assert worst < 0.6  # 0 where live and dense round alike
-    if layout != "single":
-        assert all(found == reports[0] for found in reports)
-    if layout in ("ddp", "replicate", "hsdp", "hsdp+tp", "tp x dp"):
-        assert reports[0][3] == len(PARAMS), "replicas were not compared"
+        assert world == 2 or layout not in ("ddp", "replicate", "hsdp", "hsdp+tp", "tp x dp") or compared == len(PARAMS)
+    assert layout == "single" or all(found == reports[0] for found in reports)
 
 
 def sound_with(dtype: torch.dtype, options: dict[str, Any]) -> tuple[list[str], list[str], list[float]]:
@@ -461,9 +462,7 @@ def caught(name: str, rows: int | None = None, **options: Any) -> tuple[set[str]
         job.step(2)
     job.gradients(3)
     with fault.plant(job):
-        check = audit(job.optimizer, 8)
-        job.optimizer.step()
-    return _SOUND[key], check.report
+        return _SOUND[key], _step_of(job.optimizer, 8)
 
 
 def check_caught(name: str, found: Sequence[tuple[set[str], AuditReport]]) -> None:
@@ -480,11 +479,6 @@ def check_caught(name: str, found: Sequence[tuple[set[str], AuditReport]]) -> No
     assert fault.says in str(report)
     assert all(f.found and f.allowed and f.remedy for f in report.findings)
     assert "inconclusive" not in {row.status for row in report.matrices}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_caught_and_named(world2: RankPool, name: str) -> None:
-    check_caught(name, world2.run(caught, name))
 
 
 PRODUCTS: dict[str, dict[str, Any]] = {
@@ -520,29 +514,33 @@ EXACT = (
 
 
 def caught_all(
-    rows: int, options: dict[str, Any], names: Sequence[str] = tuple(FAULTS), device: str = "cpu"
+    rows: int | None, options: dict[str, Any], names: Sequence[str] = tuple(FAULTS), device: str = "cpu"
 ) -> dict[str, tuple[set[str], AuditReport]]:
     with meshes_on(device):
         return {name: caught(name, rows, **options) for name in names}
 
 
-@pytest.mark.stated
-@pytest.mark.parametrize(
-    ("products", "rows", "half"),
-    [
+def _cases() -> Iterator[Any]:
+    """Every fault once in the default arithmetic, once in large matrices, and once in fp16;
+    benchmarks/audit_sharpness.py takes all pairs."""
+    for name in FAULTS:
+        yield pytest.param({}, None, (name,), id=name)
+    for products, rows, half in (
         ("fp32", 1024, 0),
         ("bf16", 1024, 1),
         ("fp16", 32, 1),
         ("fp16 gram", 32, 0),
         ("torch", 32, 1),
-    ],
-)  # small ones in fp32 and bf16 are the test above; benchmarks/audit_sharpness.py takes all pairs
-def test_every_fault_is_named_in_any_arithmetic_at_any_size(
-    world2: RankPool, products: str, rows: int, half: int
+    ):
+        names = tuple(name for name in FAULTS if name not in EXACT or products == "torch")[half::2]
+        yield pytest.param(PRODUCTS[products], rows, names, id=f"{products} {rows}", marks=pytest.mark.stated)
+
+
+@pytest.mark.parametrize(("options", "rows", "names"), [*_cases()])
+def test_a_planted_fault_is_caught_and_named(
+    world2: RankPool, options: dict[str, Any], rows: int | None, names: tuple[str, ...]
 ) -> None:
-    """Every fault once at the large size, and once in fp16."""
-    names = [name for name in FAULTS if name not in EXACT or products == "torch"][half::2]
-    first, second = world2.run(caught_all, rows, PRODUCTS[products], names)
+    first, second = world2.run(caught_all, rows, options, names)
     for name in names:
         check_caught(name, [first[name], second[name]])
 
@@ -611,9 +609,7 @@ def test_an_orthogonalizer_that_is_wrong_in_itself_is_named(
     changes = {"method": "standard"} if method == "auto" else {}
     optimizer = Muon([("w", weight)], lr=0.02, **_with_products(products, **changes))
     weight.grad = torch.randn(64, 48, generator=generator)
-    check = audit(optimizer)
-    optimizer.step()
-    assert _names(check.report) == {"orthogonalizer_wrong"}
+    assert _names(_step_of(optimizer)) == {"orthogonalizer_wrong"}
 
 
 def stacked(plant: Callable[[Muon], AbstractContextManager[object]]) -> AuditReport:
@@ -625,9 +621,8 @@ def stacked(plant: Callable[[Muon], AbstractContextManager[object]]) -> AuditRep
     with plant(optimizer):
         for step in range(2):
             weight.grad = distribute_tensor(full.sin() + step, mesh, [Shard(1)], src_data_rank=None)
-            check = audit(optimizer)
-            optimizer.step()
-    return check.report
+            report = _step_of(optimizer)
+    return report
 
 
 def _misplaced(optimizer: Muon) -> AbstractContextManager[object]:
@@ -681,9 +676,7 @@ def drifted(layout: str) -> tuple[AuditReport, AuditReport]:
             params[name].grad = grad
         if step and dist.get_rank() == dist.get_world_size() - 1:
             _local(optimizer.state[params["table"]]["exp_avg"]).add_(1e-3)
-        check = audit(optimizer)
-        optimizer.step()
-        reports.append(check.report)
+        reports.append(_step_of(optimizer))
     return reports[0], reports[1]
 
 
@@ -701,9 +694,7 @@ def test_replicas_of_adamws_parameters_are_compared(world4: RankPool, layout: st
 
 
 def swapped_alone() -> AuditReport:
-    job = Job("fsdp2")
-    job.step(1)
-    job.gradients(2)
+    job = _second("fsdp2")
     with mock.patch.object(bucket, "_orthogonalize", _rotated(bucket._orthogonalize)):
         check = audit(job.optimizer, 1)
         job.optimizer.audits.num_audits = next(n for n in range(6) if choose(6, 1, n) == [0])
@@ -724,9 +715,7 @@ def experts_taken_for_replicas() -> set[str]:
     with torch.no_grad():
         weight.add_(dist.get_rank())
     weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
-    check = audit(optimizer)
-    optimizer.step()
-    return _names(check.report)
+    return _names(_step_of(optimizer))
 
 
 def test_rank_local_experts_with_a_process_group_are_drifting_replicas(world2: RankPool) -> None:
@@ -736,16 +725,13 @@ def test_rank_local_experts_with_a_process_group_are_drifting_replicas(world2: R
 
 def without_agreement() -> tuple[set[str], AuditReport]:
     """One holder lost its gradient, and the vote before the step did not see it."""
-    job = Job("fsdp2")
-    job.step(1)
-    job.gradients(2)
+    job = _second("fsdp2")
     if dist.get_rank() == 1:
         job.params["a"].grad = None
     agreed = Verdict(Phase.STEP, Flag.AUDIT, alike=True, presence=0)
     with mock.patch.object(bind, "vote", return_value=agreed), mock.patch.object(core, "run_buckets"):
-        check = audit(job.optimizer)
-        job.optimizer.step()
-    return {f.name for f in check.report.findings if f.where == "a"}, check.report
+        report = _step_of(job.optimizer)
+    return {f.name for f in report.findings if f.where == "a"}, report
 
 
 def test_a_gradient_on_only_some_holders_is_named(world2: RankPool) -> None:
@@ -754,49 +740,25 @@ def test_a_gradient_on_only_some_holders_is_named(world2: RankPool) -> None:
     assert names == {"gradient_missing"}
 
 
-def failing(rank: int) -> AuditReport:
-    """A check that breaks on one rank must not leave the others waiting."""
+def failing(class_: str | None, name: str) -> AuditReport:
+    """What breaks on rank 1 must not leave the other waiting: it still sends as many elements as expected."""
 
     def broken(*args: Any) -> Any:
         raise ArithmeticError("no convergence")
 
-    job = Job("fsdp2")
-    job.step(1)
-    job.gradients(2)
-    here = dist.get_rank() == rank
-    with mock.patch.object(live, "judge", broken if here else live.judge):
-        check = audit(job.optimizer)
-        job.optimizer.step()
-    return check.report
+    job, on = _second("fsdp2"), getattr(live, class_) if class_ else live
+    with mock.patch.object(on, name, broken if dist.get_rank() else getattr(on, name)):
+        return _step_of(job.optimizer)
 
 
 def test_a_check_that_breaks_on_one_rank_is_a_finding_on_all(world2: RankPool) -> None:
-    report, other = world2.run(failing, 1)
-    assert report == other
-    assert _names(report) == {"audit_failed"}
-    assert "no convergence" in str(report)
-    assert 0 < len(report.matrices) < len(SHAPES), "the other rank's matrices are judged all the same"
-
-
-def unreadable() -> AuditReport:
-    """A rank that cannot read its part still sends as many elements as the others expect."""
-
-    def broken(*args: Any) -> Any:
-        raise OSError("offloaded")
-
-    job = Job("fsdp2")
-    job.step(1)
-    job.gradients(2)
-    check = audit(job.optimizer)
-    with mock.patch.object(live.StepAudit, "_read_after", broken if dist.get_rank() else live.StepAudit._read_after):
-        job.optimizer.step()
-    return check.report
-
-
-def test_a_rank_that_cannot_read_its_part_does_not_stop_the_others(world2: RankPool) -> None:
-    report, other = world2.run(unreadable)
-    assert report == other
-    assert _names(report) >= {"audit_failed", "not_finite"}
+    for class_, name, names in ((None, "judge", set()), ("StepAudit", "_read_after", {"not_finite"})):
+        report, other = world2.run(failing, class_, name)
+        assert report == other
+        assert _names(report) == {"audit_failed", *names}
+        assert "no convergence" in str(report)
+        judged = [row for row in report.matrices if row.compared]
+        assert len(judged) < len(SHAPES) and (judged or names), "the other rank's are judged all the same"
 
 
 def lost_to_rounding() -> list[str]:
@@ -821,9 +783,8 @@ def test_the_singular_values_that_are_shown_are_those_of_the_applied_update(
     )
     weight.grad = torch.randn(shape, generator=generator)
     before = weight.detach().clone()
-    check = audit(optimizer)
-    optimizer.step()
-    (row,) = check.report.matrices
+    report = _step_of(optimizer)
+    (row,) = report.matrices
     applied = torch.linalg.svdvals((before.double() - weight.detach()) / (0.5 * row.expected_scale)).flip(0)
     assert [f"{row.sigma_min:.3f}", f"{row.sigma_max:.3f}"] == [f"{float(applied[at]):.3f}" for at in (0, -1)]
 
@@ -847,13 +808,12 @@ def test_a_matrix_in_the_wrong_group_is_named() -> None:
     moved = {"use_muon": False, "lr": 0.01, "params": moved["params"], "param_names": moved["param_names"]}
     optimizer = Muon([moved, *groups[1:]], lr=1e-3)
     _backward(model)
-    check = audit(optimizer, routing=groups)
-    optimizer.step()
-    assert {(f.name, f.where) for f in check.report.findings} == {
+    report = _step_of(optimizer, routing=groups)
+    assert {(f.name, f.where) for f in report.findings} == {
         ("wrong_group", "1.weight"),
         ("wrong_group", "2.weight"),
     }
-    assert "goes to AdamW" in str(check.report)
+    assert "goes to AdamW" in str(report)
 
 
 def test_a_parameter_that_no_group_holds_is_named() -> None:
@@ -861,10 +821,9 @@ def test_a_parameter_that_no_group_holds_is_named() -> None:
     groups = param_groups(model, lr=0.02)
     optimizer = Muon(groups[:1], lr=1e-3)
     _backward(model)
-    check = audit(optimizer, routing=groups)
-    optimizer.step()
-    assert {f.name for f in check.report.findings} == {"not_in_optimizer"}
-    assert {f.where for f in check.report.findings} == {"0.weight", "1.bias", "3.weight", "3.bias"}
+    report = _step_of(optimizer, routing=groups)
+    assert {f.name for f in report.findings} == {"not_in_optimizer"}
+    assert {f.where for f in report.findings} == {"0.weight", "1.bias", "3.weight", "3.bias"}
 
 
 def test_a_matrix_without_a_gradient_for_three_audits_is_a_warning() -> None:
@@ -885,13 +844,13 @@ def test_a_matrix_without_a_gradient_for_three_audits_is_a_warning() -> None:
 def elsewhere(name: str, products: str) -> tuple[set[str], AuditReport]:
     """Step with `Orthogonalizer.device`; says where the dense runs of the audit were made."""
     ran: list[torch.device] = []
-    original = same.orthogonalize
+    original = reference.orthogonalize
 
     def recorded(x: Tensor, *args: Any, **options: Any) -> Tensor:
         ran.append(x.device)
         return original(x, *args, **options)
 
-    with mock.patch.object(same, "orthogonalize", recorded):
+    with mock.patch.object(reference, "orthogonalize", recorded):
         found = caught(name, **_with_products(products, device="cpu"))
     assert set(ran) == {torch.device("cpu")}
     return found
@@ -983,9 +942,7 @@ def test_loading_a_checkpoint_between_steps_is_not_a_fault(world2: RankPool) -> 
 
 
 def asked_on_one_rank() -> str:
-    job = Job("fsdp2")
-    job.step(1)
-    job.gradients(2)
+    job = _second("fsdp2")
     if dist.get_rank() == 1:
         audit(job.optimizer)
     with pytest.raises(ValueError, match="about to step with different options") as caught:
@@ -995,7 +952,7 @@ def asked_on_one_rank() -> str:
 
 def test_an_audit_asked_for_on_one_rank_only_is_refused_before_anything_changes(world2: RankPool) -> None:
     for text in world2.run(asked_on_one_rank):
-        assert "audit(step=2, asked=(8, 3)" in text
+        assert "audit(step=2, asked=8" in text
 
 
 def asked_where_nothing_is_shared() -> tuple[int, int, set[str] | None]:
@@ -1046,13 +1003,9 @@ def test_pipeline_stages_do_not_wait_for_each_other(world4: RankPool) -> None:
 
 def overlapping() -> AuditReport:
     """Meshes of all ranks in several shapes, and matrices of one rank; one rank's momentum is wrong."""
-    job = Job("mixed meshes")
-    job.step(1)
-    job.gradients(2)
+    job = _second("mixed meshes")
     with _momentum(_shifts_momentum, rank=3)(job):
-        check = audit(job.optimizer, 8)
-        job.optimizer.step()
-    return check.report
+        return _step_of(job.optimizer, 8)
 
 
 def test_every_rank_hears_of_a_fault_beside_matrices_of_its_own(world4: RankPool) -> None:
@@ -1075,9 +1028,8 @@ def chained(drifts: bool) -> AuditReport:
             params[pair].grad = t.sin() + step
         if step and drifts and rank == world - 1:
             params[pairs[-1]].data.add_(1e-3)
-        check = audit(optimizer, 2)
-        optimizer.step()
-    return check.report
+        report = _step_of(optimizer, 2)
+    return report
 
 
 @pytest.mark.parametrize("drifts", [False, True])
@@ -1193,6 +1145,5 @@ def test_a_matrix_of_one_element_of_any_stride_is_audited() -> None:
     p = torch.nn.Parameter(torch.ones(1, 1))
     p.grad = torch.ones(2, 2).as_strided((1, 1), (2, 2))
     optimizer = Muon([("w", p)], lr=0.1)
-    check = audit(optimizer)
-    optimizer.step()
-    assert check.report.ok, check.report
+    report = _step_of(optimizer)
+    assert report.ok, report

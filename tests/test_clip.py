@@ -24,8 +24,7 @@ from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon.gradients.clip import _BOUND
 from shardmuon.gradients.norms import combine
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.cases import PARAMS, groups_of
-from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, mesh_of, parameters
 from shardmuon.testing.tolerances import assert_rounded
 
 ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf)

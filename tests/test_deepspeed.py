@@ -53,7 +53,7 @@ from shardmuon.frameworks.deepspeed.config import REQUIRED, expert_groups, from_
 from shardmuon.frameworks.deepspeed.partitions import check_version
 from shardmuon.step import update as pipeline
 from shardmuon.testing import RankError, RankPool
-from shardmuon.testing.deepspeed import initialize, start_deepspeed, whole_momentum, whole_weight
+from shardmuon.testing.frameworks import initialize, start_deepspeed, whole_momentum, whole_weight
 from shardmuon.testing.tolerances import KELLER, assert_rounded, roundoff
 
 pytestmark = [

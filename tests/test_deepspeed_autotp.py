@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.frameworks.deepspeed.config import REQUIRED
 from shardmuon.testing import RankPool
-from shardmuon.testing.deepspeed import start_deepspeed
+from shardmuon.testing.frameworks import start_deepspeed
 
 pytestmark = [
     pytest.mark.ranks,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardmuon import Muon, Orthogonalizer, param_groups
 from shardmuon.frameworks.deepspeed.config import REQUIRED
 from shardmuon.testing import RankPool
-from shardmuon.testing.deepspeed import start_deepspeed, whole_momentum, whole_weight
+from shardmuon.testing.frameworks import start_deepspeed, whole_momentum, whole_weight
 
 pytestmark = [
     pytest.mark.ranks,

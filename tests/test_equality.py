@@ -17,22 +17,46 @@ from shardmuon import Exchange, Muon, Orthogonalizer, audit
 from shardmuon.orthogonalize import Products
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import make_program
-from shardmuon.testing.cases import PARAMS, ParamCase, cut_matrices, groups_of
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
-from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, cut_matrices, groups_of, mesh_of, parameters
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_same_update
 
 WORLDS = (8, 3, 2, 4)
 
 
-def _plain_momentum(layout: str) -> Comparison:
-    return compare_with_torch(layout, lr=0.02, nesterov=False, steps=2, remember=True)
+STANDARD, GRAM = partial(Orthogonalizer, "standard"), partial(Orthogonalizer, "gram")
+# In batches each owner has a part of what one process has, so a matrix meets other neighbours in other slots.
+BITS: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
+    (compare_with_torch, {"nesterov": False}, ("ddp", "hsdp+tp")),
+    (compare_with_dense, {"exchange": Exchange(dtype=torch.bfloat16)}, ("fsdp2+tp", "ep")),
+    (compare_with_dense, {"orthogonalizer": GRAM()}, ("fsdp2", "hsdp", "ep+fsdp")),
+    *(
+        (compare_with_dense, {"orthogonalizer": make(dtype)}, ("fsdp2",))
+        for make, dtypes in (
+            (STANDARD, (torch.bfloat16, torch.float16, torch.float32, torch.float64)),
+            (GRAM, (torch.float16, torch.float64)),
+        )
+        for dtype in dtypes
+    ),
+]
 
 
-@pytest.mark.parametrize("layout", ["ddp", "hsdp+tp"])
-def test_momentum_without_nesterov_is_torchs_too(layout: str, world4: RankPool) -> None:
-    assert all(c.bitwise for c in world4.run(_plain_momentum, layout))
+@pytest.mark.parametrize(
+    ("compare", "options", "layout"),
+    [
+        pytest.param(compare, options, layout, id=f"{layout} {options}")
+        for compare, options, layouts in BITS
+        for layout in layouts
+    ],
+)
+def test_an_option_has_the_bits_of_one_process(
+    compare: Any, options: dict[str, Any], layout: str, world4: RankPool
+) -> None:
+    """Those of torch.optim.Muon for what it knows, too."""
+    for found in world4.run(compare, layout, lr=0.02, steps=2, remember=True, **options):
+        assert found.bitwise
+        assert found.max_difference == 0.0
 
 
 @pytest.mark.parametrize(
@@ -168,48 +192,6 @@ def test_bytes_per_rank_stay_within_a_tenth_of_the_owner_routes_bound(world: int
     bound = 2 * wire.itemsize * elements * (world - 1) / world**2
     assert max(sent for sent, _ in found) <= 1.1 * bound
     assert sum(sent for sent, _ in found) == round(world * bound)
-
-
-def _wire_rounding(layout: str, wire: torch.dtype) -> Comparison:
-    return compare_with_dense(layout, lr=0.02, exchange=Exchange(dtype=wire), steps=2, remember=True)
-
-
-@pytest.mark.parametrize("layout", ["fsdp2+tp", "ep"])
-def test_a_bf16_wire_rounds_alike_on_one_process(layout: str, world4: RankPool) -> None:
-    assert all(c.bitwise for c in world4.run(_wire_rounding, layout, torch.bfloat16))
-
-
-def _gram(layout: str) -> Comparison:
-    return compare_with_dense(layout, lr=0.02, orthogonalizer=Orthogonalizer(method="gram"), steps=2, remember=True)
-
-
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "ep+fsdp"])
-def test_the_gram_form_is_bitwise_equal_too(layout: str, world4: RankPool) -> None:
-    assert all(c.bitwise for c in world4.run(_gram, layout))
-
-
-def _in_batches(layout: str, method: str, dtype: torch.dtype) -> Comparison:
-    return compare_with_dense(layout, orthogonalizer=Orthogonalizer(method, dtype), lr=0.02, steps=2)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("method", "dtype"),
-    [
-        ("standard", torch.bfloat16),
-        ("standard", torch.float16),
-        ("standard", torch.float32),
-        ("standard", torch.float64),
-        ("gram", torch.float16),
-        ("gram", torch.float64),
-    ],
-)
-def test_batches_of_other_matrices_have_the_bits_of_one_process(
-    method: str, dtype: torch.dtype, world4: RankPool
-) -> None:
-    """Each owner has a part of what one process has, so a matrix meets other neighbours in other slots."""
-    for found in world4.run(_in_batches, "fsdp2", method, dtype):
-        assert found.bitwise
-        assert found.max_difference == 0.0
 
 
 def _one_rank_rounds_more(rank: int) -> Comparison:

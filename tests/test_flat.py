@@ -19,7 +19,7 @@ from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.step.binding import How
-from shardmuon.testing.cases import cut_matrices
+from shardmuon.testing.layouts import cut_matrices
 from shardmuon.testing.pool import RankPool
 
 

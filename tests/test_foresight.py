@@ -21,8 +21,7 @@ from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
 from shardmuon.foresight.models import build
 from shardmuon.foresight.types import Exact, Mesh
-from shardmuon.testing.cases import PARAMS, groups_of
-from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, parameters
 from shardmuon.testing.pool import RankPool, get_pool
 
 STANDARD = Orthogonalizer("standard", torch.float32)

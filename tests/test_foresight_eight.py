@@ -26,8 +26,7 @@ from shardmuon.layout.table import ParamLayout, Ranks, replicated
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.plan import Policy, make_plan
-from shardmuon.testing.cases import PARAMS, ParamCase, groups_of
-from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, groups_of, parameters
 from shardmuon.testing.pool import RankPool
 
 EXCHANGES = {"owner": MANY_BUCKETS, "gram": BY_GRAM}

@@ -23,8 +23,7 @@ from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
 from shardmuon.foresight.models import build, modules_of
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
-from shardmuon.testing.deepspeed import initialize
-from shardmuon.testing.fsdp1 import wrap
+from shardmuon.testing.frameworks import initialize, wrap
 from shardmuon.testing.pool import RankPool, get_pool
 
 DENSE = decoder(96, 48, 3, 4, 2, 12, 80)

@@ -16,8 +16,7 @@ from shardmuon.options import per_step
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.finite import FiniteWatch
 from shardmuon.orthogonalize.slots import empty_batch
-from shardmuon.testing.cases import ParamCase, groups_of
-from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, parameters
 from shardmuon.testing.pool import get_pool
 from shardmuon.testing.tolerances import assert_counted_bytes
 

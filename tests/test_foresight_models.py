@@ -22,7 +22,7 @@ from shardmuon.foresight.layouts import megatron_ranges, stages_of, zero_ranges
 from shardmuon.foresight.models import active_of, build, load_model, preset, preset_names
 from shardmuon.foresight.types import parse_mesh
 from shardmuon.options import Exchange, Orthogonalizer
-from shardmuon.testing.megatron import flat_ranges
+from shardmuon.testing.layouts import flat_ranges
 
 SMALL = decoder(96, 48, 4, 4, 2, 12, 80)
 

@@ -44,7 +44,7 @@ from shardmuon import Audit, Muon, Storage, checkpoint, param_groups
 from shardmuon.layout.engines.fsdp1 import place_of
 from shardmuon.step import update as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
-from shardmuon.testing.fsdp1 import FSDP1_ROWS, quiet, whole_weights, wrap
+from shardmuon.testing.frameworks import FSDP1_ROWS, quiet, whole_weights, wrap
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import KELLER, roundoff, sum_roundoff
 

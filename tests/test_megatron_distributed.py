@@ -25,7 +25,7 @@ from shardmuon.frameworks.megatron.kept import carried_by
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.megatron import flat_ranges
+from shardmuon.testing.layouts import flat_ranges
 
 VARIANT = "normuon+hyperball"
 EXPERTS = {

@@ -1,6 +1,6 @@
 """Megatron-FSDP: any number of rows on any rank, gradients that empty shards lack, a step that must change nothing.
 
-Three tiers: extents and layouts as numbers; DTensors cut as Megatron-FSDP cuts them (shardmuon.testing.megatron), which
+Three tiers: extents and layouts as numbers; DTensors cut as Megatron-FSDP cuts them (shardmuon.testing.layouts), which
 need no package; and the package itself (0.6.1, v1 and v2) on CPUs, skipped where it is not installed.
 """
 
@@ -30,7 +30,7 @@ from shardmuon.layout.mesh import AxisCut, Extent, pieces_of_extents
 from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.testing.megatron import buffer_layout, megatron_mesh, row_ranges, shard_like_megatron
+from shardmuon.testing.layouts import buffer_layout, mesh_of, row_ranges, shard_like_megatron
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_rounded
 
@@ -172,11 +172,11 @@ def _full(seed: int) -> dict[str, Tensor]:
 
 def _cut(form: str, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     shape, options = FORMS[form]
-    mesh = megatron_mesh(shape(dist.get_world_size()), f"tests {form}")
+    mesh = mesh_of(shape(dist.get_world_size()), purpose=f"tests {form}")
     matrices = {name: t for name, t in full.items() if t.ndim > 1}
     rest = {name: t for name, t in full.items() if t.ndim == 1}
     if options.get("tensor_parallel"):  # vectors are not cut by tensor parallelism here
-        flat = megatron_mesh((dist.get_world_size(),), "tests vectors")
+        flat = mesh_of((dist.get_world_size(),), purpose="tests vectors")
         return shard_like_megatron(matrices, mesh, **options) | shard_like_megatron(rest, flat)
     return shard_like_megatron(full, mesh, **options)
 
@@ -422,7 +422,7 @@ def test_gradients_and_parameters_that_are_not_the_real_ones_are_refused(
 
 def _in_runs(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """1-D runs of elements that end anywhere in a row."""
-    mesh = megatron_mesh((dist.get_world_size(),), "tests runs")
+    mesh = mesh_of((dist.get_world_size(),), purpose="tests runs")
     mesh._shard_order = [0]
     out: dict[str, Tensor] = {}
     for i, (name, t) in enumerate(full.items()):

@@ -18,8 +18,7 @@ from shardmuon.comm import groups
 from shardmuon.layout.engines import engine_of
 from shardmuon.momentum.keeper import offloaded_from
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.testing.cases import ParamCase, groups_of
-from shardmuon.testing.layouts import LAYOUTS, mesh_of
+from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, mesh_of
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_same_update
 

@@ -25,9 +25,8 @@ from shardmuon.momentum import update as update_module
 from shardmuon.momentum.keeper import tiles_cut
 from shardmuon.momentum.stores import BLOCK, NEAREST, Stream, decode, encode, round_by, round_patch, scale_shape
 from shardmuon.momentum.update import apply_, momentum_into_
-from shardmuon.testing.cases import ParamCase, groups_of
 from shardmuon.testing.compare import Comparison, compare_with_dense
-from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
+from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, mesh_of, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.tolerances import KELLER, relative_bound, roundoff
 

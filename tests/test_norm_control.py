@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardmuon import Muon, Orthogonalizer, audit
 from shardmuon.step import stages
 from shardmuon.testing.compare import compare_with_dense
-from shardmuon.testing.fsdp1 import FSDP1_ROWS
+from shardmuon.testing.frameworks import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded

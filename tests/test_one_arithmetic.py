@@ -19,11 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardmuon import Muon, Orthogonalizer
-from shardmuon.testing.cases import groups_of
 from shardmuon.testing.compare import compare_with_dense
-from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
-from shardmuon.testing.fsdp1 import FSDP1_ROWS, Fsdp1Run
-from shardmuon.testing.layouts import mesh_of
+from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, ZeroRun
+from shardmuon.testing.layouts import groups_of, mesh_of
 from shardmuon.testing.pool import RankPool
 
 

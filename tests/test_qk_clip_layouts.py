@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardmuon import Muon, audit
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.deepspeed import ZERO_ROWS, initialize, whole_weight
-from shardmuon.testing.fsdp1 import FSDP1_ROWS, Fsdp1Run
+from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, initialize, whole_weight
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon_qkclip import QKClip, qk_clip

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from shardmuon import Muon, checkpoint
 from shardmuon.errors import ExchangeError
 from shardmuon.testing import RankPool
-from shardmuon.testing.deepspeed import ZERO_ROWS, initialize
+from shardmuon.testing.frameworks import ZERO_ROWS, initialize
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon_qkclip import QKClip, qk_clip, scaling
 from shardmuon_qkclip.layers import Attention, Rows

@@ -27,7 +27,7 @@ from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.testing import RankPool
-from shardmuon.testing.cases import cut_matrices
+from shardmuon.testing.layouts import cut_matrices
 
 
 def typed(name: str, package: str = "transformers.models.any", **attributes: Any) -> nn.Module:

@@ -15,8 +15,8 @@ from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.stores import decode
-from shardmuon.testing.cases import ParamCase
 from shardmuon.testing.compare import compare_with_dense
+from shardmuon.testing.layouts import ParamCase
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.tolerances import polar_bound, roundoff
 

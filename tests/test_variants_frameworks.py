@@ -14,7 +14,7 @@ from torch.distributed.fsdp import StateDictType
 
 from shardmuon import Muon
 from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
-from shardmuon.testing.fsdp1 import quiet, whole_weights
+from shardmuon.testing.frameworks import quiet, whole_weights
 from shardmuon.testing.pool import RankPool
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003, "variant": "normuon"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardmuon.testing.compare import compare_with_dense
-from shardmuon.testing.fsdp1 import FSDP1_ROWS
+from shardmuon.testing.frameworks import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 

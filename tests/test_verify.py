@@ -18,7 +18,7 @@ from shardmuon.commands import verify
 from shardmuon.commands.verify import HEADER, LayoutRow, cells, verify_layout
 from shardmuon.step import update as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense
-from shardmuon.testing.deepspeed import ZERO_ROWS
+from shardmuon.testing.frameworks import ZERO_ROWS
 from shardmuon.testing.pool import RankPool
 
 

@@ -26,8 +26,7 @@ from shardmuon.layout.views import matrix_view
 from shardmuon.options import view_options
 from shardmuon.step.binding import fingerprint
 from shardmuon.testing import RankPool
-from shardmuon.testing.cases import PARAMS
-from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, parameters
 
 PARAMS_VIEWS = {name: matrix_view(case.shape, **case.options) for name, case in PARAMS.items()}
 

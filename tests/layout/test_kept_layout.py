@@ -18,8 +18,7 @@ from shardmuon.layout.table import kept_layout
 from shardmuon.layout.views import Ints, kept_view
 from shardmuon.options import view_options
 from shardmuon.testing import RankPool
-from shardmuon.testing.cases import PARAMS
-from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, parameters
 
 STACKS = {name: case for name, case in PARAMS.items() if case.options.get("view") == "stack"}
 

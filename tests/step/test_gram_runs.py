@@ -36,8 +36,8 @@ from shardmuon.plan.plan import Policy, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.testing import get_pool
 from shardmuon.testing import layouts as engines
-from shardmuon.testing.cases import PARAMS
 from shardmuon.testing.compare import groups_of
+from shardmuon.testing.layouts import PARAMS
 from shardmuon.testing.tolerances import KELLER, assert_near, relative_bound, roundoff
 
 # ------------------------------------------------------------------------------------------------------- the plan

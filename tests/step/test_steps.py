@@ -22,9 +22,8 @@ from shardmuon import Exchange, Muon, Storage
 from shardmuon._torch import local_if_any
 from shardmuon.comm import groups
 from shardmuon.testing import RankPool
-from shardmuon.testing.cases import PARAMS
 from shardmuon.testing.compare import rows_stored
-from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, parameters
 from shardmuon.variants import KEPT_KEYS
 
 VECTORS = {"bias": (40,), "scale": (7,)}  # AdamW has them

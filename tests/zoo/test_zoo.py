@@ -28,7 +28,7 @@ from shardmuon.foresight.models import load_model
 from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.groups import ParamGroups
-from shardmuon.testing.cases import cut_matrices
+from shardmuon.testing.layouts import cut_matrices
 
 _MISSING = [name for name in ("transformers", "timm", "torchvision", "peft") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(_MISSING), reason=f"{', '.join(_MISSING)} not installed: make zoo installs them")

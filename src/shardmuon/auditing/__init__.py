@@ -1,41 +1,36 @@
 """Compare a live step with a dense reference computed beside it, and name what differs.
 
-`audit` asks for the next step; `Muon(audit=Audit(every=...))` asks every so many. `live` carries one audit out, `anew`
-describes parameters without the plan, `dense` puts a matrix together from its holders, `same` runs the live arithmetic
-on it, `reference` exact arithmetic, `evidence` says how far rounding may lead them apart, `judge` and `naming` compare.
+`audit` asks for the next step; `Muon(audit=Audit(every=...))` asks every so many (`schedule`). `live` carries one audit
+out: it describes parameters anew, `dense` puts a matrix together from its holders, `reference` steps it in the live
+arithmetic and in exact one, `judge` compares and says what rounding explains, `naming` says what went wrong.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardmuon.auditing.schedule import PATIENCE, AuditError, AuditWarning, PendingAudit
+from shardmuon.auditing.schedule import AuditError, AuditWarning, PendingAudit
 
 if TYPE_CHECKING:
     from shardmuon.routing.groups import ParamGroups
 
-Muon = Any  # `shardmuon.Muon`, which stands above
-
 __all__ = ["AuditError", "AuditWarning", "PendingAudit", "audit"]
 
 
-def audit(
-    optimizer: Muon, samples: int = 8, *, routing: ParamGroups | None = None, patience: int = PATIENCE
-) -> PendingAudit:
+def audit(optimizer: Any, samples: int = 8, *, routing: ParamGroups | None = None) -> PendingAudit:
     """Check the next step against a dense reference. Every rank that shares parameters must call it.
 
     Args:
-        optimizer: The optimizer whose next `step()` is audited. It raises nothing for what the audit finds.
+        optimizer: The `shardmuon.Muon` whose next `step()` is audited. It raises nothing for what the audit finds.
         samples: Matrices compared in each group of ranks that shares parameters. Later audits take others.
         routing: The table that parameters should follow. Default: the one the optimizer was made from, if it was given
             a model or `param_groups(model)`.
-        patience: Audits in a row without a gradient (or with lr=0) before a matrix is reported as idle.
 
     Returns:
         The audit; its `report` is there after the step, the same on every rank.
 
     Raises:
-        ValueError: `samples` or `patience` is not positive, or DeepSpeed steps the optimizer.
+        ValueError: `samples` is not positive, or DeepSpeed steps the optimizer.
 
     Examples:
         >>> import torch
@@ -48,14 +43,13 @@ def audit(
         >>> check.report.ok
         True
     """
-    for name, value in (("samples", samples), ("patience", patience)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
+    if not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples={samples!r} must be a whole number, at least 1")
     host = optimizer.hosts.active
     if host is not None and host.in_parts:
         raise ValueError(
             "under DeepSpeed write Muon(..., audit=Audit(every=N)): it audits each set of groups that is stepped"
         )
-    request = PendingAudit(samples, patience, None if routing is None else routing.rows)
+    request = PendingAudit(samples, None if routing is None else routing.rows)
     optimizer.audits.request(request)
     return request

@@ -1,8 +1,7 @@
 """Put one whole matrix together from its holders' pieces, without the plan's tiles, routes, buckets or copies.
 
-The layout is described afresh. In each dim of the logical tensor a matrix takes a list of indices, each of which adds
-its own to an element's place in the row-major matrix: so a holder's part is chosen dim by dim. What a rank sends names
-the places itself, so only the number of its elements must be known where the matrix is put together.
+The layout is that of a table made anew. In each dim of the logical tensor a matrix takes a list of indices, each of
+which adds its own to an element's place in the row-major matrix: so a holder's part is chosen dim by dim.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from torch import Tensor
 from shardmuon.comm.groups import Traffic, group_for, my_rank, start
 from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.layout.pieces import Box, Held
-from shardmuon.layout.table import ParamLayout, Ranks
+from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, row_major
 
 Block = tuple[slice, slice]
-_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}  # integers as wide as what is sent
 
 
 class Part(NamedTuple):
@@ -99,30 +97,24 @@ def block_of(places: Tensor, cols: int) -> Block | None:
 
 
 def collect(
-    shape: tuple[int, int],
-    ranks: Ranks,
-    sizes: Sequence[int],  # elements that each of them sends
-    places: Tensor,  # 1-D int64: of this rank's
-    parts: Sequence[Tensor],  # 1-D each: what this rank sends of each quantity, fp32 or fp64
+    layout: ParamLayout,
+    number: int,
+    parts: Sequence[Tensor],  # 1-D each: the elements that this rank sends of each quantity, all of one dtype
     target: int,
-) -> tuple[list[Tensor], list[Tensor]]:  # (rows, cols) each
+) -> tuple[list[Tensor], list[Tensor]]:  # (rows, cols) each; 1-D each
     """Whole matrices of several quantities on one rank, and the places of each rank that sent any; nothing elsewhere.
-    Collective among the parameter's ranks."""
-    mine = my_rank() == target
+    Collective among the parameter's ranks. A rank that cannot read its part sends NaN."""
+    ranks, matrix, mine = layout.ranks, layout.view.matrices[number], my_rank() == target
+    places = [sent_by(layout, number, rank).places for rank in ranks] if mine else []
+    came = [send := torch.cat(list(parts))]
     if len(ranks) > 1:
-        dtype, device = parts[0].dtype, parts[0].device
-        send = torch.cat([places.to(device, _BITS[dtype]).view(dtype), *parts])
-        expected = tuple(size * (len(parts) + 1) for size in sizes) if mine else (0,) * len(ranks)
+        expected = tuple(len(at) * len(parts) for at in places) or (0,) * len(ranks)
         given = tuple(send.numel() if rank == target else 0 for rank in ranks)
         with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
-            came = start(group_for(ranks), Traffic(), send, given, expected).wait().split(expected)
-        flat = [one.view(len(parts) + 1, -1) for one in came if len(one)]
-        heard = [(one[0].view(_BITS[dtype]).to(torch.int64), one[1:]) for one in flat]
-    else:
-        heard = [(places, torch.stack(list(parts)))]
+            came = list(start(group_for(ranks), Traffic(), send, given, expected).wait().split(expected))
     if not mine:
         return [], []
-    out = parts[0].new_full((len(parts), shape[0] * shape[1]), torch.nan)
-    for at, values in heard:
-        out.index_copy_(1, at.to(out.device), values)
-    return list(out.view(len(parts), *shape)), [at for at, _ in heard]
+    out = send.new_full((len(parts), matrix.rows * matrix.cols), torch.nan)
+    for at, values in zip(places, came, strict=True):
+        out.index_copy_(1, at.to(out.device), values.view(len(parts), len(at)))
+    return list(out.view(len(parts), matrix.rows, matrix.cols)), [at for at in places if len(at)]

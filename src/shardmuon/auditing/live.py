@@ -1,54 +1,94 @@
 """One audit of a live step: what it reads before, gathers after, and how all ranks come to the same report.
 
 [Note: order of collectives]
-    Sets of ranks are taken small ones first, as everywhere. In each: before the step one gather of descriptions and one
-    of what could be read; after it one exchange for each sampled matrix and one gather of fingerprints. Then all ranks
-    of the component tell each other what they have found. What may go wrong on one rank alone is caught and becomes a
-    finding, so that this rank still takes part in everything that the others wait for.
+    Before the step all ranks of the component make a table of their parameters anew, by the readers that the plan's
+    table was made by: one of Muon's parameters, one of AdamW's. Sets of ranks are taken small ones first, as
+    everywhere: in each one gather of what could be read, and after the step one exchange for each sampled matrix and
+    one gather of fingerprints. Then all ranks of the component tell each other what they have found. What may go wrong
+    on one rank alone is caught and becomes a finding, so that this rank still takes part in everything that the others
+    wait for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.anew import Describer, Description
-from shardmuon.auditing.dense import collect, sent_by
-from shardmuon.auditing.evidence import Evidence
-from shardmuon.auditing.judge import Judged, judge
+from shardmuon.auditing.dense import Part, collect, part_of, sent_by
+from shardmuon.auditing.judge import Evidence, judge
 from shardmuon.auditing.naming import name_fault
-from shardmuon.auditing.news import News
-from shardmuon.auditing.replicas import Prints, Replicated, local_prints, said_of_adamws, sharers
+from shardmuon.auditing.reference import FORMULAS, Arithmetic
 from shardmuon.auditing.report import AuditReport, Finding, MatrixRow
-from shardmuon.auditing.routing import idle_params, misrouted
-from shardmuon.auditing.samples import (
-    Sample,
-    SampledParam,
-    arithmetic_of,
-    choose,
-    keepers_of,
-    read_gradient,
-    read_kept,
-    read_momentum,
-    stored_momentum,
-)
-from shardmuon.auditing.schedule import PATIENCE, AuditNotes, AuditSchedule, Watched
-from shardmuon.auditing.stages import unchecked
+from shardmuon.auditing.schedule import PATIENCE, AuditNotes, AuditSchedule
 from shardmuon.comm.groups import Ranks, my_rank
-from shardmuon.comm.vote import gather
+from shardmuon.comm.vote import Fault, gather
+from shardmuon.errors import Refused, ranks_text
 from shardmuon.host import Core
-from shardmuon.layout.engines import engine_for, engine_of
-from shardmuon.layout.engines.base import NONE
+from shardmuon.layout.bind import Listed, Table, bind, describe
+from shardmuon.layout.engines import engine_of
+from shardmuon.layout.engines.base import NONE, named_params, names_of
+from shardmuon.layout.pieces import Piece
 from shardmuon.layout.table import ParamLayout
+from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import view_options
+from shardmuon.orthogonalize import default_dtype
+from shardmuon.orthogonalize.choice import Choice
+from shardmuon.plan.plan import Item
 from shardmuon.step.binding import Binding, fingerprint, takes_part
-from shardmuon.step.options import settings_of
+from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.validate import Proposal
 from shardmuon.variants import keeping
+
+_Prints = dict[tuple[str, str], tuple[tuple[Piece, ...], int]]  # (name, quantity) -> pieces kept here, fingerprint
+_WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+def choose(count: int, samples: int, number: int) -> list[int]:
+    """Choose matrices of `count` for audit `number`: spread over the layers, others each time, all of them in turn."""
+    if not count:
+        return []
+    stride = max(1, round(0.618 * count))
+    while math.gcd(stride, count) > 1:
+        stride += 1
+    return [(number * samples + i) * stride % count for i in range(min(samples, count))]
+
+
+@dataclass
+class _Sample:
+    """A sampled matrix, read before the step.
+
+    Attributes:
+        row: Its line in the report, as far as it is known.
+        part: The elements that this rank sends.
+        before: Copies of these of weights, momentum and gradient before the step.
+        has_grad: True if it has a gradient here.
+        kept: Numbers that stages keep, before the step, if this rank keeps them.
+        wide: True if anything of it is fp64 on some rank: it is gathered in fp64, else in fp32.
+        target: The rank that judges it.
+    """
+
+    row: MatrixRow
+    param: Tensor
+    settings: Settings
+    arithmetic: Arithmetic
+    layout: ParamLayout
+    part: Part
+    before: list[Tensor]
+    has_grad: bool
+    kept: dict[str, Tensor]
+    wide: bool
+    target: int = 0
+
+    def sent(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Values in the dtype in which they are gathered."""
+        return [value.to(self.param.device, torch.float64 if self.wide else torch.float32) for value in values]
 
 
 class StepAudit:
@@ -58,339 +98,411 @@ class StepAudit:
         self, optimizer: Core, binding: Binding, proposal: Proposal, schedule: AuditSchedule, samples: int
     ) -> None:
         self._optimizer, self._binding, self._proposal, self._schedule = optimizer, binding, proposal, schedule
-        self._samples = samples
-        self._rank = my_rank()
-        self._news = News()
-        self._describer = Describer()
-        self._skipped: list[MatrixRow] = []
+        self._samples, self._rank = samples, my_rank()
+        self._findings: list[Finding] = []
+        self._rows: list[MatrixRow] = []
+        self._compared: set[str] = set()
+        self._tables: list[Table] = []
+        self._taken: dict[Ranks, list[_Sample]] = {}
         self._ran = optimizer.traffic.orthogonalized
-        self._current = self._news.caught("its parameters", self._current_params) or []
-        self._news.findings += self._news.caught("the momentum kept from the last audit", self._changed_momentum) or []
-        self._news.findings += self._news.caught("the model's own weights", self._unlike_model) or []
-        self._taken: dict[Ranks, list[Sample]] = {}
-        self._adamws: dict[Ranks, list[dict[str, Description]]] = {}  # of each set, what each of its ranks says of them
+        with self._guarded("the momentum kept from the last audit"):
+            self._look_at_momentum()
+        with self._guarded("the model's own weights"):
+            for name in optimizer.unlike_model():
+                self._say(
+                    "weights_elsewhere",
+                    name,
+                    f"on rank {self._rank} what is stepped in its place are not its weights",
+                    "the model's own, rounded to its dtype",
+                )
         if samples:
-            self._news.findings += self._news.caught("the routing", self._check_routing) or []
-            for ranks, members in binding.table.sets.items():
-                self._taken[ranks] = self._take(ranks, members)
+            with self._guarded("the routing"):
+                self._look_at_routing()
+            with self._guarded("parameters without a gradient"):
+                self._look_for_idle()
+        sampling = any(gather(samples, binding.component))  # ranks that share nothing need not sample alike
+        for use_muon in (True, False) if sampling else ():
+            table = self._described(use_muon)
+            if table is None:
+                break
+            self._tables.append(table)
+            for ranks, numbers in table.sets.items() if use_muon else ():
+                self._taken[ranks] = self._take(table, ranks, numbers)
 
-    # ------------------------------------------------------------------------------------------- before the step
+    def _say(self, name: str, where: str, found: str, allowed: str) -> None:
+        self._findings.append(Finding.of(name, where, found, allowed))
 
-    def _current_params(self) -> list[tuple[Tensor, Mapping[str, Any]]]:
-        """The Muon parameters that take part, as the groups hold them now; says which are not the plan's."""
-        groups = [g for g in self._optimizer.param_groups if g["use_muon"]]
-        found: list[tuple[Tensor, Mapping[str, Any]]] = [(p, g) for g in groups for p in g["params"] if takes_part(p)]
-        members = self._binding.members
-        if len(found) != len(members):
-            text = f"the groups hold {len(found)} parameters with a gradient, the plan {len(members)}"
-            self._news.stale(f"rank {self._rank}", text)
-            return [(member.param, {}) for member in members]
-        for (p, group), member in zip(found, members, strict=True):
-            if p is not member.param:
-                text = "the group holds another tensor than the one that was planned for"
-                self._news.stale(member.name, text)
-            elif engine_for(p, group).signature(p) != member.signature:
-                text = "its shape, mesh, placements or storage are no longer those that were planned for"
-                self._news.stale(member.name, text)
-        return found
+    @contextlib.contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """Turn an exception inside into a finding, since the other ranks wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            found = f"{what} could not be checked: {type(error).__name__}: {error}"
+            self._say("audit_failed", f"rank {self._rank}", found, "a check")
 
-    def _changed_momentum(self) -> list[Finding]:
+    # --------------------------------------------------------------------------- before the step: without arithmetic
+
+    def _look_at_momentum(self) -> None:
+        """Find momentum that is not as the last step left it, if that was audited."""
         kept = self._schedule.kept
         if kept.step != self._schedule.num_steps - 1 or kept.state is not self._optimizer.state:
-            return []
-        return [
-            Finding(
-                "momentum_changed_outside",
-                name,
-                f"on rank {self._rank} the momentum is not what step {kept.step} left",
-                "no change between steps",
-                "Nothing but step() may write to optimizer.state; look for code that loads, casts or averages it",
-            )
-            for name, param, print_ in kept.watched
-            if fingerprint(stored_momentum(self._optimizer, param)) != print_
-        ]
+            return
+        for name, param, left in kept.watched:
+            if fingerprint(self._stored_momentum(param)) != left:
+                self._say(
+                    "momentum_changed_outside",
+                    name,
+                    f"on rank {self._rank} the momentum is not what step {kept.step} left",
+                    "no change between steps",
+                )
 
-    def _unlike_model(self) -> list[Finding]:
-        """Find copies that are stepped in place of the model's weights and do not equal them."""
-        return [
-            Finding(
-                "weights_elsewhere",
-                name,
-                f"on rank {self._rank} what is stepped in its place are not its weights",
-                "the model's own, rounded to its dtype",
-                "The copy was written to, or the framework keeps its partitions in another order than it says",
-            )
-            for name in self._optimizer.unlike_model()
-        ]
-
-    def _check_routing(self) -> list[Finding]:
+    def _look_at_routing(self) -> None:
+        """Find parameters whose place contradicts the routing table, if there is one."""
         asked = self._schedule.asked
         rows = self._optimizer.routing if asked is None or asked.rows is None else asked.rows
-        groups = self._optimizer.param_groups
-        patience = PATIENCE if asked is None else asked.patience
-        return misrouted(groups, rows) + idle_params(groups, self._schedule.kept.idle, patience)
-
-    def _take(self, ranks: Ranks, members: Sequence[int]) -> list[Sample]:
-        """Choose this set's matrices, exchange descriptions, and copy what the step is about to change."""
-        plan, layouts = self._binding.plan, self._binding.table.layouts
-        items = [(index, matrix) for index in members for matrix in range(len(layouts[index].view.matrices))]
-        chosen = choose(len(items), self._samples, self._schedule.num_audits)
-        picked = [items[i] for i in chosen]
-        mine = [self._find(index, ranks) for index, _ in picked]
-        others: dict[str, Description] | None = {}
-        if len(ranks) > 1:
-            others = self._news.caught("AdamW's parameters", lambda: self._said_of_adamws(ranks))
-        everyone = gather((mine, others or {}), ranks)
-        self._adamws[ranks] = [theirs for _, theirs in everyone]
-        read: list[Sample | None] = []
-        for at, (index, matrix) in enumerate(picked):
-            heard = {rank: theirs[at] for rank, (theirs, _) in zip(ranks, everyone, strict=True)}
-            sample = self._news.caught(
-                self._binding.members[index].name,
-                lambda i=index, m=matrix, h=heard: self._read(i, m, h),  # type: ignore[misc]
+        table = {row.name: row for row in rows if row.optimizer != "frozen"}
+        for index, group in enumerate(self._optimizer.param_groups):
+            goes = "Muon" if group["use_muon"] else "AdamW"
+            for name, _ in named_params(group, index):
+                row = table.pop(name, None)
+                if row is not None and row.optimizer != goes:
+                    self._say(
+                        "wrong_group",
+                        name,
+                        f"it is in group {index}, which goes to {goes}",
+                        f"{row.optimizer}, as param_groups decided ({row.reason})",
+                    )
+        for name, row in table.items():
+            self._say(
+                "not_in_optimizer",
+                name,
+                "no group holds it, so it never changes",
+                f"{row.optimizer}, as param_groups decided ({row.reason})",
             )
-            read.append(sample)
-        sizes = gather([None if sample is None else len(sample.part.places) for sample in read], ranks)
+
+    def _look_for_idle(self) -> None:
+        """Find matrices that could not change in several audits in a row, and count these."""
+        idle = self._schedule.kept.idle
+        for index, group in enumerate(self._optimizer.param_groups):
+            for name, p in named_params(group, index) if group["use_muon"] else ():
+                why = "lr is 0" if float(group["lr"]) == 0.0 else ""
+                if p.grad is None and not p.requires_grad:
+                    why = "requires_grad is False"
+                elif p.grad is None and engine_of(p).storage(p).numel():  # where nothing is stored, none may be made
+                    why = "it has no gradient"
+                idle[name] = idle.get(name, 0) + 1 if why else 0
+                if why and idle[name] % PATIENCE == 0:
+                    self._say("idle", name, f"{why}, in {idle[name]} audits in a row", f"fewer than {PATIENCE}")
+
+    # ---------------------------------------------------------------------------------- before the step: the layouts
+
+    def _described(self, use_muon: bool) -> Table | None:
+        """A table of all parameters of one kind, made anew; of Muon's beside the plan's. Collective; None if the ranks
+        do not agree on one, which is a fault of Muon's."""
+        component, fault, listed = self._binding.component, Fault(), list[Listed]()
+        with fault:
+            listed = self._listed(use_muon)
+        try:
+            table = bind(self._rank, listed, beyond=(component,), before=component, fault=fault)
+        except Refused as wrong:
+            if wrong.cause is not None and not isinstance(wrong.cause, Exception):
+                raise
+            if use_muon:
+                self._stale(f"ranks {ranks_text(component)}", str(wrong))
+            return None
+        with self._guarded("the layouts"):
+            for spec, layout, one in zip(self._binding.plan.specs, table.layouts, table.params, strict=False):
+                if use_muon and layout.view != spec.layout.view:
+                    found, planned = ([(m.rows, m.cols) for m in v.matrices] for v in (layout.view, spec.layout.view))
+                    self._stale(one.name, f"its matrices now are {found}, planned were {planned}")
+                elif use_muon and layout.digest != spec.layout.digest:
+                    self._stale(one.name, "its pieces lie on other ranks than the plan says")
+        return table
+
+    def _listed(self, use_muon: bool) -> list[Listed]:
+        """The parameters of one kind as the groups hold them now, without those that cannot be described, or that ranks
+        outside of the component share.
+
+        Raises:
+            ValueError: There are more or fewer of Muon's than were planned for.
+        """
+        members, found = self._binding.members, list[Listed]()
+        for index, group in enumerate(self._optimizer.param_groups):
+            for name, p in named_params(group, index) if group["use_muon"] == use_muon else ():
+                one = Listed(name, name if names_of(group) else "", p, group, view_options(group) if use_muon else None)
+                if (not use_muon or takes_part(p)) and self._lies_here(one):
+                    found.append(one)
+        if use_muon and len(found) != len(members):
+            text = f"the groups hold {len(found)} parameters that take part in steps of ranks"
+            raise ValueError(f"{text} {ranks_text(self._binding.component)}, the plan {len(members)}")
+        for one, member in zip(found, members, strict=True) if use_muon else ():
+            if one.param is not member.param:
+                self._stale(member.name, "the group holds another tensor than the one that was planned for")
+        return found
+
+    def _lies_here(self, one: Listed) -> bool:
+        """True for a parameter that can be described, and that no rank outside of the component shares."""
+        try:
+            (said,) = describe([one])
+        except ValueError:
+            return False
+        return {*said.ties.parts, *said.ties.mates} <= {*self._binding.component}
+
+    def _stale(self, where: str, text: str) -> None:
+        """Note that the step was run by a plan for other parameters."""
+        self._say("stale_plan", where, text, "the parameters that were planned for, as they were then")
+
+    # ---------------------------------------------------------------------------------- before the step: the samples
+
+    def _take(self, table: Table, ranks: Ranks, numbers: Sequence[int]) -> list[_Sample]:
+        """Choose this set's matrices, and copy what the step is about to change."""
+        items = [(number, matrix) for number in numbers for matrix in range(len(table.layouts[number].view.matrices))]
+        read: list[_Sample | None] = []
+        for at in choose(len(items), self._samples, self._schedule.num_audits):
+            read.append(None)
+            with self._guarded(table.params[items[at][0]].name):
+                read[-1] = self._read(table, *items[at])
+        told = gather([None if s is None else (len(s.part.places), s.has_grad, s.wide) for s in read], ranks)
         taken = []
-        for at, sample in enumerate(read):
-            of_ranks, has_grad = [theirs[at] for theirs in sizes], [theirs[at].has_grad for theirs, _ in everyone]
-            if sample is not None and self._is_whole(sample, of_ranks, has_grad):
-                taken.append(sample)
-        shapes = sorted({sample.shape for sample in taken})
+        for sample, *of_ranks in zip(read, *told, strict=True):
+            if sample is not None and None not in of_ranks:
+                sample.wide = any(wide for _, _, wide in of_ranks)
+                if self._can_be_judged(sample, [has_grad for size, has_grad, _ in of_ranks if size]):
+                    taken.append(sample)
+        shapes = sorted({(sample.row.rows, sample.row.cols) for sample in taken})
         for sample in taken:  # matrices of one shape meet on one rank, which can tell if they were swapped
-            sample.target = ranks[(shapes.index(sample.shape) + self._schedule.num_audits) % len(ranks)]
-            index, matrix = sample.order
-            for kept in plan.specs[index].kept:  # it must be there to judge by
-                keepers = keepers_of(kept, matrix)
+            number, matrix = sample.row.order
+            place = shapes.index((sample.row.rows, sample.row.cols)) + self._schedule.num_audits
+            sample.target = ranks[place % len(ranks)]
+            for kept in self._binding.plan.specs[number].kept:  # it must be there to judge by
+                view, of_rank = kept.layout.view, kept.layout.of_rank
+                keepers = [rank for rank in kept.layout.ranks if len(part_of(view, matrix, of_rank(rank)).places)]
                 if sample.target not in keepers:
                     sample.target = keepers[0]
         return taken
 
-    def _said_of_adamws(self, ranks: Ranks) -> dict[str, Description]:
-        return said_of_adamws(self._optimizer, ranks, self._describer)
-
-    def _find(self, index: int, ranks: Ranks) -> SampledParam:
-        """Describe a parameter here; an exception is reported by every rank of the set."""
-        try:
-            return self._describe(index, ranks)
-        except Exception as error:
-            return SampledParam(f"{type(error).__name__}: {error}")
-
-    def _describe(self, index: int, ranks: Ranks) -> SampledParam:
-        param, group = self._current[index]
-        said, planned = self._describer.describe(param, group), self._binding.table.claims[index]
-        sharing = {*said.ties.parts, *said.ties.mates}
-        if not sharing <= {*ranks} or said.claim.form != planned.form:
-            return SampledParam(
-                f"it now is {said.claim.text} over ranks {tuple(sorted(sharing))}, planned was {planned.text}"
-            )
-        grad = read_gradient(param, self._proposal.grads[index])
-        wide = torch.float64 in (
-            param.dtype,
-            stored_momentum(self._optimizer, param).dtype,
-            grad.dtype if grad is not None else None,
-        )
-        return SampledParam(None, said, grad is not None, wide)
-
-    def _read(self, index: int, matrix: int, heard: Mapping[int, SampledParam]) -> Sample | None:
-        """A sample with what this rank holds of it before the step. The same on all ranks but for the content."""
-        plan, member = self._binding.plan, self._binding.members[index]
-        trouble = next((theirs.trouble for theirs in heard.values() if theirs.trouble is not None), None)
-        if trouble is not None:
-            self._news.stale(member.name, trouble)
+    def _read(self, table: Table, number: int, matrix: int) -> _Sample | None:
+        """A sample with what this rank holds of it before the step; None if the plan takes it for something else."""
+        one, layout, plan = table.params[number], table.layouts[number], self._binding.plan
+        if layout.view != plan.specs[number].layout.view:
             return None
-        param, group = self._current[index]
-        said = {rank: theirs.said for rank, theirs in heard.items() if theirs.said is not None}
-        try:
-            layout = self._describer.layout(param, group, said, view_options(group))
-        except ValueError as wrong:
-            self._news.stale(member.name, str(wrong))
-            return None
-        planned = plan.specs[index].layout
-        if layout.view != planned.view:
-            self._news.stale(member.name, f"its matrices now are {_shapes(layout)}, planned were {_shapes(planned)}")
-            return None
-        if layout.digest != planned.digest:
-            self._news.stale(member.name, "its pieces lie on other ranks than the plan says")
-        item = next(i for i in plan.items if (i.param, i.matrix) == (index, matrix))
-        name = member.name if len(layout.view.matrices) == 1 else f"{member.name}[{matrix}]"
-        if len(layout.ranks) == 1 and len(self._binding.table.sets) > 1:
+        item = next(i for i in plan.items if (i.param, i.matrix) == (number, matrix))
+        name = one.name if len(layout.view.matrices) == 1 else f"{one.name}[{matrix}]"
+        if len(layout.ranks) == 1 and len(table.sets) > 1:
             name += f" (rank {self._rank})"  # other ranks have one of that name, too
-        grad = read_gradient(param, self._proposal.grads[index])
-        sample = Sample(
-            name,
-            (index, matrix),
-            param,
-            settings_of(group),
-            arithmetic_of(self._optimizer, self._binding, item, grad),
-            layout,
+        weight, momentum = engine_of(one.param).storage(one.param), self._momentum(one.param)
+        grad, settings, part = (
+            self._gradient(one.param, number),
+            settings_of(one.group),
             sent_by(layout, matrix, self._rank),
-            tuple(theirs.claim.stored for theirs in said.values()),
-            item.owners,
-            item.route,
-            torch.float64 if any(theirs.wide for theirs in heard.values()) else torch.float32,
         )
-        sample.before = self._news.caught(name, lambda: self._read_before(sample)) or self._unknown(sample, 3)
-        sample.kept = self._news.caught(name, lambda: self._kept_of(sample)) or {}
-        return sample
+        arithmetic, shape = self._arithmetic(item, grad), layout.view.matrices[matrix]
+        stored = str(arithmetic.stored_dtype).removeprefix("torch.")
+        who = name, (number, matrix), shape.rows, shape.cols, item.owners, item.route
+        row = MatrixRow(*who, str(arithmetic), "no gradient", momentum_dtype=stored)
+        before = [weight.new_empty(0) if value is None else part.select(value) for value in (weight, momentum, grad)]
+        wide = torch.float64 in (weight.dtype, arithmetic.stored_dtype, arithmetic.grad_dtype)
+        kept = self._kept(one.param, number, matrix, settings)
+        return _Sample(row, one.param, settings, arithmetic, layout, part, before, grad is not None, kept, wide)
 
-    def _is_whole(self, sample: Sample, sizes: list[Any], has_grad: Sequence[bool]) -> bool:
-        """True if each rank could read its part, there are gradients, and the audit knows its stages."""
-        if None in sizes:
-            return False
-        sample.sizes, without = sizes, unchecked(sample.settings.stages)
-        have = [has for has, size in zip(has_grad, sizes, strict=True) if size]
-        if without or not any(have):
-            if self._rank == sample.layout.ranks[0]:
-                self._skipped.append(sample.row(f"not checked: {without}" if without else "no gradient"))
+    def _can_be_judged(self, sample: _Sample, have: Sequence[bool]) -> bool:
+        """True if the audit knows its stages, and the ranks that hold any of it have gradients."""
+        unknown = [type(stage).__name__ for stage in sample.settings.stages if type(stage) not in FORMULAS]
+        if unknown:
+            sample.row = replace(sample.row, status=f"not checked: {unknown[0]}")
+        if unknown or not any(have):
+            self._rows += [sample.row] if self._rank == sample.layout.ranks[0] else []
             return False
         if not all(have):
             text = f"only {sum(have)} of the {len(have)} ranks that hold pieces of it have a gradient"
-            remedy = "Set the missing gradients to zeros"
-            self._news.findings.append(Finding("gradient_missing", sample.name, text, "all or none", remedy))
+            self._say("gradient_missing", sample.row.name, text, "all or none")
         return all(have)
 
-    def _read_before(self, sample: Sample) -> list[Tensor]:
-        weight = engine_of(sample.param).storage(sample.param)
-        return [self._part(sample, value) for value in (weight, self._momentum_of(sample), self._gradient_of(sample))]
+    def _arithmetic(self, item: Item, grad: Tensor | None) -> Arithmetic:
+        """The arithmetic of a matrix by the plan."""
+        param, choice = self._binding.members[item.param].param, Choice.of(item.how)
+        stored, device = self._stored_momentum(param).dtype, self._binding.ns_device
+        return Arithmetic(
+            choice.method,
+            choice.dtype or default_dtype(choice.method, device or param.device),
+            _WIRES[self._binding.plan.specs[item.param].itemsizes[item.matrix]],
+            param.dtype,
+            torch.float32 if self._optimizer.keeper.widens else stored,
+            stored,
+            param.dtype if grad is None else grad.dtype,
+            choice.kernel,
+            choice.alone,
+            device,
+            item.route == "gram",
+        )
 
-    def _gradient_of(self, sample: Sample) -> Tensor | None:
-        return read_gradient(sample.param, self._proposal.grads[sample.order[0]])
+    def _gradient(self, param: Tensor, number: int) -> Tensor | None:
+        """A parameter's gradient on this rank. One that is placed otherwise was redistributed for the step."""
+        if param.grad is None:
+            return None
+        engine = engine_of(param)
+        aligned = engine.is_aligned(param.grad, param)
+        return engine.storage(param.grad) if aligned else self._proposal.grads[number]
 
-    def _momentum_of(self, sample: Sample) -> Tensor:
-        return read_momentum(self._optimizer, sample.param)
+    def _stored_momentum(self, param: Tensor) -> Tensor:
+        """A parameter's momentum as this rank stores it; zeros before its first step."""
+        engine = engine_of(param)
+        buffer = self._optimizer.state.get(param, {}).get(BUFFER)
+        return torch.zeros_like(engine.storage(param)) if buffer is None else engine.storage(buffer)
 
-    def _kept_of(self, sample: Sample) -> dict[str, Tensor]:
-        return read_kept(self._optimizer, sample, self._binding.plan.specs[sample.order[0]].kept)
+    def _momentum(self, param: Tensor) -> Tensor:
+        """A parameter's momentum on this rank, decoded and where its weights are; zeros before its first step."""
+        engine = engine_of(param)
+        values = self._optimizer.keeper.values(engine, self._optimizer.state.get(param, {}))
+        return torch.zeros_like(engine.storage(param)) if values is None else values.to(param.device)
 
-    def _unknown(self, sample: Sample, count: int) -> list[Tensor]:
-        """NaNs in place of a part that could not be read: the others wait for as many elements."""
-        size = len(sample.part.places)
-        return [torch.full((size,), math.nan, dtype=sample.dtype, device=sample.param.device) for _ in range(count)]
-
-    def _part(self, sample: Sample, value: Tensor | None) -> Tensor:
-        """A copy of this rank's elements of one quantity."""
-        if value is None:  # a rank that sends nothing of it
-            return torch.empty(0, dtype=sample.dtype, device=sample.param.device)
-        return sample.part.select(value.to(sample.param.device)).to(sample.dtype)
+    def _kept(self, param: Tensor, number: int, matrix: int, settings: Settings) -> dict[str, Tensor]:
+        """Numbers that stages keep of a matrix on this rank, by key (copies, fp64, 1-D): zeros before its first
+        step."""
+        found = {}
+        for stage, kept in zip(keeping(settings.stages), self._binding.plan.specs[number].kept, strict=True):
+            part = part_of(kept.layout.view, matrix, kept.layout.of_rank(self._rank))
+            if len(part.places):
+                length = kept.layout.view.matrices[matrix].cols
+                stored = found[stage.key] = torch.zeros(length, dtype=torch.float64, device=param.device)
+                value = self._optimizer.state.get(param, {}).get(stage.key)
+                if value is not None:
+                    values = part.select(engine_of(param).storage(value))
+                    stored[part.places.to(param.device)] = values.to(stored)
+        return found
 
     # -------------------------------------------------------------------------------------------- after the step
 
     def finish(self) -> AuditReport:
         """Gather, judge and share. The same report on every rank of the component."""
-        self._news.rows += self._skipped
-        self._count_runs()
-        component, prints = self._binding.table.component, Prints()
-        for ranks, members in self._binding.table.sets.items():
-            judged = self._judge_group(ranks)
-            self._news.rows += [j.row for j in judged]
-            self._news.findings += [f for j in judged for f in j.findings]
-            if self._samples and len(ranks) > 1:
-                of_set = self._news.caught("replicas", lambda r=ranks, m=members: self._prints(r, m)) or {}  # type: ignore[misc]
-                if ranks == component:  # told with the news
-                    prints = of_set
-                else:
-                    self._news.compare(gather(of_set, ranks), ranks)
-        self._news.spread(prints, component)
-        self._news.caught("what the next audit compares", self._remember)
-        plan = self._binding.plan.unpriced if self._samples else ""
-        return self._news.report(self._schedule.num_steps, plan)
+        run = self._count_runs()
+        for table in self._tables:
+            for ranks, numbers in table.sets.items():
+                if table is self._tables[0]:
+                    self._judge_set(ranks)
+                if len(ranks) > 1:
+                    prints: _Prints = {}
+                    with self._guarded("replicas"):
+                        prints = self._prints(table, numbers)
+                    self._compare(gather(prints, ranks), ranks)
+        said = self._findings, self._rows, {self._rank: run}, self._compared
+        findings, rows, runs, compared = zip(*gather(said, self._binding.component), strict=True)
+        with self._guarded("what the next audit compares"):
+            self._remember()
+        matrices = {(row.order, row.name): row for row in itertools.chain(*rows)}
+        return AuditReport(
+            self._schedule.num_steps,
+            tuple(sorted({*itertools.chain(*findings)}, key=lambda f: (f.severity, f.where, f.name, f.found))),
+            tuple(matrices[key] for key in sorted(matrices)),
+            {rank: of_rank[rank] for of_rank in runs for rank in of_rank},
+            len(set().union(*compared)),
+            self._binding.plan.unpriced if self._samples else "",
+        )
 
-    def _judge_group(self, ranks: Ranks) -> list[Judged]:
-        judged: list[Judged] = []
-        for sample in self._taken.get(ranks, ()):
-            after = self._news.caught(sample.name, lambda s=sample: self._read_after(s))  # type: ignore[misc]
-            parts = [*sample.before, *(after or self._unknown(sample, 2))]
-            who = sample.shape, sample.layout.ranks, sample.sizes
-            tensors, places = collect(*who, sample.part.places, parts, sample.target)
-            if tensors:
-                verdict = self._news.caught(
-                    sample.name,
-                    lambda s=sample, t=tensors, p=places: judge(self._evidence(s, t, p)),  # type: ignore[misc]
-                )
-                judged += [] if verdict is None else [verdict]
-        for j in judged:
-            if j.differs:
-                others = [o for o in judged if (o.row.rows, o.row.cols) == (j.row.rows, j.row.cols)]
-                finding = self._news.caught(j.row.name, lambda j=j, o=others: name_fault(j, o))  # type: ignore[misc]
-                j.findings += [] if finding is None else [finding]
-        return judged
-
-    def _evidence(self, sample: Sample, tensors: Sequence[Tensor], places: list[Tensor]) -> Evidence:
-        index, matrix = sample.order
-        how = self._proposal.rounding.get(index)
-        rounding = None if how is None or how.weights is None else (how.weights, matrix)
-        before, buffer, grad, after, buffer_after = (t.to(torch.float64) for t in tensors)
-        kept, fresh = (sample.kept, self._kept_of(sample)), self._proposal.fresh.get(index, ())
-        return Evidence(sample, places, before, buffer, grad, after, buffer_after, rounding, *kept, fresh)
-
-    def _read_after(self, sample: Sample) -> list[Tensor]:
-        momentum = self._momentum_of(sample)
-        after = [self._part(sample, engine_of(sample.param).storage(sample.param)), self._part(sample, momentum)]
-        grad = self._gradient_of(sample)
-        if grad is not None and fingerprint(self._part(sample, grad)) != fingerprint(sample.before[2]):
-            self._news.findings.append(
-                Finding(
-                    "gradient_written",
-                    sample.name,
-                    f"on rank {self._rank} the step changed the gradient",
-                    "no change",
-                    "Neither the step nor the orthogonalizer may write to its input",
-                )
-            )
-        return after
-
-    def _count_runs(self) -> None:
+    def _count_runs(self) -> tuple[int, int]:
         found = self._optimizer.traffic.orthogonalized - self._ran
         states = self._proposal.states
         planned = sum(states[i.param] != NONE and self._rank in i.owners for i in self._binding.plan.items)
-        self._news.runs[self._rank] = (found, planned)
         if found != planned:
-            self._news.findings.append(
-                Finding(
-                    "orthogonalized_count",
-                    f"rank {self._rank}",
-                    f"{found} matrices went through the orthogonalizer in the step",
-                    f"{planned}, each matrix of the plan once",
-                    "A step must run once: after gradient accumulation, not in it",
-                )
+            self._say(
+                "orthogonalized_count",
+                f"rank {self._rank}",
+                f"{found} matrices went through the orthogonalizer in the step",
+                f"{planned}, each matrix of the plan once",
             )
+        return found, planned
 
-    def _prints(self, ranks: Ranks, members: Sequence[int]) -> Prints:
-        """Fingerprints of everything in this set that has replicas."""
-        tensors: Replicated = {}
-        for index in members:
-            member, spec, (param, _) = (
-                self._binding.members[index],
-                self._binding.plan.specs[index],
-                self._current[index],
+    def _judge_set(self, ranks: Ranks) -> None:
+        """Put the sampled matrices of a set together, and judge those whose target is this rank."""
+        judged: list[Evidence] = []
+        for sample in self._taken.get(ranks, ()):
+            name, after = sample.row.name, [torch.full((len(sample.part.places),), math.nan)] * 2
+            with self._guarded(name):
+                after = self._read_after(sample)
+            matrix, parts = sample.row.order[1], sample.sent([*sample.before, *after])
+            tensors, places = collect(sample.layout, matrix, parts, sample.target)
+            if tensors:
+                with self._guarded(name):
+                    evidence = self._evidence(sample, tensors, places)
+                    judge(evidence)
+                    judged.append(evidence)
+        for e in judged:
+            if e.differs:
+                with self._guarded(e.row.name):
+                    e.findings.append(name_fault(e, [o for o in judged if o.before.shape == e.before.shape]))
+            self._rows.append(e.row)
+            self._findings += e.findings
+
+    def _read_after(self, sample: _Sample) -> list[Tensor]:
+        """This rank's elements of weights and momentum after the step."""
+        param, grad = sample.param, self._gradient(sample.param, sample.row.order[0])
+        if grad is not None and fingerprint(sample.part.select(grad)) != fingerprint(sample.before[2]):
+            found, allowed = f"on rank {self._rank} the step changed the gradient", "no change"
+            self._say("gradient_written", sample.row.name, found, allowed)
+        return [sample.part.select(value) for value in (engine_of(param).storage(param), self._momentum(param))]
+
+    def _evidence(self, sample: _Sample, tensors: Sequence[Tensor], places: list[Tensor]) -> Evidence:
+        number, matrix = sample.row.order
+        how = self._proposal.rounding.get(number)
+        rounding = None if how is None or how.weights is None else (how.weights, matrix)
+        kept = sample.kept, self._kept(sample.param, number, matrix, sample.settings)
+        before, buffer, grad, after, buffer_after = (tensor.double() for tensor in tensors)
+        what = sample.row, sample.arithmetic, sample.settings, sample.layout, places
+        fresh = self._proposal.fresh.get(number, ())
+        return Evidence(*what, before, buffer, grad, after, buffer_after, rounding, *kept, fresh)
+
+    # ------------------------------------------------------------------------------------------------- replicas
+
+    def _replicated(self, table: Table, number: int) -> Iterator[tuple[str, ParamLayout, str, Any]]:
+        """Name, layout, quantity and storage here of all that lies as a parameter's replicas do."""
+        one, layout = table.params[number], table.layouts[number]
+        storage, state = engine_of(one.param).storage, self._optimizer.state.get(one.param, {})
+        yield one.name, layout, "weights", storage(one.param)
+        if not one.group["use_muon"]:
+            yield one.name, layout, "momentum", storage(state["exp_avg"]) if "exp_avg" in state else None
+            return
+        yield one.name, layout, "momentum", self._stored_momentum(one.param)
+        yield one.name, layout, "gradient", self._gradient(one.param, number)
+        stages, specs = keeping(self._proposal.settings[number].stages), self._binding.plan.specs
+        for stage, kept in zip(stages, specs[number].kept, strict=True):
+            value = storage(state[stage.key]) if stage.key in state else None
+            yield f"{one.name}, {stage.key}", kept.layout, "state", value
+
+    def _prints(self, table: Table, numbers: Sequence[int]) -> _Prints:
+        """Fingerprints of all that has replicas and of which this rank holds something."""
+        prints: _Prints = {}
+        for number in numbers:
+            for name, layout, what, value in self._replicated(table, number):
+                pieces = tuple(held.piece for held in layout.of_rank(self._rank) if held.piece.numel)
+                if layout.has_replicas and pieces and value is not None:
+                    prints[name, what] = pieces, fingerprint(value)
+        return prints
+
+    def _compare(self, everyone: Sequence[_Prints], ranks: Ranks) -> None:
+        """Find differences between ranks that hold the same pieces."""
+        first: dict[tuple[str, str, tuple[Piece, ...]], tuple[int, int]] = {}
+        odd: dict[tuple[str, str, int], list[int]] = {}
+        for rank, prints in zip(ranks, everyone, strict=True):
+            for (name, what), (pieces, print_) in prints.items():
+                reference, expected = first.setdefault((name, what, pieces), (rank, print_))
+                if print_ != expected:
+                    odd.setdefault((name, what, reference), []).append(rank)
+        for (name, what, reference), others in odd.items():
+            self._say(
+                "gradient_replicas_differ" if what == "gradient" else "replica_drift",
+                name,
+                f"the {what} on rank(s) {', '.join(map(str, others))} differ from those on rank {reference}",
+                "equal bits on all ranks that hold the same piece",
             )
-            engine, state = engine_of(param), self._optimizer.state.get(param, {})
-            tensors[member.name] = (
-                spec.layout,
-                {
-                    "weights": engine.storage(param),
-                    "momentum": stored_momentum(self._optimizer, param),
-                    "gradient": read_gradient(param, self._proposal.grads[index]),
-                },
-            )
-            for stage, kept in zip(keeping(self._proposal.settings[index].stages), spec.kept, strict=True):
-                value = state.get(stage.key)
-                stored = None if value is None else engine.storage(value)
-                tensors[f"{member.name}, {stage.key}"] = (kept.layout, {"state": stored})
-        tensors |= sharers(self._optimizer, ranks, self._adamws[ranks], self._describer)
-        return local_prints(tensors, self._rank)
+        self._compared |= {name for name, _, _ in first}
 
     def _remember(self) -> None:
-        idle = self._schedule.kept.idle
-        watched: dict[int, Watched] = {}
-        for sample in (s for samples in self._taken.values() for s in samples):
-            print_ = fingerprint(stored_momentum(self._optimizer, sample.param))
-            name = self._binding.members[sample.order[0]].name
-            watched.setdefault(sample.order[0], Watched(name, sample.param, print_))
+        """Note for the next audit how the step left the momentum of sampled parameters."""
+        watched: dict[int, tuple[str, Tensor, int]] = {}
+        for sample in itertools.chain(*self._taken.values()):
+            name = self._binding.members[sample.row.order[0]].name
+            watched[sample.row.order[0]] = name, sample.param, fingerprint(self._stored_momentum(sample.param))
         step = self._schedule.num_steps if self._samples else -1  # the same on all ranks, whatever they have
-        self._schedule.kept = AuditNotes(tuple(watched.values()), self._optimizer.state, step, idle)
-
-
-def _shapes(layout: ParamLayout) -> list[tuple[int, int]]:
-    return [(matrix.rows, matrix.cols) for matrix in layout.view.matrices]
+        notes = tuple(watched.values()), self._optimizer.state, step, self._schedule.kept.idle
+        self._schedule.kept = AuditNotes(*notes)

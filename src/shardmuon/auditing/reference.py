@@ -1,4 +1,9 @@
-"""Muon's step of one dense matrix in fp64: no plan, no buckets, none of the orthogonalizers.
+"""The step of one dense matrix, twice: in the live step's arithmetic, and in exact arithmetic.
+
+Live and dense may differ by the order of sums alone: on the Gram route, by how sums were spread over shards, and where
+slots of a batch round otherwise (see orthogonalize/slots.py). The orthogonalizers are the live ones, so a broken one
+shows only beside `Reference`. Of plan, buckets, routes, exchange, momentum and update nothing is used. What stages of
+variants do is written from the papers, not from the stages.
 
 [Note: the steps as a function of singular values]
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X keeps singular vectors and maps each singular value s to
@@ -9,137 +14,153 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from shardmuon._torch import ieee_products
+from shardmuon.layout.pieces import Patch
+from shardmuon.momentum.stores import Stream, round_patch
+from shardmuon.orthogonalize import BACKENDS, KernelName, Products, orthogonalize
+from shardmuon.orthogonalize.newton_schulz import normalize
+from shardmuon.orthogonalize.sharded import factor_of
 from shardmuon.step.options import Settings
+from shardmuon.variants import AfterStage, BeforeStage, Stage, Stages, WeightStage
+from shardmuon.variants.muon_eq import MuonEq
+from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
+from shardmuon.variants.normuon import NorMuon
 
-Coefficients = Sequence[tuple[float, float, float]]
+_Coefficients = Sequence[tuple[float, float, float]]
+KeptNumbers = Mapping[str, Tensor]  # key of a stage -> 1-D fp64
 
-_FLAT = 1e-7  # of the largest singular value: below, the Gram matrix in fp64 cannot tell a value from zero
-_FLAT_EXACT = 1e-12  # the same for a singular value decomposition, as in orthogonalize/reference.py
+_HALF = (torch.bfloat16, torch.float16)
+_FLAT = 1e-12  # of the largest singular value: below, its decomposition in fp64 cannot tell a value from zero
 
 
-@dataclass(frozen=True)
-class Reference:
-    """One matrix after all steps in exact arithmetic.
+# ------------------------------------------------------------------------------------------------ the live arithmetic
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The arithmetic of one matrix's step, and the dtypes in which it is stored.
 
     Attributes:
-        tall: True if the left singular vectors are those of its transpose: of the short side.
-        vectors: (m, m) left singular vectors, one a column.
-        sigmas: (m,) singular values of the normalized matrix, ascending.
-        coords: (m, n) that matrix in the coordinates of the vectors.
-        inverse: (m,) 1 / s, and 0 where there is no singular value.
-        coefficients: Those of the steps; None: the result is the polar factor.
+        method, ns_dtype: The orthogonalizer and the dtype of its products.
+        wire_dtype: The dtype in which input and result travel between ranks: both are rounded to it.
+        weight_dtype: Dtype of the parameter.
+        momentum_dtype: Dtype of the momentum's computation; what is orthogonalized was rounded to it.
+        stored_dtype: Dtype of the stored momentum; int8 stands for 8-bit codes.
+        grad_dtype: Dtype of the gradient.
+        kernel: The kernel of symmetric products.
+        alone: Never in a batch.
+        device: The device that orthogonalizes; None: that of the matrix.
+        by_gram: True if the shards stay and only their Gram matrices are added up.
     """
 
-    tall: bool
-    vectors: Tensor
-    sigmas: Tensor
-    coords: Tensor
-    inverse: Tensor
-    coefficients: Coefficients | None
-
-    def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
-        """A matrix in the coordinates of the left singular vectors, in its own dtype."""
-        return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)
-
-    def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
-        """Factor of each direction after all steps."""
-        return (
-            self.inverse if self.coefficients is None else _followed(self.sigmas / longer, self.coefficients) / longer
-        )
-
-    def update(self, longer: float = 1.0) -> Tensor:  # (rows, cols)
-        """The result of all steps; with `longer` that of a matrix that was divided by so many times its norm."""
-        return self._whole(self.ratios(longer))
-
-    def settles(self, eps: float) -> bool:
-        """True if rounding leaves at least half of the largest singular value's result: each step may move that value
-        by two spacings of the step's largest. Some schedules nearly cancel large values at first."""
-        exact = self.sigmas[-1] * self.ratios()[-1]
-        for off in (2 * eps, -2 * eps):
-            values = self.sigmas.clone()
-            for a, b, c in self.coefficients or ():
-                values = values * (a + values.square() * (b + c * values.square()))
-                values[-1] += off * values.abs().amax()
-            if self.coefficients is not None and float((values[-1] / exact - 1).abs()) > 0.5:
-                return False
-        return True
+    method: str
+    ns_dtype: torch.dtype
+    wire_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    momentum_dtype: torch.dtype
+    stored_dtype: torch.dtype
+    grad_dtype: torch.dtype = torch.float32
+    kernel: KernelName = "torch"
+    alone: bool = False
+    device: torch.device | None = None
+    by_gram: bool = False
 
     @property
-    def polar(self) -> Tensor:  # (rows, cols)
-        """The polar factor; directions without a singular value stay zero."""
-        return self._whole(self.inverse)
+    def travels(self) -> torch.dtype:
+        """Dtype of the orthogonalizer's input."""
+        return torch.promote_types(self.wire_dtype, torch.float32) if self.by_gram else self.wire_dtype
 
-    def _whole(self, ratios: Tensor) -> Tensor:
-        out = self.vectors @ (ratios.unsqueeze(1) * self.coords)
-        return out.T if self.tall else out
+    @property
+    def products(self) -> torch.dtype:
+        """Dtype to which products are rounded."""
+        return self.travels if self.by_gram else self.ns_dtype
 
-
-def reference_of(
-    matrix: Tensor,  # (rows, cols), finite
-    coefficients: Coefficients,
-    *,
-    method: str = "standard",
-    eps: float = 1e-7,
-) -> Reference:
-    """Apply the steps to a whole matrix; "reference" gives the polar factor, "torch" clamps the norm at eps."""
-    tall, polar = matrix.shape[0] > matrix.shape[1], method == "reference"
-    x = _normalized(matrix.T if tall else matrix, eps if method == "torch" else 0.0)
-    if polar:  # the Gram matrix squares what is small, and the polar factor enlarges it to 1
-        vectors, sigmas, _ = torch.linalg.svd(x, full_matrices=False)
-        vectors, sigmas = vectors.flip(1), sigmas.flip(0)
-    else:
-        values, vectors = torch.linalg.eigh(x @ x.T)
-        sigmas = values.clamp(min=0.0).sqrt()
-    present = sigmas > (_FLAT_EXACT if polar else _FLAT) * sigmas.amax()
-    inverse = torch.where(present, 1.0 / torch.where(present, sigmas, 1.0), 0.0)
-    return Reference(tall, vectors, sigmas, vectors.T @ x, inverse, None if polar else coefficients)
-
-
-def singular_values(matrix: Tensor) -> Tensor:  # (rows, cols) -> (min(rows, cols),)
-    """Singular values by the Gram matrix of the short side, ascending: good to the square root of eps."""
-    short = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    squares: Tensor = torch.linalg.eigvalsh(short @ short.T)
-    return squares.clamp(min=0.0).sqrt()
-
-
-def _normalized(x: Tensor, eps: float) -> Tensor:
-    x = x.to(torch.float64)
-    peak = x.abs().amax().clamp(min=torch.finfo(torch.float64).tiny)
-    x = x / peak  # squares of tiny or huge entries would leave the range of fp64
-    norm = torch.linalg.vector_norm(x)
-    return x.div_(torch.maximum(norm, eps / peak).clamp(min=torch.finfo(torch.float64).tiny))
-
-
-def _followed(sigmas: Tensor, coefficients: Coefficients) -> Tensor:
-    """The ratio p(s) / s that these steps give singular values s."""
-    ratios = torch.ones_like(sigmas)
-    for a, b, c in coefficients:
-        square = (sigmas * ratios).square()
-        ratios = ratios * (a + b * square + c * square.square())
-    return ratios
+    def __str__(self) -> str:
+        return f"{self.method} {str(self.ns_dtype).removeprefix('torch.')}"
 
 
 def momentum_of(
-    buffer: Tensor,  # (rows, cols) fp64, before the step
-    grad: Tensor,  # (rows, cols) fp64
-    weight: Tensor,  # (rows, cols) fp64, before the step
-    settings: Settings,
-) -> tuple[Tensor, Tensor]:
-    """The momentum after the step, and what is orthogonalized."""
-    mu = settings.momentum
-    if settings.weight_decay_mode == "l2":
-        grad = grad + settings.weight_decay * weight
-    after = torch.lerp(buffer, grad, 1 - mu)
-    return after, torch.lerp(grad, after, mu) if settings.nesterov else after
+    buffer: Tensor,  # (rows, cols) momentum before the step; all of these in a dtype that holds them exactly
+    grad: Tensor,
+    weight: Tensor,  # before the step
+    a: Arithmetic,
+    s: Settings,
+) -> tuple[Tensor, Tensor]:  # (rows, cols) each; the second of dtype `a.travels`
+    """The momentum after the step, before it is stored, and the orthogonalizer's input before stages. Both bit for bit
+    as in the step: `lerp` gives an element equal bits in any shard."""
+    grad = grad.to(a.grad_dtype)
+    if s.weight_decay_mode == "l2" and s.weight_decay:
+        weight = weight.to(a.weight_dtype)
+        if a.grad_dtype in _HALF:
+            grad = (grad.float() + weight.float() * s.weight_decay).to(a.grad_dtype)
+        else:
+            grad = grad + weight * s.weight_decay
+    grad = grad.to(a.momentum_dtype)
+    after = torch.lerp(buffer.to(a.momentum_dtype), grad, 1 - s.momentum)
+    return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(a.travels)
 
 
-def decay_factor(settings: Settings) -> float:
+def orthogonalized(
+    values: Tensor,  # (B, rows, cols), any dtype
+    a: Arithmetic,
+    s: Settings,
+    *,
+    nudged: bool = False,  # the values lie between those that can travel: they are not rounded to the wire
+) -> Tensor:  # (B, rows, cols)
+    """Orthogonalize whole matrices in the live arithmetic; rounded as they travel."""
+    # stages before the orthogonalizer run where it does, on what has travelled
+    staged = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
+    dtype = torch.promote_types(a.travels, torch.float32) if staged else a.travels
+    x = values.to(a.device or values.device, dtype).contiguous()
+    if a.by_gram:
+        return _by_gram(x, s).to(values.device)
+    out = orthogonalize(x, s.coefficients, method=a.method, eps=s.eps, dtype=a.ns_dtype, kernel=a.kernel, alone=a.alone)
+    return out.to(a.wire_dtype).to(values.device)
+
+
+def _by_gram(x: Tensor, s: Settings) -> Tensor:
+    """[Note: the Gram route] with one shard."""
+    turn = x.shape[-2] > x.shape[-1]
+    y = normalize(x.mT if turn else x)
+    with ieee_products(x.device):
+        gram = Products(x.device, x.dtype).gram_fp32(y)
+        factor = factor_of(gram.double(), s.coefficients, Products(x.device, torch.float64)).to(x.dtype)
+        out = (factor.triu() + factor.triu(1).mT) @ y
+    return out.mT if turn else out
+
+
+def weights_after(
+    before: Tensor,  # (rows, cols) weights
+    update: Tensor,  # (rows, cols) as it travels
+    scale: float,
+    a: Arithmetic,
+    s: Settings,
+    rounding: tuple[Stream, int] | None,  # random bits for half-precision weights, and which matrix of its parameter
+) -> Tensor:  # (rows, cols), the weights' dtype
+    """Weights after this update: decayed, updated and rounded as the step does it."""
+    weights, alpha = before.to(a.weight_dtype), s.lr * scale
+    if BACKENDS[a.method].like_torch and rounding is None and s.weight_decay_mode == "decoupled":
+        return weights.mul(1 - s.lr * s.weight_decay).add_(update.to(weights.device), alpha=-alpha)
+    half = a.weight_dtype in _HALF
+    wide = weights.float() if half else weights.clone()
+    update = update.to(wide.device, wide.dtype)
+    if s.weight_decay and s.weight_decay_mode != "l2":
+        decayed = wide * _decay_factor(s)
+        wide = torch.where(update * wide > 0, decayed, wide) if s.weight_decay_mode == "cautious" else decayed
+    wide = wide.add(update, alpha=-alpha)
+    if half and rounding is not None:
+        stream, matrix = rounding
+        return round_patch(stream, Patch.rectangle(matrix, 0, 0, *wide.shape), a.weight_dtype, wide)
+    return wide.to(a.weight_dtype)
+
+
+def _decay_factor(settings: Settings) -> float:
     """The factor that weight decay takes to weights. KeyError for a mode that the audit does not know."""
     return {
         "l2": 1.0,
@@ -154,21 +175,179 @@ def recovered_update(
     after: Tensor,  # (rows, cols) fp64
     settings: Settings,
     scale: float,
-    expected: Tensor | None = None,  # (rows, cols) fp64: settles the few cautious elements that rounding leaves open
+    expected: Tensor,  # (rows, cols) fp64: settles the few cautious elements that rounding leaves open
 ) -> Tensor:
     """The update that a step applied, from the weights around it: (decayed before - after) / (lr * scale)."""
     alpha = settings.lr * scale
-    decayed = (before * decay_factor(settings)).sub_(after).div_(alpha)
+    decayed = (before * _decay_factor(settings)).sub_(after).div_(alpha)
     if settings.weight_decay_mode != "cautious":
         return decayed
     # An element decays where update and weight agree in sign. At most one of the two readings is consistent with that.
     kept = (before - after).div_(alpha)
     found = torch.where(decayed * before > 0, decayed, kept)
-    if expected is not None:
-        open_ = (decayed * before <= 0) & (kept * before > 0)
-        nearer = (decayed - expected).abs() < (kept - expected).abs()
-        found = torch.where(open_ & nearer, decayed, found)
-    return found
+    open_ = (decayed * before <= 0) & (kept * before > 0)
+    return torch.where(open_ & ((decayed - expected).abs() < (kept - expected).abs()), decayed, found)
+
+
+# ------------------------------------------------------------------------------------------------ stages of variants
+
+# Each takes a matrix and the numbers that the stage keeps of it, and gives the factor by which the matrix is multiplied
+# (elements or all of it) and what is kept then; in fp64.
+_Formula = Callable[[Stage, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _equal_rows(stage: Stage, n: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    norms = n.norm(dim=1, keepdim=True)
+    return torch.where(norms > 0, norms.square().mean().sqrt() / norms, 1.0), kept
+
+
+def _normuon(stage: Stage, o: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    assert isinstance(stage, NorMuon)
+    along = 1 if o.shape[0] >= o.shape[1] else 0
+    v = stage.beta2 * kept + (1 - stage.beta2) * o.pow(2).mean(along)
+    factor = v.clamp(min=1e-10).pow(-0.5).unsqueeze(along)
+    return factor * (o.norm() / (o * factor).norm()), v
+
+
+def _on_sphere(stage: Stage, o: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(radius > 0, radius / o.norm(), 1.0), radius
+
+
+def _norm_restored(stage: Stage, weights: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
+    norm = norm_of(weights)
+    radius = torch.where(radius > 0, radius, norm)
+    return torch.where(norm > 0, radius / norm, 1.0), radius
+
+
+FORMULAS: dict[type[Stage], _Formula] = {
+    MuonEq: _equal_rows,
+    NorMuon: _normuon,
+    HyperballUpdate: _on_sphere,
+    HyperballWeight: _norm_restored,
+}
+
+
+def norm_of(matrix: Tensor) -> Tensor:  # (1,)
+    """Frobenius norm, rounded to fp32 as it travels; fp64."""
+    norm: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
+    return norm.float().double().view(1)
+
+
+def prepared(fed: Tensor, stages: Stages) -> tuple[Tensor, Tensor]:  # (rows, cols) each
+    """The orthogonalizer's input after the stages before it: as the live stages leave it, and by their formulas."""
+    live, exact = fed, fed.double()
+    for stage in stages:
+        if isinstance(stage, BeforeStage):
+            live = stage.run(live.clone().unsqueeze(0), live.new_empty(1, 0))[0]
+            exact = exact * FORMULAS[type(stage)](stage, exact, exact)[0]
+    return live, exact
+
+
+def staged(o: Tensor, stages: Stages, kept: KeptNumbers) -> tuple[Tensor | None, KeptNumbers]:
+    """Factor of the stages after the orthogonalizer on its result (fp64), None without any; and what is kept then."""
+    factor, kept = None, dict(kept)
+    for stage in stages:
+        if isinstance(stage, AfterStage):
+            own, kept[stage.key] = FORMULAS[type(stage)](stage, o, kept[stage.key])
+            factor = own if factor is None else factor * own
+            o = o * own
+    return factor, kept
+
+
+def restored(weights: Tensor, stages: Stages, kept: KeptNumbers) -> tuple[Tensor, float, KeptNumbers]:
+    """Updated weights as the stages on weights leave them, rounded as the step does it; their factor; what is kept."""
+    factor, kept = 1.0, dict(kept)
+    for stage in weight_stages(stages):
+        own, kept[stage.key] = FORMULAS[type(stage)](stage, weights, kept[stage.key])
+        factor *= float(own)
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        weights = (weights.to(wide) * own.to(wide)).to(weights.dtype)
+    return weights, factor, kept
+
+
+def weight_stages(stages: Stages) -> list[WeightStage]:
+    """Stages on weights, in their order."""
+    return [stage for stage in stages if isinstance(stage, WeightStage)]
+
+
+# ------------------------------------------------------------------------------------------------- exact arithmetic
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One matrix after all steps in exact arithmetic.
+
+    Attributes:
+        tall: True if the left singular vectors are those of its transpose: of the short side.
+        vectors: (m, m) left singular vectors, one a column.
+        sigmas: (m,) singular values of the normalized matrix, ascending.
+        coords: (m, n) that matrix in the coordinates of the vectors.
+        coefficients: Those of the steps; None: the result is the polar factor.
+    """
+
+    tall: bool
+    vectors: Tensor
+    sigmas: Tensor
+    coords: Tensor
+    coefficients: _Coefficients | None
+
+    def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
+        """A matrix in the coordinates of the left singular vectors, in its own dtype."""
+        return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)
+
+    def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
+        """Factor p(s) / s of each direction after all steps; with `longer` of a matrix that was divided by so many
+        times its norm."""
+        if self.coefficients is None:  # 1 / s, and 0 where there is no singular value
+            return torch.where(self.sigmas > _FLAT * self.sigmas.amax(), 1 / self.sigmas, 0.0)
+        ratios = torch.ones_like(self.sigmas)
+        for a, b, c in self.coefficients:
+            square = (self.sigmas / longer * ratios).square()
+            ratios = ratios * (a + b * square + c * square.square())
+        return ratios / longer
+
+    def update(self, longer: float = 1.0) -> Tensor:  # (rows, cols)
+        """The result of all steps. `longer`: see `ratios`."""
+        out = self.vectors @ (self.ratios(longer).unsqueeze(1) * self.coords)
+        return out.T if self.tall else out
+
+    def settles(self, eps: float) -> bool:
+        """True if rounding leaves at least half of the largest singular value's result: each step may move that value
+        by two spacings of the step's largest. Some schedules nearly cancel large values at first."""
+        if self.coefficients is None:
+            return True
+        exact, settled = self.sigmas[-1] * self.ratios()[-1], True
+        for off in (2 * eps, -2 * eps):
+            values = self.sigmas
+            for a, b, c in self.coefficients:
+                values = values * (a + values.square() * (b + c * values.square()))
+                values[-1] += off * values.abs().amax()
+            settled &= float((values[-1] / exact - 1).abs()) <= 0.5
+        return settled
+
+
+def reference_of(
+    matrix: Tensor,  # (rows, cols), finite
+    coefficients: _Coefficients,
+    *,
+    method: str = "standard",
+    eps: float = 1e-7,
+) -> Reference:
+    """Apply the steps to a whole matrix; "reference" gives the polar factor, "torch" clamps the norm at eps."""
+    tall, polar = matrix.shape[0] > matrix.shape[1], method == "reference"
+    x = (matrix.T if tall else matrix).to(torch.float64)
+    tiny = torch.finfo(torch.float64).tiny
+    peak = x.abs().amax().clamp(min=tiny)
+    x = x / peak  # squares of tiny or huge entries would leave the range of fp64
+    least = eps / peak if method == "torch" else torch.zeros_like(peak)
+    x.div_(torch.maximum(torch.linalg.vector_norm(x), least).clamp(min=tiny))
+    if polar:  # the Gram matrix squares what is small, and the polar factor enlarges it to 1
+        vectors, sigmas, _ = torch.linalg.svd(x, full_matrices=False)
+        vectors, sigmas = vectors.flip(1), sigmas.flip(0)
+    else:
+        values, vectors = torch.linalg.eigh(x @ x.T)
+        sigmas = values.clamp(min=0.0).sqrt()
+    return Reference(tall, vectors, sigmas, vectors.T @ x, None if polar else coefficients)
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:

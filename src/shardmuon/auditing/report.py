@@ -9,9 +9,59 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from shardmuon._tables import table
+
 _UNJUDGED = (
     "It is not judged; fp32 weights, Orthogonalizer(dtype=torch.float32), or method='standard' for 'gram', judge it."
 )
+
+
+# Every fault that an audit names, and what to do about it; docs/audit.md says what each is.
+_REMEDIES = {
+    "audit_failed": "Please report it with this text",
+    "clipped_update": "Clip gradients before the step; an update must not be clipped, averaged or unscaled",
+    "fragments_swapped": "Storage does not lie as the placements say, or a send and a receive are out of order",
+    "frozen": "The step writes to other storage than the parameter's, or something restores the weights",
+    "gradient_missing": "Set the missing gradients to zeros",
+    "gradient_replicas_differ": "Reduce gradients over all ranks that hold replicas, in every micro-batch that counts",
+    "gradient_written": "Neither the step nor the orthogonalizer may write to its input",
+    "idle": "Leave it out of the optimizer if it is meant to be frozen",
+    "kept_wrong": "Look for what replaces the stage, or writes to optimizer.state; load a checkpoint from before",
+    "momentum_changed_outside": "Nothing but step() may write to optimizer.state; look for code that loads, casts or "
+    "averages it",
+    "momentum_written_in_place": "The orthogonalizer must not write to its input",
+    "momentum_wrong": "Nothing but the step may write to the momentum",
+    "norm_not_restored": "The stage on weights did not run on this matrix, or on other storage than the parameter's",
+    "norm_of_shard": "Sum squares over all ranks that hold a piece before the root is taken",
+    "norm_stale": "What changes weights between steps leaves a norm behind that is no longer theirs: delete it on "
+    "every rank, del optimizer.state[param][key], and the next step takes the norm anew",
+    "norm_wrong": "Look for what replaces the stage, or writes to optimizer.state; load a checkpoint from before",
+    "not_finite": "Skip steps whose gradients are not finite, and return to a checkpoint from before the first one",
+    "not_in_optimizer": "Give the optimizer the groups as they were made, or freeze the parameter before making them",
+    "not_orthogonalized": "The matrix is not stepped by Muon: look at its group, and for what replaces Newton-Schulz",
+    "orthogonalized_by_shard": "Orthogonalize the whole matrix: the parameter's layout was not known when the plan was "
+    "made",
+    "orthogonalized_count": "A step must run once: after gradient accumulation, not in it",
+    "orthogonalizer_wrong": "The orthogonalizer itself is wrong, or what it calls: run `shardmuon verify`, try another "
+    "`Orthogonalizer.method`, and look for what replaces torch's products",
+    "replica_drift": "Broadcast the weights of one rank; if each rank has its own (experts), set rank_local=True. "
+    "State alone differs where gradients did in an earlier step, or something else wrote to it",
+    "results_swapped": "Results went to the wrong matrix: ranks list parameters in different orders, or the plan is "
+    "wrong",
+    "scale_from_shard_shape": "Compute the learning-rate scale from the global shape",
+    "scale_wrong": "Look for a scale, a sum over micro-batches or ranks, or a second step that is applied on top",
+    "stale_plan": "Call optimizer.prepare() on every rank after replacing or resharding parameters",
+    "transposed": "Check dim order and placements of the parameter",
+    "update_differs": "Compare this rank's plan and options with the others', and look for what else writes to weights",
+    "update_lost_to_rounding": "Keep the weights in float32 or raise the learning rate",
+    "variant_wrong": "The stage did not run on this matrix, or not by its formula: look for what replaces it",
+    "weights_elsewhere": "The copy was written to, or the framework keeps its partitions in another order than it says",
+    "wrong_group": "Put it into its group again; loading a checkpoint of other groups may have moved it",
+    "wrong_input": "Check momentum and nesterov of its group",
+    "wrong_matrix": "Pieces or results of others were mixed in: check that all ranks list the same parameters in one "
+    "order",
+}
+_WARNINGS = ("idle", "update_lost_to_rounding")  # may be meant so
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +69,7 @@ class Finding:
     """One thing that is not as it should be.
 
     Attributes:
-        name: Name of the fault; docs/audit.md has the table.
+        name: Name of the fault, one of `REMEDIES`.
         where: The parameter, with its matrix if it has several.
         found: What was found.
         allowed: What is allowed.
@@ -32,7 +82,12 @@ class Finding:
     found: str
     allowed: str
     remedy: str
-    severity: Literal["error", "warning"] = "error"
+    severity: Literal["error", "warning"]
+
+    @classmethod
+    def of(cls, name: str, where: str, found: str, allowed: str) -> Finding:
+        """A finding with the remedy and the severity of its name."""
+        return cls(name, where, found, allowed, _REMEDIES[name], "warning" if name in _WARNINGS else "error")
 
     def __str__(self) -> str:
         return f"{self.where}: {self.name}: {self.found}. Allowed: {self.allowed}. {self.remedy}"
@@ -49,7 +104,7 @@ class MatrixRow:
             the audit has no formula, or "inconclusive": rounding alone could explain half of this update.
         compared: Whether there was an update to compare; the numbers below are 0 otherwise.
         difference, allowed: Of the applied update to the same arithmetic run densely, in the direction where rounding
-            hides least, relative to what the update has there at most ([Note: the shake] in auditing/evidence.py). Of
+            hides least, relative to what the update has there at most ([Note: the shake] in auditing/judge.py). Of
             equal bits 0, and what is allowed beside exact arithmetic.
         momentum_difference, momentum_allowed: Of the momentum after the step.
         scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
@@ -146,13 +201,6 @@ def _finite(value: Any) -> Any:
     return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
 def _matrices(matrices: Sequence[MatrixRow]) -> str:
     if not matrices:
         return ""
@@ -173,4 +221,4 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
         rows.append(row + ["-"] * (len(rows[0]) - len(row)))
     names = ", ".join(m.name for m in matrices if m.status == "inconclusive")
     note = f"inconclusive: rounding alone could explain half of the update of {names}. {_UNJUDGED}\n" if names else ""
-    return _table(rows) + "\n" + note
+    return table(rows) + "\n" + note

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -31,26 +31,18 @@ class AuditWarning(UserWarning):
     """A finding of an audit, with Audit(action="warn")."""
 
 
-class Watched(NamedTuple):
-    """The momentum of an audited parameter as the step left it on this rank."""
-
-    name: str
-    param: Tensor
-    print: int
-
-
 @dataclass(slots=True)
 class AuditNotes:
     """Notes of one audit for the next.
 
     Attributes:
-        watched: Momentum that must be the same when the next step begins.
+        watched: Name, parameter and fingerprint of momentum that must be the same when the next step begins.
         state: The optimizer's state at that time; loading a checkpoint replaces it.
         step: The audited step.
         idle: Parameter -> audits in a row in which it could not change.
     """
 
-    watched: tuple[Watched, ...] = ()
+    watched: tuple[tuple[str, Tensor, int], ...] = ()
     state: Any = None
     step: int = -1
     idle: dict[str, int] = field(default_factory=dict)
@@ -86,7 +78,7 @@ class AuditSchedule:
 
     def due_text(self) -> str:
         """Text that ranks must agree on in a step with attention: what is audited, and how far the rotation is."""
-        asked = None if self.asked is None else (self.asked.samples, self.asked.patience)
+        asked = None if self.asked is None else self.asked.samples
         return f" audit(step={self.num_steps + 1}, asked={asked}, number={self.num_audits}, due={self.is_due})"
 
     def request(self, request: PendingAudit) -> None:
@@ -96,15 +88,10 @@ class AuditSchedule:
     def begin(self) -> int | None:
         """Begin a step that needs attention (`num_steps` is already its number). Returns as `_samples`."""
         samples = self._samples(self.num_steps)
-        self.at = self._next(bool(samples))
+        self.at = NEVER if self.every is None else self.num_steps + self.every - (self.num_steps - 1) % self.every
+        if samples and self.every is not None:  # look at the momentum once more before the next step
+            self.at = self.num_steps + 1
         return samples
-
-    def _next(self, sampled: bool) -> int:
-        if self.every is None:
-            return NEVER
-        if sampled:  # look at the momentum once more before the next step
-            return self.num_steps + 1
-        return self.num_steps + self.every - (self.num_steps - 1) % self.every
 
     def deliver(self, report: AuditReport) -> None:
         """Hand out a finished audit's report: to who asked, as an error or as warnings. The same on every rank."""
@@ -132,8 +119,8 @@ class PendingAudit:
         samples: Matrices compared in each group of ranks that shares parameters.
     """
 
-    def __init__(self, samples: int, patience: int, rows: tuple[RoutingRow, ...] | None = None) -> None:
-        self.samples, self.patience, self.rows = samples, patience, rows
+    def __init__(self, samples: int, rows: tuple[RoutingRow, ...] | None = None) -> None:
+        self.samples, self.rows = samples, rows
         self.found: AuditReport | None = None
 
     @property

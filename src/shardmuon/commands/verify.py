@@ -19,8 +19,7 @@ from shardmuon.options import Orthogonalizer
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.orthogonalize.tuning import add
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
-from shardmuon.testing.deepspeed import ZERO_ROWS
-from shardmuon.testing.fsdp1 import FSDP1_ROWS
+from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.slots import search

@@ -144,7 +144,7 @@ def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False)
     return bool(verdict.presence)
 
 
-def _describe(listed: Sequence[Listed]) -> list[_Described]:
+def describe(listed: Sequence[Listed]) -> list[_Described]:
     """Ask the engine of each parameter for its ties and its claim.
 
     Raises:
@@ -215,7 +215,7 @@ def bind(
     if sharers is None:
         sharers = _sharers_of(lambda: [(one.param, one.group) for one in listed], fault)
     with fault:
-        mine = _describe(listed)
+        mine = describe(listed)
         sharers = {**sharers, **{one.ties: one.ties.sets for one in mine}}
     sets = tuple(dict.fromkeys([*itertools.chain.from_iterable(sharers.values()), *beyond]))
     entry = Entry(sets, fault.text, _Facts(tuple(sharers), stamp, os.urandom(8)))

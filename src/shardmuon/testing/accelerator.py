@@ -19,7 +19,7 @@ from shardmuon.muon import Muon
 from shardmuon.orthogonalize.products import KernelName, Products
 from shardmuon.orthogonalize.triton_symmetric import why_not
 from shardmuon.testing.compare import compare_with_dense
-from shardmuon.testing.device import meshes_on
+from shardmuon.testing.layouts import meshes_on
 from shardmuon.variants import VARIANTS, names_in
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -144,7 +144,7 @@ def kernels_of(step: Callable[[], Any]) -> int:
     return sum(event.device_type == cuda and not event.is_user_annotation for event in profile.events())
 
 
-class KernelError(NamedTuple):
+class _KernelError(NamedTuple):
     """A symmetric product by Triton beside torch's in fp64."""
 
     rows: int
@@ -154,7 +154,7 @@ class KernelError(NamedTuple):
     torch: float
 
 
-def kernel_errors(device: torch.device, sizes: Sequence[tuple[int, int]]) -> list[KernelError] | str:
+def kernel_errors(device: torch.device, sizes: Sequence[tuple[int, int]]) -> list[_KernelError] | str:
     """Both kernels on random matrices, or why Triton cannot run there."""
     hindrance = why_not(device)
     if hindrance is not None:
@@ -171,11 +171,11 @@ def kernel_errors(device: torch.device, sizes: Sequence[tuple[int, int]]) -> lis
             products = [Products(device, dtype, kernel) for kernel in both]
             results = [one.multiply(None, x, x.mT, symmetric=True) for one in products]
             errors = [float((result.double() - exact).abs().max()) / largest for result in results]
-            found.append(KernelError(rows, inner, str(dtype).removeprefix("torch."), *errors))
+            found.append(_KernelError(rows, inner, str(dtype).removeprefix("torch."), *errors))
     return found
 
 
-class OnLayout(NamedTuple):
+class _OnLayout(NamedTuple):
     """One rank's part of a layout, beside one process on the same device.
 
     Attributes:
@@ -191,7 +191,7 @@ class OnLayout(NamedTuple):
     waits: str
 
 
-def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> OnLayout:
+def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> _OnLayout:
     """Step a row of `LAYOUTS` on real ranks and the same matrices on this rank alone. Collective."""
 
     def once_more(optimizer: Muon) -> str:
@@ -211,4 +211,4 @@ def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None =
         ]
     worst = max(found, key=lambda one: one.max_difference)
     waits = next((one.about for one in found if one.about), "")
-    return OnLayout(all(one.bitwise for one in found), worst.max_difference, worst.worst, waits)
+    return _OnLayout(all(one.bitwise for one in found), worst.max_difference, worst.worst, waits)

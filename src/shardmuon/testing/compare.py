@@ -24,18 +24,15 @@ from shardmuon.comm.groups import Traffic
 from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.options import OPTION_OBJECTS
-from shardmuon.testing.cases import PARAMS, ParamCase, cut_matrices, groups_of
-from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
-from shardmuon.testing.device import mesh_kind
-from shardmuon.testing.fsdp1 import FSDP1_ROWS, Fsdp1Run
-from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, Run, ZeroRun
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, cut_matrices, groups_of, mesh_kind, parameters
 from shardmuon.variants import KEPT_KEYS
 
-Whole = Mapping[str, Tensor]
-Make = Callable[[Whole, Mapping[str, Any]], Muon]
-StepsOf = Callable[["_Job", Whole, Sequence[Whole]], "Iterator[_Stepped]"]
+_Whole = Mapping[str, Tensor]
+_Make = Callable[[_Whole, Mapping[str, Any]], Muon]
+_StepsOf = Callable[["_Job", _Whole, Sequence[_Whole]], "Iterator[_Stepped]"]
 
-STANDARD = Orthogonalizer(method="standard")
+_STANDARD = Orthogonalizer(method="standard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class Comparison:
 def compare_with_dense(
     layout: str,
     *,
-    orthogonalizer: Orthogonalizer = STANDARD,
+    orthogonalizer: Orthogonalizer = _STANDARD,
     dtype: torch.dtype = torch.float32,
     steps: int = 3,
     params: Sequence[str] | None = None,
@@ -107,7 +104,7 @@ class _Stepped(NamedTuple):
     kept: dict[str, dict[str, Tensor]]
 
 
-def _dense_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> Iterator[_Stepped]:
+def _dense_steps(job: _Job, full: _Whole, grads: Sequence[_Whole]) -> Iterator[_Stepped]:
     """shardmuon itself on plain tensors of one process."""
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
     optimizer = Muon(groups_of(params, job.cases), orthogonalizer=job.orthogonalizer, **job.options)
@@ -121,7 +118,7 @@ def _dense_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> Iterator[_St
         yield _Stepped(weights, {name: of["momentum_buffer"] for name, of in states.items()}, kept)
 
 
-def _torch_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> Iterator[_Stepped]:
+def _torch_steps(job: _Job, full: _Whole, grads: Sequence[_Whole]) -> Iterator[_Stepped]:
     """torch.optim.Muon on one 2-D parameter per logical matrix."""
     cut = {name: partial(cut_matrices, case.view) for name, case in job.cases.items()}
     matrices = {name: [nn.Parameter(m.clone()) for m in cut[name](t)] for name, t in full.items()}
@@ -144,10 +141,10 @@ def _torch_steps(job: _Job, full: Whole, grads: Sequence[Whole]) -> Iterator[_St
         yield _Stepped(weights, buffers, {})
 
 
-class _LayoutRun:
+class _LayoutRun(Run):
     """An optimizer on the parameters of a row of `LAYOUTS`; what it finds is what this rank stores."""
 
-    def __init__(self, name: str, full: Mapping[str, Tensor], make: Make) -> None:
+    def __init__(self, name: str, full: Mapping[str, Tensor], make: _Make) -> None:
         row, world = LAYOUTS[name], dist.get_world_size()
         self._cut: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = lambda whole: row.build(whole, row.mesh(world))
         self._params = parameters(self._cut(full))
@@ -157,11 +154,8 @@ class _LayoutRun:
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: t.reshape(-1)[self._stored[name]] for name, t in full.items()}
 
-    def start(self, full: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return full
-
-    def gradients(self, drawn: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return drawn
+    def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(drawn)
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         for name, grad in self._cut(grads).items():
@@ -182,9 +176,6 @@ class _LayoutRun:
             for key, expected in of_param.items()
             for found in [self.optimizer.state[self._params[name]][key]]
         )
-
-    def close(self) -> None:
-        """Give nothing back: there is nothing to close."""
 
 
 @lru_cache(maxsize=64)
@@ -212,14 +203,14 @@ class _Job:
     seed: int
     options: Mapping[str, Any]
 
-    def _key(self, steps_of: StepsOf) -> str:
+    def _key(self, steps_of: _StepsOf) -> str:
         """Everything that the reference depends on; not the layout."""
         simple = (bool, int, float, str, torch.dtype, type(None), *OPTION_OBJECTS.values())
         assert all(isinstance(value, simple) for value in self.options.values()), f"cannot remember {self.options}"
         which = (self.cases, self.orthogonalizer, self.dtype, self.steps, self.seed, self.options)
         return repr((steps_of.__name__, self.layout in ZERO_ROWS, self.layout in FSDP1_ROWS, *which))
 
-    def compare(self, steps_of: StepsOf, remember: bool, about: Callable[[Muon], object] | None) -> Comparison:
+    def compare(self, steps_of: _StepsOf, remember: bool, about: Callable[[Muon], object] | None) -> Comparison:
         """Step both and look at weights after every step, at momentum after the last."""
         run, full, grads = self._started()
         key = self._key(steps_of) if remember else ""

@@ -1,4 +1,5 @@
-"""The table of layouts. Every row is a way in which PyTorch engines cut parameters up; every check runs on all rows.
+"""The tables of layouts and of parameters. Every row of `LAYOUTS` is a way in which PyTorch engines cut parameters up,
+and every check runs on all rows; `PARAMS` has odd shapes, stacks, blocks and transposes.
 
 A row only *builds* parameters, with the engines' own functions wherever they exist (`fully_shard`,
 `distribute_tensor`), so comparing with a row never leans on shardmuon's own idea of the layout.
@@ -8,13 +9,22 @@ A row only *builds* parameters, with the engines' own functions wherever they ex
     caches anew for each shape and dtype. So a row's builder runs once per process and shapes, on tensors that hold
     the numbers of their elements. What it leaves on this rank says which elements of any tensors of these shapes are
     here, in which order, mesh and placements; others are then made of these elements alone.
+
+[Note: Megatron without Megatron]
+    Megatron-FSDP's DTensors have any number of rows on any rank, and Megatron-core's flat buffers are cut anywhere.
+    Both are computed here as Megatron computes them (tests compare the two where the packages are installed), so that
+    a comparison with one of these never leans on shardmuon's own reading.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,20 +33,38 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from shardmuon._torch import strided_shard
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.mesh import Cut
-from shardmuon.testing.device import mesh_kind
-from shardmuon.testing.megatron import flat_ranges, megatron_mesh, shard_like_megatron
+from shardmuon.layout.views import Ints, MatrixView, matrix_view
 
-Tensors = Mapping[str, Tensor]
-Builder = Callable[[Tensors, tuple[int, ...]], dict[str, Tensor]]
+_Tensors = Mapping[str, Tensor]
+_Builder = Callable[[_Tensors, Ints], dict[str, Tensor]]
+
+
+_KIND = ["cpu"]
+
+
+def mesh_kind() -> str:
+    """The kind of device that meshes are made for."""
+    return _KIND[-1]
+
+
+@contextlib.contextmanager
+def meshes_on(kind: str) -> Iterator[None]:
+    """Build layouts on another kind of device ("cuda"); tensors must lie there already."""
+    _KIND.append(kind)
+    try:
+        yield
+    finally:
+        _KIND.pop()
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutCase:
+class _LayoutCase:
     """One layout of the comparison.
 
     Attributes:
@@ -49,17 +77,17 @@ class LayoutCase:
     """
 
     name: str
-    mesh: Callable[[int], tuple[int, ...]]
-    builder: Builder
+    mesh: Callable[[int], Ints]
+    builder: _Builder
     process_group: bool = False
-    groups: Callable[[tuple[int, ...]], dict[str, Any]] = lambda shape: {}
+    groups: Callable[[Ints], dict[str, Any]] = lambda shape: {}
 
     def options(self, world: int) -> dict[str, Any]:
         """Muon's arguments for this layout on `world` ranks."""
         default = {"process_group": dist.group.WORLD} if self.process_group else {}
         return default | self.groups(self.mesh(world))
 
-    def build(self, tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    def build(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
         """Build this rank's parameters from full tensors by `builder`. All ranks of the default group call it."""
         # See [Note: cut once]. Shards of several dtypes may share no buffer, so what is mixed is always built.
         first = next(iter(tensors.values()), None)
@@ -112,7 +140,7 @@ class _Piece:
 _CUT: dict[object, dict[str, _Piece]] = {}
 
 
-def parameters(tensors: Tensors) -> dict[str, nn.Parameter]:
+def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
     """Parameters around what a row built, with the attributes that say how a plain tensor is cut."""
     made = {name: _parameter(t) for name, t in tensors.items()}
     for name, param in made.items():
@@ -138,16 +166,20 @@ def _placed(local: Tensor, like: DTensor) -> DTensor:
 
 
 _MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
-_MESHES: dict[tuple[object, str, tuple[int, ...]], DeviceMesh] = {}
+_MESHES: dict[tuple[object, str, Ints, str], DeviceMesh] = {}
 
 
-def mesh_of(shape: tuple[int, ...], device: str | None = None) -> DeviceMesh:
-    """A mesh with axes named a0, a1, ...; made once per process and default group. Collective at the first call.
+def mesh_of(shape: Ints, device: str | None = None, purpose: str = "") -> DeviceMesh:
+    """A mesh with axes named a0, a1, ...; made once per process, default group and purpose. Collective at the first
+    call.
 
-    `device`: default: as `meshes_on` says, on the CPU otherwise.
+    Args:
+        shape: Sizes of its axes.
+        device: Kind of device. Default: as `meshes_on` says, on the CPU otherwise.
+        purpose: Of Megatron-FSDP, which writes on its meshes.
     """
     kind = device or mesh_kind()
-    key = (dist.group.WORLD, kind, shape)
+    key = (dist.group.WORLD, kind, shape, purpose)
     if key not in _MESHES:
         names = tuple(f"a{i}" for i in range(len(shape)))
         _MESHES[key] = init_device_mesh(kind, shape, mesh_dim_names=names)
@@ -155,13 +187,13 @@ def mesh_of(shape: tuple[int, ...], device: str | None = None) -> DeviceMesh:
 
 
 class _Bag(nn.Module):
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: _Tensors) -> None:
         super().__init__()
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor))
 
 
-def _fully_sharded(tensors: Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
+def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
     """The tensors as `fully_shard` keeps them. They may be DTensors already (tensor parallel)."""
     bag = _Bag({name: t.clone() for name, t in tensors.items()})
     with warnings.catch_warnings():
@@ -170,53 +202,53 @@ def _fully_sharded(tensors: Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in bag.named_parameters()}
 
 
-def _distributed(tensors: Tensors, mesh: DeviceMesh, placements: Callable[[int, Tensor], list]) -> dict[str, Tensor]:  # type: ignore[type-arg]
+def _distributed(tensors: _Tensors, mesh: DeviceMesh, placements: Callable[[int, Tensor], list]) -> dict[str, Tensor]:  # type: ignore[type-arg]
     return {
         name: distribute_tensor(t.clone(), mesh, placements(i, t), src_data_rank=None)
         for i, (name, t) in enumerate(tensors.items())
     }
 
 
-def _plain(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _plain(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in tensors.items()}
 
 
-def _replicate(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _replicate(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return _distributed(tensors, mesh_of(shape), lambda i, t: [Replicate()])
 
 
-def _shard(dim: int) -> Builder:
+def _shard(dim: int) -> _Builder:
     return lambda tensors, shape: _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(dim)])
 
 
-def _fsdp2(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _fsdp2(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return _fully_sharded(tensors, mesh_of(shape))
 
 
-def _tp(tensors: Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
+def _tp(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
     """DTensors cut by columns and rows in turn, as in tensor parallelism."""
     return _distributed(tensors, mesh, lambda i, t: [Shard(i % 2 + t.ndim - 2)])
 
 
-def _fsdp2_tp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _fsdp2_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     mesh = mesh_of(shape)
     return _fully_sharded(_tp(tensors, mesh["a1"]), mesh["a0"])
 
 
-def _hsdp_tp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _hsdp_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     mesh = mesh_of(shape)
     return _fully_sharded(_tp(tensors, mesh["a2"]), mesh["a0", "a1"])
 
 
-def _two_dims(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _two_dims(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(t.ndim - 2), Shard(t.ndim - 1)])
 
 
-def _same_dim(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _same_dim(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(0), Shard(0)])
 
 
-def _lone_strided(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _lone_strided(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     """The rest of (FSDP, TP) on one dim when TP is gathered: a rank keeps its share of both halves."""
     mesh = mesh_of(shape)
     out: dict[str, Tensor] = {}
@@ -233,18 +265,19 @@ def _lone_strided(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]
     return out
 
 
-def _chunk(tensor: Tensor, parts: int) -> list[Tensor]:
-    """torch.chunk along dim 0, padded with empty tensors to the full number of parts."""
-    step = max(1, -(-len(tensor) // parts))
-    return [tensor[i * step : (i + 1) * step] for i in range(parts)]
+def _chunk(tensor: Tensor, parts: int, dim: int = 0) -> list[Tensor]:
+    """torch.chunk, padded with empty tensors to the full number of parts."""
+    size = tensor.shape[dim]
+    ends = [min(size, i * -(-size // parts)) for i in range(parts + 1)]
+    return [tensor.narrow(dim, start, stop - start) for start, stop in itertools.pairwise(ends)]
 
 
-def _experts(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _experts(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     """Stacks are cut by expert; everything else is replicated."""
     return _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()])
 
 
-def _experts_fsdp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _experts_fsdp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     """Stacks are cut by expert over one axis and by rows over the other; the rest is sharded over all ranks."""
     mesh = mesh_of(shape)
     dense = {name: t for name, t in tensors.items() if t.ndim != 3}
@@ -255,7 +288,7 @@ def _experts_fsdp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]
     return {name: made[name] for name in tensors}
 
 
-def _mixed(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _mixed(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     """Neighbours on different meshes: sharded, replicated x sharded on two axes, replicated, plain."""
     flat, square = mesh_of((shape[0] * shape[1],)), mesh_of(shape)
     places = (
@@ -271,16 +304,156 @@ def _mixed(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
     return out
 
 
-def _megatron_fsdp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    return shard_like_megatron(tensors, megatron_mesh(shape, "fsdp"), one_unit=False)
+def buffer_layout(shapes: Sequence[Ints], num_shards: int) -> tuple[list[int], int]:
+    """Start of each tensor of a unit in its flat buffer, and the buffer's size (divisible by `num_shards`).
+
+    Shards end at multiples of a chunk, which holds whole rows of every tensor. A tensor that does not fill its
+    last chunk leaves a gap: its end takes a later tensor's incomplete chunk, the rest small tensors and padding.
+    """
+    rows = [math.prod(shape[1:]) for shape in shapes]
+    sizes = [math.prod(shape) for shape in shapes]
+    chunk = math.lcm(*rows)
+    small = sorted((i for i, size in enumerate(sizes) if size < chunk), key=lambda i: -sizes[i])
+    large = [i for i, size in enumerate(sizes) if size >= chunk]
+    starts: dict[int, int] = {}
+
+    end = 0
+    while large:
+        first = large.pop(0)
+        starts[first], gap = end, end + sizes[first]
+        end = gap_end = _up(gap, chunk)
+        left = sizes[first] % chunk
+        if not left:
+            continue
+        fitting = [i for i in large if 0 < sizes[i] % chunk <= chunk - left]
+        if fitting:
+            large.remove(fitting[0])
+            starts[fitting[0]] = gap_end = end - sizes[fitting[0]] % chunk
+            end = gap_end + sizes[fitting[0]]
+        for i in list(small):
+            if _up(gap, rows[i]) + sizes[i] <= gap_end:
+                starts[i] = _up(gap, rows[i])
+                gap = starts[i] + sizes[i]
+                small.remove(i)
+    for i in small:
+        starts[i] = _up(end, rows[i])
+        end = starts[i] + sizes[i]
+    return [starts[i] for i in range(len(shapes))], _up(end, chunk * num_shards)
 
 
-def _megatron_hfsdp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    return shard_like_megatron(tensors, megatron_mesh(shape, "hfsdp"), one_unit=False, outer="shard")
+def row_ranges(shapes: Sequence[Ints], num_shards: int) -> list[list[tuple[int, int]]]:
+    """Rows [start, stop) of each tensor in each shard of the buffer; (0, 0) where it has none."""
+    starts, total = buffer_layout(shapes, num_shards)
+    shard = total // num_shards
+    table = []
+    for shape, start in zip(shapes, starts, strict=True):
+        row, size = math.prod(shape[1:]), math.prod(shape)
+        found = []
+        for k in range(num_shards):
+            first, last = max(start, k * shard) - start, min(start + size, (k + 1) * shard) - start
+            found.append((first // row, last // row) if first < last else (0, 0))
+        table.append(found)
+    return table
 
 
-def _megatron_fsdp_tp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    return shard_like_megatron(tensors, megatron_mesh(shape, "fsdp+tp"), one_unit=False, tensor_parallel=True)
+def _row_ranges_among_others(shapes: Sequence[Ints], num_shards: int) -> list[list[tuple[int, int]]]:
+    """Rows as in `row_ranges`, with each tensor in a unit of its own between two others with rows of its size. Units
+    of odd shapes have chunks so large that the first shard takes all of them."""
+    found = []
+    for i, shape in enumerate(shapes):
+        others = [(1 + (3 * i + k) % 7, *shape[1:]) for k in (0, 2)]
+        found.append(row_ranges([others[0], shape, others[1]], num_shards)[1])
+    return found
+
+
+def shard_like_megatron(
+    tensors: Mapping[str, Tensor],  # full ones
+    mesh: DeviceMesh,
+    *,
+    one_unit: bool = True,  # all tensors in one buffer, or each between others
+    outer: str = "",  # "replicate" or "shard": what the first axis does, beside the inner data-parallel axis
+    tensor_parallel: bool = False,  # whether the last axis cuts columns and rows in turn
+    attributes: bool = True,  # what Megatron-FSDP writes on parameters; nn.Parameter(...) loses it
+) -> dict[str, Tensor]:
+    """Make this rank's DTensors as Megatron-FSDP v1 makes them. Talks to no other rank."""
+    at = list(mesh.get_coordinate() or ())
+    num_parts, part = (mesh.size(mesh.ndim - 1), at.pop()) if tensor_parallel else (1, 0)
+    sharding = [Shard(0)] if not outer else [Shard(0) if outer == "shard" else Replicate(), Shard(0)]
+    # The inner axis cuts first: rank (outer o, inner i) has shard i * num_outer + o.
+    num_outer, first = (mesh.size(0), at[0]) if outer == "shard" else (1, 0)
+    inner = 1 if outer else 0
+    num_shards, shard = mesh.size(inner) * num_outer, at[inner] * num_outer + first
+    dims = [i % 2 + t.ndim - 2 for i, t in enumerate(tensors.values())]
+    parts = {
+        name: _chunk(t, num_parts, dim)[part] if tensor_parallel else t
+        for (name, t), dim in zip(tensors.items(), dims, strict=True)
+    }
+    stored = {name: t for name, t in parts.items() if t.numel()}  # a buffer has no place for what has no elements
+    ranges = row_ranges if one_unit else _row_ranges_among_others
+    rows = dict(zip(stored, ranges([tuple(t.shape) for t in stored.values()], num_shards), strict=True))
+    mesh._shard_order = list(reversed(range(mesh.ndim)))  # type: ignore[attr-defined]
+    out: dict[str, Tensor] = {}
+    for (name, full), dim in zip(tensors.items(), dims, strict=True):
+        start, stop = rows[name][shard] if name in rows else (0, 0)
+        placements: list[Placement] = [*sharding, *([Shard(dim)] if tensor_parallel else [])]
+        local = parts[name][start:stop].contiguous().clone()
+        out[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+        if attributes:
+            row = math.prod(parts[name].shape[1:])
+            tp_dim = mesh.mesh_dim_names[-1] if tensor_parallel and mesh.mesh_dim_names else None
+            out[name].megatron_fsdp_dist_index = SimpleNamespace(tp_dim=tp_dim)  # type: ignore[attr-defined]
+            out[name].megatron_fsdp_slice = slice(start * row, stop * row)  # type: ignore[attr-defined]
+    return out
+
+
+def flat_ranges(sizes: Sequence[int], num_shards: int, bucket_size: int | None = None) -> list[list[tuple[int, int]]]:
+    """Elements that Megatron-core's distributed optimizer gives each rank of parameters in one gradient buffer.
+
+    Parameters lie in reverse order, each at a multiple of 64 elements. A bucket ends after the first one that fills it,
+    and every rank has an equal part of each bucket.
+
+    Args:
+        sizes: Elements of each parameter, in the model's order.
+        num_shards: Ranks of the data-parallel group.
+        bucket_size: Elements that fill a bucket; None: one bucket.
+
+    Returns:
+        For each parameter its elements [start, stop) on each rank; (0, 0) where there are none.
+    """
+    unit = math.lcm(num_shards, 128)
+    table: list[list[tuple[int, int]]] = [[(0, 0)] * num_shards for _ in sizes]
+    bucket: list[tuple[int, int]] = []  # (parameter, its start in the bucket)
+    end = 0
+    for index in reversed(range(len(sizes))):
+        start = _up(end, 64)
+        bucket.append((index, start))
+        end = start + sizes[index]
+        if index and (bucket_size is None or end < bucket_size):
+            continue
+        part = _up(end, unit) // num_shards
+        for number, first in bucket:
+            for k in range(num_shards):
+                held = max(first, k * part) - first, min(first + sizes[number], (k + 1) * part) - first
+                if held[0] < held[1]:
+                    table[number][k] = held
+        bucket, end = [], 0
+    return table
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _megatron_fsdp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
+    return shard_like_megatron(tensors, mesh_of(shape, purpose="fsdp"), one_unit=False)
+
+
+def _megatron_hfsdp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
+    return shard_like_megatron(tensors, mesh_of(shape, purpose="hfsdp"), one_unit=False, outer="shard")
+
+
+def _megatron_fsdp_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
+    return shard_like_megatron(tensors, mesh_of(shape, purpose="fsdp+tp"), one_unit=False, tensor_parallel=True)
 
 
 def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tensor:
@@ -292,7 +465,7 @@ def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tenso
     return shard
 
 
-def _tp_plain(tensors: Tensors, shape: tuple[int, ...], dims: tuple[int, ...], stride: int = 1) -> dict[str, Tensor]:
+def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> dict[str, Tensor]:
     """Plain shards, cut along `dims` in turn (counted among the matrix's two; -1: not cut)."""
     out = {}
     part = dist.get_rank() % shape[-1]
@@ -308,14 +481,14 @@ def _tp_plain(tensors: Tensors, shape: tuple[int, ...], dims: tuple[int, ...], s
     return out
 
 
-def _tp_groups(shape: tuple[int, ...]) -> dict[str, Any]:
+def _tp_groups(shape: Ints) -> dict[str, Any]:
     mesh = mesh_of(shape)
     names = mesh.mesh_dim_names or ()
     found: dict[str, Any] = {"tp_group": mesh.get_group(names[-1])}
     return found | ({"process_group": mesh.get_group(names[0])} if len(shape) == 2 else {})
 
 
-def _flat_buffer(tensors: Tensors, shape: tuple[int, ...], parallel: bool) -> dict[str, Tensor]:
+def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Tensor]:
     """1-D shards of flat buffers as Megatron's distributed optimizer keeps them, of tensor-parallel shards too."""
     mesh = mesh_of(shape)
     num_parts, part = (shape[1], mesh.get_coordinate()[1]) if parallel else (1, 0)  # type: ignore[index]
@@ -341,48 +514,118 @@ def _cut_of(full: Tensor, index: int, num_parts: int) -> Cut | None:
     return Cut(dim, stride) if fits and full.shape[dim] % (num_parts * stride) == 0 else None
 
 
-def _flat(world: int) -> tuple[int, ...]:
+def _flat(world: int) -> Ints:
     return (world,)
 
 
-def _square(world: int) -> tuple[int, ...]:
+def _square(world: int) -> Ints:
     return (world // 2, 2) if world % 2 == 0 else (1, world)
 
 
-def _replicas_first(world: int) -> tuple[int, ...]:
+def _replicas_first(world: int) -> Ints:
     return (2, world // 2) if world % 2 == 0 else (world, 1)
 
 
-def _cube(world: int) -> tuple[int, ...]:
+def _cube(world: int) -> Ints:
     return (2, world // 4, 2) if world % 4 == 0 else (1, *_square(world))
 
 
-LAYOUTS: dict[str, LayoutCase] = {
+LAYOUTS: dict[str, _LayoutCase] = {
     case.name: case
     for case in (
-        LayoutCase("single", _flat, _plain),
-        LayoutCase("ddp", _flat, _plain, process_group=True),
-        LayoutCase("replicate", _flat, _replicate),
-        LayoutCase("fsdp2", _flat, _fsdp2),
-        LayoutCase("fsdp2 dim 1", _flat, _shard(1)),
-        LayoutCase("hsdp", _replicas_first, lambda t, s: _fully_sharded(t, mesh_of(s))),
-        LayoutCase("tp", _flat, lambda t, s: _tp(t, mesh_of(s))),
-        LayoutCase("fsdp2+tp", _square, _fsdp2_tp),
-        LayoutCase("two dims", _square, _two_dims),
-        LayoutCase("one dim twice", _square, _same_dim),
-        LayoutCase("lone strided", _flat, _lone_strided),
-        LayoutCase("hsdp+tp", _cube, _hsdp_tp),
-        LayoutCase("ep", _flat, _experts),
-        LayoutCase("ep+fsdp", _square, _experts_fsdp),
-        LayoutCase("mixed meshes", _square, _mixed),
-        LayoutCase("megatron-fsdp", _flat, _megatron_fsdp),
-        LayoutCase("megatron-fsdp hfsdp", _square, _megatron_hfsdp),
-        LayoutCase("megatron-fsdp+tp", _square, _megatron_fsdp_tp),
-        LayoutCase("tp column", _flat, lambda t, s: _tp_plain(t, s, (0,)), groups=_tp_groups),
-        LayoutCase("tp row", _flat, lambda t, s: _tp_plain(t, s, (1,)), groups=_tp_groups),
-        LayoutCase("tp stride 2", _flat, lambda t, s: _tp_plain(t, s, (0,), 2), groups=_tp_groups),
-        LayoutCase("tp x dp", _square, lambda t, s: _tp_plain(t, s, (0, 1, -1)), groups=_tp_groups),
-        LayoutCase("mcore buffers", _flat, lambda t, s: _flat_buffer(t, s, parallel=False)),
-        LayoutCase("mcore buffers+tp", _square, lambda t, s: _flat_buffer(t, s, parallel=True), groups=_tp_groups),
+        _LayoutCase("single", _flat, _plain),
+        _LayoutCase("ddp", _flat, _plain, process_group=True),
+        _LayoutCase("replicate", _flat, _replicate),
+        _LayoutCase("fsdp2", _flat, _fsdp2),
+        _LayoutCase("fsdp2 dim 1", _flat, _shard(1)),
+        _LayoutCase("hsdp", _replicas_first, lambda t, s: _fully_sharded(t, mesh_of(s))),
+        _LayoutCase("tp", _flat, lambda t, s: _tp(t, mesh_of(s))),
+        _LayoutCase("fsdp2+tp", _square, _fsdp2_tp),
+        _LayoutCase("two dims", _square, _two_dims),
+        _LayoutCase("one dim twice", _square, _same_dim),
+        _LayoutCase("lone strided", _flat, _lone_strided),
+        _LayoutCase("hsdp+tp", _cube, _hsdp_tp),
+        _LayoutCase("ep", _flat, _experts),
+        _LayoutCase("ep+fsdp", _square, _experts_fsdp),
+        _LayoutCase("mixed meshes", _square, _mixed),
+        _LayoutCase("megatron-fsdp", _flat, _megatron_fsdp),
+        _LayoutCase("megatron-fsdp hfsdp", _square, _megatron_hfsdp),
+        _LayoutCase("megatron-fsdp+tp", _square, _megatron_fsdp_tp),
+        _LayoutCase("tp column", _flat, lambda t, s: _tp_plain(t, s, (0,)), groups=_tp_groups),
+        _LayoutCase("tp row", _flat, lambda t, s: _tp_plain(t, s, (1,)), groups=_tp_groups),
+        _LayoutCase("tp stride 2", _flat, lambda t, s: _tp_plain(t, s, (0,), 2), groups=_tp_groups),
+        _LayoutCase("tp x dp", _square, lambda t, s: _tp_plain(t, s, (0, 1, -1)), groups=_tp_groups),
+        _LayoutCase("mcore buffers", _flat, lambda t, s: _flat_buffer(t, s, parallel=False)),
+        _LayoutCase("mcore buffers+tp", _square, lambda t, s: _flat_buffer(t, s, parallel=True), groups=_tp_groups),
     )
 }
+
+
+# ------------------------------------------------------------------------------------------------------- the parameters
+
+
+@dataclass(frozen=True, slots=True)
+class ParamCase:
+    """A parameter of the comparison: global shape, group options, and which case it covers."""
+
+    shape: Ints
+    why: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def view(self) -> MatrixView:
+        """The matrices of the parameter."""
+        return matrix_view(self.shape, **self.options)
+
+
+PARAMS: dict[str, ParamCase] = {
+    "square": ParamCase((16, 16), "divides on every mesh up to 8"),
+    "tall": ParamCase((65, 33), "nothing divides; orthogonalized transposed"),
+    "wide": ParamCase((33, 65), "nothing divides"),
+    "few_rows": ParamCase((3, 40), "more ranks than rows: empty shards"),
+    "few_cols": ParamCase((40, 3), "more ranks than columns"),
+    "one_row": ParamCase((1, 24), "a matrix of one row"),
+    "one_col": ParamCase((24, 1), "a matrix of one column"),
+    "experts": ParamCase((8, 6, 10), "a stack that divides by expert", {"view": "stack"}),
+    "odd_experts": ParamCase((5, 7, 4), "a stack that does not", {"view": "stack"}),
+    "gate_up": ParamCase((26, 9), "two blocks that end inside shards", {"split_sizes": (13, 13)}),
+    "qkv": ParamCase((24, 10), "2 query groups of (8, 2, 2) rows", {"split_sizes": (8, 2, 2), "split_groups": 2}),
+    "heads": ParamCase((21, 8), "heads that end inside shards", {"num_heads": 7}),
+    "expert_gate_up": ParamCase((4, 10, 6), "blocks inside experts", {"view": "stack", "split_sizes": (5, 5)}),
+    "conv": ParamCase((10, 4, 3, 3), "a kernel, flattened"),
+    "in_out": ParamCase((21, 34), "stored transposed; nothing divides", {"transposed": True}),
+    "in_out_experts": ParamCase((5, 6, 9), "a stack of transposes", {"view": "stack", "transposed": True}),
+    "columns": ParamCase(
+        (13, 27), "blocks of columns that end inside shards", {"split_sizes": (8, 19), "split_dim": 1}
+    ),
+    "in_out_qkv": ParamCase(
+        (10, 24),
+        "2 query groups of (8, 2, 2) columns, transposed",
+        {"split_sizes": (8, 2, 2), "split_groups": 2, "split_dim": 1, "transposed": True},
+    ),
+    "in_out_gate_up": ParamCase(
+        (3, 7, 12),
+        "single columns by turns inside transposed experts",
+        {"view": "stack", "split_sizes": (1, 1), "split_groups": 6, "split_dim": 1, "transposed": True},
+    ),
+}
+
+
+def groups_of(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase], **options: Any) -> list[dict[str, Any]]:
+    """Parameter groups that say how each parameter reads as matrices."""
+    table: dict[str, dict[str, Any]] = {}
+    for name, param in params.items():
+        group = table.setdefault(repr(cases[name].options), {"params": [], **cases[name].options, **options})
+        group["params"].append((name, param))
+    return list(table.values())
+
+
+def cut_matrices(view: MatrixView, full: Tensor) -> list[Tensor]:
+    """The matrices of a logical tensor."""
+    fine, out = full.reshape(view.fine), []
+    for matrix in view.matrices:
+        found = torch.empty(matrix.rows, matrix.cols, dtype=full.dtype, device=full.device)
+        box = fine[tuple(slice(start, start + size) for start, size in zip(matrix.start, matrix.sizes, strict=True))]
+        found.as_strided(matrix.sizes, matrix.strides).copy_(box)
+        out.append(found)
+    return out

@@ -14,11 +14,18 @@ died) and the pool kills all of them.
     torch gives every gloo group a device of its own, whose thread wakes 100 times a second for as long as the process
     lives. The groups of a rank, kept for later calls, are dozens: all ranks of a few pools together took a third of two
     cores while they did nothing. In a rank all groups share one device.
+
+[Note: what ranks are forked from]
+    The first rank of a parent starts one process (multiprocessing's fork server), which imports what every rank needs,
+    once: torch, and what the parent has of shardmuon by then, from the parent's `sys.path`. Python hands that over to
+    it from 3.12.3 on; before, it goes as PYTHONPATH, which ranks set back. Ranks leave these objects out when they
+    collect garbage: some libraries collect in every call, and torch alone has half a million of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -39,11 +46,20 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shardmuon.testing.preload import begin, path_in_variable, path_variable, preloaded
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_ALWAYS = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "numpy",
+)
+_IF_USED = ("pytest", "hypothesis")
+_MORE: list[str] = []
 _START_TIMEOUT = 180.0  # seconds, to import torch (once a parent process) and to connect the ranks
 _GRACE = 5.0  # seconds for other ranks to fail too, so that the error names all of them
 _STACK_TIMEOUT = 1.0  # seconds for a hung rank to say where it is
@@ -224,18 +240,34 @@ def _make_room_for(pool: RankPool) -> None:
         other.close()
 
 
+def preload(module: str) -> None:
+    """Have one more module imported before ranks are forked, if no pool of this process has started yet; left out where
+    it raises ImportError."""
+    _MORE.append(module)
+
+
+def _set_path_variable(value: str | None) -> None:
+    if value is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = value
+
+
 class _Ranks:
     """The processes of one start: killed together, never repaired."""
 
     def __init__(self, world_size: int, backend: str) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(preloaded())
+        used = [name for name in sys.modules if name in _IF_USED or name.split(".")[0] == "shardmuon"]
+        context.set_forkserver_preload([*_ALWAYS, *used, *_MORE])
+        path = os.environ.get("PYTHONPATH")
         # The parent serves the rendezvous: it picks a free port without a race, and new groups form 2 to 4 times
         # faster than over a FileStore.
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._work: list[Connection] = []
         self._watch: list[Connection] = []
+        _set_path_variable(os.pathsep.join(sys.path))
         try:
             for rank in range(world_size):
                 work, rank_work = context.Pipe()
@@ -244,18 +276,19 @@ class _Ranks:
                 self._watch.append(watch)
                 process = context.Process(
                     target=_rank_main,
-                    args=(rank, world_size, backend, self._store.port, rank_work, rank_watch, path_variable()),
+                    args=(rank, world_size, backend, self._store.port, rank_work, rank_watch, path),
                     name=f"rank {rank} of {world_size}",
                     daemon=True,
                 )
-                with path_in_variable():
-                    process.start()
+                process.start()
                 self._processes.append(process)
                 rank_work.close()
                 rank_watch.close()
         except BaseException:
             self.kill()
             raise
+        finally:
+            _set_path_variable(path)
 
     def send(self, call: bytes) -> None:
         for work in self._work:
@@ -317,7 +350,8 @@ class _Ranks:
 def _rank_main(
     rank: int, world_size: int, backend: str, port: int, work: Connection, watch: Connection, path: str | None
 ) -> None:
-    begin(path)
+    gc.freeze()
+    _set_path_variable(path)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal: the parent decides
     threading.Thread(target=_answer_watch, args=(watch, threading.get_ident()), daemon=True).start()
     work.send_bytes(_reply(rank, _join_group, rank, world_size, backend, port))

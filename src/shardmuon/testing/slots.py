@@ -23,7 +23,7 @@ SHAPES = (
 
 
 @dataclass(frozen=True, slots=True)
-class SearchResult:
+class _SearchResult:
     """The result of a search.
 
     Attributes:
@@ -43,7 +43,7 @@ def search(
     draws: int = 4,
     seed: int = 0,
     report: Callable[[str], object] = lambda line: None,
-) -> SearchResult:
+) -> _SearchResult:
     """Compare the products of Newton-Schulz, and whole iterations, of one matrix in every slot of its batch.
 
     Args:
@@ -68,7 +68,7 @@ def search(
         if found:
             unequal[f"{rows}x{cols}"] = found
         report(f"{rows}x{cols}, batches of {batch_size(rows, cols, device)}: {found or 'equal'}")
-    return SearchResult(searched, unequal)
+    return _SearchResult(searched, unequal)
 
 
 def _choices(device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Choice]:
@@ -119,6 +119,3 @@ def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
     poly = products.multiply(gram, gram, gram, -4.775, 2.0315, symmetric=True)
     left, right = (y, poly) if tall else (poly, y)
     return [gram, poly, products.multiply(None, left, right), products.multiply(y, left, right, 3.4445)]
-
-
-__all__ = ["SHAPES", "SearchResult", "search"]

@@ -32,7 +32,7 @@
        the stages. A variant may have several (scale the update at the owner, then the weights).
     3. An option that it reads: a row in `VARIANT_OPTIONS` there, with its default, which all variants share, and its
        check; an argument of `Muon`, and a row of docs/options.md.
-    4. A row in the table of dense references (auditing/stages.py): the formula
+    4. A row in the table of dense references (auditing/reference.py): the formula
        once more, in fp64, written anew.
        Without one the audit says which matrices it does not check.
     5. Tests. `VARIANTS` brings it into tests/step/test_stages.py and tests/test_cuda_shape.py. Its own: the formula,
