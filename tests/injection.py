@@ -61,7 +61,7 @@ TRANSPORT = {
     ("layout/engines/dtensor.py", "align"),  # torch's own collective
     ("frameworks/deepspeed/host.py", "step"),
     ("frameworks/deepspeed/host.py", "_step_flats"),
-    ("frameworks/megatron/host.py", "step"),
+    ("frameworks/megatron/shards.py", "step"),
     ("checkpoint/saving.py", "_read"),
     ("checkpoint/saving.py", "_take_over"),
     ("checkpoint/shards.py", "describe_shards"),

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from shardmuon import Muon
-from shardmuon.frameworks.megatron.training import get_megatron_optimizer
+from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool
 from shardmuon.testing.deepspeed import ZeroRun
 from shardmuon.testing.fsdp1 import Fsdp1Run, quiet

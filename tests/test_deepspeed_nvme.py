@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.frameworks.deepspeed import host as zero
 from shardmuon.frameworks.deepspeed import load_checkpoint
-from shardmuon.frameworks.deepspeed.nvme import Gradient, Mark, alignment_of, refuse_misplaced
-from shardmuon.frameworks.deepspeed.partitions import TESTED
+from shardmuon.frameworks.deepspeed.partitions import TESTED, Mark, alignment_of, refuse_misplaced
 from shardmuon.testing import RankError, RankPool
 
 swaps = pytest.mark.skipif(
@@ -408,9 +407,9 @@ def test_too_few_swap_buffers_are_refused_before_the_first_update(two: RankPool,
 # ------------------------------------------------------------------------------------------ without swap files
 
 
-def _gradients(*numels: int) -> list[Gradient]:
+def _gradients(*numels: int) -> list[tuple[str, int, int]]:
     offsets = itertools.accumulate((0, *numels[:-1]))
-    return [Gradient(f"p{i}", offset, numel) for i, (offset, numel) in enumerate(zip(offsets, numels, strict=True))]
+    return [(f"p{i}", offset, numel) for i, (offset, numel) in enumerate(zip(offsets, numels, strict=True))]
 
 
 QUARTER = MIB // 4  # elements of the smallest gradient that is swapped

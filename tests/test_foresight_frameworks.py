@@ -21,7 +21,7 @@ from shardmuon.comm.exchange import Traffic
 from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
 from shardmuon.foresight.job import Setting, count
 from shardmuon.foresight.types import Exact
-from shardmuon.frameworks.megatron.training import get_megatron_optimizer
+from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing.deepspeed import initialize
 from shardmuon.testing.fsdp1 import wrap
 from shardmuon.testing.pool import RankPool, get_pool

@@ -15,7 +15,7 @@ from megatron_gpt import Dense, gpt, half, main_tensors, megatron, needs_megatro
 from torch import Tensor, nn
 
 from shardmuon import Muon, Storage, audit, clip_grad_norm_, param_groups
-from shardmuon.frameworks.megatron.training import get_megatron_optimizer
+from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing.pool import RankPool
 
 

@@ -20,9 +20,8 @@ from megatron_gpt import Dense, clean, gpt, half, megatron, needs_megatron, opti
 from torch import Tensor, nn
 
 from shardmuon import ExchangeError
-from shardmuon.frameworks.megatron import buffers
-from shardmuon.frameworks.megatron.kept import carried_by
-from shardmuon.frameworks.megatron.training import get_megatron_optimizer
+from shardmuon.frameworks.megatron import get_megatron_optimizer
+from shardmuon.frameworks.megatron import shards as flat_shards
 from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.megatron import flat_ranges
@@ -111,7 +110,7 @@ def _train(
         config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=distributed, **half(dtype))
         optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.01)
         for part in optimizer.chained_optimizers:
-            assert not distributed or part.shardmuon_shards, "this rank has no shard"
+            assert not distributed or part.shardmuon.shards, "this rank has no shard"
         dense = Dense(optimizer, whole)
         wrong: list[str] = []
         for step in range(3):
@@ -252,7 +251,7 @@ def _load(
         model, optimizer = _job(9, True, variant, **sizes)
         if variant:
             _stepped([model], optimizer, 5)  # what this has kept is forgotten
-        with mock.patch.object(buffers, "carried_by", _losing(lost)) if lost else contextlib.nullcontext():
+        with mock.patch.object(flat_shards, "_carried_by", _losing(lost)) if lost else contextlib.nullcontext():
             _read(model, optimizer, kind, folder)
         muon = optimizer.chained_optimizers[0].optimizer
         muon.prepare()
@@ -276,8 +275,10 @@ def _kept_text(state: dict[str, Any]) -> str:
 
 
 def _losing(lost: str) -> Any:
+    original = flat_shards._carried_by
+
     def carried(*args: Any) -> Any:
-        found = carried_by(*args)
+        found = original(*args)
         assert any(kept[lost].any() for kept in found.values()), "nothing to lose"
         return {n: {**kept, lost: kept[lost] / 2} for n, kept in found.items()}
 

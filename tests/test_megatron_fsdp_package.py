@@ -9,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -532,3 +536,37 @@ def _norm(form: str) -> tuple[float, float]:
 def test_the_gradient_norm_counts_every_row_once(form: str, world4: RankPool) -> None:
     for found, wanted in world4.run(_norm, form):
         assert found == wanted
+
+
+# ------------------------------------------------------------------------------------------------------ the example
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "megatron_fsdp_training.py"
+
+
+def _all_gather(outputs: list[Tensor], mine: Tensor, group: Any) -> None:
+    """`all_gather` of unequal sizes, which NCCL has and gloo lacks."""
+    everyone: list[Any] = [None] * len(outputs)
+    dist.all_gather_object(everyone, mine, group=group)
+    for output, tensor in zip(outputs, everyone, strict=True):
+        output.copy_(tensor)
+
+
+def _example(hybrid: str) -> bool:
+    with _megatron(), mock.patch.object(dist, "all_gather", _all_gather):
+        spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return bool(module.train(torch.device("cpu"), "optim_grads_params", hybrid, 2, 32, 1))
+
+
+@pytest.mark.parametrize(("hybrid", "world"), [("none", 2), ("shard", 4)])
+def test_the_example_trains_with_the_bits_of_one_process(hybrid: str, world: int) -> None:
+    assert get_pool(world).run(_example, hybrid) == [True] * world
+
+
+def test_the_example_says_at_once_that_it_needs_gpus() -> None:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run([sys.executable, EXAMPLE], env=hidden, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "run this where every rank has a GPU" in ended.stderr

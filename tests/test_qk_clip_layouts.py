@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardmuon import Muon, audit
-from shardmuon.frameworks.megatron.training import get_megatron_optimizer
+from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.deepspeed import ZERO_ROWS, initialize, whole_weight
 from shardmuon.testing.fsdp1 import FSDP1_ROWS, Fsdp1Run

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon.frameworks.deepspeed.config import REQUIRED
+from shardmuon.frameworks.deepspeed import REQUIRED
 
 if TYPE_CHECKING:
     from shardmuon.muon import Muon

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
-from shardmuon.frameworks.stack import caller
-from shardmuon.host import Host
+from shardmuon.host import Host, caller
 from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
 from shardmuon.layout.engines.chunks import refuse_to_save, tell_chunk
 from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed
