@@ -172,10 +172,9 @@ class DeepSpeedHost(Host):
         self._take_carried()
 
     def _take_carried(self) -> None:
-        """Take what loaded groups carry in the place of what stages have kept."""
+        """Take what loaded groups carry in the place of what stages have kept, and what audits remember."""
         self._carried = take_carried(group for group, _ in self.groups)
-        for core in self._cores:
-            core.state.clear()
+        self._flats = {}
 
     def restore_groups(self, core: Core) -> None:
         """Put the groups back as they are between steps, as DeepSpeed does only without an error."""
