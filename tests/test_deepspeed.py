@@ -48,7 +48,7 @@ from shardmuon import (
 from shardmuon.core import MuonConfig
 from shardmuon.frameworks.deepspeed import REQUIRED, expert_groups, from_config
 from shardmuon.frameworks.deepspeed import host as zero
-from shardmuon.frameworks.deepspeed.partitions import check_version
+from shardmuon.frameworks.deepspeed.partitions import check_version, slices_of
 from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool
 from shardmuon.testing.deepspeed import start_deepspeed, whole_momentum, whole_weight
@@ -610,6 +610,14 @@ def test_options_that_have_no_place_on_flats_are_refused(options: dict[str, Any]
         zero.refuse_options(optimizer.keeper, optimizer.param_groups)
 
 
+def test_a_parameter_that_is_marked_for_deepspeeds_own_muon_is_refused() -> None:
+    """By the configuration's "optimizer"; DeepSpeed takes any optimizer with such a name for it."""
+    marked: Any = nn.Parameter(torch.ones(4, 3))
+    marked._hp_mapping, marked.use_muon = object(), True
+    with pytest.raises(ValueError, match='Take "optimizer" out of the configuration'):
+        slices_of(torch.ones(12), [marked])
+
+
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
@@ -1061,73 +1069,6 @@ def test_weights_that_only_one_side_has_are_refused_with_a_way_that_there_is(
     two: RankPool, stage: int, written: bool
 ) -> None:
     two.run(_unlike_model, stage, written)
-
-
-class Language(nn.Module):
-    """A table under either name of embeddings, matrices and biases."""
-
-    def __init__(self, table: str, bias: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        if table:
-            setattr(self, table, nn.Embedding(32, 8))
-        self.table, self.fc, self.out = table, nn.Linear(8, 16, bias), nn.Linear(16, 32, bias)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = getattr(self, self.table)(tokens) if self.table else torch.eye(8)[tokens]
-        return nn.functional.cross_entropy(self.out(torch.tanh(self.fc(x))), tokens)
-
-
-def _section_left(stage: int, table: str, section: bool, by_call: bool = False) -> str:
-    """Error for a client optimizer beside DeepSpeed's Muon in the configuration.
-
-    Args:
-        by_call: Whether DeepSpeed is given a function that makes the optimizer.
-    """
-    with _quiet() as deepspeed:
-        net, config, engines = Language(table, bool(table)), config_of(Case(stage)), list[Any]()
-        if section:
-            config["optimizer"] = {"type": "Muon", "params": {"lr": 0.02}}
-
-        def make(params: object = None) -> Muon:
-            return Muon(net, lr=0.02) if table else Muon([*net.named_parameters()], lr=0.02)
-
-        def step() -> None:
-            engine, *_ = deepspeed.initialize(model=net, optimizer=make if by_call else make(), config=config)
-            engines.append(engine)
-            engine.backward(engine(torch.arange(8)))
-            engine.step()
-
-        said = _said(step)
-        for engine in engines:
-            engine.destroy()
-        return said
-
-
-TAKE_OUT = 'Take "optimizer" out of the configuration'
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(
-    ("table", "words"), [("wte", "KeyError: 'momentum'"), ("embed", "TypeError: narrow()"), ("", "ValueError: ")]
-)
-def test_deepspeeds_muon_beside_a_client_optimizer_is_told_by_us_or_the_docs(
-    two: RankPool, stage: int, table: str, words: str
-) -> None:
-    """DeepSpeed marks parameters for its own Muon by the configuration, and takes any class of that name for it. It
-    fails in its backward, before shardmuon is asked, unless there is but one group of matrices."""
-    docs = (Path(__file__).parents[1] / "docs" / "deepspeed.md").read_text()
-    found = two.run(_section_left, stage, table, True)
-    assert any(said.startswith(words) for said in found)
-    for said in found:  # a rank may hold none of the table
-        assert said.startswith(("KeyError: 'momentum'", words))
-        assert f"`{words}`" in docs if table else TAKE_OUT in said
-    assert two.run(_section_left, stage, table, False) == ["", ""]
-
-
-def test_deepspeeds_muon_beside_a_client_optimizer_does_nothing_at_stages_0_and_3(two: RankPool) -> None:
-    for stage, by_call in itertools.product((0, 3), (False, True)):
-        assert two.run(_section_left, stage, "wte", True, by_call) == ["", ""]
 
 
 class Expert(nn.Module):

@@ -282,15 +282,9 @@ class DeepSpeedHost(Host):
         frame = caller("initialize_optimizer_states", "deepspeed")
         if frame is None:
             return None
-        made = ([p for _, p in named] for _, named in self.groups)
-        stepped = (group["params"] for group in core.param_groups)
-        wrapper = frame.f_locals["self"]
-
-        def check() -> None:
-            check_version()
-            refuse_copies(wrapper, zip(made, stepped, strict=True))
-
-        return check
+        wrapper, made = frame.f_locals["self"], [[p for _, p in named] for _, named in self.groups]
+        stepped = [group["params"] for group in core.param_groups]
+        return lambda: refuse_copies(wrapper, zip(made, stepped, strict=True))
 
     def step(self, core: Core, progress: Progress, fault: Fault) -> None:
         """Step those of the groups that DeepSpeed has put into `core.param_groups` for this call."""

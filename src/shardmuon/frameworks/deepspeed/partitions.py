@@ -243,6 +243,7 @@ def refuse_copies(wrapper: Any, groups: Iterable[tuple[Sequence[Tensor], Sequenc
         wrapper: DeepSpeed's.
         groups: (what a group was made with, what is in it now).
     """
+    check_version()
     scale = getattr(wrapper, "loss_scale_config", None)
     if scale is not None and (scale.dynamic_loss_scale or scale.cur_scale != 1):
         raise ValueError(
