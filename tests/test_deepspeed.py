@@ -131,13 +131,15 @@ class Net(nn.Module):
         return torch.stack([(p * factors[n]).sum().float() for n, p in uses.items()]).sum()
 
 
-def factors(step: int, micro: int, rank: int, exact: bool = True) -> dict[str, Tensor]:
+def factors(
+    step: int, micro: int, rank: int, exact: bool = True, shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> dict[str, Tensor]:
     """A rank's factors of the weights: its gradient."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
     if exact:
         unit = (3 if dist.is_initialized() and dist.get_world_size() == 3 else 1) / 8
-        return {n: torch.randint(-8, 9, s, generator=generator) * unit for n, s in SHAPES.items()}
-    return {n: torch.randn(s, generator=generator) for n, s in SHAPES.items()}
+        return {n: torch.randint(-8, 9, s, generator=generator) * unit for n, s in shapes.items()}
+    return {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
 
 
 def groups_of(
@@ -201,6 +203,10 @@ def config_of(case: Case) -> dict[str, Any]:
 class Job:
     """A model under DeepSpeed, and the same parameters dense in this process."""
 
+    shapes: dict[str, tuple[int, ...]] = SHAPES
+    make: Callable[[], Any] = Net
+    groups: Callable[..., list[dict[str, Any]]] = staticmethod(groups_of)
+
     def __init__(self, deepspeed: Any, case: Case, **changed: Any) -> None:
         self.case = case
         if case.dtype == "fp16":  # torch computes it on any CPU
@@ -208,10 +214,10 @@ class Job:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
         if case.zero_init:
             with deepspeed.zero.Init(config_dict_or_path=config_of(case)):
-                self.net = Net()
+                self.net = self.make()
         else:
-            self.net = Net()
-        self.dense = Net()
+            self.net = self.make()
+        self.dense = self.make()
         for p in self.dense.parameters():
             p.data = p.data.to(dtype).float()
         options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method=case.method)}
@@ -220,12 +226,12 @@ class Job:
         decay = 0.2
         if "variant" in options:  # Hyperball knows no decay
             options["weight_decay"] = decay = 0.0
-        groups = groups_of(self.net, *halves, decay, case.apart)
+        groups = self.groups(self.net, *halves, decay, case.apart)
         groups = [*groups[case.first :], *groups[: case.first]]
         for group in [] if case.named else groups:
             group["params"] = [p for _, p in group["params"]]
         self.optimizer = Muon(groups, lr=1e-3, audit=changed.get("audit", Audit()), **options)
-        self.reference = Muon(groups_of(self.dense, *halves, decay, case.apart), lr=1e-3, **options)
+        self.reference = Muon(self.groups(self.dense, *halves, decay, case.apart), lr=1e-3, **options)
         self.engine, *_ = deepspeed.initialize(model=self.net, optimizer=self.optimizer, config=config_of(case))
         self.begin()
 
@@ -233,21 +239,20 @@ class Job:
         """Let errors be those of what changes from now on."""
         self.start = {n: p.detach().clone() for n, p in self.dense.named_parameters()}
 
-    def engine_step(self, number: int) -> None:
-        """DeepSpeed's part of a step of one micro-batch."""
-        self.engine.backward(self.engine(factors(number, 0, dist.get_rank(), self.case.exact)))
-        self.engine.step()
-
     def said(self, number: int = 0) -> str:
         """What DeepSpeed's part of a step raises; "": nothing."""
-        return _said(lambda: self.engine_step(number))
+        return _said(lambda: self.train(number))
 
     def step(self, number: int) -> None:
+        self.train(number)
+        self.step_dense(number)
+
+    def train(self, number: int) -> None:
+        """DeepSpeed's part of a step."""
         for micro in range(self.case.accumulate):
-            loss = self.engine(factors(number, micro, dist.get_rank(), self.case.exact))
+            loss = self.engine(factors(number, micro, dist.get_rank(), self.case.exact, self.shapes))
             self.engine.backward(loss)
             self.engine.step()
-        self.step_dense(number)
 
     def step_dense(self, number: int) -> None:
         parts = self._parts(number)
@@ -261,7 +266,7 @@ class Job:
     def _parts(self, number: int) -> list[dict[str, Tensor]]:
         """The gradient of each rank and micro-batch."""
         every = itertools.product(range(self.case.accumulate), range(dist.get_world_size()))
-        return [factors(number, micro, rank, self.case.exact) for micro, rank in every]
+        return [factors(number, micro, rank, self.case.exact, self.shapes) for micro, rank in every]
 
     def _read_back(self, number: int) -> None:
         """Put what DeepSpeed handed over in the place of the dense gradients, which it must be but for rounding."""
@@ -474,7 +479,7 @@ def test_flat_partitions_get_the_dense_update_at_every_setting(pools: Pools, wor
 def _overflow() -> None:
     with started(Case(2, dtype="fp16", config={"fp16": {"loss_scale": 0, "initial_scale_power": 17}})) as job:
         before, ran = job.weights(), job.optimizer.traffic.orthogonalized
-        job.engine_step(0)  # 2**17 does not fit in fp16
+        job.train(0)  # 2**17 does not fit in fp16
         assert all(torch.equal(before[n], w) for n, w in job.weights().items())
         assert job.optimizer.traffic.orthogonalized == ran
         assert not any(state["exp_avg"].any() for state in job.optimizer.state.values() if "exp_avg" in state)
@@ -923,10 +928,10 @@ def _load_weights_only(stage: int, folder: str) -> None:
         job.step(0)
         job.engine.save_checkpoint(folder, tag="weights")
     with started(Case(stage), variant="hyperball") as job:
-        job.engine_step(0)
+        job.train(0)
         job.engine.load_checkpoint(folder, tag="weights", load_optimizer_states=False)
         loaded = whole_weight(job.net.e).norm()
-        job.engine_step(1)
+        job.train(1)
         assert_rounded(whole_weight(job.net.e).norm(), loaded, roundings=100, dtype=torch.float32)
 
 

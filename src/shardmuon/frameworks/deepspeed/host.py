@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from shardmuon.comm.component import Ranks
     from shardmuon.plan.plan import Plan
 
-Named = tuple[str, Tensor]
+_Named = tuple[str, Tensor]
 
 
 class Flat(Core):
@@ -80,7 +80,7 @@ class Flat(Core):
         shards: One tensor for each slice, empty until `show`.
     """
 
-    def __init__(self, core: Core, index: int, group: Mapping[str, Any], named: Sequence[Named], flat: Tensor) -> None:
+    def __init__(self, core: Core, index: int, group: Mapping[str, Any], named: Sequence[_Named], flat: Tensor) -> None:
         super().__init__(core.config, None, core.keeper, copy.copy(core.audits), core.traffic)
         params, names = [p for _, p in named], {id(p): name for name, p in named}
         self.index, self.flat, self.is_muon = index, flat, bool(group["use_muon"])
@@ -139,7 +139,7 @@ class DeepSpeedHost(Host):
     clipping = 'these gradients are DeepSpeed\'s, which clips them before step(): set "gradient_clipping" in its config'
 
     def __init__(self) -> None:
-        self.groups: list[tuple[dict[str, Any], list[Named]]] = []
+        self.groups: list[tuple[dict[str, Any], list[_Named]]] = []
         self.mark = Mark()
         self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
         self._flats: dict[int, Flat] = {}  # id of a flat -> what is known of it; AdamW's too

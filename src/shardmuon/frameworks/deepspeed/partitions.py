@@ -58,7 +58,7 @@ from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper
 
 TESTED = "0.19.8"
-PAGE = 4096  # bytes; every file system takes addresses that are multiples of it
+_PAGE = 4096  # bytes; every file system takes addresses that are multiples of it
 _MARK = "shardmuon.saved"
 
 
@@ -200,7 +200,7 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
     if getattr(zero3, "zero_hpz_partition_size", 1) > 1:
         raise ValueError("zero_hpz_partition_size > 1 (hpZ) is not supported: set it to 1")
-    number = number_of(flat, zero3)
+    number = _number_of(flat, zero3)
     params, offset, slices = zero3.fp16_groups[number], 0, []
     group = params[0].ds_process_group
     ranks = group_ranks(group)
@@ -336,11 +336,11 @@ def swapped_numel(flat: Tensor, zero3: Any) -> int:
     """Elements of a flat that lies in files now and then, 0 for one that stays in memory."""
     if not getattr(zero3, "swap_optimizer", False):
         return 0
-    number = number_of(flat, zero3)
+    number = _number_of(flat, zero3)
     return int(zero3.fp16_partitioned_groups_flat_numel[number]) if zero3._swappable_optimizer_subgroup(number) else 0
 
 
-def number_of(flat: Tensor, zero3: Any) -> int:
+def _number_of(flat: Tensor, zero3: Any) -> int:
     """The number of the sub-group of stage 3 that a flat is."""
     return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
 
@@ -392,7 +392,7 @@ def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int
         )
     names = {id(p): name for name, p in named}
     gradients = []
-    for p in zero3.fp16_groups[number_of(flat, zero3)]:
+    for p in zero3.fp16_groups[_number_of(flat, zero3)]:
         _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
         gradients.append((names.get(id(p), f"a parameter of shape {tuple(p.ds_shape)}"), offset, numel))
     least, size, folder = int(swapper.min_aio_bytes), int(swapper.swap_element_size), str(swapper.swap_folder)
@@ -434,13 +434,13 @@ def alignment_of(folder: str, num_bytes: int) -> int:
         folder: Where the swap files are.
         num_bytes: As many are read: the smallest transfer that counts.
     """
-    content = os.urandom(-(-num_bytes // PAGE) * PAGE)
-    with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, len(content) + PAGE) as memory:
+    content = os.urandom(-(-num_bytes // _PAGE) * _PAGE)
+    with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, len(content) + _PAGE) as memory:
         file.write(content)
         file.flush()
         handle = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
         try:
-            aligned = PAGE
+            aligned = _PAGE
             while aligned > 4 and _arrives(handle, memory, aligned // 2, content):
                 aligned //= 2
             return aligned

@@ -49,7 +49,7 @@ from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 _BY_PLACE = "kept_state_by_place"  # in the first saved group: place in the whole model -> key -> tensor
 
-KeptByName = dict[str, dict[str, Tensor]]  # name or place -> key -> tensor
+_KeptByName = dict[str, dict[str, Tensor]]  # name or place -> key -> tensor
 
 
 class WholeHost(Host):
@@ -99,7 +99,7 @@ class ShardHost(Host):
         self.params: dict[str, Tensor] = {}
         self.shards: dict[Tensor, Tensor] = {}
         self.places: dict[str, str] = {}
-        self.loaded: KeptByName = {}
+        self.loaded: _KeptByName = {}
         seen: Counter[str] = Counter()
         for group in core.param_groups:
             group["rank_local"] = not group["use_muon"]  # AdamW's shards are replicas of nothing
@@ -139,7 +139,7 @@ class ShardHost(Host):
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
         self._restore(core)
 
-    def _checked(self, core: Core, packed: Sequence[Mapping[str, Any]]) -> tuple[KeptByName, int]:
+    def _checked(self, core: Core, packed: Sequence[Mapping[str, Any]]) -> tuple[_KeptByName, int]:
         """Saved numbers of stages by name, and the saved count of steps.
 
         Raises:
@@ -350,7 +350,7 @@ def _bring_together(groups: Sequence[dict[str, Any]], places: Mapping[str, str],
     Raises:
         Refused: On every rank.
     """
-    mine: KeptByName = {}
+    mine: _KeptByName = {}
     fault = Fault()
     with fault:
         for name, kept in take_carried(groups).items():
@@ -362,14 +362,14 @@ def _bring_together(groups: Sequence[dict[str, Any]], places: Mapping[str, str],
                 )
             _put(mine, places[name], kept)
     everyone = gather(mine if tells else {}, tuple(range(num_ranks())), fault.text, fault.cause)
-    whole: KeptByName = {}
+    whole: _KeptByName = {}
     for theirs in everyone:
         for place, kept in theirs.items():
             _put(whole, place, kept)
     groups[0][_BY_PLACE] = whole
 
 
-def _put(whole: KeptByName, place: str, kept: dict[str, Tensor]) -> None:
+def _put(whole: _KeptByName, place: str, kept: dict[str, Tensor]) -> None:
     known = whole.setdefault(place, kept)
     if known.keys() != kept.keys() or any(not torch.equal(known[key], kept[key]) for key in kept):
         raise ValueError(
@@ -379,10 +379,10 @@ def _put(whole: KeptByName, place: str, kept: dict[str, Tensor]) -> None:
         )
 
 
-def _carried_by(groups: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> KeptByName:
+def _carried_by(groups: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> _KeptByName:
     """State that saved groups carry by name, or by place."""
-    by_place: KeptByName = {}
-    found: KeptByName = {}
+    by_place: _KeptByName = {}
+    found: _KeptByName = {}
     for group in groups:
         by_place.update(group.get(_BY_PLACE) or {})
         found.update(group.get(CARRIED) or {})
