@@ -60,7 +60,7 @@ TRANSPORT = {
     ("layout/table.py", "digest_of"),  # steps that change nothing call it in their audit alone, after the vote
     ("frameworks/deepspeed/host.py", "step"),
     ("frameworks/deepspeed/host.py", "_step_flats"),
-    ("frameworks/megatron/host.py", "step"),
+    ("frameworks/megatron/shards.py", "step"),
     ("checkpoint/saving.py", "_read"),
     ("checkpoint/saving.py", "_take_over"),
     ("checkpoint/saving.py", "_describe_shards"),

@@ -187,13 +187,13 @@ def main_tensors(optimizer: Any, what: str) -> dict[str, Tensor]:
     """The "weights" or "grads" that the optimizers step on, whole. Collective with the distributed optimizer."""
     found: dict[str, Any] = {}
     for part in optimizer.chained_optimizers:
-        if hasattr(part, "shardmuon_shards"):
+        if hasattr(part, "shardmuon"):
             continue
         for group in part.optimizer.param_groups:
             for name, p in zip(group["param_names"], group["params"], strict=True):
                 found[name] = p.detach().clone() if what == "weights" else p.grad.clone()
     for part in optimizer.chained_optimizers:
-        if not hasattr(part, "shardmuon_shards"):
+        if not hasattr(part, "shardmuon"):
             continue
         alone = SimpleNamespace(chained_optimizers=[part])
         mine = {n: (held[0], p.detach() if what == "weights" else p.grad) for n, held, p in shards_of(alone)}

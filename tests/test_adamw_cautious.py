@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from shardmuon import Muon
-from shardmuon.frameworks.megatron.training import get_megatron_optimizer
+from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool
 from shardmuon.testing.frameworks import Fsdp1Run, ZeroRun, quiet
 from shardmuon.testing.tolerances import assert_rounded, roundoff

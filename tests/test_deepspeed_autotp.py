@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer
-from shardmuon.frameworks.deepspeed.config import REQUIRED
+from shardmuon.frameworks.deepspeed import REQUIRED
 from shardmuon.testing import RankPool
 from shardmuon.testing.frameworks import start_deepspeed
 

@@ -24,14 +24,12 @@ from unittest import mock
 import pytest
 import test_deepspeed as base
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon.frameworks.deepspeed import host as zero
 from shardmuon.frameworks.deepspeed import load_checkpoint
-from shardmuon.frameworks.deepspeed.nvme import Gradient, Mark, alignment_of, refuse_misplaced
-from shardmuon.frameworks.deepspeed.partitions import TESTED
+from shardmuon.frameworks.deepspeed.partitions import TESTED, Mark, alignment_of, refuse_misplaced
 from shardmuon.testing import RankError, RankPool
 
 swaps = pytest.mark.skipif(
@@ -99,64 +97,29 @@ class Net(nn.Module):
         return torch.stack([(getattr(self, n) * factors[n]).sum().float() for n in self.names]).sum()
 
 
-def factors(shapes: Shapes, step: int, micro: int, rank: int) -> dict[str, Tensor]:
-    """A rank's factors of the weights, its gradient: multiples of 1/8."""
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
-    return {n: torch.randint(-8, 9, s, generator=generator) / 8.0 for n, s in shapes.items()}
-
-
-class Job:
+class Job(base.Job):
     """A model under DeepSpeed, and the same parameters dense in this process."""
 
     def __init__(self, deepspeed: Any, case: Case) -> None:
-        self.case = case
-        self.net, self.dense = Net(case.shapes), Net(case.shapes)
-        if case.dtype == "bf16":
-            for p in self.dense.parameters():
-                p.data = p.data.bfloat16().float()
-        self.optimizer, self.reference = self._muon(self.net), self._muon(self.dense)
+        self.shapes = case.shapes
+        self.make = lambda: Net(case.shapes)
+        self.groups = lambda net, *_: [
+            {"params": [(n, getattr(net, n)) for n in names], **options} for names, options in case.groups
+        ]
         offload = {"device": "nvme", "nvme_path": case.folder, **case.offload}
         settings = {"offload_optimizer": offload, "sub_group_size": 600_000, **case.zero}
-        config = base.config_of(base.Case(3, dtype=case.dtype, accumulate=case.accumulate, zero=settings))
-        self.engine, *_ = deepspeed.initialize(model=self.net, optimizer=self.optimizer, config=config)
-
-    def _muon(self, net: Net) -> Muon:
-        groups = [{"params": [(n, getattr(net, n)) for n in names], **options} for names, options in self.case.groups]
-        return Muon(groups, lr=1e-3, orthogonalizer=Orthogonalizer(method="standard"))
-
-    def step(self, number: int) -> None:
-        """One step of the engine."""
-        for micro in range(self.case.accumulate):
-            self.engine.backward(self.engine(factors(self.case.shapes, number, micro, dist.get_rank())))
-            self.engine.step()
-
-    def step_dense(self, number: int) -> None:
-        parts = [
-            factors(self.case.shapes, number, micro, rank)
-            for micro in range(self.case.accumulate)
-            for rank in range(dist.get_world_size())
-        ]
-        for name, p in self.dense.named_parameters():
-            p.grad = torch.stack([part[name] for part in parts]).double().mean(0).float()
-        self.reference.step()
+        super().__init__(deepspeed, base.Case(3, dtype=case.dtype, accumulate=case.accumulate, zero=settings))
 
     def weights(self) -> dict[str, Tensor]:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return {n: safe_get_full_fp32_param(getattr(self.net, n)).view(s) for n, s in self.case.shapes.items()}
+        return {n: base.whole_weight(getattr(self.net, n)) for n in self.shapes}
 
     def momentum(self) -> dict[str, Tensor]:
-        from deepspeed.utils import safe_get_full_optimizer_state as full
+        return {n: base.whole_momentum(getattr(self.net, n)) for n in self.shapes}
 
-        return {n: full(getattr(self.net, n), "exp_avg").view(s) for n, s in self.case.shapes.items()}
-
-    def errors(self, start: dict[str, Tensor]) -> dict[str, float]:
+    def errors(self) -> dict[str, float]:
         """Relative error of what the steps changed, by parameter; 0 only if all bits are equal."""
         found = self.weights()
-        return {n: base._error(w, self.dense.get_parameter(n).detach(), start[n]) for n, w in found.items()}
-
-    def start(self) -> dict[str, Tensor]:
-        return {n: p.detach().clone() for n, p in self.dense.named_parameters()}
+        return {n: base._error(w, self.dense.get_parameter(n).detach(), self.start[n]) for n, w in found.items()}
 
     def files(self) -> list[str]:
         return sorted(os.listdir(self.engine.optimizer.optimizer_swapper.swap_folder))
@@ -175,14 +138,12 @@ def two() -> Iterator[RankPool]:
 def _run(case: Case, steps: int) -> dict[str, Any]:
     with base._quiet() as deepspeed:
         job = Job(deepspeed, case)
-        start = job.start()
         for number in range(steps):
             job.step(number)
-            job.step_dense(number)
         flats = [flat for flat, state in job.optimizer.state.items() if flat.dim() == 1]
         momentum = job.momentum()
         out = {
-            "errors": job.errors(start),
+            "errors": job.errors(),
             "momentum": max(float((momentum[n] - _dense_momentum(job, n)).abs().max()) for n in case.shapes),
             "files": job.files(),
             "in_files": sum(not flat.numel() for flat in flats),
@@ -190,7 +151,7 @@ def _run(case: Case, steps: int) -> dict[str, Any]:
                 sum(s.numel() for k, s in job.optimizer.state[f].items() if k != "step") for f in flats if not f.numel()
             ],
             "squares": sum("exp_avg_sq" in job.optimizer.state[f] for f in flats if not f.numel()),
-            "changed": min(float((job.dense.get_parameter(n) - start[n]).norm()) for n in case.shapes),
+            "changed": min(float((job.dense.get_parameter(n) - job.start[n]).norm()) for n in case.shapes),
         }
         job.engine.destroy()
         return out
@@ -226,11 +187,11 @@ def _save(case: Case, folder: str, later: int) -> dict[str, Tensor]:
     with base._quiet() as deepspeed:
         job = Job(deepspeed, case)
         for number in range(3):
-            job.step(number)
+            job.train(number)
         job.optimizer.param_groups[1]["lr"] = 0.005  # an option that only the optimizer's part of a checkpoint knows
         job.engine.save_checkpoint(folder, tag="here")
         for number in range(3, later):
-            job.step(number)
+            job.train(number)
         found = job.weights()
         job.engine.destroy()
         return found
@@ -241,11 +202,11 @@ def _resume(case: Case, folder: str, later: int, expected: dict[str, Tensor], be
     with base._quiet() as deepspeed:
         job = Job(deepspeed, case)
         for number in range(before):
-            job.step(100 + number)
+            job.train(100 + number)
         load_checkpoint(job.engine, folder)
         steps = {int(s["step"]) for s in job.optimizer.state.values()}
         for number in range(3, later):
-            job.step(number)
+            job.train(number)
         found = job.weights()
         job.engine.destroy()
         return {"differs": [n for n in found if not torch.equal(found[n], expected[n])], "steps": steps}
@@ -274,23 +235,15 @@ def _loaded_by_deepspeed(case: Case, folder: str) -> list[str]:
         job = Job(deepspeed, case)
         job.engine.load_checkpoint(folder, tag="here")
         before = job.weights()
-        messages = [_message(job)]
+        messages = [job.said()]
         assert all(torch.equal(before[n], w) for n, w in job.weights().items())
         job.engine.destroy()
         again = Job(deepspeed, case)
-        messages.append(_message(again))
+        messages.append(again.said())
         again.engine.save_checkpoint(folder, tag="there")
-        messages.append(_message(again))
+        messages.append(again.said())
         again.engine.destroy()
         return messages
-
-
-def _message(job: Job, number: int = 0) -> str:
-    try:
-        job.step(number)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 @swaps
@@ -312,17 +265,16 @@ def _misplaced(k: int, folder: str, unchecked: bool) -> tuple[str, float, int]:
     check = mock.patch.object(zero, "refuse_swaps") if unchecked else nullcontext()
     with base._quiet() as deepspeed, check:
         job = Job(deepspeed, _leading(k, folder))
-        start = job.start()
         aligned = alignment_of(job.engine.optimizer.optimizer_swapper.swap_folder, MIB)
         message = ""
         for number in range(3):
             before = job.weights()
-            message = _message(job, number)
+            message = job.said(number)
             if message:
                 assert all(torch.equal(before[n], w) for n, w in job.weights().items())
                 break
             job.step_dense(number)
-        error = 0.0 if message else job.errors(start)["large"]
+        error = 0.0 if message else job.errors()["large"]
         job.engine.destroy()
         return message, error, aligned
 
@@ -352,14 +304,13 @@ def _params(case: Case, has_fp16: bool) -> tuple[dict[str, float], int, str]:
         # DeepSpeed keeps the model's dtype on accelerators with fp16, as some CPUs and all GPUs are, else bf16.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: has_fp16
         job = Job(deepspeed, case)
-        start = job.start()
         for number in range(3):
-            message = _message(job, number)
+            message = job.said(number)
             if message:
                 return {}, 0, message
             job.step_dense(number)
         files = os.listdir(job.net.a.nvme_swapper.swap_folder)
-        errors = job.errors(start)
+        errors = job.errors()
         job.engine.destroy()
         return errors, sum(name.endswith("_param.tensor.swp") for name in files), ""
 
@@ -393,7 +344,7 @@ def test_parameters_on_nvme_are_exact_or_refused(
 def _first_message(case: Case) -> str:
     with base._quiet() as deepspeed:
         job = Job(deepspeed, case)
-        message = _message(job)
+        message = job.said()
         job.engine.destroy()
         return message
 
@@ -408,9 +359,9 @@ def test_too_few_swap_buffers_are_refused_before_the_first_update(two: RankPool,
 # ------------------------------------------------------------------------------------------ without swap files
 
 
-def _gradients(*numels: int) -> list[Gradient]:
+def _gradients(*numels: int) -> list[tuple[str, int, int]]:
     offsets = itertools.accumulate((0, *numels[:-1]))
-    return [Gradient(f"p{i}", offset, numel) for i, (offset, numel) in enumerate(zip(offsets, numels, strict=True))]
+    return [(f"p{i}", offset, numel) for i, (offset, numel) in enumerate(zip(offsets, numels, strict=True))]
 
 
 QUARTER = MIB // 4  # elements of the smallest gradient that is swapped

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer, param_groups
-from shardmuon.frameworks.deepspeed.config import REQUIRED
+from shardmuon.frameworks.deepspeed import REQUIRED
 from shardmuon.testing import RankPool
 from shardmuon.testing.frameworks import start_deepspeed, whole_momentum, whole_weight
 

@@ -22,7 +22,7 @@ from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
 from shardmuon.foresight.models import build, modules_of
-from shardmuon.frameworks.megatron.training import get_megatron_optimizer
+from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing.frameworks import initialize, wrap
 from shardmuon.testing.pool import RankPool, get_pool
 

@@ -8,6 +8,7 @@ import copy
 import pathlib
 import queue
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,9 +21,8 @@ from megatron_gpt import Dense, clean, gpt, half, megatron, needs_megatron, opti
 from torch import Tensor, nn
 
 from shardmuon import ExchangeError
-from shardmuon.frameworks.megatron import buffers
-from shardmuon.frameworks.megatron.kept import carried_by
-from shardmuon.frameworks.megatron.training import get_megatron_optimizer
+from shardmuon.frameworks.megatron import get_megatron_optimizer
+from shardmuon.frameworks.megatron import shards as flat_shards
 from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.layouts import flat_ranges
@@ -88,7 +88,7 @@ def _contributions(shape: torch.Size, seed: int, number: int) -> list[Tensor]:
 def _train(
     sizes: dict[str, int], dtype: torch.dtype, distributed: bool, bucket_size: int | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Three steps beside the dense optimizer's; what differs, and what Megatron says that this rank holds."""
+    """Three steps that are the dense optimizer's; what was done here, and what Megatron says that this rank holds."""
     ddp: dict[str, Any] = {"use_distributed_optimizer": distributed}
     if bucket_size is not None:  # else there is one bucket
         ddp |= {"overlap_grad_reduce": True, "bucket_size": bucket_size}
@@ -111,9 +111,8 @@ def _train(
         config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=distributed, **half(dtype))
         optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.01)
         for part in optimizer.chained_optimizers:
-            assert not distributed or part.shardmuon_shards, "this rank has no shard"
+            assert not distributed or part.shardmuon.shards, "this rank has no shard"
         dense = Dense(optimizer, whole)
-        wrong: list[str] = []
         for step in range(3):
             model.zero_grad_buffer()
             optimizer.zero_grad()
@@ -129,15 +128,13 @@ def _train(
             optimizer.step()
             dense.step(grads)
             now = {name: cuts[name].take(p.detach()) for name, p in dense.params.items()}
-            wrong += [f"{name}, step {step}" for name, p in params.items() if not torch.equal(p, now[name].to(dtype))]
-            if distributed:
-                for name, (start, stop), shard in shards_of(optimizer):
-                    if not torch.equal(shard, now[name].flatten()[start:stop]):
-                        wrong.append(f"main weights of {name}, step {step}")
+            for name, p in params.items():
+                assert torch.equal(p, now[name].to(dtype)), f"{name}, step {step}"
+            for name, (start, stop), shard in shards_of(optimizer) if distributed else ():
+                assert torch.equal(shard, now[name].flatten()[start:stop]), f"main weights of {name}, step {step}"
         muons = [part.optimizer for part in optimizer.chained_optimizers]
         matrices = {n for muon in muons for g in muon.param_groups if g["use_muon"] for n in g["param_names"]}
         return {
-            "wrong": wrong,
             "runs": [muon.traffic.orthogonalized for muon in muons],
             "plans": [
                 [str(ranks) for plan in muon.plans for ranks in sorted({b.ranks for b in plan.buckets if b.exchange})]
@@ -246,21 +243,22 @@ def _read(model: nn.Module, optimizer: Any, kind: str, folder: str) -> None:
 
 def _load(
     folder: str, kind: str, wanted: dict[str, Tensor], variant: str | None = None, lost: str = "", **sizes: int
-) -> tuple[list[str], set[float]]:
-    """Differences after the last step of a resumed run, and the counts of steps. `lost`: what is halved."""
+) -> None:
+    """The last step of a resumed run has the same bits. `lost`: what is halved, and has to be missed."""
     with megatron(**sizes):
         model, optimizer = _job(9, True, variant, **sizes)
         if variant:
             _stepped([model], optimizer, 5)  # what this has kept is forgotten
-        with mock.patch.object(buffers, "carried_by", _losing(lost)) if lost else contextlib.nullcontext():
+        with mock.patch.object(flat_shards, "_carried_by", _losing(lost)) if lost else contextlib.nullcontext():
             _read(model, optimizer, kind, folder)
         muon = optimizer.chained_optimizers[0].optimizer
         muon.prepare()
         assert len({_kept_text(found) for found in _gathered(muon.state_dict())}) == 1, "not the same on every rank"
         _stepped([model], optimizer, 2)
-        counts = {float(state["step"]) for state in muon.state.values()} | {float(g["step"]) for g in muon.param_groups}
+        assert {float(of["step"]) for of in (*muon.state.values(), *muon.param_groups)} == {3.0}
         found = {clean(n): Cut(p).join(p) for n, p in model.named_parameters()}
-        return [n for n, p in found.items() if not torch.equal(p, wanted[n])], counts
+        unlike = [n for n, p in found.items() if not torch.equal(p, wanted[n])]
+        assert any("linear_fc1" in name for name in unlike) if lost else unlike == []
 
 
 def _gathered(mine: Any) -> list[Any]:
@@ -276,28 +274,50 @@ def _kept_text(state: dict[str, Any]) -> str:
 
 
 def _losing(lost: str) -> Any:
+    original = flat_shards._carried_by
+
     def carried(*args: Any) -> Any:
-        found = carried_by(*args)
+        found = original(*args)
         assert any(kept[lost].any() for kept in found.values()), "nothing to lose"
         return {n: {**kept, lost: kept[lost] / 2} for n, kept in found.items()}
 
     return carried
 
 
+KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch"]
+TP = {"tensor_model_parallel_size": 2}
+
+
 @needs_megatron
-def test_checkpoints_of_flat_shards_resume_with_the_same_bits(
-    tmp_path: pathlib.Path, world2: RankPool, world3: RankPool
+@pytest.mark.parametrize(
+    ("world", "sizes", "variant", "loads"),  # loads: on how many ranks, of what sizes, which kinds
+    [
+        (2, {}, None, [(2, {}, KINDS[:2]), (3, {}, KINDS[:2])]),
+        (4, {}, VARIANT, [(2, {}, KINDS), (4, {}, KINDS[:1])]),
+        (4, TP, VARIANT, [(2, TP, KINDS[:2]), (2, {}, KINDS[1:2])]),
+    ],
+    ids=["plain", "variant", "variant, tensor parallel"],
+)
+def test_checkpoints_of_flat_shards_resume_with_the_same_bits_on_other_ranks(
+    world: int,
+    sizes: dict[str, int],
+    variant: str | None,
+    loads: list[tuple[int, dict[str, int], list[str]]],
+    tmp_path: pathlib.Path,
 ) -> None:
-    kinds = ["dp_reshardable", "fully_reshardable"]
-    wanted = world2.run(_save, str(tmp_path), kinds)[0]
-    for kind in kinds:
-        assert world2.run(_load, str(tmp_path), kind, wanted) == [([], {3.0})] * 2, kind
-    for kind in kinds:
-        assert world3.run(_load, str(tmp_path), kind, wanted) == [([], {3.0})] * 3, kind
+    kinds = list(dict.fromkeys(kind for *_, of_load in loads for kind in of_load))
+    wanted = get_pool(world).run(_save, str(tmp_path), kinds, variant, **sizes)[0]
+    for num_ranks, on, of_load in loads:
+        for kind in of_load:
+            get_pool(num_ranks).run(_load, str(tmp_path), kind, wanted, variant, **on)
+    if variant and not sizes:
+        for lost in ("second_moment", "weight_radius"):
+            get_pool(2).run(_load, str(tmp_path), KINDS[1], wanted, variant, lost)
+        get_pool(2).run(_load, str(tmp_path), KINDS[0], wanted)  # options come from the checkpoint
 
 
-def _parallel_resume(folder: str, sizes: dict[str, int], distributed: bool, variant: str | None = None) -> list[str]:
-    """Differences between a run and the same one resumed."""
+def _parallel_resume(folder: str, sizes: dict[str, int], distributed: bool, variant: str | None) -> None:
+    """A resumed run has the bits of the same one that was not interrupted."""
     parallel: dict[str, Any] = {**sizes, **(EXPERTS if "expert_model_parallel_size" in sizes else {})}
     if "pipeline_model_parallel_size" in sizes:
         parallel |= {"num_layers": 2, "pipeline_dtype": torch.bfloat16}
@@ -316,34 +336,26 @@ def _parallel_resume(folder: str, sizes: dict[str, int], distributed: bool, vari
         resumed.load_state_dict(loaded["optimizer"])
         _stepped([fresh], resumed, 1)
         pairs = zip(model.named_parameters(), fresh.parameters(), strict=True)
-        return [name for (name, p), q in pairs if not torch.equal(p, q)]
-
-
-@needs_megatron
-@pytest.mark.parametrize("distributed", [False, True])
-@pytest.mark.parametrize("kind", ["tensor_model_parallel_size", "expert_model_parallel_size"])
-def test_checkpoints_of_tensor_parallel_layers_and_experts_resume_with_the_same_bits(
-    kind: str, distributed: bool, tmp_path: pathlib.Path, world2: RankPool
-) -> None:
-    assert world2.run(_parallel_resume, str(tmp_path), {kind: 2}, distributed) == [[], []]
+        assert [name for (name, p), q in pairs if not torch.equal(p, q)] == []
 
 
 @needs_megatron
 @pytest.mark.parametrize(
-    ("sizes", "distributed"),
+    ("sizes", "distributed", "variant"),
     [
-        ({}, False),
-        ({"tensor_model_parallel_size": 2}, False),
-        ({"expert_model_parallel_size": 2}, True),
-        ({"pipeline_model_parallel_size": 2}, True),
+        ({}, False, VARIANT),
+        (TP, False, VARIANT),
+        (TP, True, VARIANT),
+        ({"expert_model_parallel_size": 2}, False, None),
+        ({"expert_model_parallel_size": 2}, True, VARIANT),
+        ({"pipeline_model_parallel_size": 2}, True, VARIANT),
     ],
     ids=str,
 )
-def test_what_stages_keep_resumes_with_the_same_bits(
-    sizes: dict[str, int], distributed: bool, tmp_path: pathlib.Path, world2: RankPool
+def test_checkpoints_of_parallel_layers_experts_and_stages_resume_with_the_same_bits(
+    sizes: dict[str, int], distributed: bool, variant: str | None, tmp_path: pathlib.Path, world2: RankPool
 ) -> None:
-    """An assertion of Megatron's ended the first save, for it is not of the parameters' shapes."""
-    assert world2.run(_parallel_resume, str(tmp_path), sizes, distributed, VARIANT) == [[], []]
+    world2.run(_parallel_resume, str(tmp_path), sizes, distributed, variant)
 
 
 @needs_megatron
@@ -355,8 +367,8 @@ def test_what_rank_0_would_not_save_is_refused_on_all(tmp_path: pathlib.Path, wo
         assert "with expert parallelism other ranks have parameters of their own" in error.message
 
 
-def _chunks() -> list[str]:
-    """Differences between model chunks of one optimizer and the same ones with an optimizer each."""
+def _chunks() -> None:
+    """Model chunks of one optimizer have the bits of the same ones with an optimizer each."""
     with megatron():
         config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=True)
         jobs = []
@@ -369,19 +381,18 @@ def _chunks() -> list[str]:
                 for models, optimizer in parts:
                     _stepped(models, optimizer, step)
             jobs.append([p for models, _ in parts for model in models for p in model.named_parameters()])
-        return [name for (name, p), (_, q) in zip(*jobs, strict=True) if not torch.equal(p, q)]
+        assert [name for (name, p), (_, q) in zip(*jobs, strict=True) if not torch.equal(p, q)] == []
 
 
 @needs_megatron
 def test_model_chunks_of_an_interleaved_schedule_share_an_optimizer(world2: RankPool) -> None:
-    assert world2.run(_chunks) == [[], []]
+    world2.run(_chunks)
 
 
-def _real_ranges() -> list[tuple[Any, Any]]:
+def _real_ranges() -> None:
     with megatron():  # quietly
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
-    found = []
     generator = random.Random(0)
     for _ in range(100):
         params = [nn.Parameter(torch.zeros(generator.randint(1, 700))) for _ in range(generator.randint(1, 9))]
@@ -399,44 +410,15 @@ def _real_ranges() -> list[tuple[Any, Any]]:
                 for number, param in enumerate(params):
                     if param in held:
                         theirs[number][k] = (held[param]["param"].start, held[param]["param"].end)
-        found.append((theirs, flat_ranges([p.numel() for p in params], num_ranks, bucket)))
-    return found
+        assert flat_ranges([p.numel() for p in params], num_ranks, bucket) == theirs
 
 
 @needs_megatron
 def test_flat_buffers_are_laid_out_as_megatron_does(world2: RankPool) -> None:
-    for theirs, ours in world2.run(_real_ranges)[0]:
-        assert ours == theirs
+    world2.run(_real_ranges)
 
 
 # ------------------------------------------------------------------------- and, last, on 4 (pools start once)
-
-
-KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch"]
-
-
-@needs_megatron
-def test_what_stages_keep_of_flat_shards_resumes_on_fewer_ranks(
-    tmp_path: pathlib.Path, world4: RankPool, world2: RankPool
-) -> None:
-    wanted = world4.run(_save, str(tmp_path), KINDS, VARIANT)[0]
-    for kind in KINDS:
-        assert world2.run(_load, str(tmp_path), kind, wanted, VARIANT) == [([], {3.0})] * 2, kind
-    assert world4.run(_load, str(tmp_path), KINDS[0], wanted, VARIANT) == [([], {3.0})] * 4
-    for lost in ("second_moment", "weight_radius"):
-        for unlike, _ in world2.run(_load, str(tmp_path), KINDS[1], wanted, VARIANT, lost):
-            assert any("linear_fc1" in name for name in unlike), f"the loss of {lost} went unnoticed"
-    assert world2.run(_load, str(tmp_path), KINDS[0], wanted)[0] == ([], {3.0}), "options come from the checkpoint"
-
-
-@needs_megatron
-def test_what_stages_keep_of_flat_shards_resumes_on_another_tensor_parallel_size(
-    tmp_path: pathlib.Path, world4: RankPool, world2: RankPool
-) -> None:
-    two = {"tensor_model_parallel_size": 2}
-    wanted = world4.run(_save, str(tmp_path), KINDS[:2], VARIANT, **two)[0]
-    for kind, sizes in ((KINDS[0], two), (KINDS[1], two), (KINDS[1], {})):
-        assert world2.run(_load, str(tmp_path), kind, wanted, VARIANT, **sizes) == [([], {3.0})] * 2, (kind, sizes)
 
 
 @needs_megatron
@@ -449,12 +431,11 @@ def test_a_checkpoint_without_what_the_variant_keeps_is_refused_on_all(
         assert error.type_name == "ValueError"
         assert "its momentum was loaded, and not second_moment, which variant='normuon+hyperball'" in error.message
         assert "set the group's variant to None for one step" in error.message
-    assert world2.run(_begin_from_zeros, str(tmp_path), kind) == [True, True]
+    world2.run(_begin_from_zeros, str(tmp_path), kind)
 
 
-def _begin_from_zeros(folder: str, kind: str) -> bool:
-    """Begin from zeros as the message says. True for each matrix that has variant state after a step with the variant
-    again."""
+def _begin_from_zeros(folder: str, kind: str) -> None:
+    """Begin from zeros as the message says: every matrix has variant state after a step with the variant again."""
     with megatron():
         model, optimizer = _job(9, True, VARIANT)
         groups = [group for group in optimizer.param_groups if group["use_muon"]]
@@ -468,24 +449,10 @@ def _begin_from_zeros(folder: str, kind: str) -> bool:
         _stepped([model], optimizer, 3)
         muon = optimizer.chained_optimizers[0].optimizer
         kept = [of for group in muon.state_dict()["param_groups"] for of in group.get("kept_state", {}).values()]
-        return bool(kept) and all(bool(value.any()) for of in kept for value in of.values())
+        assert kept and all(value.any() for of in kept for value in of.values())
 
 
-@needs_megatron
-@pytest.mark.parametrize(
-    ("world", "dtype", "bucket_size"),
-    [
-        (2, torch.bfloat16, None),
-        (3, torch.float32, None),
-        (4, torch.float32, None),
-        (4, torch.bfloat16, 2500),
-    ],
-)
-def test_flat_main_shards_get_the_dense_update(world: int, dtype: torch.dtype, bucket_size: int | None) -> None:
-    ranks = get_pool(world).run(_train, {}, dtype, distributed=True, bucket_size=bucket_size)
-    assert [found["wrong"] for found in ranks] == [[]] * world
-    assert sum(found["runs"][0] for found in ranks) == 3 * 6  # q, k, v, proj, fc1, fc2: once in the job
-    assert (ranks[0]["num_buckets"] > 1) == (bucket_size is not None)
+def _straddle(ranks: list[dict[str, Any]]) -> None:
     straddling = [n for n in ranks[0]["matrices"] if sum(n in found["held"] for found in ranks) > 1]
     assert straddling, "no matrix lies on two ranks"
     starts = [found["held"][n][0] % found["cols"][n] for n in straddling for found in ranks if n in found["held"]]
@@ -493,20 +460,16 @@ def test_flat_main_shards_get_the_dense_update(world: int, dtype: torch.dtype, b
     assert any(n not in found["held"] for n in ranks[0]["matrices"] for found in ranks), "each rank holds some of all"
 
 
-@needs_megatron
-def test_instances_of_the_distributed_optimizer_share_the_work(world4: RankPool) -> None:
-    ranks = world4.run(_train, {"num_distributed_optimizer_instances": 2}, torch.float32, distributed=True)
-    assert [found["wrong"] for found in ranks] == [[]] * 4
-    assert sum(found["runs"][0] for found in ranks) == 3 * 6
+def _straddle_in_buckets(ranks: list[dict[str, Any]]) -> None:
+    _straddle(ranks)
+    assert ranks[0]["num_buckets"] > 1
+
+
+def _two_instances(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["held"] == ranks[2]["held"] != ranks[1]["held"] == ranks[3]["held"]
 
 
-@needs_megatron
-@pytest.mark.parametrize(("distributed", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
-def test_tensor_parallel_layers_get_the_dense_update(distributed: bool, dtype: torch.dtype, world4: RankPool) -> None:
-    ranks = world4.run(_train, {"tensor_model_parallel_size": 2}, dtype, distributed)
-    assert [found["wrong"] for found in ranks] == [[]] * 4
-    assert sum(found["runs"][0] for found in ranks) == 3 * 6
+def _tensor_parallel(ranks: list[dict[str, Any]]) -> None:
     layer = "decoder.layers.0"
     assert {name: stride for name, stride in ranks[0]["strides"].items() if layer in name} == {
         f"{layer}.self_attention.linear_proj.weight": 1,
@@ -514,18 +477,59 @@ def test_tensor_parallel_layers_get_the_dense_update(distributed: bool, dtype: t
         f"{layer}.mlp.linear_fc1.weight": 2,  # gate and up
         f"{layer}.mlp.linear_fc2.weight": 1,
     }
-    if distributed:  # ranks 0 and 2 share the shards of one tensor-parallel rank
+    if ranks[0]["held"]:  # ranks 0 and 2 share the shards of one tensor-parallel rank
         assert any(n in ranks[0]["held"] and n in ranks[2]["held"] for n in ranks[0]["matrices"])
 
 
-@needs_megatron
-def test_pipeline_stages_share_nothing_but_the_list_of_groups(world4: RankPool) -> None:
-    ranks = world4.run(_train, {"pipeline_model_parallel_size": 2}, torch.float32, distributed=True)
-    assert [found["wrong"] for found in ranks] == [[]] * 4
+def _two_stages(ranks: list[dict[str, Any]]) -> None:
     assert [found["plans"] for found in ranks] == [[["(0, 1)"]], [["(0, 1)"]], [["(2, 3)"]], [["(2, 3)"]]]
 
 
-def _hardly_anything() -> tuple[bool, int, int]:
+def _experts_over(of_experts: str) -> Callable[[list[dict[str, Any]]], None]:
+    def check(ranks: list[dict[str, Any]]) -> None:
+        assert ranks[0]["plans"] == [["(0, 1, 2, 3)"], [of_experts]]
+        assert sum(found["runs"][1] for found in ranks) == 3 * 2 * 6  # fc1 and fc2 of each expert, once in the job
+
+    return check
+
+
+DENSE = 3 * 6  # q, k, v, proj, fc1, fc2: once in the job
+EP = {"expert_model_parallel_size": 2}
+EP_WITHOUT_TP = {**TP, **EP, "expert_tensor_parallel_size": 1}
+INSTANCES = {"num_distributed_optimizer_instances": 2}
+STAGES = {"pipeline_model_parallel_size": 2}
+JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], int, Any]] = [
+    (2, {}, torch.bfloat16, True, {}, DENSE, _straddle),
+    (3, {}, torch.float32, True, {}, DENSE, _straddle),
+    (4, {}, torch.float32, True, {}, DENSE, _straddle),
+    (4, {}, torch.bfloat16, True, {"bucket_size": 2500}, DENSE, _straddle_in_buckets),
+    (4, INSTANCES, torch.float32, True, {}, DENSE, _two_instances),
+    (4, TP, torch.bfloat16, False, {}, DENSE, _tensor_parallel),
+    (4, TP, torch.float32, True, {}, DENSE, _tensor_parallel),
+    (4, STAGES, torch.float32, True, {}, 2 * DENSE, _two_stages),
+    (4, EP, torch.float32, True, EXPERTS, 3 * 4, _experts_over("(0, 2)")),
+    (4, EP_WITHOUT_TP, torch.float32, False, EXPERTS, 3 * 4, _experts_over("(0, 2)")),
+    (4, {"expert_tensor_parallel_size": 2}, torch.float32, True, EXPERTS, 3 * 4, _experts_over("(0, 1, 2, 3)")),
+]
+
+
+@needs_megatron
+@pytest.mark.parametrize(("world", "sizes", "dtype", "distributed", "options", "runs", "check"), JOBS)
+def test_main_weights_get_the_dense_update(
+    world: int,
+    sizes: dict[str, int],
+    dtype: torch.dtype,
+    distributed: bool,
+    options: dict[str, Any],
+    runs: int,
+    check: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    ranks = get_pool(world).run(_train, sizes, dtype, distributed, **options)
+    assert sum(found["runs"][0] for found in ranks) == runs
+    check(ranks)
+
+
+def _hardly_anything() -> tuple[int, int]:
     with megatron():
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -552,79 +556,48 @@ def _hardly_anything() -> tuple[bool, int, int]:
             dense.step({"0.weight": sum(parts, torch.zeros(8, 8))})
         muon = optimizer.chained_optimizers[0].optimizer
         held = sum(p.numel() for group in muon.param_groups for p in group["params"])
-        return torch.equal(module[0].weight, dense.params["0.weight"]), held, muon.traffic.orthogonalized
+        assert torch.equal(module[0].weight, dense.params["0.weight"])
+        return held, muon.traffic.orthogonalized
 
 
 @needs_megatron
 def test_ranks_that_hold_padding_only_take_part(world4: RankPool) -> None:
-    found = world4.run(_hardly_anything)
-    assert [equal for equal, *_ in found] == [True] * 4
-    assert [held for _, held, _ in found] == [32, 32, 0, 0]
-    assert sum(runs for *_, runs in found) == 2
+    held, runs = zip(*world4.run(_hardly_anything), strict=True)
+    assert held == (32, 32, 0, 0)
+    assert sum(runs) == 2
 
 
-@needs_megatron
-@pytest.mark.parametrize(
-    ("sizes", "distributed", "plans"),
-    [
-        ({"expert_model_parallel_size": 2}, True, [["(0, 1, 2, 3)"], ["(0, 2)"]]),
-        (
-            {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-            False,
-            [["(0, 1, 2, 3)"], ["(0, 2)"]],
-        ),
-        (
-            {"expert_tensor_parallel_size": 2},
-            True,
-            [["(0, 1, 2, 3)"], ["(0, 1, 2, 3)"]],
-        ),
-    ],
-)
-def test_experts_are_stepped_over_their_own_groups(
-    sizes: dict[str, int], distributed: bool, plans: list[list[str]], world4: RankPool
-) -> None:
-    ranks = world4.run(_train, sizes, torch.float32, distributed, **EXPERTS)
-    assert [found["wrong"] for found in ranks] == [[]] * 4
-    assert ranks[0]["plans"] == plans
-    assert sum(found["runs"][1] for found in ranks) == 3 * 2 * 6  # fc1 and fc2 of each expert, once in the job
-
-
-def _broken_then_loaded(folder: str) -> tuple[list[str], bool]:
+def _broken_then_loaded() -> None:
     with megatron():
         model, optimizer = _job(0)
         _stepped([model], optimizer, 0)
         muon = optimizer.chained_optimizers[0].optimizer
         saved = copy.deepcopy(muon.state_dict())
-        said = []
-        for _ in range(2):
+        for words in ("out of memory", "^an earlier step was broken off"):
             fails = mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory"))
-            with fails, pytest.raises(ExchangeError) as broken:
+            with fails, pytest.raises(ExchangeError, match=words):
                 _stepped([model], optimizer, 1)
-            said.append(str(broken.value))
         muon.load_state_dict(saved)
         _stepped([model], optimizer, 1)
-        return said, all(int(s["step"]) == 2 for s in muon.state.values())
+        assert all(int(s["step"]) == 2 for s in muon.state.values())
 
 
 @needs_megatron
-def test_a_step_that_broke_off_goes_on_when_state_is_loaded(world2: RankPool, tmp_path: pathlib.Path) -> None:
-    for (first, second), counted in world2.run(_broken_then_loaded, str(tmp_path)):
-        assert "out of memory" in first
-        assert second.startswith("an earlier step was broken off")
-        assert counted
+def test_a_step_that_broke_off_goes_on_when_state_is_loaded(world2: RankPool) -> None:
+    world2.run(_broken_then_loaded)
 
 
-def _faults_in_every_function() -> tuple[list[str], list[str]]:
+def _faults_in_every_function() -> None:
     with megatron():
         model, optimizer = _job(0)
         seeds = iter(range(9))
         _stepped([model], optimizer, next(seeds))
         muon = optimizer.chained_optimizers[0].optimizer
-        return plant_in_all(muon, lambda: _stepped([model], optimizer, next(seeds)))
+        known, passed = plant_in_all(muon, lambda: _stepped([model], optimizer, next(seeds)))
+        assert {"instead_of_step", "_fill_gradients", "weights", "signature"} <= {*known}
+        assert passed == []
 
 
 @needs_megatron
 def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all(world2: RankPool) -> None:
-    for known, passed in world2.run(_faults_in_every_function):
-        assert {"instead_of_step", "_fill_gradients", "weights", "signature"} <= {*known}
-        assert passed == []
+    world2.run(_faults_in_every_function)

@@ -95,8 +95,8 @@ CASES = [
     Case("lightning_module", 2, **LIGHTNING, fixed={"devices": 2, "strategy": "modelparallel"}, name="fsdp2"),
     Case("torchtitan_optimizer", 1, **TITAN),
     Case("torchtitan_optimizer", 2, **TITAN, name="fsdp2"),
-    Case("timm_factory", 1, **TIMM),
-    Case("timm_factory", 2, **TIMM),
+    Case("timm_model", 1, **TIMM),
+    Case("timm_model", 2, **TIMM),
 ]
 
 
@@ -169,20 +169,6 @@ def test_the_factory_takes_from_the_arguments_what_is_not_given() -> None:
     assert MuonFactory()()(model, lr=0.02).param_groups[0]["lr"] == 0.02
     with pytest.raises(ValueError, match=r"MuonFactory\(args\)"):
         MuonFactory()()(model)
-
-
-def test_timm_without_the_model_says_what_to_write() -> None:
-    _need("timm")
-    import timm.optim
-
-    adapter = importlib.import_module("shardmuon.frameworks.timm")
-    adapter.register("told", momentum=0.9)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 8))
-    with pytest.raises(TypeError, match="param_group_fn"):
-        timm.optim.create_optimizer_v2(model, "told", lr=0.1)
-    made = timm.optim.create_optimizer_v2(model, "told", lr=0.1, betas=(0.8, 0.9), param_group_fn=adapter.whole_model)
-    assert made.param_groups[0]["momentum"] == 0.9
-    assert made.param_groups[-1]["betas"] == (0.8, 0.9)
 
 
 def test_torchtitan_refuses_its_own_routing_and_parts_with_unlike_rates() -> None:

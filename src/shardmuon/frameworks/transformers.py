@@ -101,14 +101,7 @@ def _replicas(model: nn.Module) -> Any:
 
 
 def _said(optimizer: Muon, taken: dict[str, Any], group: Any) -> str:
-    rows = optimizer.routing
-    counts = Counter(row.optimizer for row in rows)
-    text = f"Muon: {counts['Muon']} parameters with {sum(len(row.matrices) for row in rows)} matrices"
-    text += f", AdamW: {counts['AdamW']} parameters"
-    if counts["frozen"]:
-        text += f", frozen: {counts['frozen']}"
-    if taken:
-        text += ". From TrainingArguments: " + ", ".join(f"{key}={value}" for key, value in taken.items())
-    if group is not None:
-        text += f". The work is shared by {len(group_ranks(group))} ranks"
-    return text
+    counts = Counter(row.optimizer for row in optimizer.routing)
+    text = "Routed: " + ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items())) + " parameters"
+    text += ". From TrainingArguments: " + (", ".join(f"{key}={value}" for key, value in taken.items()) or "nothing")
+    return text if group is None else f"{text}. The work is shared by {len(group_ranks(group))} ranks"

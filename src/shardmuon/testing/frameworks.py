@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from shardmuon.frameworks.deepspeed.config import REQUIRED
+from shardmuon.frameworks.deepspeed import REQUIRED
 
 if TYPE_CHECKING:
     from shardmuon.muon import Muon

@@ -1,6 +1,6 @@
 """A step on ZeRO's flat partitions: the same optimizer, run on the parts of matrices that the flats hold.
 
-DeepSpeed puts flats in the place of parameters (partitions.py). Each of Muon's is stepped by a core of its own, whose
+DeepSpeed puts flats in the place of parameters (partitions.py). Each of Muon's is stepped as a core of its own, whose
 parameters are shards: views of the flat. Momentum belongs to the optimizer that DeepSpeed has and is as long as the
 flat, so DeepSpeed finds, offloads and saves it as that of any other optimizer.
 
@@ -12,6 +12,13 @@ flat, so DeepSpeed finds, offloads and saves it as that of any other optimizer.
 [Note: names of state]
     DeepSpeed's universal checkpoints know Adam's state only: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of a
     flat is called `exp_avg`. `exp_avg_sq` is one zero, shown at every element: it takes no memory.
+
+[Note: what DeepSpeed loads]
+    `save_checkpoint` writes what a rank has in memory to a file as ever, and copies its swap files. With NVMe offload
+    `load_checkpoint` copies the swap files back and does not read the first. So in a new process, where the optimizer
+    has no state yet that files could be read to, state is lost; and always are weights and state of sub-groups that
+    stay in memory, step counts, the groups' options and the loss scale. `load_checkpoint` below loads all of it. A
+    `Mark` finds out that a checkpoint was loaded without: a file among the swap files, so that it is copied with them.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +35,9 @@ from torch import Tensor
 from shardmuon.comm.groups import group_ranks
 from shardmuon.comm.vote import Fault, run_together
 from shardmuon.core import Core
-from shardmuon.errors import REMEDY, Refused
-from shardmuon.frameworks.deepspeed.nvme import Mark, refuse_params, refuse_swaps, swapped_numel, swapper_of, zero3_of
+from shardmuon.errors import REMEDY, Refused, made_public
 from shardmuon.frameworks.deepspeed.partitions import (
+    Mark,
     check_version,
     differs_from_model,
     is_partitioned,
@@ -37,12 +45,17 @@ from shardmuon.frameworks.deepspeed.partitions import (
     make_shard,
     refuse_copies,
     refuse_options,
+    refuse_params,
+    refuse_swaps,
     shape_of,
     slices_of,
+    swapped_numel,
+    swapper_of,
+    zero3_of,
 )
-from shardmuon.frameworks.stack import caller
-from shardmuon.host import Host, Progress, Weight
+from shardmuon.host import Host, Progress, Weight, caller
 from shardmuon.momentum.keeper import BUFFER
+from shardmuon.muon import Muon
 from shardmuon.options import check_hyperparameters
 from shardmuon.step.adamw import init_state, step_adamw
 from shardmuon.step.kept import CARRIED, carry, kept_in, missing_fault, take_carried
@@ -51,28 +64,28 @@ if TYPE_CHECKING:
     from shardmuon.comm.groups import Ranks
     from shardmuon.plan.plan import Plan
 
-Named = tuple[str, Tensor]
+_Named = tuple[str, Tensor]
 
 
-class Flat:
-    """One flat with its shards. Lives as long as the flat does.
+class Flat(Core):
+    """One flat and the step of its matrices, with the options of the optimizer that DeepSpeed has. Lives as long as the
+    flat does.
 
     Attributes:
-        index: Of its group.
-        swapped: Whether DeepSpeed keeps it in files (NVMe) while it is not stepped.
-        slices, names: What this rank has of each parameter, and what that is called.
-        ranks: Those that share the flat.
-        shards: One for each slice. They are empty until `show`.
-        core: Steps the shards; None: AdamW's.
+        index: Number of its group.
+        is_muon: True for a flat of matrices; AdamW's are stepped whole.
+        swapped: True if DeepSpeed keeps it in files (NVMe) while it is not stepped.
+        slices, names: Parts of parameters on this rank, and the parameters' names.
+        ranks: Ranks that share the flat.
+        shards: One tensor for each slice, empty until `show`.
     """
 
-    core: FlatCore | None = None
-
-    def __init__(self, index: int, flat: Tensor, named: Sequence[Named]) -> None:
+    def __init__(self, core: Core, index: int, group: Mapping[str, Any], named: Sequence[_Named], flat: Tensor) -> None:
+        super().__init__(core.config, None, core.keeper, copy.copy(core.audits), core.traffic)
         params, names = [p for _, p in named], {id(p): name for name, p in named}
-        self.index, self.flat = index, flat
+        self.index, self.flat, self.is_muon = index, flat, bool(group["use_muon"])
         self.swapped = swapped_numel(flat, zero3_of(params)) > 0
-        self.slices, group = slices_of(flat, params)
+        self.slices, process_group = slices_of(flat, params)
         strangers = [shape_of(part.param) for part in self.slices if id(part.param) not in names]
         if strangers:
             raise ValueError(
@@ -81,8 +94,10 @@ class Flat:
                 "expert_parallel out"
             )
         self.names = [names[id(part.param)] for part in self.slices]
-        self.ranks = group_ranks(group)
-        self.shards = [make_shard(flat, part, group) for part in self.slices]
+        self.ranks = group_ranks(process_group)
+        self.shards = [make_shard(flat, part, process_group) for part in self.slices]
+        self.param_groups = [{**group, "params": self.shards, "param_names": self.names}]
+        self.state = defaultdict(dict)
 
     def unlike_model(self) -> list[str]:
         """Names of the parameters whose part in the flat is not what the model has there."""
@@ -96,33 +111,13 @@ class Flat:
             shard.data = flat.narrow(0, part.offset, part.numel)
             shard.grad = None if grad is None else grad.detach().narrow(0, part.offset, part.numel)
 
-
-class FlatCore(Core):
-    """The step of one of Muon's flats, with the options of the optimizer that DeepSpeed has."""
-
-    def __init__(self, core: Core, group: Mapping[str, Any], known: Flat) -> None:
-        super().__init__(core.config, None, core.keeper, copy.copy(core.audits), core.traffic)
-        self.param_groups = [{**group, "params": known.shards, "param_names": known.names}]
-        self.state = defaultdict(dict)
-        self.known = known
-
-    def unlike_model(self) -> Sequence[str]:
-        return self.known.unlike_model()
-
-    def show(self, group: Mapping[str, Any], momentum: Tensor) -> None:
-        """Take options, weights, gradients and momentum as they are now; schedules write to the outer group."""
-        self.param_groups[0].update(_options(group) | {"param_names": self.known.names})
-        self.known.show()
-        for shard, part in zip(self.known.shards, self.known.slices, strict=True):
-            self.state[shard][BUFFER] = momentum.narrow(0, part.offset, part.numel)
-
     def take(self, group: Mapping[str, Any], carried: dict[str, dict[str, Tensor]]) -> None:
         """Take what stages keep of these matrices out of `carried`, once momentum was loaded.
 
         Raises:
             ValueError: It lacks what the group's variant keeps.
         """
-        for name, shard in zip(self.known.names, self.known.shards, strict=True):
+        for name, shard in zip(self.names, self.shards, strict=True):
             if not self.state[shard]:
                 fault = missing_fault(name, group, carried.get(name, {}))
                 if fault is not None:
@@ -144,7 +139,7 @@ class DeepSpeedHost(Host):
     clipping = 'these gradients are DeepSpeed\'s, which clips them before step(): set "gradient_clipping" in its config'
 
     def __init__(self) -> None:
-        self.groups: list[tuple[dict[str, Any], list[Named]]] = []
+        self.groups: list[tuple[dict[str, Any], list[_Named]]] = []
         self.mark = Mark()
         self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
         self._flats: dict[int, Flat] = {}  # id of a flat -> what is known of it; AdamW's too
@@ -159,8 +154,8 @@ class DeepSpeedHost(Host):
         return [p for _, named in self.groups for _, p in named]
 
     @property
-    def _cores(self) -> list[FlatCore]:
-        return [known.core for known in self._flats.values() if known.core is not None]
+    def _cores(self) -> list[Flat]:
+        return [known for known in self._flats.values() if known.is_muon]
 
     # -------------------------------------------------------------------------------------------- groups and state
 
@@ -177,10 +172,9 @@ class DeepSpeedHost(Host):
         self._take_carried()
 
     def _take_carried(self) -> None:
-        """Take what loaded groups carry in the place of what stages have kept."""
+        """Take what loaded groups carry in the place of what stages have kept, and what audits remember."""
         self._carried = take_carried(group for group, _ in self.groups)
-        for core in self._cores:
-            core.state.clear()
+        self._flats = {}
 
     def restore_groups(self, core: Core) -> None:
         """Put the groups back as they are between steps, as DeepSpeed does only without an error."""
@@ -232,7 +226,7 @@ class DeepSpeedHost(Host):
         if self.is_active:
             kept = dict(self._carried)
             for inner in self._cores:
-                named = zip(inner.known.names, inner.known.shards, strict=True)
+                named = zip(inner.names, inner.shards, strict=True)
                 kept |= {name: kept_in(inner.state[shard]) for name, shard in named if inner.state[shard]}
             # By name, all in the first group: of a universal checkpoint stage 3 loads that one's options for every one.
             carry(saved["param_groups"][0], kept)
@@ -288,15 +282,9 @@ class DeepSpeedHost(Host):
         frame = caller("initialize_optimizer_states", "deepspeed")
         if frame is None:
             return None
-        made = ([p for _, p in named] for _, named in self.groups)
-        stepped = (group["params"] for group in core.param_groups)
-        wrapper = frame.f_locals["self"]
-
-        def check() -> None:
-            check_version()
-            refuse_copies(wrapper, zip(made, stepped, strict=True))
-
-        return check
+        wrapper, made = frame.f_locals["self"], [[p for _, p in named] for _, named in self.groups]
+        stepped = [group["params"] for group in core.param_groups]
+        return lambda: refuse_copies(wrapper, zip(made, stepped, strict=True))
 
     def step(self, core: Core, progress: Progress, fault: Fault) -> None:
         """Step those of the groups that DeepSpeed has put into `core.param_groups` for this call."""
@@ -334,8 +322,8 @@ class DeepSpeedHost(Host):
             for known in self._flats.values():
                 if not known.swapped:  # its state is made when it is stepped: there is one sub-group's at a time
                     self._state(core, known)
-                if known.core is not None and float(core.state[known.flat].get("step", 0)) > 0:
-                    known.core.take(self.groups[known.index][0], self._carried)
+                if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
+                    known.take(self.groups[known.index][0], self._carried)
             if self._unchecked:
                 self._refuse_unlike_model(stepped)
             if not stepped <= self._flats.keys():
@@ -358,15 +346,7 @@ class DeepSpeedHost(Host):
         for index, flat in flats:
             group, named = self.groups[index]
             refuse_swaps(flat, named, num_states=1 if group["use_muon"] else 2)
-            known = found[id(flat)] = Flat(index, flat, named)
-            if group["use_muon"]:
-                known.core = FlatCore(core, group, known)
-                if core.keeper.dtype not in (None, flat.dtype):
-                    raise ValueError(
-                        f"Storage.momentum_dtype={core.keeper.dtype}: DeepSpeed keeps weights and momentum of group "
-                        f"{index} as {flat.dtype} (bf16_master_weights_and_grads in its config). Leave momentum_dtype "
-                        "out"
-                    )
+            found[id(flat)] = Flat(core, index, group, named, flat)
         self._flats = found
 
     def _refuse_unlike_model(self, stepped: set[int]) -> None:
@@ -387,7 +367,7 @@ class DeepSpeedHost(Host):
         """A flat's state, zeros at first. DeepSpeed looks for it once, after the first flat was stepped."""
         flat = known.flat
         state: dict[str, Any] = core.state[flat]
-        if known.core is None:
+        if not known.is_muon:
             init_state(flat, flat, state)
             return state
         if "exp_avg" not in state:
@@ -408,15 +388,19 @@ class DeepSpeedHost(Host):
         """Step the flats of this call. What shows a flat to its core is told to the others in the core's vote."""
         for group in core.param_groups:
             for flat in group["params"]:
-                inner = self._flats[id(flat)].core
-                if inner is not None:
-                    inner.broken, fault = None, Fault()
+                known = self._flats[id(flat)]
+                if known.is_muon:
+                    known.broken, fault = None, Fault()
                     with fault:
-                        inner.show(group, self._state(core, inner.known)["exp_avg"])
+                        known.param_groups[0].update(_options(group) | {"param_names": known.names})
+                        known.show()
+                        momentum = self._state(core, known)["exp_avg"]
+                        for shard, part in zip(known.shards, known.slices, strict=True):
+                            known.state[shard][BUFFER] = momentum.narrow(0, part.offset, part.numel)
                     try:
-                        inner.take_step(fault)
+                        known.take_step(fault)
                     finally:
-                        core.broken = inner.broken
+                        core.broken = known.broken
                     core.state[flat]["step"] += 1
                 self._num_stepped += 1
 
@@ -431,3 +415,118 @@ _SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+# --------------------------------------------------------------------------------- checkpoints with NVMe offload
+
+
+def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, **options: Any) -> tuple[Any, Any]:
+    """`engine.load_checkpoint` that brings everything back with NVMe offload, too: see [Note: what DeepSpeed loads].
+    Collective among all ranks. Reads pickles: load files you trust.
+
+    Args:
+        engine: What `deepspeed.initialize` returned, with a `shardmuon.Muon` as optimizer.
+        load_dir: As saved with `engine.save_checkpoint`, by as many ranks.
+        tag: As saved; the latest one if None.
+        options: Of `engine.load_checkpoint`; with NVMe offload `load_module_strict` and `load_lr_scheduler_states`.
+
+    Returns:
+        As `engine.load_checkpoint`.
+
+    Raises:
+        ValueError: It does not fit, on any rank: raised on all, before anything changes.
+    """
+    zero3 = engine.optimizer
+    optimizer = getattr(zero3, "optimizer", None)
+    if not isinstance(optimizer, Muon):
+        raise ValueError(f"engine.optimizer steps {type(optimizer).__name__}, not a shardmuon.Muon")
+    with made_public():
+        if not getattr(zero3, "swap_optimizer", False):
+            return engine.load_checkpoint(str(load_dir), tag, **options)  # type: ignore[no-any-return]
+        saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
+        run_together(lambda: _place(zero3, saved))  # what follows is collective
+        found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
+        _fill(zero3, saved)
+        host = optimizer.hosts.find(DeepSpeedHost)
+        assert isinstance(host, DeepSpeedHost)
+        host.mark.remove(zero3.optimizer_swapper.swap_folder)
+    return found
+
+
+def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what DeepSpeed saved of this rank's memory. Raises ValueError if it does not belong to these partitions."""
+    unknown = sorted(set(options) - {"load_module_strict", "load_lr_scheduler_states"})
+    if unknown:
+        raise ValueError(f"load_checkpoint: {unknown} cannot be chosen with NVMe offload: all is loaded")
+    if engine.load_universal_checkpoint():
+        raise ValueError(
+            'checkpoint: {"load_universal": true} with NVMe offload: DeepSpeed reads none: leave the key out'
+        )
+    tag = tag if tag is not None else (folder / "latest").read_text().strip()
+    zero3 = engine.optimizer
+    path = Path(engine._get_zero_ckpt_name(str(folder), tag))
+    if not path.is_file():
+        raise ValueError(f"no file {path}: the checkpoint is of another number of ranks, or is none of ZeRO 3")
+    file = torch.load(path, map_location="cpu", weights_only=False)
+    saved: dict[str, Any] = file.get("optimizer_state_dict", {})
+    flats = zero3.fp32_partitioned_groups_flat
+    mine = [0 if swapped_numel(flat, zero3) else flat.numel() for flat in flats]
+    theirs = [flat.numel() for flat in saved.get("fp32_flat_groups", ())]
+    ranks = saved.get("partition_count")
+    if mine != theirs or ranks != zero3.partition_count:
+        raise ValueError(
+            f"{path}: saved by {ranks} ranks with sub-groups of {theirs} elements in memory (0: in files), here "
+            f"are {zero3.partition_count} ranks with {mine}. Use the same ranks, groups and offload settings"
+        )
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    copies = folder / tag / "offloaded_tensors" / f"rank{rank:02d}"
+    files = [f"{flat.ds_id}.tensor.swp" for flat in flats if swapped_numel(flat, zero3)]
+    missing = [name for name in files if not (copies / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
+            "the same model as when it was saved, in a process that has made no other engine"
+        )
+    return saved
+
+
+def _place(zero3: Any, saved: dict[str, Any]) -> None:
+    """Set up what files do not bring back: step counts, options, state in memory, and something to read the files to.
+
+    Args:
+        zero3: DeepSpeed's stage-3 optimizer.
+        saved: From `_read`.
+    """
+    optimizer = zero3.optimizer
+    zero3.optimizer_swapper.purge_state()  # it looks for state anew when it reads
+    zero3._set_fp32_optimizer_param_groups()
+    flats = [flat for group in optimizer.param_groups for flat in group["params"]]
+    wanted = saved["optimizer_state_dict"]
+    ids = [number for group in wanted["param_groups"] for number in group["params"]]
+    state = dict(wanted["state"])
+    for number, flat in zip(ids, flats, strict=True):
+        numel = swapped_numel(flat, zero3)
+        if numel:  # what was in files was saved empty: zeros as long stand for it
+            state[number] = {
+                key: value.new_zeros(()).expand(numel) if isinstance(value, Tensor) and value.shape == (0,) else value
+                for key, value in state.get(number, {}).items()
+            }
+    optimizer.load_state_dict({**wanted, "state": state})
+    for flat in flats:
+        for value in optimizer.state[flat].values() if swapped_numel(flat, zero3) else ():
+            if isinstance(value, Tensor) and value.is_contiguous():  # what was in memory stays there
+                value.swappable = False  # type: ignore[attr-defined]
+    zero3._clear_fp32_optimizer_param_groups()
+
+
+def _fill(zero3: Any, saved: dict[str, Any]) -> None:
+    """Fill in weights that were in memory and the loss scale, once the files have come back. Collective."""
+    zero3.loss_scaler = saved["loss_scaler"]
+    zero3.dynamic_loss_scale = saved["dynamic_loss_scale"]
+    zero3.overflow = saved["overflow"]
+    zero3.checkpoint_event_prologue()
+    for number, flat in enumerate(zero3.fp32_partitioned_groups_flat):
+        if not swapped_numel(flat, zero3):
+            flat.data.copy_(saved["fp32_flat_groups"][number])
+            zero3._reassign_or_swap_out_partitioned_parameters(number)
+    zero3.checkpoint_event_epilogue()

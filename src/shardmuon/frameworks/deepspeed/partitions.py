@@ -1,7 +1,6 @@
-"""DeepSpeed ZeRO: flat fp32 partitions in which matrices are cut at any element.
+"""DeepSpeed ZeRO: flat fp32 partitions in which matrices are cut at any element, and their swap files (NVMe offload).
 
-Every private attribute of DeepSpeed that shardmuon reads is in this file, nvme.py and resume.py.
-DeepSpeed itself is never imported.
+Every private attribute of DeepSpeed that shardmuon reads is in this file and in host.py. DeepSpeed is never imported.
 
 [Note: what DeepSpeed steps]
     `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flats*: this rank's 1-D fp32 partition
@@ -21,28 +20,46 @@ DeepSpeed itself is never imported.
     r-th equal part of it, its flat. So a parameter's place in the buffer says which part of it a flat holds, and where.
     DeepSpeed's own record, `_hp_mapping`, is made in the order of the groups instead and is wrong with
     `round_robin_gradients` (0.19.8): of it only that it is there is read.
+
+[Note: what is swapped]
+    With NVMe offload of optimizer state at stage 3 a sub-group of which a rank holds at least max(1 MiB,
+    `aio.block_size`) lies in files: weights, every state as long as its flat (unless it has `swappable = False`) and
+    gradients of that size. Its flat and states are empty but while they are stepped. The smaller sub-groups stay in
+    memory.
+
+[Note: gradients that do not come back]
+    A swapped gradient is read by direct I/O into the sub-group's buffer, at the parameter's offset. File systems take
+    memory addresses that are multiples of 512 bytes, some of any or of more. Elsewhere the read fails, DeepSpeed does
+    not look at the result, and what the buffer held before is stepped. Buffers begin at a page, so offsets tell.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
 import sys
+import tempfile
+import time
+import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import group_ranks
-from shardmuon.frameworks.deepspeed.nvme import number_of, zero3_of
 from shardmuon.layout.engines.base import Claim, Engine, Group
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper
 
 TESTED = "0.19.8"
+_PAGE = 4096  # bytes; every file system takes addresses that are multiples of it
+_MARK = "shardmuon.saved"
 
 
 class Slice(NamedTuple):
@@ -97,12 +114,12 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
 
 @contextmanager
 def known_insides() -> Iterator[None]:
-    """Say which DeepSpeed it is, where it lacks what is read of it."""
+    """Turn an AttributeError about DeepSpeed's insides into a ValueError with its version and the tested one."""
     try:
         yield
     except AttributeError as error:
         raise ValueError(
-            f"DeepSpeed {version()} does not keep its partitions as shardmuon knows them from {TESTED}: {error}. "
+            f"DeepSpeed {_version()} does not keep its partitions as shardmuon knows them from {TESTED}: {error}. "
             f"Install deepspeed=={TESTED}"
         ) from None
 
@@ -110,15 +127,16 @@ def known_insides() -> Iterator[None]:
 def check_version() -> None:
     """Warn of a DeepSpeed newer than the tested one. Raises ValueError for an older one: none of them hands over the
     right gradient with every setting (benchmarks/results/nvme.md)."""
-    found, tested = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (version(), TESTED))
+    here = _version()
+    found, tested = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (here, TESTED))
     if found < tested:
         raise ValueError(
-            f"DeepSpeed {version()}: before {TESTED} it hands over wrong gradients with some settings (stage 2 with "
+            f"DeepSpeed {here}: before {TESTED} it hands over wrong gradients with some settings (stage 2 with "
             f"contiguous_gradients false), with any optimizer. Install deepspeed=={TESTED}"
         )
     if found > tested:
         warnings.warn(
-            f"DeepSpeed {version()} is newer than {TESTED}, with which shardmuon is tested. What it keeps is checked, "
+            f"DeepSpeed {here} is newer than {TESTED}, with which shardmuon is tested. What it keeps is checked, "
             "what it does is not: write audit=Audit(every=1000) to be sure",
             stacklevel=2,
         )
@@ -182,7 +200,7 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
     if getattr(zero3, "zero_hpz_partition_size", 1) > 1:
         raise ValueError("zero_hpz_partition_size > 1 (hpZ) is not supported: set it to 1")
-    number = number_of(flat, zero3)
+    number = _number_of(flat, zero3)
     params, offset, slices = zero3.fp16_groups[number], 0, []
     group = params[0].ds_process_group
     ranks = group_ranks(group)
@@ -225,6 +243,7 @@ def refuse_copies(wrapper: Any, groups: Iterable[tuple[Sequence[Tensor], Sequenc
         wrapper: DeepSpeed's.
         groups: (what a group was made with, what is in it now).
     """
+    check_version()
     scale = getattr(wrapper, "loss_scale_config", None)
     if scale is not None and (scale.dynamic_loss_scale or scale.cur_scale != 1):
         raise ValueError(
@@ -246,11 +265,12 @@ def refuse_copies(wrapper: Any, groups: Iterable[tuple[Sequence[Tensor], Sequenc
 
 def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError for options of the optimizer or its groups that have no place on flats."""
-    if keeper.dtype not in (None, torch.float32) or keeper.device is not None or keeper.rounds_weights:
+    if keeper.dtype is not None or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
-            f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads fp32 state and weights "
-            "itself. Leave storage out; use offload_optimizer in its config, and with NVMe "
-            '"save_muon_momentum_buffer_in_memory": true to keep momentum on the CPU'
+            f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads state and weights "
+            "itself, as its config says (fp32, or bf16_master_weights_and_grads). Leave storage out; use "
+            'offload_optimizer in its config, and with NVMe "save_muon_momentum_buffer_in_memory": true to keep '
+            "momentum on the CPU"
         )
     for index, group in enumerate(groups):
         if group["use_muon"] and (group.get("tp_group") is not None or group.get("partition_dim") is not None):
@@ -271,12 +291,8 @@ def _refuse_tensor_parallel(param: Any) -> None:
         )
 
 
-def version() -> str:
-    """DeepSpeed's version."""
+def _version() -> str:
     return str(getattr(sys.modules.get("deepspeed"), "__version__", "of unknown version"))
-
-
-# ------------------------------------------------------------------------------------------------------- the engine
 
 
 def make_shard(flat: Tensor, part: Slice, group: Any) -> Tensor:
@@ -296,10 +312,178 @@ class DeepSpeedEngine(Engine):
         return shape_of(param)
 
     def claim(self, param: Tensor, group: Group) -> Claim:
-        raise ValueError(_STEPPED_ALONE)
+        raise ValueError(
+            "ZeRO 3 keeps it in partitions (zero.Init), and this optimizer steps it without DeepSpeed. Give the "
+            "optimizer to deepspeed.initialize(model=..., optimizer=...) and step the engine"
+        )
 
 
-_STEPPED_ALONE = (
-    "ZeRO 3 keeps it in partitions (zero.Init), and this optimizer steps it without DeepSpeed. Give the optimizer to "
-    "deepspeed.initialize(model=..., optimizer=...) and step the engine"
-)
+# ------------------------------------------------------------------------------------------------------ swap files
+
+
+def zero3_of(params: Iterable[Tensor]) -> Any:
+    """DeepSpeed's stage-3 optimizer that steps any of these model parameters, or None."""
+    return next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
+
+
+def swapper_of(params: Iterable[Tensor]) -> Any:
+    """DeepSpeed's swapper for the partitions of these model parameters, None if they are not offloaded to NVMe."""
+    zero3 = zero3_of(params)
+    return zero3.optimizer_swapper if getattr(zero3, "swap_optimizer", False) else None
+
+
+def swapped_numel(flat: Tensor, zero3: Any) -> int:
+    """Elements of a flat that lies in files now and then, 0 for one that stays in memory."""
+    if not getattr(zero3, "swap_optimizer", False):
+        return 0
+    number = _number_of(flat, zero3)
+    return int(zero3.fp16_partitioned_groups_flat_numel[number]) if zero3._swappable_optimizer_subgroup(number) else 0
+
+
+def _number_of(flat: Tensor, zero3: Any) -> int:
+    """The number of the sub-group of stage 3 that a flat is."""
+    return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
+
+
+def refuse_params(named: Sequence[tuple[str, Any]]) -> None:
+    """Raise ValueError for weights on NVMe that DeepSpeed does not keep as they were.
+
+    On accelerators without fp16, as most CPUs are, it makes bf16 of fp32 ones, and masters of these. With `fast_init`
+    it reads them to addresses and in lengths that direct I/O does not take, see
+    [Note: gradients that do not come back].
+
+    Args:
+        named: (name, parameter).
+    """
+    zero3 = zero3_of(p for _, p in named)
+    for name, p in named:
+        swapper = getattr(p, "nvme_swapper", None)
+        if swapper is None or not swapper.swappable_tensor(p):
+            continue
+        if swapper.dtype != zero3.dtype:
+            raise ValueError(
+                f"{name}: offload_param to NVMe keeps it as {swapper.dtype}, the model is {zero3.dtype}: DeepSpeed "
+                'rounds its weights. Write "bf16": {"enabled": true}, or offload_param: {"device": "cpu"}'
+            )
+        if getattr(zero3, "offload_optimizer_fast_init", False):
+            raise ValueError(
+                f'{name}: offload_param to NVMe and offload_optimizer: {{"fast_init": true}}: DeepSpeed then starts '
+                'from other weights than the model had. Write "fast_init": false'
+            )
+
+
+def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int) -> None:
+    """Raise ValueError if a sub-group is swapped and DeepSpeed would not do so right.
+
+    Args:
+        flat: The sub-group's.
+        named: (name, parameter) of the group that it is of.
+        num_states: States as long as the flat.
+    """
+    zero3 = zero3_of(p for _, p in named)
+    if not swapped_numel(flat, zero3):
+        return
+    swapper = zero3.optimizer_swapper
+    count, needed = swapper.swap_config.buffer_count, num_states + 2
+    if count < needed:
+        raise ValueError(
+            f"offload_optimizer: buffer_count={count}, but weights, gradient and {num_states} states are swapped in "
+            f"together. Write {needed} or more"
+        )
+    names = {id(p): name for name, p in named}
+    gradients = []
+    for p in zero3.fp16_groups[_number_of(flat, zero3)]:
+        _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
+        gradients.append((names.get(id(p), f"a parameter of shape {tuple(p.ds_shape)}"), offset, numel))
+    least, size, folder = int(swapper.min_aio_bytes), int(swapper.swap_element_size), str(swapper.swap_folder)
+    if any(offset and numel * size >= least for _, offset, numel in gradients):
+        refuse_misplaced(gradients, least, size, alignment_of(folder, least), folder)
+
+
+def refuse_misplaced(
+    gradients: Sequence[tuple[str, int, int]], least: int, size: int, alignment: int, folder: str
+) -> None:
+    """Raise ValueError for a swapped gradient at an address that direct I/O does not take.
+
+    Args:
+        gradients: (parameter's name, first element in the sub-group's buffer, number of elements on a rank with
+            padding) of one sub-group, in its order.
+        least: Bytes from which on a gradient is swapped.
+        size: Bytes of an element.
+        alignment: Bytes of which addresses must be multiples.
+        folder: Where the swap files are.
+    """
+    step = max(alignment // size, 1)
+    for name, offset, numel in gradients:
+        if numel * size >= least and offset % step:
+            cause, odd = next((other, length) for other, _, length in gradients if length % step)
+            raise ValueError(
+                f"{name}: DeepSpeed reads its gradient from NVMe to element {offset} of its sub-group (byte "
+                f"{offset * size}), but direct I/O in {folder} takes multiples of {alignment} bytes ({step} elements) "
+                "only. DeepSpeed does not notice that the read fails and would step an old gradient in its place. "
+                f"{cause}, which is before it, has {odd} elements a rank: put it and others whose elements a rank are "
+                f"no multiple of {step} into a group of their own, or pad them, or write "
+                'offload_optimizer: {"device": "cpu"}'
+            )
+
+
+def alignment_of(folder: str, num_bytes: int) -> int:
+    """Bytes of which memory addresses must be multiples for direct I/O in a folder, found by reading a file there.
+
+    Args:
+        folder: Where the swap files are.
+        num_bytes: As many are read: the smallest transfer that counts.
+    """
+    content = os.urandom(-(-num_bytes // _PAGE) * _PAGE)
+    with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, len(content) + _PAGE) as memory:
+        file.write(content)
+        file.flush()
+        handle = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        try:
+            aligned = _PAGE
+            while aligned > 4 and _arrives(handle, memory, aligned // 2, content):
+                aligned //= 2
+            return aligned
+        finally:
+            os.close(handle)
+
+
+def _arrives(handle: int, memory: mmap.mmap, start: int, content: bytes) -> bool:
+    with memoryview(memory) as whole, whole[start : start + len(content)] as part:
+        part[:] = bytes(len(content))
+        try:
+            return os.preadv(handle, [part], 0) == len(content) and part == content
+        except OSError:
+            return False
+
+
+class Mark:
+    """One rank's mark in the folder of swapped state: there from a save to the next step, or because a checkpoint was
+    loaded."""
+
+    def __init__(self) -> None:
+        self._born = time.time()
+        self._written = ""
+
+    def write(self, folder: str) -> None:
+        """Write the mark as state is being saved: DeepSpeed copies the folder next."""
+        self._written = uuid.uuid4().hex
+        (Path(folder) / _MARK).write_text(self._written)
+
+    def remove(self, folder: str) -> None:
+        (Path(folder) / _MARK).unlink(missing_ok=True)
+
+    def refuse_loaded(self, folder: str) -> None:
+        """Raise ValueError if a checkpoint has come back by DeepSpeed's function alone."""
+        path = Path(folder) / _MARK
+        if not path.exists():
+            return
+        # An earlier process may have ended right after it saved. A copy's time of change is that of copying.
+        if path.read_text() != self._written and path.stat().st_ctime >= self._born:
+            raise ValueError(
+                "a checkpoint was loaded with engine.load_checkpoint: with NVMe offload DeepSpeed loads no optimizer "
+                "state in a new process and never the weights of small sub-groups. Start again and load it with "
+                "shardmuon.frameworks.deepspeed.load_checkpoint(engine, folder, tag)"
+            )
+        path.unlink()
+        self._written = ""  # from here on it can come back by loading only

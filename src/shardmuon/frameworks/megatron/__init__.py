@@ -1,6 +1,382 @@
-"""Megatron: its optimizers (`training`, `buffers`), the host that steps their shards, and Megatron-FSDP (`fsdp`).
+"""Megatron-core: `get_megatron_optimizer` with shardmuon in it, for Megatron's own training loop.
 
-Imported by nothing below. Users import this package.
+Megatron keeps its part: gradient buffers and their reduction, fp32 main weights, loss scale, clipping over all parallel
+groups, the scheduler and distributed checkpoints. shardmuon routes the parameters and takes the step, sharing the
+matrices out over the data-parallel replicas and joining the shards of tensor-parallel ones. Experts are replicated over
+a group of their own and have an optimizer of their own, as Megatron does it; a pipeline stage knows nothing of the
+others but the list of groups. Wrappers, shards and checkpoints are in shards.py, Megatron-FSDP is in fsdp.py.
+
+Works with megatron-core 0.19 (docs/megatron.md has the pins).
 """
 
-from shardmuon.frameworks.megatron.training import get_megatron_optimizer as get_megatron_optimizer
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardmuon.comm.groups import group_ranks, num_ranks
+from shardmuon.comm.vote import Fault, gather
+from shardmuon.errors import made_public
+from shardmuon.frameworks.megatron.shards import WholeHost, check_shards, distributed_optimizer
+from shardmuon.muon import Muon
+from shardmuon.options import Storage
+from shardmuon.routing.groups import Overrides, Rule, param_groups, parse_overrides
+from shardmuon.routing.roles import find_places
+
+
+def get_megatron_optimizer(
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    *,
+    pg_collection: Any = None,
+    adamw_lr: float | None = None,
+    overrides: Overrides | None = None,
+    use_gloo_process_groups: bool = True,
+    **muon_options: Any,
+) -> Any:
+    """A `ChainedOptimizer` of Megatron's own classes around `shardmuon.Muon`. Collective over all ranks.
+
+    Args:
+        config: `OptimizerConfig`. Read: lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, the ``muon_``
+            fields (momentum, nesterov, scale_mode, num_ns_steps, coefficient_type, extra_scale_factor, split_qkv), and
+            what Megatron's own classes read. `muon_tp_mode` and `muon_fp32_matmul_prec` have no meaning here.
+        model_chunks: What Megatron trains, wrapped in its `DistributedDataParallel`.
+        pg_collection: `ProcessGroupCollection`; default: Megatron's global groups. With tensor parallelism its `tp`
+            and `expt_tp` say over which ranks matrices are cut.
+        adamw_lr: Learning rate of what is not a matrix; its min_lr shrinks alike. Default: `config.lr`.
+        overrides: See `shardmuon.param_groups`; names are the model's without the wrappers' ``module.``.
+        use_gloo_process_groups: As Megatron's: the distributed optimizer has a gloo group for some checkpoints.
+        **muon_options: Options of `Muon` (``orthogonalizer``, ``momentum``, ...); they win over `config`.
+
+    Raises:
+        ValueError: The configuration shards what must be whole, or a parameter's matrices cannot be known.
+    """
+    groups = pg_collection or _core("process_groups_config").ProcessGroupCollection.use_mpu_process_groups()
+    routing, options = _options(config, muon_options)
+    given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
+    distributed, fault = bool(config.use_distributed_optimizer), Fault()
+    with fault:  # whatever is wrong here, other pipeline stages must hear of it
+        given = parse_overrides(overrides)
+        _check(config, model_chunks, options)
+        for chunk in model_chunks:
+            here = _matching(chunk, given)
+            matched.update(here)
+            rules = [*(given[i] for i in here), *parse_overrides(_qkv(config, chunk, groups))]
+            listed += _routed(config, chunk, adamw_lr, rules, routing, groups)
+        for expert in (False, True) if distributed else ():
+            check_shards([g for g in listed if g["is_expert_parallel"] == expert], _tp(groups, expert))
+    with made_public():
+        merged = _aligned(listed, fault, given, matched)
+    shared = None
+    if distributed:
+        setup = _core("process_groups_config").ProcessGroupCollection.setup_process_groups_for_optimizer
+        shared = setup(pg_collection, model_chunks, use_gloo_process_groups and pg_collection is None)
+    parts = []
+    for expert in (False, True):
+        members = [group for group in merged if group["is_expert_parallel"] == expert]
+        if members:
+            place = {"process_group": groups.expt_dp if expert else groups.dp_cp, "tp_group": _tp(groups, expert)}
+            muon = Muon([{**group, **place} for group in members], **place, lr=config.lr, **options)
+            if shared is None:
+                parts.append(_whole(config, muon, groups, expert))
+            else:
+                parts.append(_cut(config, muon, groups, expert, model_chunks, shared))
+    return _core("optimizer.optimizer").ChainedOptimizer(parts)
+
+
+def _core(module: str) -> Any:
+    try:
+        return importlib.import_module(f"megatron.core.{module}")
+    except ImportError as error:
+        raise ImportError(
+            "shardmuon.frameworks.megatron needs megatron-core: pip install 'shardmuon[megatron]'"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+_LAYER_WISE = "use_layer_wise_distributed_optimizer"
+_NOT_DISTRIBUTED = "use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"
+
+
+def _check(config: Any, chunks: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
+    """Raise ValueError if the configuration contradicts itself, or asks for what is not supported."""
+    if getattr(config, _LAYER_WISE, False):
+        raise ValueError(
+            f"{_LAYER_WISE} gives whole matrices to ranks, which shardmuon does itself. Set it to False in "
+            "OptimizerConfig; use_distributed_optimizer=True shards main weights and momentum"
+        )
+    wanted = bool(config.use_distributed_optimizer)
+    for number, chunk in enumerate(chunks):
+        ddp = getattr(chunk, "ddp_config", None)
+        if getattr(ddp, "use_megatron_fsdp", False):
+            raise ValueError(
+                "the model is wrapped by Megatron-FSDP, whose parameters shardmuon.Muon takes as they are: write "
+                "optimizer = Muon(model, lr=...) and megatron_fsdp.fully_shard_optimizer(optimizer)"
+            )
+        if bool(getattr(ddp, "use_distributed_optimizer", False)) != wanted:
+            raise ValueError(
+                f"use_distributed_optimizer is {wanted} in OptimizerConfig and {not wanted} in the "
+                f"DistributedDataParallelConfig of model chunk {number}. Set both to the same"
+            )
+        for name, param in chunk.named_parameters():
+            if param.requires_grad and getattr(param, "is_gtp_weight_remat", False):
+                raise ValueError(
+                    f"{name}: Megatron keeps it cut over its weight-rematerialization group (GTP), which is not "
+                    "supported. Set the size of that group to 1"
+                )
+    refused = next((key for key in _NOT_DISTRIBUTED if wanted and getattr(config, key, False)), None)
+    if refused is not None:
+        raise ValueError(f"{refused}=True does not go with shardmuon. Set it to False in OptimizerConfig")
+    storage = options.get("storage", Storage())
+    if wanted and storage not in (Storage(), Storage(momentum_dtype=torch.float32)):
+        raise ValueError(
+            f"storage={storage!r}: Megatron's distributed optimizer keeps fp32 shards of weights and state. Leave "
+            "storage out"
+        )
+
+
+def _is_expert(param: torch.Tensor) -> bool:
+    return not getattr(param, "allreduce", True)
+
+
+def _tp(groups: Any, expert: bool) -> Any:
+    """The group over which matrices are cut, or None if no other rank is in it."""
+    group = getattr(groups, "expt_tp", None) if expert else groups.tp
+    return group if group is not None and len(group_ranks(group)) > 1 else None
+
+
+# -------------------------------------------------------------------------------------------------------- options
+
+
+def _options(config: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of Muon groups, and of the optimizer: Megatron's names, then the user's."""
+    of_job = sorted({"process_group", "tp_group", "expert_tp_group"} & given.keys())
+    if of_job:
+        raise ValueError(
+            f"{of_job[0]} is Megatron's to say: give pg_collection=, or leave it out for its global groups"
+        )
+    of_groups = {
+        "momentum": config.muon_momentum,
+        "nesterov": config.muon_nesterov,
+        "adjust_lr_fn": config.muon_scale_mode,
+        "extra_scale_factor": config.muon_extra_scale_factor,
+        "ns_coefficients": config.muon_coefficient_type,
+        "ns_steps": config.muon_num_ns_steps,
+    }
+    keys = {*of_groups, "eps", "weight_decay_mode"}
+    if callable(given.get("adjust_lr_fn")):
+        raise ValueError("adjust_lr_fn must be a name here: Megatron's checkpoints keep every option of a group")
+    if "ns_coefficients" in given:  # with a length of their own
+        of_groups.pop("ns_steps")
+    of_groups |= {key: value for key, value in given.items() if key in keys}
+    if not config.decoupled_weight_decay:
+        of_groups.setdefault("weight_decay_mode", "l2")
+    rest = {key: value for key, value in given.items() if key not in keys}
+    return of_groups, {"weight_decay": config.weight_decay, **rest}
+
+
+def _qkv(config: Any, chunk: nn.Module, groups: Any) -> list[tuple[Any, Any]]:
+    """Fused projections as Megatron lays them out, (q, k, v) rows per query group: three matrices."""
+    if not config.muon_split_qkv:
+        return []
+    found: list[tuple[Any, Any]] = []
+    for name, module in chunk.named_modules():
+        layer = getattr(module, "linear_qkv", None)
+        model = getattr(module, "config", None)
+        weight = getattr(layer, "weight", None)
+        if layer is None or model is None or weight is None or not weight.requires_grad or weight.ndim != 2:
+            continue
+        queries = model.num_attention_heads // model.num_query_groups * model.kv_channels
+        gates = 2 if getattr(model, "attention_output_gate", False) else 1
+        sizes = (queries,) * gates + (model.kv_channels, model.kv_channels)
+        parallel = _tp(groups, _is_expert(weight))
+        cut = parallel is not None and getattr(weight, "partition_dim", -1) == 0
+        num_rows = weight.shape[0] * (len(group_ranks(parallel)) if cut else 1)
+        if num_rows != sum(sizes) * model.num_query_groups:
+            raise ValueError(
+                f"{name}.linear_qkv.weight has {num_rows} rows, not {model.num_query_groups} query groups of "
+                f"{sizes}. Set muon_split_qkv=False in OptimizerConfig to orthogonalize it as one matrix, or pass an "
+                "override with its split_sizes and split_groups"
+            )
+        choice = {"split_sizes": sizes, "split_groups": model.num_query_groups}
+        found.append((lambda name, param, module, weight=weight: param is weight, choice))
+    return found
+
+
+def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
+    """Numbers of the overrides that have something to do in this chunk; the others may, on another pipeline stage."""
+    found = find_places(chunk)
+    return [i for i, rule in enumerate(rules) if any(rule.matches(*one) for one in found)]
+
+
+def _of_experts(chunk: nn.Module, rules: Sequence[Rule], tp_group: Any) -> list[Rule]:
+    """Overrides for experts alone: the user's, with their tensor-parallel group, which is not the dense parameters'."""
+
+    def narrowed(rule: Rule) -> Rule:
+        def fits(name: str, param: torch.Tensor, module: nn.Module) -> bool:
+            return _is_expert(param) and rule.fits(name, param, module)
+
+        return rule._replace(pattern=fits, options={**rule.options, "tp_group": () if tp_group is None else tp_group})
+
+    made = [narrowed(rule) for rule in (*rules, *parse_overrides({"*": {}}))]
+    return [made[i] for i in _matching(chunk, made)]
+
+
+def _routed(
+    config: Any,
+    chunk: nn.Module,
+    adamw_lr: float | None,
+    rules: Sequence[Rule],
+    routing: Any,
+    groups: Any,
+) -> list[dict[str, Any]]:
+    """The groups of a model chunk with what Megatron's scheduler and checkpoints want of a group."""
+    if not any(p.requires_grad for p in chunk.parameters()):
+        return []
+    if _tp(groups, False) is not None or _tp(groups, True) is not None:
+        rules = [*_of_experts(chunk, rules, _tp(groups, True)), *rules]
+    made = param_groups(
+        chunk,
+        tp_group=_tp(groups, False),
+        lr=config.lr,
+        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # a matched one would differ from stage to stage
+        weight_decay=config.weight_decay,
+        adamw_betas=(config.adam_beta1, config.adam_beta2),
+        adamw_eps=config.adam_eps,
+        overrides=[(rule.pattern, rule.options) for rule in rules],
+        **routing,
+    )
+    out = []
+    for group in made:
+        group.pop("tp_group", None)  # not the same on all ranks; `Muon` is told it
+        lr = float(group["lr"])
+        own = {
+            "max_lr": lr,
+            "min_lr": (config.min_lr or 0.0) * (lr / config.lr if config.lr else 1.0),
+            "wd_mult": group["weight_decay"] / config.weight_decay if config.weight_decay else 1.0,
+            "lr_mult": 1.0,
+            "is_decoupled_lr": False,
+            "default_config": lr == config.lr,
+        }
+        for expert in (False, True):
+            named = {
+                n: p for n, p in zip(group["param_names"], group["params"], strict=True) if _is_expert(p) == expert
+            }
+            if named:
+                whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
+                out.append({**group, **own, **whose})
+    return out
+
+
+def _aligned(
+    listed: Sequence[Mapping[str, Any]], fault: Fault, rules: Sequence[Rule], matched: set[int]
+) -> list[dict[str, Any]]:
+    """Groups with equal options made one, and in one order on all ranks, with empty ones for those of other pipeline
+    stages: Megatron's checkpoints list the groups once for all."""
+    mine: dict[str, dict[str, Any]] = {}
+    for group in listed:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        label = f"{'Muon' if group['use_muon'] else 'AdamW'} {sorted(options.items(), key=lambda item: item[0])!r}"
+        kept = mine.setdefault(label, {**options, "params": [], "param_names": [], "optimizer": label})
+        kept["params"].extend(group["params"])
+        kept["param_names"].extend(group["param_names"])
+    empty = {label: {**group, "params": [], "param_names": []} for label, group in mine.items()}
+    everyone = gather((matched, empty), tuple(range(num_ranks())), fault.text, fault.cause)
+    idle = [rule.label for i, rule in enumerate(rules) if all(i not in theirs for theirs, _ in everyone)]
+    if idle:
+        raise ValueError(f"overrides[{idle[0]}] matches no parameter on any rank. Correct it or leave it out")
+    known: dict[str, dict[str, Any]] = {}
+    for _, theirs in everyone:
+        known |= theirs
+    return [mine.get(label, known[label]) for label in sorted(known, key=lambda label: (label[:4] != "Muon", label))]
+
+
+# ------------------------------------------------------------------------------------------------- Megatron's classes
+
+
+def _whole(config: Any, muon: Muon, groups: Any, expert: bool) -> Any:
+    """One optimizer in Megatron's wrapper; every replica has all main weights."""
+    core = _core("optimizer.optimizer")
+    muon.register_load_state_dict_pre_hook(_drop_counts)
+    if config.fp16 or config.bf16:
+        wrapped = core.Float16OptimizerWithFloat16Params(muon, config, _scaler(config), _fill_state)
+    else:
+        wrapped = core.FP32Optimizer(muon, config, _fill_state)
+    wrapped.grad_stats_parallel_group = groups.tp_ep_pp if expert else groups.mp
+    others = {"pipeline parallelism": groups.pp} | ({"expert parallelism": groups.ep} if expert else {})
+    muon.hosts.insert(0, WholeHost(" and ".join(name for name, group in others.items() if group.size() > 1)))
+    return _finished(wrapped, groups, expert)
+
+
+def _cut(
+    config: Any, muon: Muon, groups: Any, expert: bool, chunks: Sequence[nn.Module], shared: Mapping[str, Any]
+) -> Any:
+    """One optimizer in Megatron's distributed one. `shared`: its process groups, by the names that Megatron gives."""
+    wrapped = distributed_optimizer(
+        _core("optimizer.distrib_optimizer").DistributedOptimizer,
+        muon,
+        config,
+        _scaler(config),
+        _fill_state,
+        process_group=groups.expt_dp if expert else groups.dp_cp,
+        tp_group=_tp(groups, expert),
+        model_chunks=chunks,
+        per_model_buffers={i: c.expert_parallel_buffers if expert else c.buffers for i, c in enumerate(chunks)},
+        data_parallel_group=shared["intra_expt_dp_group" if expert else "intra_dp_cp_group"],
+        data_parallel_group_gloo=shared["intra_expt_dp_group_gloo" if expert else "intra_dp_cp_group_gloo"],
+        data_parallel_group_idx=shared["expt_tp_pp_with_egtp_remat_group" if expert else "mp_group"].rank(),
+        distributed_optimizer_instance_id=0
+        if shared["inter_dist_opt_group"] is None
+        else shared["inter_dist_opt_group"].rank(),
+    )
+    wrapped.grad_stats_parallel_group = shared["intra_dist_opt_group"]
+    return _finished(wrapped, groups, expert)
+
+
+def _finished(wrapped: Any, groups: Any, expert: bool) -> Any:
+    wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
+    for param in wrapped.get_parameters():
+        param.requires_grad_(True)  # fp32 main weights do not, so they would count as frozen and have no state to load
+        if _tp(groups, expert) is None:
+            param.tensor_model_parallel = False  # Megatron's layers say True even where one rank has the whole
+    return wrapped
+
+
+def _scaler(config: Any) -> Any:
+    """The gradient scaler that Megatron would choose."""
+    scalers = _core("optimizer.grad_scaler")
+    if config.loss_scale:
+        return scalers.ConstantGradScaler(config.loss_scale)
+    if not config.fp16:
+        return None
+    return scalers.DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
+
+
+def _fill_state(optimizer: Muon, config: Any = None) -> None:
+    """Give an optimizer state to load into: zeros."""
+    with torch.no_grad():
+        optimizer.complete_state()
+
+
+def _drop_counts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Drop the counts of steps from Muon's state: Megatron saves one count and gives it back to every parameter; Muon's
+    have none."""
+    muon = [key for group in state_dict["param_groups"] if group["use_muon"] for key in group["params"]]
+    state = dict(state_dict["state"])
+    for key in muon:
+        if key in state and "momentum_scale" not in state[key]:
+            state[key] = {name: value for name, value in state[key].items() if name != "step"}
+    return {**state_dict, "state": state}

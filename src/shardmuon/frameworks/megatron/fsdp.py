@@ -26,8 +26,7 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
-from shardmuon.frameworks.stack import caller
-from shardmuon.host import Host
+from shardmuon.host import Host, caller
 from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
 from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed, refuse_to_save, tell_chunk
 from shardmuon.layout.grid import Grid
@@ -76,7 +75,7 @@ class MegatronFSDPEngine(DTensorEngine):
         mesh, ranks = mesh_key(param.device_mesh)
         if my_rank() not in ranks:
             raise ValueError(f"rank {my_rank()} is not in the parameter's mesh {param.device_mesh}")
-        cuts, shape = cuts_of(param), tuple(param.shape)
+        cuts, shape = _cuts_of(param), tuple(param.shape)
         text = f"Megatron-FSDP's {placed(param)}, cut by {[tuple(cut) for cut in cuts]}"
         stored, part = tuple(self.storage(param).shape), (_known_start(param),)
         return Claim((shape, mesh, ranks, cuts), text, stored, part, True, _uncounted(param))
@@ -113,7 +112,7 @@ _ENGINE = MegatronFSDPEngine()
 # ---------------------------------------------------------------------------------------------- which part is where
 
 
-def cuts_of(param: DTensor) -> tuple[AxisCut, ...]:
+def _cuts_of(param: DTensor) -> tuple[AxisCut, ...]:
     """The mesh axes that cut the tensor, the one that cuts first first."""
     from torch.distributed.tensor import Replicate, Shard
 
@@ -193,7 +192,7 @@ def _uncounted(param: DTensor) -> str | None:
 def _mark(storage: Tensor, param: DTensor) -> None:
     """Write on a state tensor's storage which part of the whole it is: torch.distributed.checkpoint asks for that
     before it believes placements."""
-    cuts = cuts_of(param)
+    cuts = _cuts_of(param)
     if not cuts:
         return
     start = _known_start(param)
@@ -216,17 +215,6 @@ def _mark(storage: Tensor, param: DTensor) -> None:
             width = size // parts if cut.dim == 0 else storage.shape[cut.dim]
             offsets[cut.dim] += coordinate[cut.axis] * width
     tell_chunk(storage, tuple(offsets))
-
-
-def mark_state(state: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Mark, before saving, all state tensors of Megatron-FSDP's parameters that have lost their mark (by a cast)."""
-    for param, values in state.items():
-        if _ENGINE.recognizes(param):
-            for value in values.values():
-                if is_dtensor(value):
-                    local = _ENGINE.storage(value)
-                    if not hasattr(local, "__create_write_items__"):
-                        _mark(local, param)
 
 
 # ------------------------------------------------------------------------------------------------------ wrapping
@@ -252,4 +240,9 @@ class MegatronFSDPHost(Host):
         return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saving(self, core: Core) -> None:
-        mark_state(core.state)
+        """Mark all state tensors of Megatron-FSDP's parameters that have lost their mark (by a cast)."""
+        for param, values in core.state.items():
+            for value in values.values() if _ENGINE.recognizes(param) else ():
+                local = _ENGINE.storage(value) if is_dtensor(value) else None
+                if local is not None and not hasattr(local, "__create_write_items__"):
+                    _mark(local, cast("DTensor", param))

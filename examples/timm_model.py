@@ -1,7 +1,7 @@
-"""A timm model trained with an optimizer of timm's factory, `create_optimizer_v2`, that is Muon.
+"""A timm model trained with Muon and a scheduler of timm's.
 
-One process:  python examples/timm_factory.py
-Two ranks:    torchrun --nproc-per-node 2 examples/timm_factory.py
+One process:  python examples/timm_model.py
+Two ranks:    torchrun --nproc-per-node 2 examples/timm_model.py
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 # [start:recipe]
 import timm
-from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
-from shardmuon.frameworks.timm import register, whole_model
-
-register()
+from shardmuon import Muon
 
 
 def train(folder: str, resume: str | None = None) -> nn.Module:
     if "RANK" in os.environ:  # torchrun
         torch.distributed.init_process_group("gloo")
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
-    options = {"adjust_lr_fn": "match_rms_adamw", "process_group": torch.distributed.group.WORLD}
-    optimizer = create_optimizer_v2(
-        model, "shardmuon", lr=3e-3, weight_decay=0.05, param_group_fn=whole_model, **options
+    spared = model.no_weight_decay() & {name for name, _ in model.named_parameters()}
+    optimizer = Muon(
+        model,
+        lr=3e-3,
+        weight_decay=0.05,
+        adjust_lr_fn="match_rms_adamw",
+        overrides=[(name, {"weight_decay": 0.0}) for name in sorted(spared)],
+        process_group=torch.distributed.group.WORLD,
     )
     scheduler, _ = create_scheduler_v2(optimizer, sched="cosine", num_epochs=6)
     first = 0
@@ -77,7 +79,7 @@ def save(path: str, what: dict[str, object]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default="out/timm_factory")
+    parser.add_argument("--folder", default="out/timm_model")
     parser.add_argument("--resume")
     given = parser.parse_args()
     torch.manual_seed(0)

@@ -1,8 +1,8 @@
 """Train a small language model with Megatron-FSDP and shardmuon, then compare the last update with the dense one.
 
-For a machine with GPUs and `pip install shardmuon[megatron]`:
+Needs a CUDA GPU for each rank and `pip install shardmuon[megatron]`:
 
-    torchrun --nproc-per-node 8 examples/megatron_fsdp.py --strategy optim_grads_params --hybrid shard
+    torchrun --nproc-per-node 8 examples/megatron_fsdp_training.py --strategy optim_grads_params --hybrid shard
 
 Every rank trains on its own batches of a made-up language (the next token is a fixed function of the last two). The
 comparison puts the last step's weights and gradients together, steps shardmuon on one process and prints whether the
@@ -113,6 +113,28 @@ def is_equal_to_one_process(model: nn.Module, optimizer: Muon, routing: dict[str
     return all(torch.equal(after[n], p) for n, p in dense.items())
 
 
+def train(device: torch.device, strategy: str, hybrid: str, steps: int, width: int, layers: int) -> bool:
+    """Train for `steps` steps and take one more; True if that one has the bits of one process."""
+    torch.manual_seed(0)
+    model = wrap(Model(width, layers), strategy, hybrid, device)
+    routing = {"lr": 0.02, "weight_decay": 0.01}
+    optimizer = Muon(model, adamw_lr=1e-3, **routing)
+    fully_shard_optimizer(optimizer)  # steps on zero gradients, which changes nothing
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    for step in range(steps + 1):
+        tokens = batch(generator, device)
+        optimizer.zero_grad()
+        logits = model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        (loss / dist.get_world_size()).backward()
+        model.finish_grad_sync()
+        if step < steps:
+            optimizer.step()
+        if dist.get_rank() == 0 and step % 10 == 0:
+            print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
+    return is_equal_to_one_process(model, optimizer, routing)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--strategy", default="optim_grads_params")
@@ -121,30 +143,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     args = parser.parse_args()
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
-    )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    torch.manual_seed(0)
-    model = wrap(Model(args.width, args.layers), args.strategy, args.hybrid, device)
-    routing = {"lr": 0.02, "weight_decay": 0.01}
-    optimizer = Muon(model, adamw_lr=1e-3, **routing)
-    fully_shard_optimizer(optimizer)  # steps on zero gradients, which changes nothing
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    for step in range(args.steps + 1):
-        tokens = batch(generator, device)
-        optimizer.zero_grad()
-        logits = model(tokens[:, :-1])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        (loss / dist.get_world_size()).backward()
-        model.finish_grad_sync()
-        if step < args.steps:
-            optimizer.step()
-        if dist.get_rank() == 0 and step % 10 == 0:
-            print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
-    equal = is_equal_to_one_process(model, optimizer, routing)
+    if not torch.cuda.is_available():
+        parser.error("Megatron-FSDP keeps its buffers and streams on CUDA devices: run this where every rank has a GPU")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    equal = train(device, **vars(args))
     if dist.get_rank() == 0:
         print(f"the last update has {'the same' if equal else 'OTHER'} bits as that of one process")
     dist.destroy_process_group()
