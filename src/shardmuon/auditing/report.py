@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardmuon._tables import table
+from shardmuon.texts import table
 
 _UNJUDGED = (
     "It is not judged; fp32 weights, Orthogonalizer(dtype=torch.float32), or method='standard' for 'gram', judge it."

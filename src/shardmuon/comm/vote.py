@@ -40,8 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._groups import timeout_of
-from shardmuon._torch import default_group
+from shardmuon._torch import default_group, timeout_of
 from shardmuon.comm.groups import MADE, Made, Ranks, my_rank, num_ranks
 from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, Refused, fault_text, ranks_text, told_by
 
