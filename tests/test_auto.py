@@ -22,9 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardmuon.orthogonalize as package
 from shardmuon import Exchange, Muon, Orthogonalizer, schedule
 from shardmuon.commands.main import main
-from shardmuon.orthogonalize import BACKENDS, NS_METHODS, FiniteWatch, Method, default_dtype, orthogonalize
+from shardmuon.orthogonalize import BACKENDS, NS_METHODS, Method, default_dtype, orthogonalize
 from shardmuon.orthogonalize import choice as choice_module
 from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, flops, from_file, measure, rule
+from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.orthogonalize.tuning import FORMAT, add, load
@@ -527,10 +528,9 @@ def test_a_measurement_looks_at_no_default(default: str, monkeypatch: pytest.Mon
 def test_a_measurement_waits_for_any_accelerator(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the launches would be timed and not the work."""
     waited: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    choice_module._finished(torch.device(kind))()
-    choice_module._finished(CPU)()
+    choice_module._wait(torch.device(kind))
+    choice_module._wait(CPU)
     assert waited == [torch.device(kind)]
 
 

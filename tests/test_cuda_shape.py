@@ -35,7 +35,7 @@ import shardmuon.step.options
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
 from shardmuon.comm.lane import Hop, Lane
 from shardmuon.orthogonalize import Method
-from shardmuon.orthogonalize.finite import FiniteWatch
+from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.step import gram
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded, assert_same_update
@@ -904,7 +904,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         "waits",
     ),
     "the host waits for what was finite": (
-        lambda: _in("shardmuon.orthogonalize.finite", "Later", lambda value: mock.Mock(value=value.cpu)),
+        lambda: _in("shardmuon.orthogonalize.gram", "Later", lambda value: mock.Mock(value=value.cpu)),
         CONFIGS["gram"],
         1,
         "waits",

@@ -26,7 +26,7 @@ from shardmuon.foresight.pricing import PriceError, adamw_step, price
 from shardmuon.foresight.tables import Curve, Point, Surface, of_triples
 from shardmuon.foresight.times import Time, total
 from shardmuon.foresight.types import BucketCount, Exact, Matrices, MatrixKind, Mesh, RankClass, Sent, Stored
-from shardmuon.orthogonalize.slots import batch_size
+from shardmuon.orthogonalize import batch_size
 from shardmuon.plan import pipeline
 from shardmuon.plan.pipeline import BucketTimes
 from shardmuon.testing.tolerances import assert_rounded

@@ -13,9 +13,8 @@ import torch
 from spectra import normal, spectrum
 
 from shardmuon import Muon, Orthogonalizer, schedule
-from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize import Products, orthogonalize, row_blocks
 from shardmuon.orthogonalize.gram import plan_restarts
-from shardmuon.orthogonalize.products import Products, row_blocks
 from shardmuon.testing.tolerances import (
     assert_rounded,
     assert_same_orthogonalization,
@@ -142,21 +141,22 @@ def test_without_its_restart_the_gram_form_fails_in_fp16(monkeypatch: pytest.Mon
 def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num: int) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     x = torch.randn(num, num_rows, 130, generator=generator, dtype=torch.float64)
-    products = Products(x.device, x.dtype)
-    gram = products.multiply(None, x, x.mT, symmetric=True)
+    products, of_one = (Products(t.shape, t.device, t.dtype) for t in (x, x[0]))
+    gram = products.symmetric_mm(x, x.mT, out=x.new_empty(num, num_rows, num_rows))
     near_product(gram, x @ x.mT, x.abs() @ x.mT.abs(), x.shape[-1])
-    alone = products.multiply(None, x[0], x[0].mT, symmetric=True)
+    alone = of_one.symmetric_mm(x[0], x[0].mT, out=torch.empty_like(gram[0]))
     assert torch.equal(alone, gram[0]), "a 2-D matrix is a batch of one"
-    count = row_blocks(num_rows, 130, torch.float64, torch.get_num_threads())
+    count = row_blocks(num_rows, 130, torch.float64)
     assert (count > 1) == (num_rows > 192)
     last = num_rows * (count - 1) // count
     # what stands off the diagonal blocks is mirrored, not computed twice
     assert torch.equal(gram[:, :last, last:], gram[:, last:, :last].mT)
-    poly = products.multiply(gram, gram, gram, -4.775, 2.0315, symmetric=True)
+    poly = products.symmetric_addmm(gram, gram, gram, beta=-4.775, alpha=2.0315, out=torch.empty_like(gram))
     sizes = 4.775 * gram.abs() + 2.0315 * gram.abs() @ gram.abs()
     near_product(poly, -4.775 * gram + 2.0315 * gram @ gram, sizes, num_rows)
     sizes = 3.4445 * x.abs() + poly.abs() @ x.abs()
-    near_product(products.multiply(x, poly, x, 3.4445), 3.4445 * x + poly @ x, sizes, num_rows)
+    found = products.addmm(x, poly, x, beta=3.4445, out=torch.empty_like(x))
+    near_product(found, 3.4445 * x + poly @ x, sizes, num_rows)
 
 
 def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor, num_terms: int) -> None:

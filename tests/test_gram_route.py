@@ -16,10 +16,9 @@ from shardmuon.auditing import audit
 from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.orthogonalize import Products, orthogonalize
-from shardmuon.orthogonalize.gram import schedule_fault
+from shardmuon.orthogonalize import Products, factor_of, orthogonalize
+from shardmuon.orthogonalize.gram import pack_symmetric, schedule_fault, unpack_symmetric
 from shardmuon.orthogonalize.schedules import schedule
-from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.plan.cuts import cut_faults
 from shardmuon.plan.gram import message_size
 from shardmuon.plan.plan import Policy, RouteOption, Spec, make_plan
@@ -49,8 +48,8 @@ def test_the_factor_of_the_gram_matrix_is_all_that_the_steps_do(name: str, spect
         x = u @ torch.diag(torch.logspace(0, -3, 24)) @ v
     y = (x / x.norm()).unsqueeze(0)
     exact = orthogonalize(x.double().unsqueeze(0), steps, dtype=torch.float64)
-    products = Products(torch.device("cpu"), torch.float32)
-    found = factor_of(products.gram_fp32(y).double(), steps, Products(torch.device("cpu"), torch.float64)).float() @ y
+    gram = Products(y.shape, y.device, torch.float32).gram_fp32(y).double()
+    found = factor_of(gram, steps, Products(gram.shape, gram.device, torch.float64)).float() @ y
     assert relative_difference(found.double(), exact) < (BAND if spectrum == "gaussian" else 5 * BAND)
 
 

@@ -12,8 +12,7 @@ from spectra import normal, spectrum
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from shardmuon.orthogonalize import BACKENDS, orthogonalize
-from shardmuon.orthogonalize.slots import batch_size
+from shardmuon.orthogonalize import BACKENDS, batch_size, orthogonalize
 from shardmuon.testing.tolerances import (
     assert_bitwise,
     assert_near,
@@ -129,7 +128,7 @@ def test_kellers_band_is_what_the_literature_says() -> None:
 def test_emulated_half_precision_is_near_the_real_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPUs without such instructions round fp32 products at the same places."""
     x = normal(24, 60)
-    module = importlib.import_module("shardmuon.orthogonalize.products")
+    module = importlib.import_module("shardmuon.orthogonalize")
     monkeypatch.setattr(module, "cpu_has_bf16_matmul", lambda: False)
     emulated = orthogonalize(x[None], KELLER, dtype=dtype)[0]
     y = (x / x.norm()).to(dtype)

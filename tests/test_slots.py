@@ -15,11 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize import orthogonalize
-from shardmuon.orthogonalize.newton_schulz import normalize, started
-from shardmuon.orthogonalize.products import Products
+from shardmuon.orthogonalize import ALIGNMENT, Products, _operands, batch_size, empty_batch, normalize, orthogonalize
 from shardmuon.orthogonalize.schedules import schedule
-from shardmuon.orthogonalize.slots import ALIGNMENT, batch_size, empty_batch
 from shardmuon.testing.slots import SHAPES, search
 
 CPU = torch.device("cpu")
@@ -78,7 +75,7 @@ def _packed(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def unequal_when_packed() -> dict[Any, Any]:
     """Findings of the search in batches that are packed, as torch makes them."""
-    modules = ("orthogonalize.slots", "orthogonalize.products", "orthogonalize.newton_schulz", "testing.slots")
+    modules = ("orthogonalize", "testing.slots")
     shapes = [shape for shape in SHAPES if max(shape) < 1100]
     with ExitStack() as patched:
         for module in modules:
@@ -104,8 +101,9 @@ def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, c
     given = x.clone()
     packed = torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x)
     turned = x.mT.contiguous().mT
-    products = Products(CPU, dtype)
-    assert (started(x, size, products, unit=True).data_ptr() == x.data_ptr()) == (products.operands == dtype)
+    shape = (rows, cols) if size == 1 else (size, rows, cols)
+    products = Products(shape, CPU, dtype)
+    assert (_operands(x, shape, products, unit=True).data_ptr() == x.data_ptr()) == (products.operands == dtype)
     found, *others = (orthogonalize(t, KELLER, dtype=dtype, unit=True) for t in (x, packed, turned))
     for other in others:
         assert torch.equal(found, other)

@@ -20,7 +20,7 @@ from shardmuon.step.options import Settings
 Coefficients = Sequence[tuple[float, float, float]]
 
 _FLAT = 1e-7  # of the largest singular value: below, the Gram matrix in fp64 cannot tell a value from zero
-_FLAT_EXACT = 1e-12  # the same for a singular value decomposition, as in orthogonalize/reference.py
+_FLAT_EXACT = 1e-12  # the same for a singular value decomposition, as in `polar_factor`
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The arithmetic of the live step on one whole matrix alone: what is fed in, its result, what the weights become.
 
 Live and dense may then differ by the order of sums alone: on the Gram route, by how sums were spread over shards, and
-where slots of a batch round otherwise (see orthogonalize/slots.py). The orthogonalizers are the live ones, so a broken
-one shows only beside `reference`. Of plan, buckets, routes, exchange, momentum and update nothing is used.
+where slots of a batch round otherwise (see `shardmuon.orthogonalize`). The orthogonalizers are the live ones, so a
+broken one shows only beside `reference`. Of plan, buckets, routes, exchange, momentum and update nothing is used.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from shardmuon._torch import ieee_products
 from shardmuon.auditing.reference import decay_factor
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.rounding import Stream, round_patch
-from shardmuon.orthogonalize import BACKENDS, KernelName, Products, orthogonalize
-from shardmuon.orthogonalize.newton_schulz import normalize
-from shardmuon.orthogonalize.sharded import factor_of
+from shardmuon.orthogonalize import BACKENDS, KernelName, Products, factor_of, normalize, orthogonalize
 from shardmuon.step.options import Settings
 from shardmuon.variants import BeforeStage
 
@@ -113,8 +111,8 @@ def _by_gram(x: Tensor, s: Settings) -> Tensor:
     turn = x.shape[-2] > x.shape[-1]
     y = normalize(x.mT if turn else x)
     with ieee_products(x.device):
-        gram = Products(x.device, x.dtype).gram_fp32(y)
-        factor = factor_of(gram.double(), s.coefficients, Products(x.device, torch.float64)).to(x.dtype)
+        gram = Products(y.shape, y.device, y.dtype).gram_fp32(y)
+        factor = factor_of(gram.double(), s.coefficients, Products(gram.shape, gram.device, torch.float64)).to(x.dtype)
         out = (factor.triu() + factor.triu(1).mT) @ y
     return out.mT if turn else out
 

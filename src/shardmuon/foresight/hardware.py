@@ -27,7 +27,7 @@ import torch
 
 from shardmuon.foresight.tables import Curve, Surface, TableValue
 from shardmuon.foresight.times import NOTHING, Time
-from shardmuon.orthogonalize.slots import batch_size
+from shardmuon.orthogonalize import batch_size
 from shardmuon.plan.machines import SIDES, Machine
 
 # facts that a `Machine` has in nanoseconds, in its order

@@ -14,8 +14,9 @@ from torch import Tensor
 from shardmuon.comm.exchange import Pending
 from shardmuon.errors import ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import BACKENDS, FiniteWatch, default_dtype, orthogonalize
+from shardmuon.orthogonalize import BACKENDS, default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
+from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.copies import Copy
 from shardmuon.plan.pipeline import Turn, turns

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from shardmuon._torch import foreach_norm, ieee_products
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import Products
-from shardmuon.orthogonalize.newton_schulz import normalize_into
-from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
+from shardmuon.orthogonalize import Products, factor_of, normalize_into
+from shardmuon.orthogonalize.gram import pack_symmetric, unpack_symmetric
 from shardmuon.plan.gram import GramProgram, GramShard, Message
 from shardmuon.step.bucket import Bound, Exchange, Kernel
 from shardmuon.step.update import Results, Work, apply_results, update_momentum
@@ -81,7 +80,9 @@ class GramRun:
         x = self._view(shard)
         norm = self._norms[shard.item] = _normalize(x)
         # X X^T, however few columns this rank has
-        return _Scaled(Products(self._device, self._wire).multiply(None, x, x.mT, symmetric=True), norm)
+        return _Scaled(
+            Products(x.shape, self._device, self._wire).symmetric_mm(x, x.mT, out=x.new_empty(len(x), len(x))), norm
+        )
 
     def _packed(self, messages: Sequence[Message], splits: Ints, values: Mapping[int, _Scaled]) -> Tensor:
         send = self._bound.buffer(splits)
@@ -110,10 +111,10 @@ class GramRun:
         sums = [_sum(self._parts.pop(number)) for number in items]
         coefficients = self._work.settings[self._bound.plan.items[items[0]].param].coefficients
         with ieee_products(self._device):
-            products = Products(self._device, torch.float64)
-            factors = factor_of(torch.stack([whole.matrix for whole in sums]), coefficients, products)
-        for number, factor, whole in zip(items, factors.to(self._wire), sums, strict=True):
-            self._factors[number] = _Scaled(factor.triu() + factor.triu(1).mT, whole.norm)  # as the others will see it
+            whole = torch.stack([one.matrix for one in sums])
+            factors = factor_of(whole, coefficients, Products(whole.shape, self._device, torch.float64))
+        for number, factor, one in zip(items, factors.to(self._wire), sums, strict=True):
+            self._factors[number] = _Scaled(factor.triu() + factor.triu(1).mT, one.norm)  # as the others will see it
 
     def apply(self, came: Tensor) -> None:  # 1-D: from the scatter
         """Update the weights of all that is held here."""

@@ -15,9 +15,8 @@ from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import tiles_cut
 from shardmuon.momentum.stores import BLOCK
 from shardmuon.options import Exchange, Orthogonalizer
-from shardmuon.orthogonalize.choice import Choice, Chooser, Task, is_narrow, work
+from shardmuon.orthogonalize.choice import Choice, Chooser, Task, factor_flops, is_narrow, work
 from shardmuon.orthogonalize.gram import schedule_fault
-from shardmuon.orthogonalize.sharded import factor_flops
 from shardmuon.plan.plan import Gram, Kept, Spec
 from shardmuon.step.options import GroupOptions
 from shardmuon.variants import Stage, Stages, gram_fault, keeping

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
 from shardmuon.layout.views import row_major
-from shardmuon.orthogonalize.newton_schulz import normalize
-from shardmuon.orthogonalize.slots import empty_batch
+from shardmuon.orthogonalize import empty_batch, normalize
 from shardmuon.plan.copies import BufferPlace
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import KeptLoad, Load, Program
