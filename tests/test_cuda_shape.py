@@ -241,26 +241,6 @@ def test_stages_at_owners_wait_for_nothing(variant: str) -> None:
             assert not mode.waits, mode.waits
 
 
-def test_rows_are_equalized_on_a_device_as_on_a_cpu() -> None:
-    def step(place: Place) -> tuple[list[Tensor], list[Tensor]]:
-        matrices, vectors = _parameters(place)
-        before = [p.detach().cpu().clone() for p in matrices]
-        how = Orthogonalizer("standard", FP32)
-        optimizer = _optimizer(matrices, vectors, variant="muon_eq", orthogonalizer=how)
-        _set_gradients([*matrices, *vectors], place, 0)
-        optimizer.step()
-        return before, [p.detach().cpu() for p in matrices]
-
-    with CudaShape():
-        before, found = step(_there)
-    for old, one, other in zip(before, found, step(lambda t: t)[1], strict=True):
-        assert not torch.equal(old, other)
-        for matrices in zip(*((t if t.dim() == 3 else t[None]) for t in (old, one, other)), strict=True):
-            rows, cols = matrices[0].shape
-            scale = max(1.0, rows / cols) ** 0.5
-            assert_same_update(*matrices[1:], before=matrices[0], lr=0.05, weight_decay=0.1, scale=scale, dtype=FP32)
-
-
 TOGETHER = ("muon_eq+normuon", "hyperball+normuon", "normuon+hyperball")
 
 

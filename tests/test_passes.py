@@ -24,7 +24,7 @@ from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.plan.plan import Policy, make_plan
 from shardmuon.testing.tolerances import assert_rounded
 from shardmuon.variants.muon_eq import MuonEq, unit_anyway
-from shardmuon.variants.passes import line_norms
+from shardmuon.variants.norms import line_norms
 
 CPU = torch.device("cpu")
 KELLER = schedule("keller").triples

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize import ALIGNMENT, Products, _operands, batch_size, empty_batch, normalize, orthogonalize
+from shardmuon.orthogonalize import ALIGNMENT, Products, _operands, batch_size, normalize, orthogonalize
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.testing.slots import SHAPES, search
 
@@ -194,9 +194,3 @@ def test_sizes_are_powers_of_two_by_shape_and_kind_of_device_alone() -> None:
             assert size == batch_size(cols, rows, torch.device(kind)) > 0
             assert size & (size - 1) == 0
     assert [batch_size(n, n, torch.device("cuda")) for n in (128, 768, 2048, 8192)] == [64, 4, 1, 1]
-
-
-def test_memory_of_a_batch() -> None:
-    x = empty_batch((3, 5, 7), torch.float32, CPU)
-    assert x.stride() == (48, 7, 1)
-    assert x.data_ptr() % ALIGNMENT == 0

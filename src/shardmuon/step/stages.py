@@ -178,7 +178,7 @@ def finish(results: Sequence[Result]) -> None:
             kept: Mapping[str, Sequence[Tensor]] = {
                 stage.key: [row for one in alike for row in one.stages.kept[stage.key]] for stage in after if stage.key
             }
-            scaled_(after, [one.out for one in alike], kept, one_by_one=True)
+            scaled_(after, [one.out for one in alike], kept)
         for one in alike:
             if one.out is not one.place:
                 one.place.copy_(one.out)
