@@ -13,7 +13,7 @@ import torch
 from spectra import exact_steps, normal, spectrum
 
 from shardmuon import Muon, Orthogonalizer, schedule
-from shardmuon.orthogonalize import Products, orthogonalize, row_blocks
+from shardmuon.orthogonalize import Products, _row_blocks, orthogonalize
 from shardmuon.orthogonalize.gram import plan_restarts
 from shardmuon.testing.tolerances import (
     assert_rounded,
@@ -129,7 +129,7 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num
     near_product(gram, x @ x.mT, x.abs() @ x.mT.abs(), x.shape[-1])
     alone = of_one.symmetric_mm(x[0], x[0].mT, out=torch.empty_like(gram[0]))
     assert torch.equal(alone, gram[0]), "a 2-D matrix is a batch of one"
-    count = row_blocks(num_rows, 130, torch.float64)
+    count = _row_blocks(num_rows, 130, torch.float64)
     assert (count > 1) == (num_rows > 192)
     last = num_rows * (count - 1) // count
     # what stands off the diagonal blocks is mirrored, not computed twice

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize import ALIGNMENT, Products, _operands, batch_size, normalize, orthogonalize
+from shardmuon.orthogonalize import _ALIGNMENT, Products, _operands, batch_size, normalize, orthogonalize
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.testing.slots import SHAPES, search
 
@@ -121,8 +121,8 @@ def _aligned_operands() -> Iterator[list[int]]:
             out = real[name](*args, **kwargs)
             for t in (*args, *kwargs.values(), out):
                 if isinstance(t, Tensor):
-                    assert t.data_ptr() % ALIGNMENT == 0
-                    assert t.stride(0) * t.element_size() % ALIGNMENT == 0
+                    assert t.data_ptr() % _ALIGNMENT == 0
+                    assert t.stride(0) * t.element_size() % _ALIGNMENT == 0
                     batches.append(len(t))
             return out
 

@@ -69,7 +69,7 @@ KernelName = Literal["torch", "triton"]
 
 # ----------------------------------------------------------------------------------------------------------- batches
 
-ALIGNMENT = 64  # bytes
+_ALIGNMENT = 64  # bytes
 
 # Multiplications in a Newton-Schulz step of a whole batch on a CPU. Measured in fp32, AVX2: 64 matrices of 16 x 32 take
 # a ninth, of 32 x 64 a third, of 64 x 64 two thirds of the time that they take alone; a single one takes 2.6 to 3.5
@@ -97,15 +97,15 @@ def empty_batch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     Each matrix is row-major and begins at a multiple of 64 bytes.
     """
     rows, cols = shape[-2:]
-    slot = -(-rows * cols * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
+    slot = -(-rows * cols * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
     return torch.empty_strided(tuple(shape), (slot, cols, 1)[-len(shape) :], dtype=dtype, device=device)
 
 
 def _lies_in_slots(x: Tensor) -> bool:
     """True if a batch (B, rows, cols) in any memory lies as in `empty_batch`."""
     row_major = x.stride()[1:] == (x.shape[2], 1)
-    aligned = len(x) == 1 or x.stride(0) * x.element_size() % ALIGNMENT == 0
-    return row_major and aligned and x.data_ptr() % ALIGNMENT == 0
+    aligned = len(x) == 1 or x.stride(0) * x.element_size() % _ALIGNMENT == 0
+    return row_major and aligned and x.data_ptr() % _ALIGNMENT == 0
 
 
 def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -150,7 +150,7 @@ class Products:
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
         self.dtype, self.operands, self.kernel = dtype, torch.float32 if emulated else dtype, kernel
         largest = max(shape[-2:])
-        may_split = device.type == "cpu" and row_blocks(largest, largest, self.operands) > 1
+        may_split = device.type == "cpu" and _row_blocks(largest, largest, self.operands) > 1
         plain: Sequence[Callable[..., Any]] = (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
         symmetric = plain
         if kernel == "triton":
@@ -233,7 +233,7 @@ def _then_rounded(product: Callable[..., Tensor], dtype: torch.dtype, *operands:
     return out.copy_(out.to(dtype))
 
 
-def row_blocks(rows: int, inner: int, dtype: torch.dtype) -> int:
+def _row_blocks(rows: int, inner: int, dtype: torch.dtype) -> int:
     """Number of row blocks in which a CPU computes a symmetric product (rows x inner) @ (inner x rows).
 
     Depends on the shape, the dtype, the kind of CPU and the number of threads, as the bits of any product do.
@@ -255,19 +255,21 @@ def _by_blocks(
     """`Products.symmetric_addmm`, on CPUs by row blocks. The matrices of a batch go one by one where that is faster, or
     where there is but one."""
     rows = left.shape[-2]
-    count = row_blocks(rows, left.shape[-1], left.dtype) if left.device.type == "cpu" else 1
+    count = _row_blocks(rows, left.shape[-1], left.dtype) if left.device.type == "cpu" else 1
     if left.dim() == 3 and (count > 1 or len(left) == 1):
         for i in range(len(left)):
             _by_blocks(None if base is None else base[i], left[i], right[i], beta=beta, alpha=alpha, out=out[i])
         return out
     mm, addmm = (torch.bmm, torch.baddbmm) if left.dim() == 3 else (torch.mm, torch.addmm)
+    if count == 1:
+        return mm(left, right, out=out) if base is None else addmm(base, left, right, beta=beta, alpha=alpha, out=out)
     for i in range(count):
         start, stop = rows * i // count, rows * (i + 1) // count
-        block, columns, target = left[..., start:stop, :], right[..., :stop], out[..., start:stop, :stop]
+        block, columns, target = left[start:stop], right[:, :stop], out[start:stop, :stop]
         if base is None:
             mm(block, columns, out=target)
         else:
-            addmm(base[..., start:stop, :stop], block, columns, beta=beta, alpha=alpha, out=target)
+            addmm(base[start:stop, :stop], block, columns, beta=beta, alpha=alpha, out=target)
         if start:
             out[:start, start:stop] = target[:, :start].T
     return out
@@ -361,7 +363,7 @@ Iteration = Callable[..., Tensor]
 Alone = Callable[[Tensor, Triples, float], Tensor]
 
 
-def newton_schulz(
+def _newton_schulz(
     y: Tensor,  # (B, m, n) in slots, or (m, n): norm 1, operands of `products`
     coefficients: Triples,
     products: Products,
@@ -387,12 +389,12 @@ def newton_schulz(
     return y
 
 
-def gram_newton_schulz(
+def _gram_newton_schulz(
     y: Tensor,  # (B, m, n) in slots, or (m, n): norm 1, operands of `products`
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # of its shape, operands
-    """The steps of `newton_schulz`, iterated on the Gram matrix of the short side: see gram.py.
+    """The steps of `_newton_schulz`, iterated on the Gram matrix of the short side: see gram.py.
 
     Raises:
         ValueError: Products in bf16.
@@ -452,7 +454,7 @@ def factor_of(
     return factor
 
 
-def torch_muon(matrix: Tensor, coefficients: Triples, eps: float) -> Tensor:  # bf16
+def _torch_muon(matrix: Tensor, coefficients: Triples, eps: float) -> Tensor:  # bf16
     """The arithmetic of `torch.optim.Muon` (torch 2.9 .. 2.13), operation for operation: cast to bf16, then normalize.
 
     Differs in one point: torch normalizes the momentum buffer itself in place when parameters are bf16 and nesterov is
@@ -497,9 +499,9 @@ class Method:
 
 
 BACKENDS: dict[str, Method] = {
-    "standard": Method(newton_schulz),
-    "gram": Method(gram_newton_schulz, fast=True),
-    "torch": Method(alone=torch_muon, like_torch=True),
+    "standard": Method(_newton_schulz),
+    "gram": Method(_gram_newton_schulz, fast=True),
+    "torch": Method(alone=_torch_muon, like_torch=True),
     "reference": Method(alone=polar_factor),
 }
 NS_METHODS = ("auto", *BACKENDS)

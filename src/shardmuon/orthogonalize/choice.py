@@ -133,7 +133,7 @@ def _why_dtype(method: str, device: torch.device, wanted: torch.dtype | None) ->
 
 def from_file(tuning: Tuning, task: Task, dtype: torch.dtype | None) -> Choice | None:
     """The fastest that a file has for a shape on this machine; None if it lacks the shape."""
-    m, n = measured_shape(task)
+    m, n = _measured_shape(task)
     times = tuning.times(_shape_text(m, n, task.coefficients), task.device)
     options = candidates(task.device, dtype, kernels(task.device))
     if str(options[0]) not in times:
@@ -267,14 +267,14 @@ def measure(task: Task, dtype: torch.dtype | None) -> tuple[str, dict[str, float
     Returns:
         The shape that was measured and its schedule as text, and text of a choice -> seconds for one matrix.
     """
-    m, n = measured_shape(task)
+    m, n = _measured_shape(task)
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(1, m, n, generator=generator, dtype=torch.float32, device="cpu").to(task.device)
     times = _time(x, task.coefficients, candidates(task.device, dtype, kernels(task.device)))
     return _shape_text(m, n, task.coefficients), times
 
 
-def measured_shape(task: Task) -> tuple[int, int]:
+def _measured_shape(task: Task) -> tuple[int, int]:
     """(short, long) of the matrix that is timed in place of one of this shape."""
     m, n = min(task.rows, task.cols), max(task.rows, task.cols)
     budget = _BUDGET.get(task.device.type, _ACCELERATOR_BUDGET)
