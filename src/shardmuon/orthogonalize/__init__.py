@@ -587,6 +587,7 @@ def orthogonalize(
                 foreach_copy_([out.narrow(0, start, len(part))], [found])
             else:
                 out = found.to(products.dtype)
+            del found  # the next batch needs room
         if watched and watch is not None:
             out = watch.keep_finite(out, x, f"method={method!r} on {x.shape[-2]}x{x.shape[-1]}")
     return out
