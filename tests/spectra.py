@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,3 +31,13 @@ def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # (rows, cols), fp64
     v, _ = torch.linalg.qr(normal(cols, rows, seed=1, dtype=torch.float64))
     index = torch.arange(rows, dtype=torch.float64)
     return (u * {"log": 10 ** (-3 * index / (rows - 1)), "power": 1 / (1 + index)}[kind]) @ v.T
+
+
+def exact_steps(x: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:  # (rows, cols), fp64
+    """Newton-Schulz in fp64 as the formula reads, on either orientation."""
+    y = x.double()
+    y = y / y.norm()
+    for a, b, c in coefficients:
+        gram = y @ y.T
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    return y

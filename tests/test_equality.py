@@ -196,18 +196,20 @@ def test_bytes_per_rank_stay_within_a_tenth_of_the_owner_routes_bound(world: int
 
 def _one_rank_rounds_more(rank: int) -> Comparison:
     """A negative control: on one rank the results of products lose bits that they have on one process."""
-    multiply, sharded = Products.multiply, [False]
+    init, sharded = Products.__init__, [False]
     step = Muon.step
 
-    def rounded(self: Products, *args: Any, **options: Any) -> torch.Tensor:
-        out = multiply(self, *args, **options)
-        return out.copy_(out.half()) if dist.get_rank() == rank and sharded[0] else out
+    def rounding(self: Products, *args: Any) -> None:
+        init(self, *args)
+        product = self.addmm
+        if dist.get_rank() == rank and sharded[0]:
+            self.addmm = lambda *operands, out, **factors: out.copy_(product(*operands, out=out, **factors).half())
 
     def stepped(self: Muon, *args: Any) -> Any:
         sharded[0] = isinstance(self.param_groups[0]["params"][0], DTensor)
         return step(self, *args)
 
-    with mock.patch.object(Products, "multiply", rounded), mock.patch.object(Muon, "step", stepped):
+    with mock.patch.object(Products, "__init__", rounding), mock.patch.object(Muon, "step", stepped):
         return compare_with_dense("fsdp2", orthogonalizer=Orthogonalizer("standard", torch.float32), lr=0.02)
 
 

@@ -13,9 +13,8 @@ from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.memory import LiveBytes, peak_bytes, work_space
 from shardmuon.options import per_step
-from shardmuon.orthogonalize import orthogonalize
-from shardmuon.orthogonalize.finite import FiniteWatch
-from shardmuon.orthogonalize.slots import empty_batch
+from shardmuon.orthogonalize import empty_batch, orthogonalize
+from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, parameters
 from shardmuon.testing.pool import get_pool
 from shardmuon.testing.tolerances import assert_counted_bytes

@@ -40,7 +40,7 @@ from shardmuon.foresight.types import (
     Time,
     total,
 )
-from shardmuon.orthogonalize.slots import batch_size
+from shardmuon.orthogonalize import batch_size
 from shardmuon.plan import pipeline
 from shardmuon.plan.pipeline import BucketTimes
 from shardmuon.testing.tolerances import assert_rounded

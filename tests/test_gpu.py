@@ -17,7 +17,7 @@ from healthy_steps import DTYPES, healthy
 from test_audit import FAULTS, PRODUCTS, caught_all, check_caught
 
 from shardmuon import Orthogonalizer
-from shardmuon.orthogonalize.slots import batch_size
+from shardmuon.orthogonalize import batch_size
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.accelerator import (
     CONFIGS,
@@ -202,7 +202,7 @@ def test_the_scripts_checks_pass_on_the_stand_in(script: ModuleType) -> None:
 
 def test_the_script_sees_a_wait_and_a_wrong_replay(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "CONFIGS", {name: CONFIGS[name] for name in ("standard", "gram")})
-    watch = importlib.import_module("shardmuon.orthogonalize.finite").FiniteWatch
+    watch = importlib.import_module("shardmuon.orthogonalize.gram").FiniteWatch
     real = watch.keep_finite
     monkeypatch.setattr(watch, "keep_finite", lambda self, out, *rest: bool(out.sum()) and real(self, out, *rest))
     monkeypatch.setattr(script, "graph_differs", lambda device, **options: [3])

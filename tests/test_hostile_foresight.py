@@ -12,8 +12,8 @@ import torch
 
 from shardmuon.commands import main as cli
 from shardmuon.foresight.memory import work_space
+from shardmuon.orthogonalize import batch_size
 from shardmuon.orthogonalize.schedules import triples
-from shardmuon.orthogonalize.slots import batch_size
 
 HIDDEN, INNER, LAYERS, HEADS, KEYS, HEAD, VOCABULARY = 90, 262, 3, 6, 2, 15, 1009
 CONFIG = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import warnings
 from typing import Any
@@ -101,17 +100,6 @@ def test_after_qk_clip_the_norm_is_that_of_the_clipped_weights() -> None:
                 expected[at] = first[at] = expected[at] * torch.tensor(factors[name], dtype=torch.float64)[:, None]
 
 
-def test_hyperball_keeps_the_norm() -> None:
-    params = _weights()
-    before = [p.detach().norm() for p in params]
-    optimizer = _muon(params, variant="hyperball", lr=0.5)
-    for number in range(5):
-        _step(optimizer, params, number)
-    for p, norm in zip(params, before, strict=True):
-        assert_rounded(p.detach().norm(), norm, roundings=4, dtype=torch.float32)
-        assert_rounded(optimizer.state[p]["weight_radius"].view(()), norm, roundings=1, dtype=torch.float32)
-
-
 @pytest.mark.filterwarnings("ignore:.*zero before the first step")
 def test_a_matrix_of_zeros_takes_one_plain_step_and_keeps_its_norm() -> None:
     params = [nn.Parameter(torch.zeros_like(p)) for p in _weights()]
@@ -136,26 +124,6 @@ def test_a_gradient_of_zeros_turns_nothing() -> None:
     optimizer.step()
     for p, w in zip(params, before, strict=True):
         assert_rounded(p, w, roundings=2, dtype=torch.float32)
-
-
-def test_a_resumed_run_has_the_same_bits() -> None:
-    params, again = _weights(), _weights()
-    optimizer, other = (_muon(p, variant="hyperball") for p in (params, again))
-    for number in range(3):
-        _step(optimizer, params, number)
-    for p, q in zip(params, again, strict=True):
-        q.data.copy_(p.detach())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for number in range(3, 6):
-        _step(optimizer, params, number)
-        _step(other, again, number)
-    for p, q in zip(params, again, strict=True):
-        assert_bitwise(q.detach(), p.detach())
-
-
-def test_weight_decay_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'hyperball' keeps the norm .* Write weight_decay=0.0"):
-        _muon(_weights(), variant="hyperball", weight_decay=0.1)
 
 
 def test_matrices_of_zeros_are_said_once_by_name() -> None:

@@ -18,15 +18,13 @@ from shardmuon import Muon, Orthogonalizer
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.layout.table import replicated
 from shardmuon.layout.views import matrix_view
+from shardmuon.orthogonalize import _near_one, _normalize_in_fp64, _row_blocks, empty_batch, normalize
 from shardmuon.orthogonalize.choice import Choice, rule
-from shardmuon.orthogonalize.newton_schulz import _near_one, _normalize_in_fp64, normalize
-from shardmuon.orthogonalize.products import row_blocks
 from shardmuon.orthogonalize.schedules import schedule
-from shardmuon.orthogonalize.slots import empty_batch
 from shardmuon.plan.plan import Policy, make_plan
 from shardmuon.testing.tolerances import assert_rounded
 from shardmuon.variants.muon_eq import MuonEq, unit_anyway
-from shardmuon.variants.passes import line_norms
+from shardmuon.variants.norms import line_norms
 
 CPU = torch.device("cpu")
 KELLER = schedule("keller").triples
@@ -173,13 +171,15 @@ def test_the_rule_knows_what_a_dtype_costs(native: bool, monkeypatch: pytest.Mon
     assert rule(384, 1536, KELLER, CPU, FP32) == Choice("gram", FP32), "both in fp32: the rates do not matter"
 
 
-def test_blocks_follow_the_arithmetic_of_a_product() -> None:
+def test_blocks_follow_the_arithmetic_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     for dtype in (torch.float64, FP32, BF16):
-        counts = [row_blocks(rows, 4 * rows, dtype, 1) for rows in (64, 128, 256, 512, 1024, 4096)]
+        counts = [_row_blocks(rows, 4 * rows, dtype) for rows in (64, 128, 256, 512, 1024, 4096)]
         assert counts == sorted(counts)
         assert (counts[0], counts[-1]) == (1, 4)
-        assert [row_blocks(512, 512, dtype, n) for n in (1, 10**6)][1] == 1, "threads leave less to save"
-    assert row_blocks(384, 384, BF16, 1) < row_blocks(384, 384, FP32, 1)
+    assert _row_blocks(384, 384, BF16) < _row_blocks(384, 384, FP32)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 10**6)
+    assert _row_blocks(512, 512, BF16) == _row_blocks(512, 512, FP32) == 1, "threads leave less to save"
 
 
 # --------------------------------------------------------------------------------------- replicas that others handle

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spectra import normal
 
-import shardmuon
 from shardmuon import Muon, Orthogonalizer, param_groups, schedule
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.schedules import MARGIN, SCHEDULES
@@ -209,7 +208,3 @@ def test_names_survive_a_checkpoint_and_a_routing_table() -> None:
     other = Muon(param_groups(model, lr=1e-3), lr=1e-3, orthogonalizer=Orthogonalizer(method="standard"))
     other.load_state_dict(saved)
     assert other.param_groups[0]["ns_coefficients"] == "polar_express"
-
-
-def test_schedule_is_public() -> None:
-    assert shardmuon.schedule is schedule

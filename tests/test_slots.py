@@ -15,11 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize import orthogonalize
-from shardmuon.orthogonalize.newton_schulz import normalize, started
-from shardmuon.orthogonalize.products import Products
+from shardmuon.orthogonalize import _ALIGNMENT, Products, _operands, batch_size, normalize, orthogonalize
 from shardmuon.orthogonalize.schedules import schedule
-from shardmuon.orthogonalize.slots import ALIGNMENT, batch_size, empty_batch
 from shardmuon.testing.slots import SHAPES, search
 
 CPU = torch.device("cpu")
@@ -78,7 +75,7 @@ def _packed(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def unequal_when_packed() -> dict[Any, Any]:
     """Findings of the search in batches that are packed, as torch makes them."""
-    modules = ("orthogonalize.slots", "orthogonalize.products", "orthogonalize.newton_schulz", "testing.slots")
+    modules = ("orthogonalize", "testing.slots")
     shapes = [shape for shape in SHAPES if max(shape) < 1100]
     with ExitStack() as patched:
         for module in modules:
@@ -104,8 +101,9 @@ def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, c
     given = x.clone()
     packed = torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x)
     turned = x.mT.contiguous().mT
-    products = Products(CPU, dtype)
-    assert (started(x, size, products, unit=True).data_ptr() == x.data_ptr()) == (products.operands == dtype)
+    shape = (rows, cols) if size == 1 else (size, rows, cols)
+    products = Products(shape, CPU, dtype)
+    assert (_operands(x, shape, products, unit=True).data_ptr() == x.data_ptr()) == (products.operands == dtype)
     found, *others = (orthogonalize(t, KELLER, dtype=dtype, unit=True) for t in (x, packed, turned))
     for other in others:
         assert torch.equal(found, other)
@@ -123,8 +121,8 @@ def _aligned_operands() -> Iterator[list[int]]:
             out = real[name](*args, **kwargs)
             for t in (*args, *kwargs.values(), out):
                 if isinstance(t, Tensor):
-                    assert t.data_ptr() % ALIGNMENT == 0
-                    assert t.stride(0) * t.element_size() % ALIGNMENT == 0
+                    assert t.data_ptr() % _ALIGNMENT == 0
+                    assert t.stride(0) * t.element_size() % _ALIGNMENT == 0
                     batches.append(len(t))
             return out
 
@@ -196,9 +194,3 @@ def test_sizes_are_powers_of_two_by_shape_and_kind_of_device_alone() -> None:
             assert size == batch_size(cols, rows, torch.device(kind)) > 0
             assert size & (size - 1) == 0
     assert [batch_size(n, n, torch.device("cuda")) for n in (128, 768, 2048, 8192)] == [64, 4, 1, 1]
-
-
-def test_memory_of_a_batch() -> None:
-    x = empty_batch((3, 5, 7), torch.float32, CPU)
-    assert x.stride() == (48, 7, 1)
-    assert x.data_ptr() % ALIGNMENT == 0

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import shardmuon.orthogonalize as package
 from shardmuon import Muon, Orthogonalizer, schedule
-from shardmuon.orthogonalize import Products, orthogonalize, triton_symmetric
+from shardmuon.orthogonalize import Products, orthogonalize, polar_factor, triton_symmetric
 from shardmuon.orthogonalize import choice as choice_module
 from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, work
-from shardmuon.orthogonalize.reference import polar_factor
 from shardmuon.orthogonalize.stamp import machine_stamp
-from shardmuon.orthogonalize.triton_symmetric import symmetric_addmm, tile_position
 from shardmuon.orthogonalize.tuning import FORMAT
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import orthogonalization_bound, roundoff
@@ -106,32 +105,44 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield run
 
 
+def symmetric_addmm(
+    base: Tensor | None,
+    left: Tensor,
+    right: Tensor,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+    dtype: torch.dtype | None = None,  # default: left's
+) -> Tensor:
+    """The kernel's product in new memory."""
+    out = torch.empty(len(left), left.shape[1], left.shape[1], dtype=dtype or left.dtype, device=left.device)
+    return triton_symmetric.symmetric_addmm(base, left, right, beta=beta, alpha=alpha, out=out)
+
+
 # ------------------------------------------------------------------------------------------------ order of the tiles
 
 
+@installed
 def test_tiles_are_the_rows_of_the_triangle_two_by_two() -> None:
+    from shardmuon.orthogonalize.triton_kernel import tile_position
+
     for side in range(1, 61):
         rows = list(range(side - 1, -1, -1))
         pairs = [(side - 1, None)] if side % 2 else []
         long = rows[side % 2 : side % 2 + side // 2]
         pairs += list(zip(long, sorted(set(rows) - set(long) - {p[0] for p in pairs}), strict=True))
         wanted = [(row, column) for pair in pairs for row in pair if row is not None for column in range(row + 1)]
-        assert [tile_position(i, side) for i in range(side * (side + 1) // 2)] == wanted
+        assert [tile_position.fn(i, side) for i in range(side * (side + 1) // 2)] == wanted
         assert len(set(wanted)) == side * (side + 1) // 2
 
 
 # ------------------------------------------------------------------------------------------------------- the numbers
 
 
-def _wanted(
-    base: Tensor | None, left: Tensor, right: Tensor, beta: float, alpha: float, diagonal: float
-) -> tuple[Tensor, Tensor]:
+def _wanted(base: Tensor | None, left: Tensor, right: Tensor, beta: float, alpha: float) -> tuple[Tensor, Tensor]:
     """The result in fp64, and the sum of the magnitudes of what is added up."""
     a, b = left.double(), right.double()
-    identity = torch.eye(len(a[0]), dtype=torch.float64)
-    plus = torch.zeros_like(identity) if base is None or beta == 0.0 else beta * base.double()
-    sizes = plus.abs() + abs(alpha) * (a.abs() @ b.abs()) + abs(diagonal) * identity
-    return plus + alpha * (a @ b) + diagonal * identity, sizes
+    plus = torch.zeros(()) if base is None else beta * base.double()
+    return plus + alpha * (a @ b), plus.abs() + abs(alpha) * (a.abs() @ b.abs())
 
 
 def _within(found: Tensor, wanted: Tensor, sizes: Tensor, k: int) -> bool:
@@ -153,17 +164,17 @@ def _products(dtype: torch.dtype) -> list[str]:
         x = _strided(kind, num, m, k, dtype)
         base = normal(num, m, m + 3, seed=1).to(dtype)[:, :, 3:]
         base = base + base.mT
-        for plus, beta, alpha, diagonal, out_dtype in (
-            (None, 0.0, 1.0, 0.0, None),
-            (base, -4.775, 2.0315, 0.0, None),
-            (base.float(), 0.5, 1.0, 3.4445, FP32),
+        for plus, beta, alpha, out_dtype in (
+            (None, 1.0, 1.0, None),
+            (base, -4.775, 2.0315, None),
+            (base.float(), 0.5, 1.0, FP32),
         ):
             untouched = x.clone()
-            found = symmetric_addmm(plus, x, x.mT, beta, alpha, out_dtype, diagonal)
-            case = f"{kind} {m}x{k} beta={beta} diagonal={diagonal}: "
+            found = symmetric_addmm(plus, x, x.mT, beta, alpha, out_dtype)
+            case = f"{kind} {m}x{k} beta={beta}: "
             if found.dtype != (out_dtype or dtype) or found.shape != (num, m, m) or not found.is_contiguous():
                 wrong.append(case + f"{found.dtype} {found.shape} {found.stride()}")
-            if not _within(found, *_wanted(plus, x, x.mT, beta, alpha, diagonal), k):
+            if not _within(found, *_wanted(plus, x, x.mT, beta, alpha), k):
                 wrong.append(case + "too far off")
             if not torch.equal(found, found.mT):
                 wrong.append(case + "not symmetric")
@@ -182,8 +193,8 @@ def _halves_make_out_dtypes() -> list[str]:
     x = normal(1, 33, 40).half()
     wrong = []
     for out_dtype in DTYPES:
-        found = symmetric_addmm(None, x, x.mT, out_dtype=out_dtype)
-        wide = symmetric_addmm(None, x, x.mT, out_dtype=FP32)
+        found = symmetric_addmm(None, x, x.mT, dtype=out_dtype)
+        wide = symmetric_addmm(None, x, x.mT, dtype=FP32)
         if found.dtype != out_dtype or not torch.equal(found, wide.to(out_dtype)):
             wrong.append(str(out_dtype))
     return wrong
@@ -200,7 +211,7 @@ def _polynomials(dtype: torch.dtype) -> bool:
     gram = symmetric_addmm(None, x, x.mT)
     poly = symmetric_addmm(gram, gram, gram, -4.775, 2.0315)
     found = symmetric_addmm(poly, gram, poly, 3.4445)
-    lower, sizes = _wanted(poly, gram, poly, 3.4445, 1.0, 0.0)
+    lower, sizes = _wanted(poly, gram, poly, 3.4445, 1.0)
     wanted = lower.tril() + lower.tril(-1).mT
     return torch.equal(found, found.mT) and _within(found, wanted, torch.maximum(sizes, sizes.mT), 70)
 
@@ -226,7 +237,6 @@ def _nan_where_nothing_is_read() -> dict[str, bool]:
     around[:, :70, :33] = x
     inside = around[:, :70, :33]
     return {
-        "beta = 0": torch.equal(symmetric_addmm(nan, x, x.mT), plain),
         "above the diagonal": torch.equal(
             symmetric_addmm(base.tril() + nan.triu(1).nan_to_num(7.0), x, x.mT, 1.0), sum_
         )
@@ -291,19 +301,16 @@ class _Counter:
 
 def _launches() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Launches, and T (T + 1) / 2 per matrix."""
-    kernel, interpreted = triton_symmetric._load()
-    counter = _Counter(kernel)
-    real, triton_symmetric._load = triton_symmetric._load, lambda: (counter, interpreted)  # type: ignore[assignment]
-    try:
+    kernels: Any = triton_symmetric._kernels()
+    counter = _Counter(kernels.symmetric_addmm_kernel)
+    with mock.patch.object(kernels, "symmetric_addmm_kernel", counter):
         wanted = []
         for num, m, block in ((1, 1, 32), (2, 32, 32), (1, 33, 64), (3, 130, 64), (1, 300, 64)):
             x = normal(num, m, 8)
             symmetric_addmm(x @ x.mT, x, x.mT, 1.0)
             side = (m + block - 1) // block
             wanted.append((num * side * (side + 1) // 2,))
-        return list(zip(counter.grids, wanted, strict=True))
-    finally:
-        triton_symmetric._load = real
+    return list(zip(counter.grids, wanted, strict=True))
 
 
 @installed
@@ -350,26 +357,17 @@ def _told(function: Callable[..., Any], *args: Any, **options: Any) -> str:
 
 def _errors() -> list[str]:
     x = normal(2, 4, 3)
-    real = triton_symmetric._MAX_PROGRAMS
-    triton_symmetric._MAX_PROGRAMS = 1
-    try:
+    with mock.patch.object(triton_symmetric, "_MAX_PROGRAMS", 1):
         many = _told(symmetric_addmm, None, x, x.mT)
-    finally:
-        triton_symmetric._MAX_PROGRAMS = real
-    broken = _Counter(None)
-    load = triton_symmetric._load
-    triton_symmetric._load = lambda: (broken, True)  # type: ignore[assignment]
-    try:
+    with mock.patch.object(triton_symmetric._kernels(), "symmetric_addmm_kernel", _Counter(None)):
         failed = _told(symmetric_addmm, None, x, x.mT)
-    finally:
-        triton_symmetric._load = load
     return [
         _told(symmetric_addmm, None, x, x),
         _told(symmetric_addmm, x, x, x.mT, 1.0),
         _told(symmetric_addmm, None, x, x.mT.half()),
         _told(symmetric_addmm, (x @ x.mT).double(), x, x.mT, 1.0),
         _told(symmetric_addmm, None, x.double(), x.mT.double()),
-        _told(symmetric_addmm, None, x, x.mT, out_dtype=torch.float64),
+        _told(symmetric_addmm, None, x, x.mT, dtype=torch.float64),
         many,
         failed,
     ]
@@ -384,8 +382,8 @@ def test_errors_say_what_was_found_and_what_to_write(interpreted: Run) -> None:
         "dtype, base fp16, bf16 or fp32",
         "ValueError: dtypes: found left torch.float32, right torch.float32, base torch.float64; left and right must be "
         "of one dtype, base fp16, bf16 or fp32",
-        "ValueError: left: found torch.float64 with out_dtype=torch.float64; both must be fp16, bf16 or fp32",
-        "ValueError: left: found torch.float32 with out_dtype=torch.float64; both must be fp16, bf16 or fp32",
+        "ValueError: left: found torch.float64 for a result in torch.float64; both must be fp16, bf16 or fp32",
+        "ValueError: left: found torch.float32 for a result in torch.float64; both must be fp16, bf16 or fp32",
         "ValueError: left: 2 matrices of 4 rows are 2 tiles; a launch has 1: split",
         "RuntimeError: the Triton kernel failed for (2, 4, 3) torch.float32 on cpu: TypeError: 'NoneType' object is "
         "not subscriptable. Leave out Orthogonalizer.tuning, or tune here",
@@ -397,30 +395,16 @@ def test_errors_say_what_was_found_and_what_to_write(interpreted: Run) -> None:
 
 def _errors_of(kind: str, method: str, dtype: torch.dtype, native: bool) -> list[float]:
     """Distance to the exact polar factor with torch's products and with the kernel's."""
-    if native:  # as on a device that multiplies half precision itself: half operands reach the kernel
-        Products.__post_init__ = _native  # type: ignore[method-assign]
     x = spectrum(kind, 48, 130)
-    exact = polar_factor(x[None])[0]
+    exact = polar_factor(x)
     coefficients = POLAR if method == "gram" else KELLER
     errors = []
-    for kernel in ("torch", "triton"):
-        found = orthogonalize(x[None].float(), coefficients, method=method, dtype=dtype, kernel=kernel)[0].double()
-        errors.append(float((found - exact).norm() / exact.norm()))
+    # as on a device that multiplies half precision itself: half operands reach the kernel
+    with mock.patch.object(package, "_EMULATED", () if native else package._EMULATED):
+        for kernel in ("torch", "triton"):
+            found = orthogonalize(x[None].float(), coefficients, method=method, dtype=dtype, kernel=kernel)[0].double()
+            errors.append(float((found - exact).norm() / exact.norm()))
     return errors
-
-
-_OF_THIS_CPU = Products.__post_init__
-
-
-def _native(self: Products) -> None:
-    object.__setattr__(self, "operands", self.dtype)
-
-
-def _errors_then_back(*args: Any) -> list[float]:
-    try:
-        return _errors_of(*args)
-    finally:
-        Products.__post_init__ = _OF_THIS_CPU  # type: ignore[method-assign]
 
 
 @installed
@@ -438,7 +422,7 @@ def _errors_then_back(*args: Any) -> list[float]:
 def test_results_are_as_near_to_the_polar_factor_as_with_torchs_products(
     kind: str, method: str, dtype: torch.dtype, native: bool, interpreted: Run
 ) -> None:
-    of_torch, of_triton = interpreted(_errors_then_back, kind, method, dtype, native)
+    of_torch, of_triton = interpreted(_errors_of, kind, method, dtype, native)
     # each is off the exact steps by its rounding, so they differ by twice the bound
     coefficients = POLAR if method == "gram" else KELLER
     x = spectrum(kind, 48, 130).float()
@@ -452,16 +436,13 @@ def test_results_are_as_near_to_the_polar_factor_as_with_torchs_products(
 
 def _split_product_error() -> tuple[float, bool]:
     """R <- Q R Q in split fp16, whose two halves are not symmetric by themselves."""
-    Products.__post_init__ = _native  # type: ignore[method-assign]
-    try:
-        products = Products(CPU, HALF, "triton")
+    with mock.patch.object(package, "_EMULATED", ()):
+        products = Products((1, 70, 70), CPU, HALF, "triton")
         q = normal(1, 70, 70)
         q = products.operand((q + q.mT) / 20)
         r = normal(1, 70, 90) / 9
         r = r @ r.mT
         found = products.sandwich(q, r)
-    finally:
-        Products.__post_init__ = _OF_THIS_CPU  # type: ignore[method-assign]
     exact = q.double() @ r.double() @ q.double().mT
     return float((found.double() - exact).abs().max() / exact.abs().max()), torch.equal(found, found.mT)
 
@@ -519,7 +500,7 @@ def test_a_cpu_and_products_that_are_not_the_kernels_are_refused(monkeypatch: py
     message = r"left is on cpu: Triton has no CPU kernels .* Use torch.baddbmm there"
     with pytest.raises(ValueError, match=message):
         orthogonalize(normal(1, 4, 8), KELLER, kernel="triton")
-    message = r"left: found torch.float64 with out_dtype=torch.float64; both must be fp16, bf16 or fp32"
+    message = r"left: found torch.float64 for a result in torch.float64; both must be fp16, bf16 or fp32"
     with pytest.raises(ValueError, match=message):
         orthogonalize(normal(1, 4, 8), KELLER, kernel="triton", dtype=torch.float64)
 
@@ -537,20 +518,20 @@ def test_a_cpu_and_products_that_are_not_the_kernels_are_refused(monkeypatch: py
 def test_what_keeps_the_kernel_from_a_device(
     device: str, capability: tuple[int, int] | None, wanted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_symmetric, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(triton_symmetric, "_kernels", lambda: capability and torch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert triton_symmetric.obstacle(torch.device(device)) == wanted
 
 
 def test_a_triton_that_fails_or_is_wrong_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing_gcc(*args: Any) -> Any:
+    def missing_gcc(*args: Any, **options: Any) -> Any:
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(triton_symmetric, "obstacle", lambda device: None)
     for multiply, wanted in (
         (missing_gcc, "a trial failed: Failed to find C compiler"),
-        (lambda base, left, right: left @ right + 1, "a trial gave wrong numbers"),
-        (lambda base, left, right: left @ right, None),
+        (lambda base, left, right, out: left @ right + 1, "a trial gave wrong numbers"),
+        (lambda base, left, right, out: left @ right, None),
     ):
         triton_symmetric._trial.cache_clear()
         monkeypatch.setattr(triton_symmetric, "symmetric_addmm", multiply)
@@ -614,12 +595,13 @@ def _compile(
     from triton.compiler import ASTSource
 
     texts = {HALF: "*fp16", BF16: "*bf16", FP32: "*fp32"}
-    kernel, _ = triton_symmetric._load()
+    from shardmuon.orthogonalize.triton_kernel import symmetric_addmm_kernel as kernel
+
     names = kernel.arg_names
     block, block_k, num_warps = triton_symmetric._tile_sizes(m, dtype)
     constants = {"HAS_BASE": base is not None, "BLOCK": block, "BLOCK_K": block_k, **strides}
     pointers = {"base": texts[base or dtype], "left": texts[dtype], "right": texts[dtype], "out": texts[base or FP32]}
-    numbers = dict.fromkeys(("beta", "alpha", "diagonal"), "fp32")
+    numbers = dict.fromkeys(("beta", "alpha"), "fp32")
     signature = {name: "constexpr" if name in constants else (pointers | numbers).get(name, "i32") for name in names}
     aligned = [i for i, name in enumerate(names) if name not in constants and name not in numbers]
     made = triton.compile(
@@ -709,7 +691,7 @@ def test_gpu_bits_are_the_same_alone_and_in_a_batch(dtype: torch.dtype, shape: t
 @pytest.mark.parametrize(("method", "dtype"), [("standard", BF16), ("gram", HALF), ("gram", FP32)])
 def test_gpu_results_are_as_near_to_the_polar_factor_as_with_torchs_products(method: str, dtype: torch.dtype) -> None:
     x = spectrum("gauss", 1024, 4096).cuda()
-    exact = polar_factor(x[None])[0]
+    exact = polar_factor(x)
     of_torch, of_triton = (
         float((orthogonalize(x[None].float(), POLAR, method=method, dtype=dtype, kernel=kernel)[0] - exact).norm())
         for kernel in ("torch", "triton")

@@ -193,7 +193,7 @@ def test_a_state_dict_brings_its_views_along() -> None:
 TURNED = ("in_out", "in_out_experts", "columns", "in_out_qkv", "in_out_gate_up")
 
 
-GRAM_BAND = 2e-4  # of the Gram route's update around the dense one in fp32: orthogonalize/sharded.py
+GRAM_BAND = 2e-4  # of the Gram route's update around the dense one in fp32: `factor_of`
 
 
 def _audited(layout: str, route: Any, dtype: Any = None) -> tuple[bool, float]:
@@ -221,5 +221,5 @@ def test_audits_put_the_same_matrices_together(world4: RankPool, layout: str, ro
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp2 dim 1"])
 def test_the_gram_route_takes_transposes(world2: RankPool, layout: str) -> None:
     """Sums over shards round differently: within 2e-4 of the dense update in fp32, whatever dtype products have on
-    this machine; see orthogonalize/sharded.py."""
+    this machine; see `factor_of`."""
     assert max(difference for _, difference in world2.run(_audited, layout, "gram", "float32")) < GRAM_BAND

@@ -126,10 +126,7 @@ def _rows_left(self: MuonEq, x: Tensor, kept: Tensor) -> Tensor:
     return out
 
 
-def _one_by_one(
-    stages: Sequence[Any], xs: Sequence[Tensor], kept: Mapping[str, Sequence[Tensor]], one_by_one: bool
-) -> None:
-    assert one_by_one, "owners sum each matrix by itself"
+def _one_by_one(stages: Sequence[Any], xs: Sequence[Tensor], kept: Mapping[str, Sequence[Tensor]]) -> None:
     for stage in stages:
         for at, x in enumerate(matrix for batch in xs for matrix in batch.split(1)):
             x.copy_(stage.run(x, kept[stage.key][at].unsqueeze(0) if stage.key else x.new_empty(1, 0)))

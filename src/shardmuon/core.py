@@ -30,7 +30,7 @@ from shardmuon.layout.bind import Call, Listed, Table, agree, renewed
 from shardmuon.layout.engines.base import MISPLACED, NONE
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.options import MuonConfig
-from shardmuon.orthogonalize import FiniteWatch
+from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import RoutingRow

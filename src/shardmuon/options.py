@@ -13,9 +13,10 @@ from torch import Tensor
 
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.momentum.update import LR_SCALES, OTHER_SCALE_NAMES, WEIGHT_DECAY_MODES
-from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype
+from shardmuon.orthogonalize import NS_METHODS, MethodName
 from shardmuon.orthogonalize import tuning as tuning_files
 from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.orthogonalize.gram import check_gram_dtype
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
 from shardmuon.plan.machines import Machine
 from shardmuon.plan.plan import ROUTES, RouteOption

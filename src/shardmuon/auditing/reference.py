@@ -23,9 +23,7 @@ from torch import Tensor
 from shardmuon._torch import ieee_products
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.stores import Stream, round_patch
-from shardmuon.orthogonalize import BACKENDS, KernelName, Products, orthogonalize
-from shardmuon.orthogonalize.newton_schulz import normalize
-from shardmuon.orthogonalize.sharded import factor_of
+from shardmuon.orthogonalize import BACKENDS, KernelName, Products, factor_of, normalize, orthogonalize
 from shardmuon.step.options import Settings
 from shardmuon.variants import AfterStage, BeforeStage, Stage, Stages, WeightStage
 from shardmuon.variants.muon_eq import MuonEq
@@ -129,8 +127,8 @@ def _by_gram(x: Tensor, s: Settings) -> Tensor:
     turn = x.shape[-2] > x.shape[-1]
     y = normalize(x.mT if turn else x)
     with ieee_products(x.device):
-        gram = Products(x.device, x.dtype).gram_fp32(y)
-        factor = factor_of(gram.double(), s.coefficients, Products(x.device, torch.float64)).to(x.dtype)
+        gram = Products(y.shape, y.device, y.dtype).gram_fp32(y)
+        factor = factor_of(gram.double(), s.coefficients, Products(gram.shape, gram.device, torch.float64)).to(x.dtype)
         out = (factor.triu() + factor.triu(1).mT) @ y
     return out.mT if turn else out
 

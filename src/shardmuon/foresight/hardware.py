@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shardmuon.foresight.types import NOTHING, Time
+from shardmuon.orthogonalize import batch_size
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.orthogonalize.slots import batch_size
 from shardmuon.plan.machines import SIDES, Machine
 
 # facts that a `Machine` has in nanoseconds, in its order

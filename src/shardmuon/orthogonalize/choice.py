@@ -7,17 +7,15 @@ rule looks at nothing but shape, schedule, dtype and kind of device; nothing is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.orthogonalize import default_dtype, orthogonalize, why_dtype
+from shardmuon.orthogonalize import KernelName, default_dtype, orthogonalize
 from shardmuon.orthogonalize.gram import plan_restarts, restarts_locally
-from shardmuon.orthogonalize.products import KernelName
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.triton_symmetric import num_blocks, why_not
 from shardmuon.orthogonalize.tuning import Tuning
@@ -107,7 +105,7 @@ class Chooser:
                 f"the Triton kernel cannot run on {task.device}: {hindrance}. Leave out Orthogonalizer.tuning, or tune "
                 "here"
             )
-        why = why_dtype(found.method, task.device, self.dtype)
+        why = _why_dtype(found.method, task.device, self.dtype)
         return replace(found, reason=f"{found.reason}; {why}" if found.reason else why)
 
     def _found(self, task: Task) -> Choice:
@@ -117,9 +115,25 @@ class Chooser:
         return (self.measured and from_file(self.measured, task, self.dtype)) or rule(*task, self.dtype)
 
 
+def _why_dtype(method: str, device: torch.device, wanted: torch.dtype | None) -> str:
+    """The dtype that a matrix's products have on a device, and why, for the printed plan."""
+    fixed = {"torch": "as in torch.optim.Muon", "reference": "always"}
+    found = str((None if method in fixed else wanted) or default_dtype(method, device)).removeprefix("torch.")
+    if method in fixed:
+        return f"products in {found}, {fixed[method]}"
+    if wanted is not None:
+        return f"products in {found}, by Orthogonalizer.dtype"
+    if device.type != "cpu":
+        return f"products in {found}, the default on {device.type}"
+    if method == "gram":
+        return f"products in {found}, the default of 'gram' on CPUs"
+    has = "multiplies bfloat16 in hardware" if cpu_has_bf16_matmul() else "has no bfloat16 products"
+    return f"products in {found}, for this CPU {has}"
+
+
 def from_file(tuning: Tuning, task: Task, dtype: torch.dtype | None) -> Choice | None:
     """The fastest that a file has for a shape on this machine; None if it lacks the shape."""
-    m, n = measured_shape(task)
+    m, n = _measured_shape(task)
     times = tuning.times(_shape_text(m, n, task.coefficients), task.device)
     options = candidates(task.device, dtype, kernels(task.device))
     if str(options[0]) not in times:
@@ -229,6 +243,12 @@ def flops(
     return round(count)
 
 
+def factor_flops(short: int, coefficients: Triples, symmetric_share: float) -> int:
+    """Floating point operations of `factor_of` for one matrix."""
+    squares = sum(c != 0.0 for _, _, c in coefficients)
+    return round((squares + 3 * (len(coefficients) - 1)) * 2 * short**3 * symmetric_share)
+
+
 # ---------------------------------------------------------------------------------------------------- measurements
 
 
@@ -247,14 +267,14 @@ def measure(task: Task, dtype: torch.dtype | None) -> tuple[str, dict[str, float
     Returns:
         The shape that was measured and its schedule as text, and text of a choice -> seconds for one matrix.
     """
-    m, n = measured_shape(task)
+    m, n = _measured_shape(task)
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(1, m, n, generator=generator, dtype=torch.float32, device="cpu").to(task.device)
     times = _time(x, task.coefficients, candidates(task.device, dtype, kernels(task.device)))
     return _shape_text(m, n, task.coefficients), times
 
 
-def measured_shape(task: Task) -> tuple[int, int]:
+def _measured_shape(task: Task) -> tuple[int, int]:
     """(short, long) of the matrix that is timed in place of one of this shape."""
     m, n = min(task.rows, task.cols), max(task.rows, task.cols)
     budget = _BUDGET.get(task.device.type, _ACCELERATOR_BUDGET)
@@ -274,24 +294,20 @@ def _time(x: torch.Tensor, coefficients: Triples, options: Sequence[Choice]) -> 
     One CPU thread is timed by its own clock, which stops while others run on its core: ranks outnumber cores often.
     """
     clock = time.thread_time if x.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    wait = _finished(x.device)
     seconds: dict[str, list[float]] = {str(option): [] for option in options}
     for number in range(_MAX_RUNS):
         for option in options:
-            wait()
+            _wait(x.device)
             start = clock()
             orthogonalize(x, coefficients, method=option.method, dtype=option.dtype, kernel=option.kernel)
-            wait()
+            _wait(x.device)
             seconds[str(option)].append(clock() - start)
         if number >= _MIN_RUNS and all(sum(row) > _MIN_SECONDS for row in seconds.values()):
             break
     return {name: min(row[1:]) for name, row in seconds.items()}  # the first run warms up
 
 
-def _finished(device: torch.device) -> Callable[[], object]:
-    """A wait for the work given to a device: every accelerator takes orders faster than it carries them out."""
-    if device.type == "cpu":
-        return lambda: None
-    if device.type == "cuda":
-        return partial(torch.cuda.synchronize, device)
-    return partial(torch.accelerator.synchronize, device)
+def _wait(device: torch.device) -> None:
+    """Wait for the work given to a device: every accelerator takes orders faster than it carries them out."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,4 +1,4 @@
-"""Newton-Schulz on the Gram matrix: the same steps with most products on the short side. Not in bf16.
+"""The Gram form of Newton-Schulz: where it must restart, by a bound on its rounding; and a watch over its results.
 
 With R = X X^T (m x m), one step X <- (a I + b R + c R^2) X leaves X = Q X_0 for a polynomial Q of R_0. So iterate Q
 and R on m x m matrices and multiply once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k steps that is one
@@ -7,7 +7,7 @@ m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m ones, 
 [Note: restarts]
     Rounding leaves R with small spurious negative eigenvalues -d. A step multiplies them by (a + |b| d + ..)^2, a
     schedule by the square of its slope: 485^2 for torch's five steps, 6363^2 for eight of Polar Express. The update
-    itself loses as much, and with some polynomials 10 to 100 times more: [Note: amplification] in gram_error.py. A
+    itself loses as much, and with some polynomials 10 to 100 times more: [Note: amplification]. A
     restart makes R anew, so that only the slope since then counts. `plan_restarts` takes the fewest restarts that keep
     d small and the amplification of rounding within some times the standard form's (or its effect below 1e-3), and
     among those the positions with the best-conditioned Q. Two ways to restart:
@@ -18,22 +18,44 @@ m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m ones, 
                values, error .018 by X, .023 locally). In fp32 it would bring back R_0's own rounding and gain nothing.
     bf16 is refused: 8 bits leave d so large that even restarts do not help (errors of 0.2 to 2, 1e5 on a power law
     without), where the standard form in bf16 stays within 0.02 to 0.1.
+
+[Note: amplification]
+    In the singular basis of X, rounding adds to R, and to every product, a matrix whose entries are at most u (the unit
+    roundoff) times the largest entry there can be. To first order each such entry (i, j) then goes its own way,
+    whatever the others do: a step multiplies it by divided differences of the step's polynomial at the two eigenvalues,
+    which are all known. So one pass over a grid of pairs of singular values, 0 among them, gives the worst factor from
+    any rounding of a segment (the steps between two restarts) to the final update: its amplification. u times that is
+    the segment's share of the error.
+
+    The worst pair is nearly always (0, large): a direction that the gradient does not have, beside one that it has. An
+    entry e of R there reaches Q as (slope so far) * b * e * (slope to come), and at once is multiplied by a large
+    singular value: slope**2 * u of the update. That is why gradients of rank 1 to 3 are the worst, and why the growth
+    of spurious eigenvalues alone is not enough to plan by: polynomials that first raise large values and then crush
+    them ("cans", "quintic", long "polar_express") lose another factor of 10 to 100 in the size of what they keep.
+
+[Note: results that are not finite]
+    Zeros take the place of such a result of a finite matrix: its weights decay and take no update in this step. Nothing
+    waits for a device to say whether it came about, which has not been seen: how often travels to the host beside the
+    work, and a later step warns. A matrix that came in with NaN or Inf keeps NaN.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import warnings
+from collections import deque
 from functools import cache, lru_cache, partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize.gram_error import amplification
-from shardmuon.orthogonalize.products import Products
+from shardmuon._torch import Later, is_capturing
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.orthogonalize.sharded import factor_of
+
+_Array = npt.NDArray[np.float64]
 
 # dtype -> most negative eigenvalue that rounding leaves in R (4e-4 seen by Dao-AILab in fp16; the others have the
 # same error in units of their own epsilon), and how large it may grow.
@@ -73,7 +95,7 @@ def plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
     """Steps (1 .. k-1) before which the iteration must restart, see [Note: restarts]."""
     check_gram_dtype(dtype)
     noise, limit = _NOISE[dtype]
-    cost = cache(partial(amplification, coefficients))  # of the steps [start, stop), asked for again and again
+    cost = cache(partial(_amplification, coefficients))  # of the steps [start, stop), asked for again and again
     standard = sum(cost(step, step + 1) for step in range(len(coefficients)))  # every step is a segment of its own
     allowed = max(_EXCESS[dtype] * standard, _NEGLIGIBLE / (torch.finfo(dtype).eps / 2))
 
@@ -110,12 +132,13 @@ def schedule_fault(coefficients: Triples, dtype: torch.dtype) -> str:
     )
 
 
+def segments(coefficients: Triples, dtype: torch.dtype) -> list[Triples]:
+    """The steps between restarts."""
+    return [coefficients[start:stop] for start, stop in _ends(coefficients, plan_restarts(coefficients, dtype))]
+
+
 def _ends(coefficients: Triples, restarts: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(itertools.pairwise((0, *restarts, len(coefficients))))
-
-
-def _segments(coefficients: Triples, restarts: tuple[int, ...]) -> list[Triples]:
-    return [coefficients[i:j] for i, j in _ends(coefficients, restarts)]
 
 
 def _growth(segment: Triples, noise: float) -> float:
@@ -133,10 +156,10 @@ def _condition(coefficients: Triples, restarts: tuple[int, ...], noise: float) -
     """The worst ratio of Q's largest to its smallest eigenvalue."""
     worst = 0.0
     s = np.geomspace(1e-6, 1.0, 512)  # singular values as they stand at the segment's start
-    for segment in _segments(coefficients, restarts):
+    for start, stop in _ends(coefficients, restarts):
         r = np.append(s * s, -noise)
         q = np.ones_like(r)
-        for a, b, c in segment:
+        for a, b, c in coefficients[start:stop]:
             z = a + r * (b + r * c)
             q, r = q * z, r * z * z
         s = s * q[:-1]
@@ -144,27 +167,141 @@ def _condition(coefficients: Triples, restarts: tuple[int, ...], noise: float) -
     return worst
 
 
-def gram_newton_schulz(
-    y: Tensor,  # (B, m, n) in slots, or (m, n): norm 1, operands of `products`
-    coefficients: Triples,
-    products: Products,
-) -> Tensor:  # of its shape, operands
-    """The steps of `newton_schulz`, iterated on the Gram matrix of the short side.
+# ------------------------------------------------------------------------------------------------------- amplification
 
-    Raises:
-        ValueError: Products in bf16.
+# Singular values as fractions of the norm. Denser grids change no bound by more than a few percent.
+_GRID: _Array = np.unique(np.concatenate([[0.0], np.geomspace(1e-5, 1.0, 32), np.linspace(0.05, 1.0, 20)]))
+
+
+def _amplification(coefficients: Triples, start: int, stop: int) -> float:
+    """Amplification of the segment of steps [start, stop), see [Note: amplification]."""
+    sigmas = _GRID
+    for a, b, c in coefficients[:start]:
+        sigmas = np.abs(sigmas * (a + sigmas**2 * (b + c * sigmas**2)))
+    factor, errors = _after(coefficients[start:stop], sigmas**2)
+    results = np.abs(factor * sigmas)
+    last = np.full((len(sigmas), len(sigmas)), results.max())  # rounding of Q X itself
+    local: _Array = sum((np.abs(e) * sigmas for e in errors), start=last)
+    return float((local * _to_come(results, coefficients[stop:])).max())
+
+
+def _after(segment: Triples, eigenvalues: _Array) -> tuple[_Array, list[_Array]]:
+    """Eigenvalues of Q after these steps, and what each rounding made of Q's entries, in units of u."""
+    ones = np.ones((len(eigenvalues), len(eigenvalues)))
+    r, q = eigenvalues, np.ones_like(eigenvalues)
+    in_gram: list[_Array] = [ones * r.max()]  # one array for each rounding; R's and Q's lists go in step
+    in_factor: list[_Array] = [0 * ones]
+    for a, b, c in segment:
+        poly, size = b * r + c * r * r, np.abs(b) * r + np.abs(c) * r * r
+        z = a + poly
+        in_poly = [(b + c * (r[:, None] + r)) * e for e in in_gram] + [ones * size.max()]
+        in_gram.append(0 * ones)
+        in_factor.append(0 * ones)
+        # Q' = Q Z
+        in_factor = [d * z + q[:, None] * p for d, p in zip(in_factor, in_poly, strict=True)]
+        in_factor.append(ones * np.max(a * np.abs(q) + np.abs(q * poly)))
+        # R' = Z R Z, in two products
+        in_gram = [
+            z[:, None] * e * z + p * (r * z) + (z * r)[:, None] * p for e, p in zip(in_gram, in_poly, strict=True)
+        ]
+        half = np.abs(r * z)
+        first, second = np.max(a * r + r * np.abs(poly)), np.max(a * half + np.abs(poly) * half)
+        in_gram.append(ones * (first * np.abs(z).max() + second))
+        r, q = r * z * z, q * z
+    return q, in_factor
+
+
+def _to_come(sigmas: _Array, rest: Triples) -> _Array:
+    """The largest factor of the steps to come on an entry (i, j) in the basis of these singular values.
+
+    They are an odd function h: the symmetric part of an entry is multiplied by (h_i - h_j) / (s_i - s_j), the other by
+    (h_i + h_j) / (s_i + s_j), and one that leaves the rows' space by h_i / s_i.
     """
-    short, long = sorted(y.shape[-2:])
-    tall = y.shape[-2] > y.shape[-1]
-    first, *others = _segments(coefficients, plan_restarts(coefficients, products.dtype))
-    if restarts_locally(short, long, coefficients, products.dtype):
-        wide = products.gram_fp32(y)
-        before = factor_of(products.operand(wide), first, products)
-        after = factor_of(products.sandwich(before, wide), others[0], products)
-        factor = products.multiply(None, after, before)
-        # the product of two Q is symmetric but for rounding: the tall form takes its transpose, as (Q X)^T = X^T Q^T
-        return products.multiply(None, y, factor.mT) if tall else products.multiply(None, factor, y)
-    for segment in (first, *others):
-        factor = factor_of(products.gram(y), segment, products)
-        y = products.multiply(None, y, factor) if tall else products.multiply(None, factor, y)
-    return y
+    h, slope, ratio = sigmas, np.ones_like(sigmas), np.ones_like(sigmas)
+    for a, b, c in rest:
+        square = h * h
+        slope = slope * (a + square * (3 * b + 5 * c * square))
+        z = a + square * (b + c * square)
+        ratio, h = ratio * z, h * z
+    difference, total = sigmas[:, None] - sigmas, sigmas[:, None] + sigmas
+    near, none = np.abs(difference) < 1e-7 * (1 + total), total < 1e-12
+    symmetric = np.where(near, slope[:, None], (h[:, None] - h) / np.where(near, 1.0, difference))
+    other = np.where(none, ratio[:, None], (h[:, None] + h) / np.where(none, 1.0, total))
+    worst: _Array = np.maximum(np.maximum(np.abs(symmetric), np.abs(other)), np.abs(ratio)[:, None])
+    return worst
+
+
+# ------------------------------------------------------------------------------------------------------------ on wires
+
+
+def pack_symmetric(
+    matrix: Tensor,  # (m, m)
+    out: Tensor,  # 1-D, m (m + 1) / 2 elements, written to
+) -> None:
+    """Write the upper triangle of a symmetric matrix to `out`, row by row."""
+    rows, cols = torch.triu_indices(*matrix.shape, device=matrix.device)
+    out.copy_(matrix[rows, cols])
+
+
+def unpack_symmetric(
+    packed: Tensor,  # 1-D, m (m + 1) / 2 elements
+    size: int,
+) -> Tensor:  # (m, m)
+    """The symmetric matrix with this upper triangle."""
+    rows, cols = torch.triu_indices(size, size, device=packed.device)
+    out = packed.new_empty(size, size)
+    out[rows, cols] = packed
+    out[cols, rows] = packed
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+class FiniteWatch:
+    """Watch that keeps results finite, and warns a step or more later. One for each optimizer."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Tensor, Tensor]] = []  # of this step: what was run, and `_zero_or_nan` of both ends
+        self.coming: deque[tuple[list[tuple[str, int]], Later]] = deque()
+
+    def keep_finite(
+        self,
+        out: Tensor,  # (B, m, n), written to
+        x: Tensor,  # (B, m, n), what it was made from
+        text: str,
+    ) -> Tensor:  # (B, m, n), `out`
+        """Zeros for each result that is not finite though its matrix is. Waits for nothing."""
+        spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
+        if x.device.type == "cpu" and not bool(spoiled.isnan().any()):  # a look that costs no wait
+            return out
+        given = _zero_or_nan(torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True))
+        self.seen.append((text, spoiled, given))
+        return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
+
+    def send(self) -> None:
+        """Send what a step that has ended has seen on its way to the host."""
+        seen, self.seen = self.seen, []
+        if not seen or is_capturing(seen[0][1].device):  # a graph's replays do not come by here
+            return
+        spoiled = torch.cat([s.flatten() for _, s, _ in seen])
+        given = torch.cat([g.flatten() for _, _, g in seen])
+        replaced = spoiled.isnan().logical_and_(given == 0)
+        self.coming.append(([(text, len(s)) for text, s, _ in seen], Later(replaced)))
+
+    def report(self) -> None:
+        """Warn of what has arrived by now."""
+        while self.coming and self.coming[0][1].has_arrived():
+            seen, replaced = self.coming.popleft()
+            for (text, count), flags in zip(seen, replaced.value().split([n for _, n in seen]), strict=True):
+                if flags.any():
+                    warnings.warn(
+                        f"{text} gave a non-finite result for {int(flags.sum())} of {count} finite matrices in an "
+                        "earlier step; they took no update in it",
+                        stacklevel=2,
+                    )
+
+
+def _zero_or_nan(x: Tensor) -> Tensor:
+    """0 of what is finite, else NaN."""
+    return x - x

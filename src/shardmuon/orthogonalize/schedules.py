@@ -7,9 +7,10 @@ the Frobenius norm keeps singular values at or below 1, rounding can lift them a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -43,10 +44,10 @@ class Schedule:
             s = s * (a + square * (b + square * c))
         return s
 
-    @cached_property
+    @property
     def slope(self) -> float:
         """Factor by which the smallest singular values grow: the product of the a's."""
-        return float(np.prod([a for a, _, _ in self.triples]))
+        return math.prod(a for a, _, _ in self.triples)
 
     def band(self, s_min: float = 0.01) -> tuple[float, float]:
         """Smallest and largest output for inputs (fractions of the Frobenius norm) in [s_min, 1]."""
@@ -56,7 +57,7 @@ class Schedule:
         out = self(grid)
         return float(out.min()), float(out.max())
 
-    @cached_property
+    @property
     def fault(self) -> str | None:
         """The reason why the schedule must not be used, or None."""
         grid = np.linspace(0.0, MARGIN, _GRID)[1:]
@@ -182,32 +183,43 @@ def schedule(
     """
     if safety is not None and not safety >= 1.0:
         raise ValueError(f"safety={safety} must be at least 1")
-    if not isinstance(coefficients, str):
-        factor = 1.0 if safety is None else safety
+    tail: Triples = ()
+    if isinstance(coefficients, str):
+        name = _ALIASES.get(coefficients.lower(), coefficients.lower())
+        if name not in SCHEDULES:
+            known = ", ".join(map(repr, (*SCHEDULES, *_ALIASES)))
+            raise ValueError(
+                f"{coefficients!r} is not a known schedule: write one of {known}, or the triples themselves"
+            )
+        row = SCHEDULES[name]
+        steps = row.default_steps if steps is None else steps
+        if steps < 1 or (row.tail is None and steps != len(row.triples)):
+            allowed = f"exactly {len(row.triples)}" if row.tail is None else "at least one"
+            raise ValueError(f"schedule {coefficients!r} has {allowed} steps, found {steps}. Leave ns_steps out")
+        own, source, factor = row.triples[:steps], row.source, row.safety
+        tail = () if row.tail is None else (row.tail,) * (steps - len(own))
+    else:
         values: tuple[Any, ...] = tuple(coefficients)
+        name, source, factor = "custom", "given by the caller", 1.0
         if values and isinstance(values[0], (tuple, list)):
-            return _checked("custom", _triples(values), factor, "given by the caller")
-        steps = 5 if steps is None else steps
-        if steps < 1:
-            raise ValueError(f"a schedule needs at least one step, found {steps}")
-        triple = _triples([values])
-        if triple == (_KELLER,):
-            return _checked("keller", triple * steps, factor, SCHEDULES["keller"].source)
-        return _checked("custom", triple * steps, factor, "given by the caller")
-    name = coefficients.lower()
-    name = _ALIASES.get(name, name)
-    if name not in SCHEDULES:
-        known = ", ".join(map(repr, (*SCHEDULES, *_ALIASES)))
-        raise ValueError(f"{coefficients!r} is not a known schedule: write one of {known}, or the triples themselves")
-    row = SCHEDULES[name]
-    steps = row.default_steps if steps is None else steps
-    if steps < 1 or (row.tail is None and steps != len(row.triples)):
-        allowed = f"exactly {len(row.triples)}" if row.tail is None else "at least one"
-        raise ValueError(f"schedule {coefficients!r} has {allowed} steps, found {steps}. Leave ns_steps out")
-    factor = row.safety if safety is None else safety
-    own = tuple(_divided(t, factor) for t in row.triples[:steps])
-    tail = () if row.tail is None else (row.tail,) * (steps - len(own))
-    return _checked(name, own + tail, 1.0, row.source)
+            own = _triples(values)
+        else:
+            steps = 5 if steps is None else steps
+            if steps < 1:
+                raise ValueError(f"a schedule needs at least one step, found {steps}")
+            own = _triples([values]) * steps
+            if own[0] == _KELLER:
+                name, source = "keller", SCHEDULES["keller"].source
+    factor = factor if safety is None else safety
+    found = Schedule(name, tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in own) + tail, source)
+    fault = found.fault
+    if fault is not None:
+        raise ValueError(
+            f"schedule {name!r} {fault}. Singular values up to {MARGIN} must stay between 0 and {_LARGEST:g} "
+            f"(rounding lifts some above 1). Divide it: shardmuon.schedule(..., safety=1.02).triples, or take 'keller' "
+            "or 'polar_express'"
+        )
+    return found
 
 
 @lru_cache(maxsize=256)
@@ -224,24 +236,4 @@ def hashable(coefficients: Any) -> Any:
 
 
 def _triples(values: Iterable[Sequence[float]]) -> Triples:
-    found: list[Coefficients] = []
-    for value in values:
-        a, b, c = value
-        found.append((float(a), float(b), float(c)))
-    return tuple(found)
-
-
-def _divided(triple: Coefficients, factor: float) -> Coefficients:
-    a, b, c = triple
-    return a / factor, b / factor**3, c / factor**5
-
-
-def _checked(name: str, values: Triples, safety: float, source: str) -> Schedule:
-    found = Schedule(name, tuple(_divided(t, safety) for t in values) if safety != 1.0 else values, source)
-    if found.fault is not None:
-        raise ValueError(
-            f"schedule {name!r} {found.fault}. Singular values up to {MARGIN} must stay between 0 and {_LARGEST:g} "
-            f"(rounding lifts some above 1). Divide it: shardmuon.schedule(..., safety=1.02).triples, or take 'keller' "
-            "or 'polar_express'"
-        )
-    return found
+    return tuple((float(a), float(b), float(c)) for a, b, c in values)

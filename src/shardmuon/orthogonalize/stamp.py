@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +60,11 @@ def _hardware(device: torch.device) -> str:
     return device.type
 
 
-@lru_cache(maxsize=1)
 def _cpu_vendor() -> str:
     """The vendor of this CPU: MKL takes other kernels on another vendor's CPU with the same instructions."""
     facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), platform.machine())
+    if facts.exists():
+        with facts.open() as lines:  # of the first processor: there may be hundreds
+            vendors = (line.split(":")[1].strip() for line in lines if line.startswith("vendor_id"))
+            return next(vendors, platform.machine())
+    return platform.machine()

@@ -27,9 +27,8 @@ from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
 from shardmuon.momentum.stores import BLOCK, GAMMA, mix_
 from shardmuon.options import Exchange, MuonConfig, Orthogonalizer
 from shardmuon.orthogonalize import default_dtype
-from shardmuon.orthogonalize.choice import Choice, Chooser, Task, is_narrow, work
+from shardmuon.orthogonalize.choice import Choice, Chooser, Task, factor_flops, is_narrow, work
 from shardmuon.orthogonalize.gram import schedule_fault
-from shardmuon.orthogonalize.sharded import factor_flops
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
 from shardmuon.plan.machines import machine_of
 from shardmuon.plan.plan import Bucket, Gram, Kept, Plan, Policy, Spec, make_plan

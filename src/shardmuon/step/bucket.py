@@ -19,11 +19,10 @@ from shardmuon._torch import foreach_norm, ieee_products
 from shardmuon.comm.groups import Pending, Traffic, group_for, start
 from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import BACKENDS, FiniteWatch, Products, default_dtype, orthogonalize
+from shardmuon.orthogonalize import BACKENDS, Products, default_dtype, factor_of, normalize_into, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
+from shardmuon.orthogonalize.gram import FiniteWatch, pack_symmetric, unpack_symmetric
 from shardmuon.orthogonalize.graphs import GraphCache
-from shardmuon.orthogonalize.newton_schulz import normalize_into
-from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.plan.copies import Copy
 from shardmuon.plan.gram import GramProgram, Message
 from shardmuon.plan.pipeline import Turn, turns
@@ -330,7 +329,8 @@ def run_gram(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> It
 def _part(bound: Bound, x: Tensor) -> _Scaled:  # (short side, columns), divided by its norm
     """The Gram matrix X X^T of a shard, however few columns this rank has, and the norm of the shard."""
     norm = _normalize(x)
-    return _Scaled(Products(bound.device, bound.wire).multiply(None, x, x.mT, symmetric=True), norm)
+    products = Products(x.shape, bound.device, bound.wire)
+    return _Scaled(products.symmetric_mm(x, x.mT, out=x.new_empty(len(x), len(x))), norm)
 
 
 def _packed(bound: Bound, messages: Sequence[Message], splits: Ints, values: Mapping[int, _Scaled]) -> Tensor:  # 1-D
@@ -354,8 +354,8 @@ def _iterated(bound: Bound, work: Work, wholes: Mapping[int, _Scaled]) -> Iterat
     """The factors of matrices with these Gram matrices, of one shape, as the ranks that hold the matrices read them."""
     coefficients = work.settings[bound.plan.items[next(iter(wholes))].param].coefficients
     with ieee_products(bound.device):
-        products = Products(bound.device, torch.float64)
-        factors = factor_of(torch.stack([whole.matrix for whole in wholes.values()]), coefficients, products)
+        stacked = torch.stack([whole.matrix for whole in wholes.values()])
+        factors = factor_of(stacked, coefficients, Products(stacked.shape, bound.device, torch.float64))
     for (item, whole), factor in zip(wholes.items(), factors.to(bound.wire), strict=True):
         yield item, _Scaled(factor.triu() + factor.triu(1).mT, whole.norm)
 

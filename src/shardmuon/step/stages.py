@@ -34,8 +34,7 @@ from shardmuon.comm.groups import Traffic, group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, level_of_the_caller, naming, ranks_text
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints, row_major
-from shardmuon.orthogonalize.newton_schulz import normalize
-from shardmuon.orthogonalize.slots import empty_batch
+from shardmuon.orthogonalize import empty_batch, normalize
 from shardmuon.plan.copies import BufferPlace
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import KeptLoad, Load, Program
@@ -198,7 +197,7 @@ def finish(results: Sequence[Result]) -> None:
             kept: Mapping[str, Sequence[Tensor]] = {
                 stage.key: [row for one in alike for row in one.stages.kept[stage.key]] for stage in after if stage.key
             }
-            scaled_(after, [one.out for one in alike], kept, one_by_one=True)
+            scaled_(after, [one.out for one in alike], kept)
         for one in alike:
             if one.out is not one.place:
                 one.place.copy_(one.out)

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardmuon import Orthogonalizer
 from shardmuon.muon import Muon
-from shardmuon.orthogonalize.products import KernelName, Products
+from shardmuon.orthogonalize import KernelName, Products
 from shardmuon.orthogonalize.triton_symmetric import why_not
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.layouts import meshes_on
@@ -168,8 +168,8 @@ def kernel_errors(device: torch.device, sizes: Sequence[tuple[int, int]]) -> lis
             x = (drawn / inner**0.5).to(device, dtype)
             exact = x.double() @ x.double().mT
             largest = float(exact.abs().max())
-            products = [Products(device, dtype, kernel) for kernel in both]
-            results = [one.multiply(None, x, x.mT, symmetric=True) for one in products]
+            products = [Products(x.shape, device, dtype, kernel) for kernel in both]
+            results = [one.symmetric_mm(x, x.mT, out=torch.empty_like(exact, dtype=dtype)) for one in products]
             errors = [float((result.double() - exact).abs().max()) / largest for result in results]
             found.append(_KernelError(rows, inner, str(dtype).removeprefix("torch."), *errors))
     return found

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize import default_dtype, orthogonalize
+from shardmuon.orthogonalize import Products, batch_size, default_dtype, empty_batch, orthogonalize, square_of
 from shardmuon.orthogonalize.choice import Choice, kernels
-from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import schedule
-from shardmuon.orthogonalize.slots import batch_size, empty_batch
 
 # Shapes that hurt: fewer rows than a vector register, one more or less than a block, few rows and many columns.
 SHAPES = (
@@ -84,8 +82,8 @@ def _of_shape(
 ) -> tuple[int, int]:
     """Number of comparisons, and of those that differ."""
     assert choice.dtype is not None, "a search names its dtypes"
-    products = Products(device, choice.dtype, choice.kernel)
     size, steps = batch_size(rows, cols, device), schedule("keller").triples
+    products = Products((size, rows, cols), device, choice.dtype, choice.kernel)
     compared = differing = 0
     for draw in range(draws):
         matrix = torch.randn(rows, cols, generator=generator)
@@ -115,7 +113,13 @@ def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
     y.copy_(batch / torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp(min=1e-30))
     y = products.rounded_(y)
     tall = y.shape[-2] > y.shape[-1]
-    gram = products.gram(y)
-    poly = products.multiply(gram, gram, gram, -4.775, 2.0315, symmetric=True)
+    gram = products.symmetric_mm(*((y.mT, y) if tall else (y, y.mT)), out=square_of(y))
+    poly = products.symmetric_addmm(gram, gram, gram, beta=-4.775, alpha=2.0315, out=square_of(y))
     left, right = (y, poly) if tall else (poly, y)
-    return [gram, poly, products.multiply(None, left, right), products.multiply(y, left, right, 3.4445)]
+    result, summed = (empty_batch(y.shape, y.dtype, y.device) for _ in range(2))
+    return [
+        gram,
+        poly,
+        products.mm(left, right, out=result),
+        products.addmm(y, left, right, beta=3.4445, out=summed),
+    ]

@@ -52,7 +52,6 @@ from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
 from shardmuon.variants.norms import Norms, NumberLayout, measured
-from shardmuon.variants.passes import wide_of
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class AfterStage(Stage):
 
     def run(self, x: Tensor, kept: Tensor) -> Tensor:  # (B, rows, cols), (B, num_kept) -> (B, rows, cols)
         """Run this stage alone, on a copy in at least fp32."""
-        out = x.to(wide_of(x.dtype), copy=True)
+        out = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
         scaled_((self,), [out], {self.key: kept.unbind(0)} if self.key else {})
         return out
 
@@ -127,12 +126,11 @@ def scaled_(
     stages: Sequence[AfterStage],
     xs: Sequence[Tensor],  # (B, rows, cols) each, of one device and float dtype; written to
     kept: Mapping[str, Sequence[Tensor]],  # key -> of each matrix (num_kept,), fp32; updated in place
-    one_by_one: bool = False,  # whether each matrix is summed by itself, so that its bits hang on no other
 ) -> None:
     """Run stages one after the other: one read for the norms, one pass that scales. Zeros stay zeros."""
     lines = any(stage.of_lines for stage in stages)
     cut = NumberLayout(tuple((x.shape[0], x.shape[1], x.shape[2]) for x in xs))
-    norms = measured(xs, cut, lines, one_by_one or xs[0].device.type == "cpu")
+    norms = measured(xs, cut, lines)
     total: Tensor | None = None
     of_lines = False
     for number, stage in enumerate(stages):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.variants.base import BeforeStage
-from shardmuon.variants.passes import line_norms, wide_of
+from shardmuon.variants.norms import line_norms
 
 _MOST = 2.0**120  # what a row is scaled by at most: fp32 holds it
 # Rows of norms between these are summed in fp32 without loss: squares that underflow are below 2^-126 each, so 2^20 of
@@ -59,7 +59,7 @@ def unit_anyway(x: Tensor) -> Tensor:  # (B, m, n), written to
     Two reads and two passes over x in its own dtype, where sums in fp64 would first make a copy of it in fp64. Each
     matrix is summed by itself, so that its bits hang on no other; what does not sum takes all of them together.
     """
-    wide = wide_of(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
     x.div_(_power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
     # From addresses of 64 bytes on, as norms are summed in turn; what lies between means nothing.
     count, rows = x.shape[:2]

@@ -53,6 +53,3 @@ class HyperballWeight(WeightStage):
         radius = torch.where(radius > 0, radius, norm)
         kept[:, 0] = radius
         return over(radius, norm)
-
-
-__all__ = ["HyperballUpdate", "HyperballWeight"]

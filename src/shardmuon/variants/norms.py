@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_mul_, foreach_norm
-from shardmuon.variants.passes import line_norms, wide_of
 
 _ALIGNED = 16  # elements of fp32
 Shapes = tuple[tuple[int, int, int], ...]  # (B, rows, cols) of each batch
@@ -139,25 +138,17 @@ def measured(
     xs: Sequence[Tensor],  # (B, rows, cols) each, not written to
     cut: NumberLayout,
     lines: bool,  # whether a stage asks for lines
-    one_by_one: bool,  # whether each matrix is summed by itself, so that its bits hang on no other
 ) -> Norms:
-    """Norms in one read of each matrix."""
-    wide = wide_of(xs[0].dtype)
+    """Norms in one read of each matrix. Each is summed by itself, so that its bits hang on no other."""
+    wide = torch.promote_types(xs[0].dtype, torch.float32)
     if not lines:
-        matrices = [matrix for x in xs for matrix in x.unbind(0)]
-        matrices = [_aligned(matrix) for matrix in matrices] if one_by_one else matrices
+        matrices = [_aligned(matrix) for x in xs for matrix in x.unbind(0)]
         return Norms(cut, torch.stack(foreach_norm(matrices, 2, wide)), None)
     means = torch.empty(cut.size, dtype=wide, device=xs[0].device)
     for x, target in zip(xs, cut.batches(means), strict=True):
-        parts = zip(map(_aligned, x.split(1)), target.split(1), strict=True) if one_by_one else ((x, target),)
-        for part, of_part in parts:
-            line_norms(part, _dim_of_lines(x), of_part)
+        for matrix, of_matrix in zip(x.split(1), target.split(1), strict=True):
+            line_norms(_aligned(matrix), -1 if x.shape[-2] >= x.shape[-1] else -2, of_matrix)
     return Norms(cut, None, cut.lines_times_(means.square_(), [1 / side for side in cut.sides]))
-
-
-def _dim_of_lines(x: Tensor) -> int:
-    """The dim that a line runs along: the shorter one."""
-    return -1 if x.shape[-2] >= x.shape[-1] else -2
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -166,4 +157,19 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 64 == 0 else x.clone()
 
 
-__all__ = ["Norms", "NumberLayout", "measured"]
+def line_norms(
+    x: Tensor,  # (B, m, n), not written to
+    dim: int,  # -1: of each row; -2: of each column
+    out: Tensor | None = None,
+) -> Tensor:  # (B, m) or (B, n), at least fp32
+    """Euclidean norms, accumulated in at least fp32.
+
+    Along a dim that is not the last one in memory `vector_norm` takes CPUs five to ten times as long as a sum, so there
+    it is a sum of squares.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    last_in_memory = -1 if x.is_contiguous() else -2
+    if dim == last_in_memory or x.device.type != "cpu":
+        norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=wide, out=out)
+        return norms
+    return torch.sum(x.to(wide).square(), dim, out=out).sqrt_()
