@@ -99,7 +99,7 @@ class Scaled(NamedTuple):
     gains: Tensor
 
 
-class _Target(NamedTuple):
+class _ClippedWeight(NamedTuple):
     """A weight of one or more layers.
 
     Attributes:
@@ -130,7 +130,7 @@ class _Found(NamedTuple):
     """
 
     key: object
-    targets: list[_Target]
+    targets: list[_ClippedWeight]
     families: dict[str, list[str]]
     spared: set[str]
 
@@ -298,7 +298,12 @@ class Scaler(Call[_Bound]):
         return done
 
     def _multiply(
-        self, target: _Target, factor: Tensor, layout: ParamLayout, places: Tensor, matrices: MatrixNumbers | None
+        self,
+        target: _ClippedWeight,
+        factor: Tensor,
+        layout: ParamLayout,
+        places: Tensor,
+        matrices: MatrixNumbers | None,
     ) -> None:
         """Scale what this rank stores of a weight."""
         stored, dim = target.weight.stored, target.rows.dim
@@ -418,7 +423,7 @@ class Scaler(Call[_Bound]):
         """
         weights = _weights_of(self._optimizer)
         by_param, by_name = {id(w.param): w for w in weights}, {w.name: w for w in weights}
-        found: dict[int, _Target] = {}
+        found: dict[int, _ClippedWeight] = {}
         for layer in self._layers:
             for rows in layer.rows:
                 param, named = self._params.get(rows.weight), by_name.get(rows.weight)
@@ -450,7 +455,7 @@ class Scaler(Call[_Bound]):
         targets, ordered = list(found.values()), {name: sorted(family) for name, family in families.items()}
         return _Found((self._layers, [target.key for target in targets]), targets, ordered, spared)
 
-    def _joined(self, first: _Target, second: _Target) -> _Target:
+    def _joined(self, first: _ClippedWeight, second: _ClippedWeight) -> _ClippedWeight:
         """A weight that layers share, see [Note: weights that layers share].
 
         Raises:
@@ -467,7 +472,7 @@ class Scaler(Call[_Bound]):
         layers = (*first.layers, other.name)
         return first._replace(layers=layers, key=(first.key, layers))
 
-    def _one_listed(self, target: _Target) -> Listed:
+    def _one_listed(self, target: _ClippedWeight) -> Listed:
         """A weight as the layout table lists it.
 
         Raises:
@@ -492,7 +497,7 @@ class Scaler(Call[_Bound]):
         return Listed(weight.name, target.rows.weight, weight.stored, group, None, alike)
 
 
-def _target(layer: Attention, rows: Rows, weight: Weight, frozen: bool) -> _Target:
+def _target(layer: Attention, rows: Rows, weight: Weight, frozen: bool) -> _ClippedWeight:
     try:
         engine = engine_for(weight.stored, {**weight.group, "use_muon": False})
         lies = (
@@ -502,7 +507,9 @@ def _target(layer: Attention, rows: Rows, weight: Weight, frozen: bool) -> _Targ
         )
     except ValueError as wrong:
         raise ValueError(f"{weight.name}: {wrong}") from None
-    return _Target((layer.name,), rows, weight, frozen, engine, (layer.name, rows, id(weight.stored), frozen, *lies))
+    return _ClippedWeight(
+        (layer.name,), rows, weight, frozen, engine, (layer.name, rows, id(weight.stored), frozen, *lies)
+    )
 
 
 def _is_copy(weight: Weight | None, param: Tensor) -> bool:
@@ -512,7 +519,7 @@ def _is_copy(weight: Weight | None, param: Tensor) -> bool:
     return param.dtype != weight.param.dtype or getattr(param, "main_param", None) is weight.param
 
 
-def _matrices(target: _Target, shape: Ints) -> MatrixNumbers | None:
+def _matrices(target: _ClippedWeight, shape: Ints) -> MatrixNumbers | None:
     """The matrix that each row is in, by the options of its group; None: there is one, or a row is in several."""
     group, dim = target.weight.group, target.rows.dim
     if len(shape) != 2 or not group.get("use_muon") or "view" not in group:

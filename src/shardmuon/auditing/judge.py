@@ -74,7 +74,7 @@ _EPS = torch.finfo(torch.float32).eps
 _ROUNDINGS = 4  # of a norm: of the norm, of what is kept, of the factor, and of its product with an element
 
 
-class _Stepped(NamedTuple):
+class _StepWith(NamedTuple):
     """A step of one matrix with some result of the orthogonalizer.
 
     Attributes:
@@ -223,7 +223,7 @@ class Evidence:
         return self.orthogonalized(self.fed)
 
     @cached_property
-    def step(self) -> _Stepped:
+    def step(self) -> _StepWith:
         """The step that the weights take with it."""
         return self.stepped(self.dense)
 
@@ -247,7 +247,7 @@ class Evidence:
         batch = values.view(-1, *values.shape[-2:])
         return orthogonalized(batch, self.arithmetic, self.settings, nudged=nudged).double().view(values.shape)
 
-    def stepped(self, result: Tensor, factor: Tensor | None = None) -> _Stepped:
+    def stepped(self, result: Tensor, factor: Tensor | None = None) -> _StepWith:
         """Step the weights with a result of the orthogonalizer, (rows, cols) fp64: stages, decay, rounding. `factor`:
         that of the stages on the result; default: by their formulas."""
         a, s, kept = self.arithmetic, self.settings, self.kept
@@ -257,7 +257,7 @@ class Evidence:
             result = (result * factor).to(a.wire_dtype).double()
         updated = weights_after(self.before, result, self.scale, a, s, self.rounding)
         after, on_weights, kept = restored(updated, s.stages, kept)
-        return _Stepped(result, updated, after.double(), factor, on_weights, kept)
+        return _StepWith(result, updated, after.double(), factor, on_weights, kept)
 
     def recovered(self, after: Tensor) -> Tensor:  # (rows, cols) fp64
         """The result of the orthogonalizer that led to these weights, if the stages did what they should."""

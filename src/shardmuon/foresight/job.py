@@ -70,7 +70,7 @@ def count(
     found, arranged = load_model(model), parse_mesh(mesh, engine, gpus_per_node)
     if active_params is not None:
         found = replace(found, active=(round(active_params), "as given"))
-    job = _Job(found, arranged, device, weights, options)
+    job = _Planning(found, arranged, device, weights, options)
     _check(found, arranged, weights, job.storage)
     return job.exact(machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT], owners)
 
@@ -94,7 +94,7 @@ def _check(model: Model, mesh: Mesh, weights: torch.dtype, storage: Storage) -> 
         raise ValueError("engine fsdp1 is planned with fp32 weights only. Leave --weights out, or write engine fsdp2")
 
 
-class _Job:
+class _Planning:
     """A model on a mesh with the options of its optimizer."""
 
     def __init__(self, model: Model, mesh: Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ class _Job:
         shares: list[Shares] = [{} for _ in plans]
         for at, plan in enumerate(plans) if owners > 1 else ():
             plans[at], shares[at] = split(plan, policy, owners)
-        counted = [Counted(*each, mesh.gpus_per_node) for each in zip(units, plans, shares, strict=True)]
+        counted = [CountedUnit(*each, mesh.gpus_per_node) for each in zip(units, plans, shares, strict=True)]
         muon, adamw = (sum(p.numel for p in params if p.use_muon == kind) for kind in (True, False))
         digests = [
             (f"{number}: {_ranks_text(ranks)}", plan.digests[ranks].hex(), len(unit.copies))
@@ -211,7 +211,7 @@ class _Job:
         return peak_bytes(buckets, weights=weights, device=self._device, coefficients=self._coefficients)
 
 
-class Counted:
+class CountedUnit:
     """A unit with its plan, counted once for each way in which its copies lie on nodes.
 
     Attributes:
@@ -232,7 +232,7 @@ class Counted:
 
 
 def classes_of(
-    counted: Sequence[Counted],
+    counted: Sequence[CountedUnit],
     world: int,
     stored: Callable[[Unit, int], Stored],
     peak: Callable[[Sequence[BucketCount]], int],
@@ -245,7 +245,7 @@ def classes_of(
         stored: Bytes that the rank at a position keeps of a unit.
         peak: Bytes that buckets take beyond that.
     """
-    places: list[list[tuple[Counted, PlanCounts, int]]] = [[] for _ in range(world)]
+    places: list[list[tuple[CountedUnit, PlanCounts, int]]] = [[] for _ in range(world)]
     rows: list[list[tuple[int, ...]]] = [[] for _ in range(world)]
     for number, one in enumerate(counted):
         unit = one.unit
@@ -264,7 +264,7 @@ def classes_of(
 
 def _class_of(
     ranks: Sequence[int],
-    places: Sequence[tuple[Counted, PlanCounts, int]],
+    places: Sequence[tuple[CountedUnit, PlanCounts, int]],
     stored: Callable[[Unit, int], Stored],
     peak: Callable[[Sequence[BucketCount]], int],
 ) -> RankClass:
@@ -284,7 +284,7 @@ def _class_of(
     return RankClass(tuple(ranks), stage, kept, most, tuple(buckets), muon, adamw, exchanges, votes)
 
 
-def kinds_of(counted: Sequence[Counted]) -> tuple[MatrixKind, ...]:
+def kinds_of(counted: Sequence[CountedUnit]) -> tuple[MatrixKind, ...]:
     """The matrices of all units by kind, the dearest first."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     for one in counted:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardmuon.errors import ranks_text
 from shardmuon.foresight.hardware import Hardware, load, names
-from shardmuon.foresight.job import Counted, classes_of, kinds_of
+from shardmuon.foresight.job import CountedUnit, classes_of, kinds_of
 from shardmuon.foresight.layouts import Unit
 from shardmuon.foresight.pricing import Price, price
 from shardmuon.foresight.splitting import Shares, split
@@ -36,7 +36,7 @@ def exact_of(
     sets = {id(spec.layout.ranks): spec.layout.ranks for spec in plan.specs}.values()  # hashing them takes long
     ranks = tuple(sorted({rank for of_set in sets for rank in of_set}))
     unit = Unit(ranks, (ranks,), 0)
-    counted = Counted(unit, plan, shares or {}, gpus_per_node)
+    counted = CountedUnit(unit, plan, shares or {}, gpus_per_node)
     unit.muon[:] = [sum(bucket.held for bucket in counted.of_copies[0].buckets_of(rank)) for rank in ranks]
     unit.adamw[:] = adamw_elements
     world = max(ranks, default=-1) + 1 if world is None else world
