@@ -39,7 +39,7 @@ from shardmuon.auditing import live, reference
 from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.schedule import NEVER
-from shardmuon.comm.vote import Flag, Phase, Verdict
+from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict
 from shardmuon.layout import bind, table
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.pieces import Held, Tile
@@ -728,8 +728,12 @@ def without_agreement() -> tuple[set[str], AuditReport]:
     job = _second("fsdp2")
     if dist.get_rank() == 1:
         job.params["a"].grad = None
-    agreed = Verdict(Phase.STEP, Flag.AUDIT, alike=True, presence=0)
-    with mock.patch.object(bind, "vote", return_value=agreed), mock.patch.object(core, "run_buckets"):
+    agreed, real = Verdict(Phase.STEP, Flag.AUDIT, alike=True, presence=0), bind.vote
+
+    def vote(ballot: Ballot, ranks: Sequence[int]) -> Verdict:
+        return agreed if ballot.phase == Phase.STEP else real(ballot, tuple(ranks))
+
+    with mock.patch.object(bind, "vote", vote), mock.patch.object(core, "run_buckets"):
         report = _step_of(job.optimizer)
     return {f.name for f in report.findings if f.where == "a"}, report
 

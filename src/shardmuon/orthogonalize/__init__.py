@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -141,7 +141,7 @@ class Products:
 
     def __init__(
         self,
-        shape: Sequence[int],  # of the batch (B, m, n) or the matrix (m, n)
+        shape: Sequence[int],  # of the batch (B, m, n) or the matrix (m, n), whose short side symmetric results have
         device: torch.device,
         dtype: torch.dtype,
         kernel: KernelName = "torch",  # multiplies symmetric results
@@ -149,8 +149,8 @@ class Products:
         emulated = device.type == "cpu" and dtype in _EMULATED
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
         self.dtype, self.operands, self.kernel = dtype, torch.float32 if emulated else dtype, kernel
-        largest = max(shape[-2:])
-        may_split = device.type == "cpu" and _row_blocks(largest, largest, self.operands) > 1
+        short, long = sorted(shape[-2:])  # symmetric results have the short side
+        may_split = device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
         plain: Sequence[Callable[..., Any]] = (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
         symmetric = plain
         if kernel == "triton":
@@ -375,14 +375,16 @@ def _newton_schulz(
     error in fp32 and up to 1.9 times in bf16, where torch's products round it twice (ADR 23).
     """
     tall, poly = y.shape[-2] > y.shape[-1], square_of(y)
-    made = [torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) for _ in range(2)]
+    one, other = (torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) for _ in range(2))
+    # A lies where the result will, which is written when A is not needed any more
+    made = [(out, out.as_strided(poly.shape, poly.stride())) for out in (one, other)]
     for step, (a, b, c) in enumerate(coefficients):
-        out = made[step % 2]
-        left, right = _sides(y)
+        out, gram = made[step % 2]
+        left, right = (y.mT, y) if tall else (y, y.mT)
         if c == 0.0:  # a cubic step needs no A A
             factor, alpha = products.symmetric_mm(left, right, out=poly), b
-        else:  # A lies where the result will, which is written when A is not needed any more
-            gram = products.symmetric_mm(left, right, out=out.as_strided(poly.shape, poly.stride()))
+        else:
+            products.symmetric_mm(left, right, out=gram)
             factor, alpha = products.symmetric_addmm(gram, gram, gram, beta=b, alpha=c, out=poly), 1.0
         left, right = (y, factor) if tall else (factor, y)
         y = products.addmm(y, left, right, beta=a, alpha=alpha, out=out)
@@ -562,12 +564,12 @@ def orthogonalize(
     if method not in BACKENDS:
         raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, BACKENDS))}")
     backend, device = BACKENDS[method], x.device
-    with ExitStack() as stack:
-        # A step inside autocast must not change the dtype of the products.
-        if torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        if not backend.like_torch:
-            stack.enter_context(ieee_products(device))
+    # A step inside autocast must not change the dtype of the products.
+    autocast = torch.is_autocast_enabled(device.type)
+    with (
+        torch.autocast(device.type, enabled=False) if autocast else nullcontext(),
+        nullcontext() if backend.like_torch else ieee_products(device),
+    ):
         if backend.alone is not None:
             return torch.stack([backend.alone(matrix, coefficients, eps) for matrix in x])
         assert backend.iteration is not None, "a backend is one of two kinds"

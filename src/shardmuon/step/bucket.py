@@ -329,7 +329,7 @@ def run_gram(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> It
 def _part(bound: Bound, x: Tensor) -> _Scaled:  # (short side, columns), divided by its norm
     """The Gram matrix X X^T of a shard, however few columns this rank has, and the norm of the shard."""
     norm = _normalize(x)
-    products = Products(x.shape, bound.device, bound.wire)
+    products = Products((len(x), max(x.shape)), bound.device, bound.wire)
     return _Scaled(products.symmetric_mm(x, x.mT, out=x.new_empty(len(x), len(x))), norm)
 
 
