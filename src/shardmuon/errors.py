@@ -1,4 +1,5 @@
-"""Errors of ranks that cannot finish together what they began; a fault found *before* that is a ValueError."""
+"""Errors that all ranks raise, and their texts: a fault that was found before anything has changed is a `Refused` (for
+users a ValueError), a step that ranks cannot finish together an `ExchangeError`."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def repeated_text(ddp: DistributedDataParallel, made_alone: bool) -> str:
 
     Args:
         ddp: The wrapper.
-        made_alone: Whether the optimizer was made before init_process_group.
+        made_alone: True if the optimizer was made before init_process_group.
     """
     world = ddp.process_group is default_group()
     group = "torch.distributed.group.WORLD" if world else "the process group that DistributedDataParallel was given"

@@ -35,7 +35,7 @@ class Weight(NamedTuple):
         param: What the optimizer was made with, where that is known; else what is stepped.
         stored: What is stepped, in a form that an engine describes: the parameter, a copy, a part of a flat buffer.
         group: The options of its group.
-        now: Whether the call of `step` that has just ended has stepped it.
+        now: True if the call of `step` that has just ended has stepped it.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Host:
     """One kind of caller, as one optimizer meets it. What a host does not say is as in a plain training loop.
 
     Attributes:
-        in_parts: Whether a training step calls `step()` several times, with some of the groups each.
+        in_parts: True if a training step calls `step()` several times, with some of the groups each.
         clipping: Why gradients cannot be clipped here, and what to write; None where they can.
-        has_copies: Whether what it steps are copies, of which the model's weights are made when `step` has returned.
+        has_copies: True if what it steps are copies, of which the model's weights are made when `step` has returned.
         packages: It may have something to say to a step if any of these is imported; None: always.
     """
 

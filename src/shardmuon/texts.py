@@ -1,4 +1,4 @@
-"""Texts for messages and reports: near spellings of a name that does not exist, tables, ranks."""
+"""Texts for messages and reports: near spellings of a name that does not exist, and tables."""
 
 from __future__ import annotations
 

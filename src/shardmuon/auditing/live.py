@@ -435,7 +435,7 @@ class StepAudit:
             self._findings += e.findings
 
     def _read_after(self, sample: _Sample) -> list[Tensor]:
-        """This rank's elements of weights and momentum after the step."""
+        """Elements of weights and momentum that this rank stores after the step."""
         param, grad = sample.param, self._gradient(sample.param, sample.row.order[0])
         if grad is not None and fingerprint(sample.part.select(grad)) != fingerprint(sample.before[2]):
             found, allowed = f"on rank {self._rank} the step changed the gradient", "no change"

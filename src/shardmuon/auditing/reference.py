@@ -1,8 +1,8 @@
 """The step of one dense matrix, twice: in the live step's arithmetic, and in exact arithmetic.
 
 Live and dense may differ by the order of sums alone: on the Gram route, by how sums were spread over shards, and where
-slots of a batch round otherwise (see orthogonalize/slots.py). The orthogonalizers are the live ones, so a broken one
-shows only beside `Reference`. Of plan, buckets, routes, exchange, momentum and update nothing is used. What stages of
+slots of a batch round otherwise ([Note: equal bits in batches] in orthogonalize/__init__.py). The orthogonalizers are
+the live ones, so a broken one shows only beside `Reference`. Of plan, buckets, routes, exchange, momentum and update nothing is used. What stages of
 variants do is written from the papers, not from the stages.
 
 [Note: the steps as a function of singular values]

@@ -1,4 +1,4 @@
-"""`shardmuon plan`: what Muon will take of a job, planned in earnest before there is one."""
+"""`shardmuon plan`: print what Muon will take of a job, from its real plan, before the job runs."""
 
 from __future__ import annotations
 

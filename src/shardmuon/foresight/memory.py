@@ -1,7 +1,7 @@
 """The highest point of a step's memory: buffers in flight, batches, and what orthogonalizing takes.
 
-What a bucket keeps and when it lets go follows step/bucket.py. What orthogonalizing takes is
-not a formula: the code itself runs on tensors without data, and their storages are counted.
+What a bucket keeps and when it lets go follows step/bucket.py. What orthogonalizing takes is not a formula: the code
+itself runs on tensors without data, and their storages are counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`plan`: from a model, a mesh and a GPU to a report: what a step takes, why, and what would help."""
+"""The report of a planned job: `plan` makes it; tables, remarks, what would help, and the events of the page's picture."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ class Section(NamedTuple):
         title: Title of the table.
         rows: Text.
         header: Names of columns; empty: a list of pairs.
-        notes: Below it.
+        notes: Lines below the table.
     """
 
     title: str

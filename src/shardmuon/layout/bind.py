@@ -1,4 +1,4 @@
-"""How ranks agree: on one layout table of their parameters, and before each call over it that all go on alike.
+"""Agreement of ranks: on one layout table of their parameters, and before each call over it that all go on alike.
 
 A step, clipping of gradients and QK-clip are such calls. Each says what it depends on (`Call`); `agree` is the one way
 in which ranks find out whether they go on, and `bind` makes the table: every rank says what it has of each parameter,

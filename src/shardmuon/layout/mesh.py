@@ -261,7 +261,7 @@ class AxisCut(NamedTuple):
     Attributes:
         axis: The mesh axis.
         dim: The tensor's dim.
-        tensor_parallel: Whether its parts are tensor-parallel shards, within which the data-parallel axes cut.
+        tensor_parallel: True if its parts are tensor-parallel shards, within which the data-parallel axes cut.
         stride: Each tensor-parallel shard has a share of that many equal blocks of the dim (Megatron's
             `partition_stride`: 2 for fused gate and up).
     """

@@ -7,10 +7,10 @@ m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m ones, 
 [Note: restarts]
     Rounding leaves R with small spurious negative eigenvalues -d. A step multiplies them by (a + |b| d + ..)^2, a
     schedule by the square of its slope: 485^2 for torch's five steps, 6363^2 for eight of Polar Express. The update
-    itself loses as much, and with some polynomials 10 to 100 times more: [Note: amplification]. A
-    restart makes R anew, so that only the slope since then counts. `plan_restarts` takes the fewest restarts that keep
-    d small and the amplification of rounding within some times the standard form's (or its effect below 1e-3), and
-    among those the positions with the best-conditioned Q. Two ways to restart:
+    itself loses as much, and with some polynomials 10 to 100 times more: [Note: amplification]. A restart makes R
+    anew, so that only the slope since then counts. `plan_restarts` takes the fewest restarts that keep d small and the
+    amplification of rounding within some times the standard form's (or its effect below 1e-3), and among those the
+    positions with the best-conditioned Q. Two ways to restart:
     from X     X <- Q X, R <- X X^T: 3 m^2 n (symmetric products counted half);
     locally    R <- Q R_0 Q with R_0 kept in fp32: 6 m^3 in split half precision, so cheaper from n = 7/3 m on. It
                needs no X, hence no communication where columns are spread over ranks. Taken in fp16 and for a single

@@ -2,7 +2,7 @@
 
 [Note: the Gram route]
     A matrix that is cut along its long side only, X = [X_1 .. X_p] with m short rows each, needs no rank to hold it
-    whole: R = sum_r X_r X_r^T is m x m, Newton-Schulz makes of it a factor Q (see orthogonalize/sharded.py), and Q X_r
+    whole: R = sum_r X_r X_r^T is m x m, Newton-Schulz makes of it a factor Q (`orthogonalize.factor_of`), and Q X_r
     is rank r's part of the result. Each rank sends its part of R to the matrix's owner, which adds them up and
     iterates; Q goes back to every holder. One reduction and one broadcast for all matrices of a bucket together, every
     matrix iterated once. A part is scaled by its own norm, which travels with it, so nothing can overflow; both R and Q

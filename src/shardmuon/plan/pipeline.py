@@ -26,7 +26,7 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
     """The order in which a rank carries its buckets out: pairs of an operation and a bucket's number.
 
     While bucket i is orthogonalized, i + 1 is gathered and i - 1 scattered, and what was computed before is relayed.
-    [Note: no circle of waits] Number the exchanges of all ranks' buckets, in the order that all plan alike: the gather
+    No circle of waits: number the exchanges of all ranks' buckets, in the order that all plan alike: the gather
     of bucket b is b, its scatter b + 1/4, its relay b + 1/2. A rank posts an exchange after waits for exchanges with
     smaller numbers only, so the one with the smallest number that anybody waits for has been posted by all. There is
     one exception: the relay of b is posted after the wait for the gather of b + 1, if that is of the same set, whose

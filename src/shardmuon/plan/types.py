@@ -99,7 +99,7 @@ class Program:
     """One bucket on one rank.
 
     Attributes:
-        bucket, rank: Which ones.
+        bucket, rank: The bucket, and the rank that carries it out.
         batches, batch_numel: What this rank owns, and the elements of the buffer that holds it.
         own: Tiles of what it owns, in that buffer.
         foreign: Tiles that it sends, on its side of the gather.

@@ -48,7 +48,7 @@ class Role:
         reason: Why it goes where it goes; for "unclear" and "unknown" what is wrong and what to do.
         view: Options of `matrix_view` that read it as matrices. Also set where AdamW is the better default.
         reads: Numbers of features that it takes as inputs (of a matrix whose orientation is unknown, both dims).
-        decays: Whether it decays with AdamW; 1-D parameters never do.
+        decays: True if it decays with AdamW; 1-D parameters never do.
         remark: For the table, where it stays one matrix.
     """
 
@@ -76,7 +76,7 @@ class _Preset:
         view: How it reads as matrices, from the module and the weight's global shape (the parameter itself may be a
             placeholder). What it raises, and sizes that do not fit, mean that this is another module of that name.
         kind: See `_Kind`.
-        decays: Whether it decays with AdamW.
+        decays: True if it decays with AdamW.
         has: Attributes that the module must have, too.
     """
 

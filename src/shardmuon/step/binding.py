@@ -421,10 +421,10 @@ def check_blocks(name: str, layout: ParamLayout) -> None:
 def fingerprint(storage: Tensor) -> int:
     """64 bits of a tensor's bits and their order. Equal tensors give equal numbers on any device of one kind.
 
-    Each 8 bytes are mixed with their place by a bijection in which every bit hangs on every other (`rounding.mix_`),
-    then added: so a change of 8 bytes always shows, and changes of several cancel like random numbers, 1 in 2**64. A
-    sum of words times weights would not do: neighbours that drift by +1, -1, -1, +1 ulp cancel in any function linear
-    in word and place.
+    Each 8 bytes are mixed with their place by a bijection in which every bit hangs on every other (`stores.mix_`), then
+    added: so a change of 8 bytes always shows, and changes of several cancel like random numbers, 1 in 2**64. A sum of
+    words times weights would not do: neighbours that drift by +1, -1, -1, +1 ulp cancel in any function linear in word
+    and place.
     """
     dense = storage.detach().contiguous()
     # one element may have any stride and still be contiguous, where a view of other bytes wants 1

@@ -185,8 +185,8 @@ class Result(NamedTuple):
 
 
 def finish(results: Sequence[Result]) -> None:
-    """Run the stages after, on all batches that have the same ones together, and put results where they go. See [Note:
-    matrices together] in variants/norms.py."""
+    """Run the stages after, on all batches that have the same ones together, and put results where they go: see
+    [Note: matrices together] in variants/norms.py."""
     together: dict[tuple[tuple[AfterStage, ...], torch.dtype], list[Result]] = {}
     for one in results:
         dtype = torch.promote_types(one.out.dtype, one.place.dtype)

@@ -23,7 +23,7 @@ class Variant(NamedTuple):
     Attributes:
         stages: The options that it reads, in the order of `options` -> its stages.
         options: Keys of a group, rows of `VARIANT_OPTIONS`.
-        decays: Whether weight decay has a meaning beside it.
+        decays: True if weight decay has a meaning beside it.
     """
 
     stages: Callable[..., Stages]

@@ -32,8 +32,7 @@
        the stages. A variant may have several (scale the update at the owner, then the weights).
     3. An option that it reads: a row in `VARIANT_OPTIONS` there, with its default, which all variants share, and its
        check; an argument of `Muon`, and a row of docs/options.md.
-    4. A row in the table of dense references (auditing/reference.py): the formula
-       once more, in fp64, written anew.
+    4. A row in the table of dense references (auditing/reference.py): the formula once more, in fp64, written anew.
        Without one the audit says which matrices it does not check.
     5. Tests. `VARIANTS` brings it into tests/step/test_stages.py and tests/test_cuda_shape.py. Its own: the formula,
        zeros, `compare_with_dense`, a row in `test_a_matrix_has_the_same_bits_alone_and_among_others`, in `VARIANTS` of
@@ -60,8 +59,8 @@ class Stage:
 
     Attributes:
         key: The name of what it keeps in the optimizer's state; "" if it keeps nothing.
-        whole: Whether it must see whole matrices at one rank.
-        travels: Whether what it keeps is changed by owners, and sent to every rank that keeps it.
+        whole: True if it must see whole matrices at one rank.
+        travels: True if what it keeps is changed by owners, and sent to every rank that keeps it.
     """
 
     key: ClassVar[str] = ""
