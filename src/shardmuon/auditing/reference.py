@@ -2,8 +2,8 @@
 
 Live and dense may differ by the order of sums alone: on the Gram route, by how sums were spread over shards, and where
 slots of a batch round otherwise ([Note: equal bits in batches] in orthogonalize/__init__.py). The orthogonalizers are
-the live ones, so a broken one shows only beside `Reference`. Of plan, buckets, routes, exchange, momentum and update nothing is used. What stages of
-variants do is written from the papers, not from the stages.
+the live ones, so a broken one shows only beside `Reference`. Of plan, buckets, routes, exchange, momentum and update
+nothing is used. What stages of variants do is written from the papers, not from the stages.
 
 [Note: the steps as a function of singular values]
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X keeps singular vectors and maps each singular value s to

@@ -1,4 +1,4 @@
-"""The report of a planned job: `plan` makes it; tables, remarks, what would help, and the events of the page's picture."""
+"""The report of a planned job: `plan` makes it; tables, remarks, what would help, the lanes of the page's picture."""
 
 from __future__ import annotations
 
