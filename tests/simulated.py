@@ -365,13 +365,13 @@ class SimulatedExchange:
         self._sent: dict[int, list[tuple[Tensor, ...]]] = {rank: [] for rank in ranks}
 
     def start(self, rank: int, send: Tensor, send_splits: Ints, recv_splits: Ints) -> SimulatedPending:
-        """As `shardmuon.comm.groups.start`."""
+        """Stand-in for `shardmuon.comm.groups.start`."""
         self._sent[rank].append(send.split(list(send_splits)))
         self.num = len(self._sent[rank])
         return SimulatedPending(self, rank, self.num - 1, recv_splits)
 
     def came(self, rank: int, number: int) -> list[Tensor]:
-        """What others, in order, have sent to a rank."""
+        """Return what others, in order, have sent to a rank."""
         return [self._sent[other][number][self._ranks.index(rank)] for other in self._ranks]
 
 

@@ -265,7 +265,7 @@ def _rotated(original: Any) -> Any:
 
 
 def _places(bound: Any, batches: Tensor) -> list[Tensor]:
-    """Where the results of each batch are."""
+    """Places of the results of each batch."""
     of_batch = bound.program.batches
     return [batches.as_strided(one.shape, (one.stride, one.shape[2], 1), one.start) for one in of_batch]
 
@@ -745,7 +745,7 @@ def test_a_gradient_on_only_some_holders_is_named(world2: RankPool) -> None:
 
 
 def failing(class_: str | None, name: str) -> AuditReport:
-    """What breaks on rank 1 must not leave the other waiting: it still sends as many elements as expected."""
+    """A fault on rank 1 that must not leave the other waiting: it still sends as many elements as expected."""
 
     def broken(*args: Any) -> Any:
         raise ArithmeticError("no convergence")

@@ -240,7 +240,7 @@ class Job:
         self.start = {n: p.detach().clone() for n, p in self.dense.named_parameters()}
 
     def said(self, number: int = 0) -> str:
-        """What DeepSpeed's part of a step raises; "": nothing."""
+        """Text of what DeepSpeed's part of a step raises; "": nothing."""
         return _said(lambda: self.train(number))
 
     def step(self, number: int) -> None:
@@ -341,7 +341,7 @@ def started(case: Case, **changed: Any) -> Iterator[Job]:
 
 
 def _said(call: Callable[[], object]) -> str:
-    """What a call raises; "": nothing."""
+    """Text of what a call raises; "": nothing."""
     try:
         call()
     except Exception as error:
@@ -472,7 +472,7 @@ def _check_straddling(job: Job) -> None:
 
 @pytest.mark.parametrize(("world", "case"), CASES, ids=str)
 def test_flat_partitions_get_the_dense_update_at_every_setting(pools: Pools, world: int, case: Case) -> None:
-    """At stage 0 the ranks do not know of each other."""
+    """Ranks do not know of each other at stage 0."""
     assert sum(pools[world].run(_stepped, case)) == (RUNS * world if case.stage == 0 else RUNS)  # each once in the job
 
 
@@ -542,7 +542,7 @@ def _replaced(net: Net) -> None:
 
 
 def _first_step(case: Case, change: Callable[[Net], object], options: dict[str, Any]) -> str:
-    """What initializing and a first step raise; "": nothing, and then there is momentum."""
+    """Text of what initializing and a first step raise; "": nothing, and then there is momentum."""
     with _quiet() as deepspeed:
         net, engines = Net(), list[Any]()
         optimizer = Muon(groups_of(net), lr=1e-3, **{"orthogonalizer": Orthogonalizer(method="standard"), **options})
@@ -616,7 +616,7 @@ def test_options_that_have_no_place_on_flats_are_refused(options: dict[str, Any]
 
 
 def test_a_parameter_that_is_marked_for_deepspeeds_own_muon_is_refused() -> None:
-    """By the configuration's "optimizer"; DeepSpeed takes any optimizer with such a name for it."""
+    """The configuration's "optimizer" marks it; DeepSpeed takes any optimizer with such a name for it."""
     marked: Any = nn.Parameter(torch.ones(4, 3))
     marked._hp_mapping, marked.use_muon = object(), True
     with pytest.raises(ValueError, match='Take "optimizer" out of the configuration'):
@@ -674,7 +674,7 @@ def test_deepspeeds_own_json_makes_the_optimizer() -> None:
     ],
 )
 def test_a_json_says_and_leaves_out_what_it_does_with_deepspeeds_muon(params: dict[str, Any] | None) -> None:
-    """For every parameter, biases and norms too: learning rate, decay and the rest of the half that it is in."""
+    """Options of every parameter, biases and norms too: learning rate, decay and the rest of the half that it is in."""
     with _quiet_import():
         from deepspeed.runtime.engine import DeepSpeedEngine
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam

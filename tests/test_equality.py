@@ -53,7 +53,7 @@ BITS: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
 def test_an_option_has_the_bits_of_one_process(
     compare: Any, options: dict[str, Any], layout: str, world4: RankPool
 ) -> None:
-    """Those of torch.optim.Muon for what it knows, too."""
+    """Equal to torch.optim.Muon's, too, for what it knows."""
     for found in world4.run(compare, layout, lr=0.02, steps=2, remember=True, **options):
         assert found.bitwise
         assert found.max_difference == 0.0

@@ -197,7 +197,7 @@ def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
 
 @pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])
 def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: int, ranks: int) -> None:
-    """Of matrices that move, without the vote and what a step takes in any case."""
+    """Compared for matrices that move, without the vote and what a step takes in any case."""
     layouts = [sharded(matrix_view(shape), [range(ranks)], 0) for shape in ((dim, dim), (4 * dim, dim), (dim, 4 * dim))]
     specs = [
         spec(str(i), layout, itemsize=2)._replace(hows=("standard bfloat16",)) for i, layout in enumerate(layouts * 8)
@@ -261,7 +261,7 @@ def _unlike_files(folder: Path) -> tuple[str, int, bool]:
 
 
 def test_files_of_rates_that_differ_between_ranks_are_refused_on_all(world2: RankPool, tmp_path: Path) -> None:
-    """They are compared by their rows, as all options are, before anything is chosen."""
+    """Files are compared by their rows, as all options are, before anything is chosen."""
     found = world2.run(_unlike_files, tmp_path)
     assert found[0][1] != found[1][1]
     for message, _, unchanged in found:
