@@ -11,7 +11,7 @@ from simulated import VIEWS, sharded, spec
 
 from shardmuon.foresight import plan
 from shardmuon.foresight.hardware import Fact, load
-from shardmuon.foresight.live import exact_of
+from shardmuon.foresight.live import exact_of, summary
 from shardmuon.foresight.pricing import _brought_together, price
 from shardmuon.foresight.report import SPLIT
 from shardmuon.foresight.splitting import split
@@ -25,13 +25,14 @@ FEW = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
 STEPS = triples("keller", None)
 
 
-def _plan(shapes: list[Ints], ranks: int) -> Plan:
+def _plan(shapes: list[Ints], ranks: int, replicas: int = 1, policy: Policy | None = None) -> Plan:
     found: list[Spec] = []
+    grid = [range(first, first + ranks // replicas) for first in range(0, ranks, ranks // replicas)]
     for shape in shapes:
         cost = flops("standard", *shape, STEPS, torch.bfloat16)
-        one = spec(str(shape), sharded(matrix_view(shape), [range(ranks)], 0), itemsize=2)
+        one = spec(str(shape), sharded(matrix_view(shape), grid, 0), itemsize=2)
         found.append(one._replace(hows=("standard bfloat16",), costs=(cost,)))
-    return make_plan(found, Policy())
+    return make_plan(found, policy or Policy())
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -103,6 +104,18 @@ def test_a_printed_plan_says_what_splitting_would_take() -> None:
     assert line.startswith("3 matrices split among up to 4 owners each: 0.")
     assert line.endswith("x as long, within rounding (not offered)")
     assert "split among" not in str(_plan([(1024, 4096)] * 16, 16))
+
+
+def test_what_replicas_save_that_work_for_themselves_is_no_gain_of_splitting() -> None:
+    """Shared by choice, 16 replicas of 8 would take less time if each worked for itself; split or not."""
+    shapes = [(512, 512)] * 4 + [(2048, 2048)]
+    each, shared = (_plan(shapes, 128, 16, Policy(route)) for route in ("auto", "owner"))
+    assert [one.each for one in each.sharing] == [True] and not shared.sharing
+    for made in (each, shared):
+        (line,) = (line for line in summary(made) if "split among" in line)
+        assert float(line.split(": ")[1].split("x")[0]) > 1, line
+    alike = _plan([(1024, 1024)] * 8, 32, 4)  # one for each rank of a replica
+    assert alike.sharing[0].each and not split(alike, Policy(), 4)[1]
 
 
 def test_the_decision_has_the_prices_of_the_command() -> None:

@@ -83,8 +83,9 @@ def price_plan(
 def _splitting(plan: Plan, hardware: Hardware, as_it_is: Price) -> list[str]:
     """A line on what splitting large matrices among owners would take, if there are any."""
     found = list[tuple[float, int, int]]()
+    policy = Policy("auto" if plan.sharing else "owner", machine=plan.machine)  # replicas may work as they do now
     for most in (2, 4):
-        other, shares = split(plan, Policy(machine=plan.machine), most)
+        other, shares = split(plan, policy, most)
         if shares:
             step = price(exact_of(other, plan.machine.per_node, shares=shares), hardware).step
             num = round(sum(1 / share.owners for share in shares.values()))

@@ -92,7 +92,8 @@ def _owners(plan: Plan, most: int) -> dict[tuple[int, int], int]:
             sets.setdefault(plan.specs[item.param].layout.ranks, []).append(item)
     found = {}
     for ranks, items in sets.items():
-        mean, largest = sum(item.cost for item in items) / len(ranks), max(item.cost for item in items)
+        mean = sum(item.cost * len(item.owners) for item in items) / len(ranks)
+        largest = max(item.cost for item in items)
         bound = _ENOUGH * max(mean, largest / most)
         for item in items:
             num, matrix = 1, plan.specs[item.param].layout.view.matrices[item.matrix]
