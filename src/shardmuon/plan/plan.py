@@ -318,10 +318,7 @@ def _balance(plan: Plan) -> list[str]:
         )
     idle = tuple(rank for rank, flops in loads.items() if not flops)
     if len(idle) < len(loads) and idle:
-        lines.append(
-            f"{len(idle)} of {len(loads)} ranks orthogonalize nothing, as each matrix has one owner: ranks "
-            f"{ranks_text(idle)}"
-        )
+        lines.append(f"{len(idle)} of {len(loads)} ranks orthogonalize nothing: ranks {ranks_text(idle)}")
     on_shards = sum(item.route == "gram" for item in plan.items)
     if on_shards:
         lines.append(f"not bitwise: {on_shards} matrices take the Gram route, whose sums over shards round otherwise")
