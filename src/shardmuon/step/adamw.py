@@ -22,8 +22,8 @@ from torch.optim.adamw import adamw as functional_adamw
 from shardmuon._torch import flattened, foreach_copy_, is_dense
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
-from shardmuon.momentum.update import decay_agreeing_
 from shardmuon.options import ADAMW_DEFAULTS
+from shardmuon.step.update import decay_agreeing_
 from shardmuon.variants import KEPT_KEYS
 
 _VECTOR = 64  # bytes that a CPU's kernel takes at a time, at most (AVX512; torch 2.11 .. 2.13)
