@@ -218,8 +218,9 @@ class Muon(Core, Optimizer):
         fault, instead, host = Fault(), None, None
         with fault:  # the other ranks must hear of it
             complete_changed(self.param_groups, self.defaults)
+            imported = sys.modules.keys()
             for one in self.hosts:
-                if one.packages is not None and sys.modules.keys().isdisjoint(one.packages):
+                if one.packages is not None and imported.isdisjoint(one.packages):
                     continue  # it has nothing to say to a step
                 if host is None and one.is_active:
                     host = one

@@ -45,21 +45,6 @@ def num_ranks() -> int:
     return dist.get_world_size() if default_group() is not None else 1
 
 
-class World:
-    """The default process group of the time at which it is made; keeps none alive. In another one ranks have other
-    numbers."""
-
-    def __init__(self) -> None:
-        group = default_group()
-        self._group = None if group is None else weakref.ref(group)
-
-    @property
-    def is_current(self) -> bool:
-        """True as long as that group is the default one."""
-        group = default_group()
-        return self._group is None if group is None else self._group is not None and self._group() is group
-
-
 @dataclass(frozen=True)
 class GroupRef:
     """A process group by its ranks. It does not keep the group alive, for the reason at `Made`.
