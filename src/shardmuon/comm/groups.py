@@ -139,9 +139,9 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     made = MADE.setdefault(world, Made()).groups
     number, ref = made.get(ranks, (0, None))
     kept = None if ref is None else ref()
-    if kept is not None and not is_alive(kept):
-        kept = None  # destroyed, but someone holds it
-    for group in (world, kept, hint):  # kept before hint: ranks that plan anew may hold different hints
+    if kept is not None and is_alive(kept):  # else destroyed, but someone may hold it
+        return kept  # whatever the hint: ranks that plan anew may hold different ones
+    for group in (world, hint):
         if group is not None and group_ranks(group) == ranks:
             break
     else:

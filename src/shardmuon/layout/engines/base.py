@@ -199,7 +199,7 @@ class Engine:
 
 
 PLAIN = Engine()
-_ENGINES: list[Engine] = []  # asked in order
+_ENGINES = [PLAIN]  # asked in order; the last one recognizes all
 
 
 def register(engine: Engine) -> None:
