@@ -23,8 +23,8 @@ from torch import Tensor
 from shardmuon import Muon, Storage
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.stores import BLOCK, Stream, decode, encode, round_by, scale_shape, step_coded_, step_rounded_
-from shardmuon.momentum.update import momentum_into_
 from shardmuon.orthogonalize import orthogonalize
+from shardmuon.step.update import momentum_into_
 
 CPU = torch.device("cpu")
 DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}

@@ -292,7 +292,8 @@ def _momentum(damage: Callable[[Tensors, Tensors, Tensors], None], rank: int | N
         into, alone = update.momentum_into_, update.momentum_
 
         def momentum_into_(out: Tensors, grads: Tensors, buffers: Tensors, **options: Any) -> None:
-            into(out, grads, buffers, **options)
+            with mock.patch.object(update, "momentum_", alone):  # which it may call: damaged once
+                into(out, grads, buffers, **options)
             damage(out, grads, buffers)
 
         def momentum_(grads: Tensors, buffers: Tensors, **options: Any) -> Tensors:

@@ -15,8 +15,9 @@ from shardmuon.auditing.reference import Arithmetic, momentum_of, recovered_upda
 from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.momentum.update import WEIGHT_DECAY_MODES, WeightDecayMode, apply_, l2_gradient, momentum_
+from shardmuon.options import WEIGHT_DECAY_MODES, WeightDecayMode
 from shardmuon.step.options import Settings
+from shardmuon.step.update import apply_, l2_gradient, momentum_
 from shardmuon.testing.layouts import PARAMS, cut_matrices
 from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, polar_bound, roundoff
 

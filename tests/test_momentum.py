@@ -21,10 +21,10 @@ from shardmuon.layout.mesh import Shard, readings
 from shardmuon.layout.pieces import Patch
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.momentum import update as update_module
 from shardmuon.momentum.keeper import tiles_cut
 from shardmuon.momentum.stores import BLOCK, NEAREST, Stream, decode, encode, round_by, round_patch, scale_shape
-from shardmuon.momentum.update import apply_, momentum_into_
+from shardmuon.step import update as update_module
+from shardmuon.step.update import apply_, momentum_into_
 from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, mesh_of, parameters
 from shardmuon.testing.pool import RankPool

@@ -18,7 +18,8 @@ from torch.optim import lr_scheduler
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
-from shardmuon.momentum.update import LR_SCALES, decay_agreeing_
+from shardmuon.options import LR_SCALES
+from shardmuon.step.update import decay_agreeing_
 from shardmuon.testing.tolerances import assert_bitwise, assert_near, assert_rounded, polar_bound, roundoff
 
 SHAPES = ((6, 9), (9, 6), (5, 5), (1, 7), (33, 4))

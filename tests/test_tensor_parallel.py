@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardmuon import Muon, Orthogonalizer, clip_grad_norm_, param_groups
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines import engine_for
-from shardmuon.momentum.update import LR_SCALES
+from shardmuon.options import LR_SCALES
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 from shardmuon.testing.tolerances import assert_rounded

@@ -21,12 +21,12 @@ from shardmuon._torch import default_group, is_dtensor
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing
-from shardmuon.comm.groups import GroupRef, Ranks, Traffic, World, group_for, group_ranks, my_rank
+from shardmuon.comm.groups import GroupRef, Ranks, Traffic, group_for, group_ranks, my_rank
 from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, close_lane
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.first_step import FirstStep
 from shardmuon.host import Host, Hosts, Progress
-from shardmuon.layout.bind import Call, Listed, Table, agree, renewed
+from shardmuon.layout.bind import Call, Listed, Table, World, agree, renewed
 from shardmuon.layout.engines.base import MISPLACED, NONE
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.options import MuonConfig
@@ -284,8 +284,7 @@ class StepCall(Call[Binding]):
         return self._core.component if self._core.world.is_current else None
 
     def known(self) -> Binding | None:
-        binding = self._core.binding
-        return binding if binding is not None and binding.world.is_current else None
+        return self._core.binding
 
     def is_current(self, kept: Binding) -> bool:
         groups = self._core.param_groups

@@ -23,15 +23,16 @@ from shardmuon.core import Core
 from shardmuon.errors import ExchangeError, Refused, made_public
 from shardmuon.host import Host
 from shardmuon.layout.engines.base import name_of
-from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
     Audit,
     Exchange,
+    LrScale,
     MuonConfig,
     Orthogonalizer,
     Storage,
+    WeightDecayMode,
     check_hyperparameters,
     given_lr,
     options_text,
@@ -97,7 +98,7 @@ class Muon(Core, Optimizer):
             (`sqrt(max(rows, cols))`), "unit_rms_norm" (`sqrt(rows/cols)`), "none", or a callable
             (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
         extra_scale_factor: Multiplies s.
-        weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.momentum.update.apply_`.
+        weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.step.update.apply_`.
         variant: "normuon", "muon_eq", "hyperball", or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
         beta2: Of the running average of "normuon".
         adamw: Of groups with use_muon=False: "adamw" or "cautious", see docs/learning_rate.md.
@@ -217,8 +218,9 @@ class Muon(Core, Optimizer):
         fault, instead, host = Fault(), None, None
         with fault:  # the other ranks must hear of it
             complete_changed(self.param_groups, self.defaults)
+            imported = sys.modules.keys()
             for one in self.hosts:
-                if one.packages is not None and sys.modules.keys().isdisjoint(one.packages):
+                if one.packages is not None and imported.isdisjoint(one.packages):
                     continue  # it has nothing to say to a step
                 if host is None and one.is_active:
                     host = one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 from weakref import WeakSet
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
-from shardmuon.momentum.update import LR_SCALES, OTHER_SCALE_NAMES, WEIGHT_DECAY_MODES
 from shardmuon.orthogonalize import NS_METHODS, MethodName
 from shardmuon.orthogonalize import tuning as tuning_files
 from shardmuon.orthogonalize.choice import Chooser
@@ -230,6 +229,24 @@ class MuonConfig:
 
 # ------------------------------------------------------------------------------------------- a parameter group's
 
+WeightDecayMode = Literal["decoupled", "l2", "independent", "cautious"]
+WEIGHT_DECAY_MODES: tuple[WeightDecayMode, ...] = ("decoupled", "l2", "independent", "cautious")
+LrScale = str | Callable[[int, int], float] | None
+
+# rows x cols -> factor on lr. Formulas and the field's clashing names: docs/learning_rate.md
+LR_SCALES: dict[str, Callable[[int, int], float]] = {
+    # Keller Jordan's Muon; torch.optim.Muon "original"
+    "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
+    # Moonlight, arXiv 2502.16982; torch.optim.Muon "match_rms_adamw"
+    "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
+    # Emerging-Optimizers, Megatron-LM and TransformerEngine "spectral"
+    "spectral": lambda rows, cols: math.sqrt(max(rows, cols)),
+    # Emerging-Optimizers "unit_rms_norm"
+    "unit_rms_norm": lambda rows, cols: math.sqrt(rows / cols),
+    "none": lambda rows, cols: 1.0,
+}
+# What Emerging-Optimizers and dion call them.
+_OTHER_SCALE_NAMES = {"shape_scaling": "original", "rms_norm": "match_rms_adamw", "spectral_norm": "unit_rms_norm"}
 VIEW_DEFAULTS: dict[str, Any] = {
     "view": "auto",
     "split_sizes": None,
@@ -275,6 +292,12 @@ GROUP_OPTIONS = (
 )
 # What other programs keep in a group: torch's schedulers and averaging, timm's layer-wise decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
+
+
+def lr_scale(adjust_lr_fn: LrScale, rows: int, cols: int, extra_scale_factor: float = 1.0) -> float:
+    """The factor on the learning rate of a rows x cols matrix. The shape is the global matrix's, never a shard's."""
+    function = adjust_lr_fn if callable(adjust_lr_fn) else LR_SCALES[adjust_lr_fn or "original"]
+    return function(rows, cols) * extra_scale_factor
 
 
 def check_keys(where: str, given: Iterable[str]) -> None:
@@ -422,9 +445,9 @@ def _check_mathematics(where: str, group: Mapping[str, Any]) -> None:
         raise ValueError(f"{where}momentum={group['momentum']} must be at most 1")
     scale = group["adjust_lr_fn"]
     if not callable(scale):
-        if scale in OTHER_SCALE_NAMES:
+        if scale in _OTHER_SCALE_NAMES:
             raise ValueError(
-                f"{where}adjust_lr_fn={scale!r} is another library's name. Write {OTHER_SCALE_NAMES[scale]!r}"
+                f"{where}adjust_lr_fn={scale!r} is another library's name. Write {_OTHER_SCALE_NAMES[scale]!r}"
             )
         _check_choice(f"{where}adjust_lr_fn", scale, (None, *LR_SCALES))
     steps = group["ns_steps"]

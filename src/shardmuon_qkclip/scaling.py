@@ -344,7 +344,7 @@ class Scaler(Call[_Bound]):
     # ------------------------------------------------------------------------------------------------- what is voted
 
     def known(self) -> _Bound | None:
-        return self._bound if self._bound is not None and self._bound.world.is_current else None
+        return self._bound
 
     def is_current(self, kept: _Bound) -> bool:
         return kept.beyond == self.beyond and kept.found.key == self.find().key

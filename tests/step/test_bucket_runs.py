@@ -31,7 +31,6 @@ from shardmuon.comm.groups import Traffic, group_for
 from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
-from shardmuon.momentum import update as momentum_module
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Policy, Spec, make_plan
 from shardmuon.plan.program import Load, make_program
@@ -58,8 +57,7 @@ def test_simulated_ranks_give_the_bits_of_one_process(
     """Every view twice, small buckets, four steps with changing lr, gradients missing in one of them; tiles of several
     parameters are stepped in one call, or few of them in each."""
     options, dtype, portion = CASES[case]
-    for module in (update_module, momentum_module):
-        monkeypatch.setattr(module, "PORTION", portion)
+    monkeypatch.setattr(update_module, "PORTION", portion)
     torch.manual_seed(3)
     views = [(name, make()) for name, make in VIEWS.items() for _ in (0, 1)]
     weights = [torch.randn(view.shape).to(dtype) for _, view in views]

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from shardmuon import Muon, Storage
 from shardmuon.layout.engines import Engine
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP
-from shardmuon.momentum.update import momentum_, momentum_into_
 from shardmuon.orthogonalize import normalize
 from shardmuon.step import validate as validate_module
-from shardmuon.step.update import dealt
+from shardmuon.step.update import dealt, momentum_, momentum_into_
 from shardmuon.step.validate import Memory
 from shardmuon.testing.tolerances import assert_bitwise
 

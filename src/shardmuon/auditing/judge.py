@@ -58,7 +58,7 @@ from shardmuon.auditing.report import Finding, MatrixRow
 from shardmuon.layout.pieces import Box
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.stores import Stream
-from shardmuon.momentum.update import lr_scale
+from shardmuon.options import lr_scale
 from shardmuon.step.options import Settings
 
 _Measure = Callable[[Tensor], float]

@@ -45,21 +45,6 @@ def num_ranks() -> int:
     return dist.get_world_size() if default_group() is not None else 1
 
 
-class World:
-    """The default process group of the time at which it is made; keeps none alive. In another one ranks have other
-    numbers."""
-
-    def __init__(self) -> None:
-        group = default_group()
-        self._group = None if group is None else weakref.ref(group)
-
-    @property
-    def is_current(self) -> bool:
-        """True as long as that group is the default one."""
-        group = default_group()
-        return self._group is None if group is None else self._group is not None and self._group() is group
-
-
 @dataclass(frozen=True)
 class GroupRef:
     """A process group by its ranks. It does not keep the group alive, for the reason at `Made`.
@@ -154,9 +139,9 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     made = MADE.setdefault(world, Made()).groups
     number, ref = made.get(ranks, (0, None))
     kept = None if ref is None else ref()
-    if kept is not None and not is_alive(kept):
-        kept = None  # destroyed, but someone holds it
-    for group in (world, kept, hint):  # kept before hint: ranks that plan anew may hold different hints
+    if kept is not None and is_alive(kept):  # else destroyed, but someone may hold it
+        return kept  # whatever the hint: ranks that plan anew may hold different ones
+    for group in (world, hint):
         if group is not None and group_ranks(group) == ranks:
             break
     else:

@@ -19,11 +19,11 @@ import numpy as np
 from shardmuon.foresight.splitting import Share, Shares
 from shardmuon.foresight.types import BucketCount, Matrices, Sent
 from shardmuon.layout.table import ParamLayout, Ranks
-from shardmuon.momentum.update import PORTION, PORTION_ELSEWHERE
 from shardmuon.plan.gram import message_size
 from shardmuon.plan.plan import Bucket, Item, Kept, Plan
 from shardmuon.plan.program import batch_key
 from shardmuon.plan.types import aligned
+from shardmuon.step.update import PORTION, PORTION_ELSEWHERE
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardmuon.foresight.types import BucketCount
-from shardmuon.momentum.update import PORTION
 from shardmuon.orthogonalize import batch_size, empty_batch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.plan.pipeline import turns
+from shardmuon.step.update import PORTION
 
 
 class LiveBytes(TorchDispatchMode):

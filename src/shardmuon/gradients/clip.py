@@ -340,8 +340,7 @@ class Clipping(Call[_BoundGradients]):
 
     def known(self) -> _BoundGradients | None:
         found: _BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
-        same = found is not None and found.world.is_current and found.beyond == self.beyond  # the same ranks vote
-        return found if same else None
+        return found if found is not None and found.beyond == self.beyond else None  # the same ranks vote
 
     def is_current(self, kept: _BoundGradients) -> bool:
         return kept.key == _key_of(self.params)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from shardmuon._torch import local_if_any
-from shardmuon.comm.groups import Ranks, World, my_rank
+from shardmuon._torch import default_group, local_if_any
+from shardmuon.comm.groups import Ranks, my_rank
 from shardmuon.comm.vote import (
     Ballot,
     Entry,
@@ -409,6 +410,21 @@ class _Set:
 # ---------------------------------------------------------------------------------------------- before each call
 
 
+class World:
+    """The default process group of the time at which it is made; keeps none alive. In another one ranks have other
+    numbers."""
+
+    def __init__(self) -> None:
+        group = default_group()
+        self._group = None if group is None else weakref.ref(group)
+
+    @property
+    def is_current(self) -> bool:
+        """True as long as that group is the default one."""
+        group = default_group()
+        return self._group is None if group is None else self._group is not None and self._group() is group
+
+
 class KeptTable:
     """The part of a table that outlives a call.
 
@@ -416,7 +432,7 @@ class KeptTable:
         component: All ranks that vote together.
         token: Bytes that no other table of these ranks has.
         sets: Set of ranks that share parameters -> numbers of these, small sets first; without sets of one rank.
-        world: The default process group under which it was made; under another one ranks have other numbers.
+        world: That in which it was made; in another one it is of no use.
     """
 
     def __init__(self, table: Table) -> None:
@@ -450,7 +466,7 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def known(self) -> _K | None:
-        """The table of the last call, if the same ranks vote on it now."""
+        """The table of the last call, if this one names the same ranks beyond."""
 
     @abstractmethod
     def is_current(self, kept: _K) -> bool:
@@ -516,7 +532,8 @@ def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Ve
         kept, ballot, current = fresh, Ballot(call.phase), True
         with fault:  # between two talks nothing runs outside of a guard: the other ranks wait for this one
             if kept is None:
-                kept = call.known()
+                last = call.known()
+                kept = last if last is not None and last.world.is_current else None
                 current = kept is not None and call.is_current(kept)
             if kept is not None and current:
                 ballot = call.read(kept)

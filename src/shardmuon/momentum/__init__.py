@@ -1,3 +1,1 @@
-"""The arithmetic on a parameter's own numbers: momentum, what it is stored as and where, rounding, decay and update.
-Knows no plan.
-"""
+"""Stored momentum: dtype, place, codes, and rounding at random. Knows no plan."""

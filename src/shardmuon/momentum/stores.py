@@ -176,7 +176,7 @@ def step_rounded_(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """`shardmuon.momentum.update.momentum_` in fp32, see [Note: rounding of the momentum]."""
+    """`shardmuon.step.update.momentum_` in fp32, see [Note: rounding of the momentum]."""
     for cut, part in patch.slabs(slab(grad.device), len(patch.sizes)):
         old = kept.narrow(*cut).to(grad.device, torch.float32)
         new, update = _step(old, grad.narrow(*cut), momentum, nesterov)
@@ -198,7 +198,7 @@ def step_coded_(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """`shardmuon.momentum.update.momentum_` in fp32, see [Note: 8-bit codes]."""
+    """`shardmuon.step.update.momentum_` in fp32, see [Note: 8-bit codes]."""
     num_row_dims = scales.dim() - 1
     for cut, part in patch.slabs(slab(grad.device), num_row_dims):
         kept, scale, given = codes.narrow(*cut), scales.narrow(*cut), grad.narrow(*cut)

@@ -583,10 +583,10 @@ def orthogonalize(
         many = len(x) > size
         out = empty_batch(x.shape, products.dtype, device) if many and (watched or not overwrite) else x
         for start in range(0, len(x), size):  # each result is copied once, to where it stays
-            part = x.narrow(0, start, min(size, len(x) - start))
+            part = x[start : start + size]
             found = run(_operands(part, shape, products, unit)).view(size, *x.shape[-2:]).narrow(0, 0, len(part))
             if many:  # no `copy_`: it costs more on tensors without data, on which plans are priced
-                foreach_copy_([out.narrow(0, start, len(part))], [found])
+                foreach_copy_([out[start : start + size]], [found])
             else:
                 out = found.to(products.dtype)
             del found  # the next batch needs room
@@ -605,8 +605,8 @@ def _operands(
 
     A whole batch that is all this already is not copied.
     """
-    whole = len(shape) == 2 or len(x) == shape[0]
-    if unit and whole and x.dtype == products.dtype == products.operands and _lies_in_slots(x):
+    missing = 0 if len(shape) == 2 else shape[0] - len(x)
+    if unit and not missing and x.dtype == products.dtype == products.operands and _lies_in_slots(x):
         return x.view(shape) if len(shape) == 2 else x
     y = empty_batch(shape, products.operands, x.device)
     filled = y.narrow(0, 0, len(x)) if len(shape) == 3 else y.unsqueeze(0)
@@ -614,6 +614,6 @@ def _operands(
         foreach_copy_([filled], [x])
     else:
         normalize_into(filled, x)
-    if not whole:
-        y.narrow(0, len(x), shape[0] - len(x)).zero_()
+    if missing:
+        y.narrow(0, len(x), missing).zero_()
     return y if products.operands == products.dtype else products.rounded_(y)

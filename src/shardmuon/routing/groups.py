@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, matrix_view
-from shardmuon.momentum.update import lr_scale
 from shardmuon.options import (
     GROUP_OPTIONS,
     MUON_OPTIONS,
@@ -33,6 +32,7 @@ from shardmuon.options import (
     PLACES,
     VIEW_DEFAULTS,
     given_lr,
+    lr_scale,
     refuse_sets,
 )
 from shardmuon.routing.heads import RoutedParam, doubts_of, find_experts, find_heads

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,8 +21,8 @@ from torch.optim.adamw import adamw as functional_adamw
 from shardmuon._torch import flattened, foreach_copy_, is_dense
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
-from shardmuon.momentum.update import decay_agreeing_
 from shardmuon.options import ADAMW_DEFAULTS
+from shardmuon.step.update import decay_agreeing_
 from shardmuon.variants import KEPT_KEYS
 
 _VECTOR = 64  # bytes that a CPU's kernel takes at a time, at most (AVX512; torch 2.11 .. 2.13)
@@ -44,14 +43,14 @@ def step_adamw(
     groups: Sequence[Mapping[str, Any]],
     state: MutableMapping[Tensor, dict[str, Any]],  # makes what is missing
     engines: Callable[[], set[Engine]],  # of the Muon parameters that have gradients in this step
-    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # number of a group -> its rows, as far as known
+    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # number of a group -> its rows; None: unknown
 ) -> None:
     """Step the groups with use_muon=False. Element-wise, so no rank needs another. Waits for no accelerator."""
     for number, group in enumerate(groups):
         if group["use_muon"]:
             continue
-        rows = seen.get(number, ())
-        if None in rows or len(rows) < len(group["params"]):
+        rows = seen.get(number, [None] * len(group["params"]))
+        if None in rows:
             rows = _completed(groups, group["params"], rows, state, engines)
         of_devices: dict[torch.device, list[Row]] = {}
         for row in rows:
@@ -78,7 +77,7 @@ def _completed(
     """The rows of a group's parameters that have a gradient, or lack it only because nothing of them is stored here."""
     found: list[Row] = []
     stepped: set[Engine] | None = None  # engines of which some parameter is stepped, once anybody asks
-    for p, row in itertools.zip_longest(params, rows):
+    for p, row in zip(params, rows, strict=True):
         if row is None:
             grad, engine = p.grad, engine_of(p)
             if grad is None:

@@ -27,7 +27,6 @@ from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import name_of
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check_expert
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
-from shardmuon.momentum.update import LrScale, WeightDecayMode, lr_scale
 from shardmuon.options import (
     ADAMW_DEFAULTS,
     GROUP_DEFAULTS,
@@ -36,8 +35,11 @@ from shardmuon.options import (
     ONLY_MUON,
     PLACE_OPTIONS,
     VIEW_OPTIONS,
+    LrScale,
+    WeightDecayMode,
     check_hyperparameters,
     check_keys,
+    lr_scale,
     per_step,
     refuse_sets,
     view_options,

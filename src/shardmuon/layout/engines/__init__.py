@@ -1,38 +1,22 @@
 """Engines: one file for each way to keep a parameter, which says how such a tensor lies and reaches its storage.
 
-The classes of `ENGINES` are asked in order; a tensor that none recognizes is a plain one. Engines of frameworks stand
-in their folders and are registered.
+A tensor that none recognizes is a plain one. Engines of frameworks stand in their folders and are registered there.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from shardmuon._torch import is_bare
-from shardmuon.layout.engines.base import Engine, Group
+from shardmuon.layout.engines.base import PLAIN, Engine, Group, engine_of, register
 from shardmuon.layout.engines.dtensor import DTensorEngine
 from shardmuon.layout.engines.flat import FlatEngine
 from shardmuon.layout.engines.fsdp1 import FSDP1Engine, refuse_flat
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, tensor_parallel_engine
 
-__all__ = ["ENGINES", "Engine", "engine_for", "engine_of", "register", "sharing"]
+__all__ = ["Engine", "engine_for", "engine_of", "register", "sharing"]
 
-_PLAIN = Engine()
-ENGINES: list[Engine] = [FSDP1Engine(), DTensorEngine(), FlatEngine()]
-
-
-def register(engine: Engine) -> None:
-    """Ask this engine before those that are known: it recognizes only what is its own."""
-    ENGINES.insert(0, engine)
-
-
-def engine_of(param: Tensor) -> Engine:
-    """The engine that reaches this parameter's storage. How a plain one lies only `engine_for` knows."""
-    if not is_bare(param):
-        for engine in ENGINES:
-            if engine.recognizes(param):
-                return engine
-    return _PLAIN
+for builtin in (FlatEngine(), DTensorEngine(), FSDP1Engine()):
+    register(builtin)
 
 
 def sharing(param: Tensor, group: Group) -> Engine:
@@ -43,7 +27,7 @@ def sharing(param: Tensor, group: Group) -> Engine:
         ValueError: The engine cannot be told; the message lacks its name.
     """
     engine = engine_of(param)
-    if engine is _PLAIN:
+    if engine is PLAIN:
         return tensor_parallel_engine(param, group) or engine
     refuse_flat(param)
     if group.get("partition_dim") is not None:

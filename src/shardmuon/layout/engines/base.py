@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon._torch import is_dtensor
+from shardmuon._torch import is_bare, is_dtensor
 from shardmuon.comm.groups import GroupRef, Ranks, my_rank
 from shardmuon.layout.grid import Grid, Ties
 from shardmuon.layout.mesh import same_storage
@@ -196,6 +196,24 @@ class Engine:
         if not same_storage(tuple(value.shape), shape):
             return f"a {type(value).__name__} of shape {tuple(value.shape)}, not a tensor of shape {shape}"
         return value.detach()
+
+
+PLAIN = Engine()
+_ENGINES = [PLAIN]  # asked in order; the last one recognizes all
+
+
+def register(engine: Engine) -> None:
+    """Ask this engine before those that are known: it recognizes only what is its own."""
+    _ENGINES.insert(0, engine)
+
+
+def engine_of(param: Tensor) -> Engine:
+    """The engine that reaches this parameter's storage. How a plain one lies only `engine_for` knows."""
+    if not is_bare(param):
+        for engine in _ENGINES:
+            if engine.recognizes(param):
+                return engine
+    return PLAIN
 
 
 def is_marked(param: Tensor) -> bool:
