@@ -582,11 +582,10 @@ def orthogonalize(
         watched = backend.fast and watch is not None
         many = len(x) > size
         out = empty_batch(x.shape, products.dtype, device) if many and (watched or not overwrite) else x
-        for start in range(0, len(x), size):  # each result is copied once, to where it stays
-            part = x[start : start + size]
+        for part, place in zip(x.split(size), out.split(size), strict=True):
             found = run(_operands(part, shape, products, unit)).view(size, *x.shape[-2:]).narrow(0, 0, len(part))
-            if many:  # no `copy_`: it costs more on tensors without data, on which plans are priced
-                foreach_copy_([out[start : start + size]], [found])
+            if many:  # once, to where it stays; no `copy_`: it costs more on tensors without data, to price plans by
+                foreach_copy_([place], [found])
             else:
                 out = found.to(products.dtype)
             del found  # the next batch needs room
