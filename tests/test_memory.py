@@ -109,6 +109,23 @@ def _params() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(64, 384, generator=generator)) for _ in range(3)]
 
 
+@pytest.mark.parametrize("dtype", [None, FP32, BF16, "int8"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_on_the_cpu_gives_the_same_bits(dtype: Any, nesterov: bool) -> None:
+    found = []
+    for place in (None, "cpu"):
+        params = [nn.Parameter(p.detach().to(BF16)) for p in _params()]
+        optimizer = Muon(params, lr=0.02, nesterov=nesterov, ns_steps=2, storage=Storage(dtype, place))
+        for number in range(3):
+            generator = torch.Generator().manual_seed(number)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).to(BF16)
+            optimizer.step()
+        found.append([*params, *(value for p in params for _, value in sorted(optimizer.state[p].items()))])
+    assert len(found[0]) == len(found[1])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("given", ["gpu", "disk:/some/folder", 3])
 def test_an_unknown_place_or_dtype_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"momentum_device=.* is not one of None, 'cpu'"):
