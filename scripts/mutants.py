@@ -59,7 +59,7 @@ OF_FOLDER = {
         "test_lean",
         "test_adamw",
         "test_norm_control",
-        "test_cuda_shape",
+        "step/test_cuda_shape",
         "test_faults",
         "test_equality",
     ),
