@@ -42,17 +42,17 @@ def assert_published(model: Model, row: dict[str, Any]) -> None:
     """
     total = sum(p.numel() for p in getattr(model.module, "language_model", model.module).parameters())
     assert abs(total - row.get("modules", total)) * 100_000 <= total  # decoders lack biases of norms
-    least, most = _rounded(row["total"])
+    least, most = rounded(row["total"])
     assert 0.98 * least <= total <= 1.02 * most  # some count vision, and layers for drafts
     sizes, (active, who) = flattened(row["config"]), model.active
     table = sizes["vocab_size"] * (sizes.get("hidden_size") or sizes["d_model"])
-    least, most = _rounded(row["active"])
+    least, most = rounded(row["active"])
     assert " experts (" in who
     assert active + (0 if sizes.get("tie_word_embeddings") else table) >= least
     assert active - table <= most
 
 
-def _rounded(text: str) -> Interval:
+def rounded(text: str) -> Interval:
     """The interval of numbers that are rounded to this text."""
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
     half = 50.0 if text[-1] == "M" else half  # 400M, 800M

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from every_layout import digests_of
 from megatron_gpt import gpt, half, megatron, needs_megatron, optimizer_config
+from planned_jobs import same_as_live
 from published import decoder
-from test_foresight import same_as_live
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

@@ -54,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--active-params", type=parameters, help="that work on a token: 3B, .. (default: as config.json says)"
     )
-    parser.add_argument("--price-per-gpu-hour", type=float, help="dollars of one GPU")
     parser.add_argument("--gpus-per-node", type=int, help="ranks that the fast links join (default: the GPU's)")
     parser.add_argument("--weights", choices=sorted(_DTYPES), default="float32", help="of parameters (%(default)s)")
     parser.add_argument("--momentum", choices=("float32", "bfloat16", "int8"), help="stored as (default: as gradients)")
@@ -101,7 +100,6 @@ def _report(args: argparse.Namespace) -> Report:
         engine=args.engine,
         gpus_per_node=args.gpus_per_node,
         tokens_per_step=args.tokens_per_step,
-        price_per_gpu_hour=args.price_per_gpu_hour,
         active_params=args.active_params,
         weights=_DTYPES[args.weights],
         advice=args.advice,

@@ -9,7 +9,7 @@ import published
 import pytest
 import yaml
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests" / "data" / "published.yaml").read_text())
 
 
