@@ -90,8 +90,6 @@ LLAMA = '{"model_type": "llama", "hidden_size": 4'
         ("gpt2-xl --mesh shard=8,shard=2", "shard stands there twice"),
         ("gpt2-xl --mesh shard=20000", "10,240 are the most"),
         ("gpt2-xl --mesh shard=8 --engine fsdp3", r"engine='fsdp3' is not one of fsdp2.*did you mean fsdp2"),
-        ("gpt2-xl --mesh shard=8,pp=2 --engine fsdp1", "fsdp1 with pp is not planned. Write pp=1"),
-        ("gpt2-xl --mesh dp=8 --engine fsdp1", "Write shard=8 for FULL_SHARD, or engine ddp"),
         ("gpt2-xl --mesh dp=2,shard=4 --engine zero1", r"zero1 has no axis shard.*dp=8 instead of dp=2 shard=4"),
         ("gpt2-xl --mesh dp=2,tp=4 --engine zero3", "zero3 with tp or ep is not supported"),
         ("llama3-8b --mesh tp=24", r"tp=24 does not divide the 32 attention heads of Llama 3 8B. Write tp=16"),

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mesh", required=True, help='sizes of the axes, e.g. "dp=8 shard=64 tp=8 ep=8 pp=4"')
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(names())}, or a .yaml file (%(default)s)")
-    parser.add_argument("--engine", help="cuts parameters up: fsdp2, ddp, fsdp1, zero1 to zero3, megatron")
+    parser.add_argument("--engine", help="cuts parameters up: fsdp2, ddp, zero1 to zero3, megatron")
     parser.add_argument("--tokens-per-step", type=tokens, help="of a training step on all ranks: 4M, 512k, ..")
     parser.add_argument(
         "--active-params", type=parameters, help="that work on a token: 3B, .. (default: as config.json says)"

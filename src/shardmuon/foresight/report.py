@@ -40,7 +40,7 @@ def plan(
         model: A preset's name, a config.json, MODULE:FUNCTION, or a module on the meta device.
         mesh: Sizes of axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
         gpu: Name of a hardware file that comes with the package, a file, or `Hardware`.
-        engine: What cuts parameters up: "fsdp2", "ddp", "fsdp1", "zero1" to "zero3", "megatron".
+        engine: What cuts parameters up: "fsdp2", "ddp", "zero1" to "zero3", "megatron".
         gpus_per_node: Ranks that the fast links join. Default: the hardware's.
         tokens_per_step: Tokens of a training step on all ranks, to tell the optimizer's share of it.
         active_params: How many parameters work on one token, if neither the model nor its configuration says how many
@@ -256,10 +256,6 @@ def _peak(exact: Exact) -> int:
 
 # ------------------------------------------------------------------------------------------- tables, on paper or screen
 
-_WRAPPING = (
-    "taken to be one flat parameter for each layer and one for the rest, ModuleWrapPolicy({the layer's class}); any "
-    "other wrapping has another plan"
-)
 _TIGHT = 0.9  # of a rank's memory, without activations
 _KEY = (
     "collectives of a step: exchanges (all-to-all) + votes (messages between hosts), as in 14 + 1. kept: weights, "
@@ -339,7 +335,6 @@ def _summary(report: Report) -> Section:
         "source": exact.source,
         "mesh": f"{mesh} ({mesh.engine}), {exact.world:,} ranks on {mesh.num_nodes:,} nodes of {mesh.gpus_per_node}",
         "hardware": report.hardware.title,
-        "wrapping": _WRAPPING if mesh.engine == "fsdp1" else "",
         "options": ", ".join(f"{key} {value}" for key, value in exact.options.items()),
         "digest": "; ".join([*digests, f"{more:,} more"] if more > 0 else digests),
     }

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from shardmuon.plan.plan import Route
 from shardmuon.texts import did_you_mean
 
-EngineName = Literal["fsdp2", "ddp", "fsdp1", "zero1", "zero2", "zero3", "megatron"]
+EngineName = Literal["fsdp2", "ddp", "zero1", "zero2", "zero3", "megatron"]
 _AXES = ("dp", "shard", "tp", "ep", "pp")
 _MOST_RANKS = 10_240
 
@@ -132,14 +132,8 @@ def _check(mesh: Mesh) -> None:
             f"dp={mesh.dp * mesh.shard} instead of dp={mesh.dp} shard={mesh.shard}, or engine fsdp2",
         ),
         (
-            (zero or engine == "fsdp1") and (mesh.tp > 1 or mesh.ep > 1),
+            zero and (mesh.tp > 1 or mesh.ep > 1),
             f"mesh {mesh}: {engine} with tp or ep is not supported by shardmuon. Write tp=1 ep=1",
-        ),
-        (engine == "fsdp1" and mesh.pp > 1, f"mesh {mesh}: {engine} with pp is not planned. Write pp=1"),
-        (
-            engine == "fsdp1" and mesh.shard == 1 < mesh.dp,
-            f"mesh {mesh}: {engine} shares parameters out over the axis shard. Write shard={mesh.dp} for FULL_SHARD, "
-            "or engine ddp for NO_SHARD",
         ),
         (
             engine == "ddp" and mesh.ep > 1,
