@@ -6,7 +6,6 @@ import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,7 +137,7 @@ class Report:
         """One HTML page that needs nothing from elsewhere; light or dark as the reader's system is."""
         from jinja2 import Environment  # which torch requires
 
-        page = resources.files("shardmuon.foresight") / "data" / "report.html"
+        page = Path(__file__).parent / "data" / "report.html"
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         events = self.price.timeline
         return environment.from_string(page.read_text(encoding="utf-8")).render(
