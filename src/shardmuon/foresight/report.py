@@ -90,7 +90,7 @@ class Report:
     Attributes:
         exact: Counts; nothing of it is estimated.
         hardware: The machine that it was priced on.
-        price: Seconds, shares, money.
+        price: Seconds and shares.
         advice: Changes that were planned and priced; empty if none were asked for.
         adamw: Seconds of AdamW's step on the same mesh.
     """
