@@ -270,7 +270,8 @@ def _replicas(exchange: Exchange, unlike: bool = False) -> tuple[list[torch.Tens
             for p, whole in zip(params, wholes, strict=True):
                 p.grad = distribute_tensor(whole.flip(0).cos() + p.full_tensor().detach(), mesh, p.placements)
             optimizer.step()
-    plan = optimizer.prepare()
+    plan = optimizer.plan
+    assert plan is not None
     found = [cast(DTensor, t).full_tensor().detach() for p in params for t in (p, optimizer.state[p]["second_moment"])]
     return found, [len(item.owners) for item in plan.items], str(plan), optimizer.traffic.bytes_sent
 
