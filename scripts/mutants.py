@@ -48,7 +48,14 @@ OF_FOLDER = {
         "test_equality",
         "test_fsdp1",
     ),
-    "plan": ("plan/test_programs", "plan/test_counts", "plan/test_plan", "plan/test_clock", "test_properties", "test_equality"),
+    "plan": (
+        "plan/test_programs",
+        "plan/test_counts",
+        "plan/test_plan",
+        "plan/test_clock",
+        "test_properties",
+        "test_equality",
+    ),
     "step": (
         "step/test_turns",
         "step/test_bucket_runs",
