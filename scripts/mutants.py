@@ -36,7 +36,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 FOLDERS = ("layout", "plan", "step", "momentum", "comm", "gradients")
 FIRST = ("test_golden",)
 # files and folders that are not run: minutes each or environments of their own, and what they see others see too
-SLOW = ("test_foresight_eight", "test_gpu", "test_demo", "site", "stack", "zoo")
+SLOW = ("test_gpu", "test_demo", "site", "stack", "zoo")
 OF_FOLDER = {
     "layout": (
         "layout/test_tiles",
@@ -48,7 +48,14 @@ OF_FOLDER = {
         "test_equality",
         "test_fsdp1",
     ),
-    "plan": ("plan/test_programs", "plan/test_counts", "test_plan", "test_properties", "test_equality"),
+    "plan": (
+        "plan/test_programs",
+        "plan/test_counts",
+        "plan/test_plan",
+        "plan/test_clock",
+        "test_properties",
+        "test_equality",
+    ),
     "step": (
         "step/test_turns",
         "step/test_bucket_runs",

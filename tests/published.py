@@ -42,17 +42,17 @@ def assert_published(model: Model, row: dict[str, Any]) -> None:
     """
     total = sum(p.numel() for p in getattr(model.module, "language_model", model.module).parameters())
     assert abs(total - row.get("modules", total)) * 100_000 <= total  # decoders lack biases of norms
-    least, most = _rounded(row["total"])
+    least, most = rounded(row["total"])
     assert 0.98 * least <= total <= 1.02 * most  # some count vision, and layers for drafts
     sizes, (active, who) = flattened(row["config"]), model.active
     table = sizes["vocab_size"] * (sizes.get("hidden_size") or sizes["d_model"])
-    least, most = _rounded(row["active"])
+    least, most = rounded(row["active"])
     assert " experts (" in who
     assert active + (0 if sizes.get("tie_word_embeddings") else table) >= least
     assert active - table <= most
 
 
-def _rounded(text: str) -> Interval:
+def rounded(text: str) -> Interval:
     """The interval of numbers that are rounded to this text."""
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
     half = 50.0 if text[-1] == "M" else half  # 400M, 800M
@@ -75,25 +75,9 @@ def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops:
     return (ours.lo - theirs.lo) / whole, (ours.hi - theirs.hi) / whole
 
 
-def kimi_k2() -> Interval:
-    return _over_adamw("kimi-k2", "shard=64 ep=64 pp=4", "gb300", 51 / 1029, 1051e12)
-
-
-def qwen3_30b() -> Interval:
-    return _over_adamw("qwen3-30b-a3b", "shard=8 ep=8", "gb300", 35 / 686, 713e12)
-
-
 def _overhead(mesh: str, tokens: float) -> Interval:
     found = plan("llama3-8b", mesh, gpu="a100", tokens_per_step=tokens, advice=False, gpus_per_node=8).overhead
     return found[0], found[2]
-
-
-def llama_128_a800() -> Interval:
-    return _overhead("dp=16 shard=8", 128 * 4096)
-
-
-def llama_8_a800() -> Interval:
-    return _overhead("shard=8", 8 * 4096)
 
 
 def one_b_8_b200() -> Interval:
@@ -136,16 +120,17 @@ def torchtitan_tokens() -> Interval:
     return tokens / exact.world / whole.hi, tokens / exact.world / whole.lo
 
 
-COMPUTED: dict[str, Callable[[], Interval]] = {
-    "V1": kimi_k2,
-    "V2": qwen3_30b,
-    "V5": llama_128_a800,
-    "V6": llama_8_a800,
-    "V7": one_b_8_b200,
-    "V8": newton_schulz_on_h100,
-    "V10": qwen25_3b_memory,
-    "V11a": lambda: gram_over_standard(2048, 11059),
-    "V11b": lambda: gram_over_standard(3584, 19353),
-    "V18": extra_flops,
-    "V19": torchtitan_tokens,
+# number of a figure -> what computes it, and with what
+COMPUTED: dict[str, tuple[Callable[..., Interval], tuple[Any, ...]]] = {
+    "V1": (_over_adamw, ("kimi-k2", "shard=64 ep=64 pp=4", "gb300", 51 / 1029, 1051e12)),
+    "V2": (_over_adamw, ("qwen3-30b-a3b", "shard=8 ep=8", "gb300", 35 / 686, 713e12)),
+    "V5": (_overhead, ("dp=16 shard=8", 128 * 4096)),
+    "V6": (_overhead, ("shard=8", 8 * 4096)),
+    "V7": (one_b_8_b200, ()),
+    "V8": (newton_schulz_on_h100, ()),
+    "V10": (qwen25_3b_memory, ()),
+    "V11a": (gram_over_standard, (2048, 11059)),
+    "V11b": (gram_over_standard, (3584, 19353)),
+    "V18": (extra_flops, ()),
+    "V19": (torchtitan_tokens, ()),
 }

@@ -88,6 +88,11 @@ def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamL
     return ParamLayout(view, ranks, tuple(held[rank] for rank in ranks))
 
 
+def fully_sharded(shape: tuple[int, ...], ranks: int, **options: Any) -> ParamLayout:
+    """The layout that `fully_shard` over so many ranks gives a tensor of this shape."""
+    return sharded(matrix_view(shape, **options), [range(ranks)], 0)
+
+
 def strided_shards(view: MatrixView, ranks: Sequence[int]) -> ParamLayout:
     """Rank i of n stores the i-th part of both halves of the rows: several pieces in one storage."""
     shape = view.shape

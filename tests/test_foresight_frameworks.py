@@ -1,4 +1,4 @@
-"""Jobs of ZeRO, FSDP1 and Megatron, planned without ranks: digests, traffic and stored bytes are the live job's."""
+"""Jobs of ZeRO and Megatron, planned without ranks: digests, traffic and stored bytes are the live job's."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import torch
 import torch.distributed as dist
 from every_layout import digests_of
 from megatron_gpt import gpt, half, megatron, needs_megatron, optimizer_config
+from planned_jobs import same_as_live
 from published import decoder
-from test_foresight import same_as_live
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
 from shardmuon.foresight.models import build, modules_of
 from shardmuon.frameworks.megatron import get_megatron_optimizer
-from shardmuon.testing.frameworks import initialize, wrap
+from shardmuon.testing.frameworks import initialize
 from shardmuon.testing.pool import RankPool, get_pool
 
 DENSE = decoder(96, 48, 3, 4, 2, 12, 80)
@@ -119,42 +118,6 @@ def test_a_storage_that_the_engine_refuses_is_not_planned(engine: str) -> None:
     storage = Storage(momentum_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"keeps fp32 momentum and weights itself, and refuses .* Leave storage out"):
         count(build(DENSE), "dp=2", engine=engine, storage=storage)
-
-
-# -------------------------------------------------------------------------------------------------------------- FSDP1
-
-
-def _live_fsdp1(config: dict[str, Any], mesh: str) -> dict[str, Any]:
-    model: Any = build(config, "cpu")
-    for p in model.parameters():
-        nn.init.normal_(p)
-    layers = ModuleWrapPolicy({type(next(model.model.layers.children()))})
-    strategy = "HYBRID_SHARD" if "dp" in mesh else "FULL_SHARD"
-    wrapped = wrap(model, strategy, auto_wrap_policy=layers)
-    optimizer = Muon(wrapped, lr=0.02, **OPTIONS)
-    for _ in range(2):
-        for p in wrapped.parameters():
-            p.grad = torch.ones_like(p) if p.numel() else None
-        before = optimizer.traffic.since(Traffic())
-        optimizer.step()
-    states = list(optimizer.state.values())
-    return {
-        "traffic": optimizer.traffic.since(before),
-        "digests": [digest for plan in optimizer.plans for digest in digests_of(plan).values()],
-        "bytes": {
-            "weights": nbytes(unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(wrapped)),
-            "momentum": nbytes(s["momentum_buffer"] for s in states if "momentum_buffer" in s),
-            "moments": nbytes(s[key] for s in states for key in ("exp_avg", "exp_avg_sq") if key in s),
-        },
-    }
-
-
-@pytest.mark.parametrize(
-    ("config", "mesh", "world"), [("odd", "shard=2", 2), ("dense", "shard=4", 4), ("odd", "dp=2 shard=2", 4)]
-)
-def test_fsdp1_is_planned_as_torch_flattens_it(config: str, mesh: str, world: int) -> None:
-    exact = count(build(CONFIGS[config]), mesh, engine="fsdp1", device="cpu", **OPTIONS)
-    same_as_live(exact, get_pool(world).run(_live_fsdp1, CONFIGS[config], mesh))
 
 
 # ---------------------------------------------------------------------------------------------------- 8-bit momentum

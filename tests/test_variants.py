@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import SimulatedRanks, cut, planned, spec
-from test_plan import sharded
+from simulated import fully_sharded as sharded
 from test_properties import models
 from torch import Tensor, nn
 

@@ -13,6 +13,17 @@ from shardmuon.options import Exchange as Exchange
 from shardmuon.options import Orthogonalizer as Orthogonalizer
 from shardmuon.options import Storage as Storage
 from shardmuon.orthogonalize.schedules import schedule as schedule
+from shardmuon.plan.plan import Plan as _Plan
 from shardmuon.routing.groups import param_groups as param_groups
 
 __version__ = "0.1.0"
+
+
+def _summary(plan: _Plan) -> list[str]:
+    """Lines of a printed plan on what is counted and priced. What makes them is imported when a plan is printed."""
+    from shardmuon.foresight.live import summary
+
+    return summary(plan)
+
+
+_Plan.summary = _summary

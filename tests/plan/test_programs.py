@@ -1,222 +1,68 @@
-"""Plans and programs: the programs of all ranks, carried out in one process over random layouts, views and stages."""
+"""Plans and programs: which rank does what, over random layouts, views and stages."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-from simulated import EACH, LAYOUTS, REPLICATED, VIEWS, cut, sharded, spec
-from torch import Tensor
+from dense_step import DenseMuon
+from simulated import EACH, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, planned, sharded, spec
 
+from shardmuon import Muon
+from shardmuon.foresight.counting import PlanCounts
 from shardmuon.layout.pieces import Box, Held
+from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import matrix_view
+from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.copies import BufferPlace, Copy, joined
-from shardmuon.plan.plan import Item, Plan, Policy, Spec, _shares, make_plan
-from shardmuon.plan.program import KeptLoad, Load, Program, make_program
-
-GONE = -7.0  # where nothing has been written
-
-
-def strided(buffer: Tensor, sizes: Sequence[int], place: BufferPlace) -> Tensor:
-    return buffer.as_strided(sizes, place.strides, place.start)
-
-
-class Ranks:
-    """All ranks of a job in one process: their storages, and what programs do with them.
-
-    Attributes:
-        storages: Of each parameter, rank -> its storage.
-        kept: Of each parameter and stage, rank -> its storage of what the stage keeps.
-        sent: Rank -> elements that it has sent.
-    """
-
-    def __init__(self, plan: Plan, wholes: Sequence[Tensor]) -> None:
-        self.plan = plan
-        self.storages = [cut(spec.layout, whole) for spec, whole in zip(plan.specs, wholes, strict=True)]
-        self.kept = [[cut(k.layout, torch.full(k.layout.view.shape, 1.0)) for k in spec.kept] for spec in plan.specs]
-        self.sent: dict[int, int] = {}
-
-    def step(self, rule: Callable[[Tensor], Tensor], missing: frozenset[int] = frozenset()) -> None:
-        """Each matrix becomes rule(matrix); what stages keep of it grows by its largest entry."""
-        for bucket in self.plan.buckets:
-            programs = {rank: make_program(self.plan, bucket, rank, missing) for rank in bucket.ranks}
-            self._gather(programs)
-            self._compute(programs, rule)
-            self._scatter(programs)
-
-    def _view(self, load: Load, rank: int) -> Tensor:
-        storage = self.storages[load.param][rank]
-        offset, strides = load.tile.in_storage(self.plan.specs[load.param].layout.view, storage.stride())
-        return storage.as_strided(load.tile.sizes, strides, storage.storage_offset() + offset)
-
-    def _kept_view(self, load: KeptLoad, rank: int) -> Tensor:
-        storage = self.kept[load.param][load.number][rank]
-        offset, strides = load.tile.in_storage(
-            self.plan.specs[load.param].kept[load.number].layout.view, storage.stride()
-        )
-        return storage.as_strided(load.tile.sizes, strides, storage.storage_offset() + offset).reshape(-1)
-
-    def _gather(self, programs: Mapping[int, Program]) -> None:
-        self.batches = {rank: torch.full((p.batch_numel,), GONE) for rank, p in programs.items()}
-        sends = {}
-        for rank, p in programs.items():
-            sends[rank] = torch.full((sum(p.gather.holder_splits),), GONE)
-            for load in p.foreign:
-                strided(sends[rank], load.tile.sizes, load.place).copy_(self._view(load, rank))
-            for load in p.own:
-                strided(self.batches[rank], load.tile.sizes, load.place).copy_(self._view(load, rank))
-        splits = {rank: (p.gather.holder_splits, p.gather.owner_splits) for rank, p in programs.items()}
-        for rank, arrived in self._exchange(sends, splits).items():
-            for copy in programs[rank].gather.copies:
-                there = strided(self.batches[rank], copy.sizes, copy.there)
-                assert (there == GONE).all(), "every element of a batch comes from one place"
-                there.copy_(strided(arrived, copy.sizes, copy.here))
-
-    def _compute(self, programs: Mapping[int, Program], rule: Callable[[Tensor], Tensor]) -> None:
-        for rank, p in programs.items():
-            for batch in p.batches:
-                assert batch.start * p.bucket.itemsize % 64 == 0 == batch.stride * p.bucket.itemsize % 64
-                cols = batch.shape[2]
-                matrices = self.batches[rank].as_strided(batch.shape, (batch.stride, cols, 1), batch.start)
-                assert (matrices != GONE).all(), "every element of a batch has come"
-                for number, x in zip(batch.items, matrices, strict=True):
-                    item = self.plan.items[number]
-                    assert rank in item.owners
-                    x.copy_(rule(x))
-                    for k, kept in enumerate(self.plan.specs[item.param].kept):
-                        tile = kept.layout.tiles[item.matrix][rank][0]
-                        self._kept_view(KeptLoad(item.param, k, tile, 0, 0), rank).add_(x.max())
-
-    def _scatter(self, programs: Mapping[int, Program]) -> None:
-        sends = {}
-        for rank, p in programs.items():
-            sends[rank] = torch.full((sum(p.scatter.owner_splits),), GONE)
-            for copy in p.scatter.copies:
-                strided(sends[rank], copy.sizes, copy.here).copy_(strided(self.batches[rank], copy.sizes, copy.there))
-            self._tell(sends[rank], p.scatter.told, rank)
-        splits = {rank: (p.scatter.owner_splits, p.scatter.holder_splits) for rank, p in programs.items()}
-        wires = self._exchange(sends, splits)
-        relays, relayed = {}, {}
-        for rank, p in programs.items():
-            self._hear(wires[rank], p.scatter.heard, rank)
-            for load in p.returned:
-                self._view(load, rank).copy_(strided(wires[rank], load.tile.sizes, load.place))
-            for load in p.own:
-                self._view(load, rank).copy_(strided(self.batches[rank], load.tile.sizes, load.place))
-            if p.relay is not None:
-                relays[rank] = torch.full((sum(p.relay.send_splits),), GONE)
-                relayed[rank] = p.relay.send_splits, p.relay.recv_splits
-                for copies, source in ((p.relay.from_wire, wires[rank]), (p.relay.from_batch, self.batches[rank])):
-                    for copy in copies:
-                        there = strided(relays[rank], copy.sizes, copy.there)
-                        there.copy_(strided(source, copy.sizes, copy.here))
-                self._tell(relays[rank], p.relay.told, rank)
-        assert len(relays) in (0, len(programs)), "all ranks of a bucket relay, or none"
-        for rank, arrived in self._exchange(relays, relayed).items():
-            for load in programs[rank].idle:
-                self._view(load, rank).copy_(strided(arrived, load.tile.sizes, load.place))
-            relay = programs[rank].relay
-            assert relay is not None
-            self._hear(arrived, relay.heard, rank)
-
-    def _tell(self, buffer: Tensor, told: Sequence[KeptLoad], rank: int) -> None:
-        for load in told:
-            buffer[load.start : load.start + load.size] = 0.0  # more elements than numbers where they are narrow
-            buffer[load.start : load.start + load.tile.numel] = self._kept_view(load, rank)
-
-    def _hear(self, buffer: Tensor, heard: Sequence[KeptLoad], rank: int) -> None:
-        for load in heard:
-            self._kept_view(load, rank).copy_(buffer[load.start : load.start + load.tile.numel])
-
-    def _exchange(
-        self, sends: Mapping[int, Tensor], splits: Mapping[int, tuple[Sequence[int], Sequence[int]]]
-    ) -> dict[int, Tensor]:
-        """An all-to-all. Ranks that disagree about a size fail here."""
-        parts = {rank: send.split(list(splits[rank][0])) for rank, send in sends.items()}
-        arrived: dict[int, Tensor] = {}
-        for place, rank in enumerate(sends):
-            found = [parts[other][place] for other in sends]
-            assert [len(part) for part in found] == list(splits[rank][1]), "what is sent is what is expected"
-            assert all((part != GONE).all() for part in found), "all that is sent has been written"
-            arrived[rank] = torch.cat(found) if found else torch.empty(0)
-            self.sent[rank] = self.sent.get(rank, 0) + sum(map(len, parts[rank])) - len(parts[rank][place])
-        return arrived
-
-
-@pytest.mark.parametrize("policy", [Policy(bucket_bytes=1200), EACH])
-@pytest.mark.parametrize("stages", [0, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_programs_of_all_ranks_change_every_matrix_once(layout: str, stages: int, policy: Policy) -> None:
-    """Every view in one plan, twice, one parameter without a gradient; buckets of at most two matrices or so."""
-    specs = [spec(f"{name} {i}", LAYOUTS[layout](make()), stages) for name, make in VIEWS.items() for i in (0, 1)]
-    plan, ranks = check(specs, missing=frozenset({3}), policy=policy)
-    if policy is EACH and layout in REPLICATED:
-        replicas = specs[0].layout.replicas
-        assert all(len(item.owners) == len(replicas) for item in plan.items)
-        assert all(owner in of for item in plan.items for owner, of in zip(item.owners, replicas, strict=True))
-        assert any(ranks.sent.values()) == (layout != "hsdp 4x1")  # where every rank has all, nothing moves
+from shardmuon.plan.plan import Item, Policy, Spec, _shares, make_plan
+from shardmuon.plan.program import make_program
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_sets_that_overlap_and_layouts_that_mix(seed: int) -> None:
+def test_sets_that_overlap_and_layouts_that_mix_have_the_bits_of_one_process(seed: int) -> None:
+    """Dtypes, stages and parameters without gradients are drawn, too. Every layout by itself:
+    step/test_bucket_runs.py and step/test_stages.py."""
     draw = random.Random(seed)
-    specs = []
-    for number in range(draw.randrange(1, 12)):
-        layout = LAYOUTS[draw.choice(list(LAYOUTS))](draw.choice(list(VIEWS.values()))())
-        specs.append(spec(f"p{number}", layout, draw.randrange(3), draw.choice([2, 4]), draw.random() < 0.5))
-    missing = frozenset(number for number in range(len(specs)) if draw.random() < 0.2)
-    check(specs, missing, Policy(bucket_bytes=draw.choice([100, 2000, 1 << 25])))
-    check(specs, missing, EACH)
-
-
-def check(specs: Sequence[Spec], missing: frozenset[int], policy: Policy) -> tuple[Plan, Ranks]:
-    plan = make_plan(specs, policy)
-    torch.manual_seed(1)
-    wholes = [torch.rand(s.layout.view.shape) for s in specs]
-    ranks = Ranks(plan, wholes)
-    ranks.step(lambda x: 2 * x + x.flip(0, 1))
-    ranks.step(lambda x: x - 3 * x.flip(0, 1), missing)
-    for number, (s, whole, storages) in enumerate(zip(specs, wholes, ranks.storages, strict=True)):
-        rules = [lambda x: 2 * x + x.flip(0, 1), lambda x: x - 3 * x.flip(0, 1)]
-        expected, numbers = by_hand(s, whole, rules[: 1 if number in missing else 2])
-        for rank, storage in cut(s.layout, expected).items():
-            assert torch.equal(storage, storages[rank]), (s.name, rank)
-        for k, kept in enumerate(s.kept):
-            rows = [n.expand(1, m.cols) for m, n in zip(kept.layout.view.matrices, numbers, strict=True)]
-            for rank, storage in cut(kept.layout, torch.cat(rows, 1)).items():
-                assert torch.equal(storage, ranks.kept[number][k][rank]), (s.name, rank)
-    return plan, ranks
-
-
-def by_hand(s: Spec, whole: Tensor, rules: Sequence[Callable[[Tensor], Tensor]]) -> tuple[Tensor, list[Tensor]]:
-    """The tensor after these rules, and the number that is kept of each matrix; without any program."""
-    view = s.layout.view
-    out, numbers = whole.clone(), []
-    for m in view.matrices:
-        box = out.view(view.fine)[tuple(slice(a, a + n) for a, n in zip(m.start, m.sizes, strict=True))]
-        x, number = torch.empty(m.rows, m.cols), torch.ones(1, 1)
-        x.as_strided(m.sizes, m.strides).copy_(box)
-        for rule in rules:
-            x = rule(x).contiguous()
-            number = number + x.max()
-        box.copy_(x.as_strided(m.sizes, m.strides))
-        numbers.append(number)
-    return out, numbers
+    torch.manual_seed(seed)
+    names = [draw.choice(list(VIEWS)) for _ in range(draw.randrange(1, 12))]
+    layouts = [LAYOUTS[draw.choice(list(LAYOUTS))](VIEWS[name]()) for name in names]
+    dtypes = torch.float32, torch.bfloat16
+    weights = [torch.randn(layout.view.shape).to(draw.choice(dtypes)) for layout in layouts]
+    options = [OPTIONS[name] | draw.choice([{}, {"variant": "normuon"}]) for name in names]
+    groups = Muon([{"params": [w], **o} for w, o in zip(weights, options, strict=True)], lr=0.05).param_groups
+    steps = [[torch.randn_like(w) if draw.random() > 0.2 else None for w in weights] for _ in range(2)]
+    chooser = Chooser("auto", None)
+    dense = DenseMuon(weights, groups, chooser)
+    for grads in steps:
+        dense.step(grads, groups)
+    for policy in (Policy(bucket_bytes=draw.choice([100, 2000, 1 << 25])), EACH):
+        ranks = SimulatedRanks(planned(layouts, groups, chooser, policy), weights)
+        for grads in steps:
+            ranks.step(grads, groups)
+        for layout, expected, stored in zip(layouts, dense.params, ranks.weights, strict=True):
+            assert all(torch.equal(stored[r], storage) for r, storage in cut(layout, expected.weight).items())
 
 
 def test_local_matrices_stay_and_scarce_ones_are_shared_out() -> None:
     experts = spec("experts", LAYOUTS["fsdp"](VIEWS["experts"]()))
     dense = [spec(f"dense {i}", LAYOUTS["hsdp 2x2"](VIEWS["plain"]())) for i in range(8)]
     plan = make_plan([experts, *dense], Policy())
-    assert [item.route for item in plan.items[:8]] == ["local"] * 8
-    assert [item.owners for item in plan.items[:8]] == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]
-    assert sorted(item.owners[0] for item in plan.items[8:]) == [0, 0, 1, 1, 2, 2, 3, 3]
-    local = [bucket for bucket in plan.buckets if not bucket.exchange]
-    assert [bucket.ranks for bucket in local] == [(0,), (1,), (2,), (3,)]
+    owners = [(item.owners, item.route) for item in plan.items]
+    assert owners[:8] == [((rank,), "local") for rank in (0, 0, 1, 1, 2, 2, 3, 3)]
+    assert sorted(owners[8:]) == [((rank,), "owner") for rank in (0, 0, 1, 1, 2, 2, 3, 3)]
+    assert [bucket.ranks for bucket in plan.buckets if not bucket.exchange] == [(0,), (1,), (2,), (3,)]
+
+
+def test_the_local_route_is_redundant_on_replicas_and_refused_on_shards() -> None:
+    plan = make_plan([spec("copies", LAYOUTS["hsdp 4x1"](VIEWS["plain"]()))], Policy(route="local"))
+    assert plan.items[0].owners == (0, 1, 2, 3) and not any(bucket.exchange for bucket in plan.buckets)
+    with pytest.raises(ValueError, match=r"cut: route='local' .* but rank 0 stores a part of it: 12x10"):
+        make_plan([spec("cut", LAYOUTS["fsdp"](VIEWS["plain"]()))], Policy(route="local"))
 
 
 def test_owners_without_a_choice_count_before_the_others_choose() -> None:
@@ -242,24 +88,6 @@ def test_what_stages_keep_does_not_part_the_tiles_that_a_relay_joins() -> None:
         assert len(relay.from_wire) == 1 and len(relay.from_batch) == 1
 
 
-def test_the_local_route_is_redundant_on_replicas_and_refused_on_shards() -> None:
-    copies = spec("copies", LAYOUTS["hsdp 4x1"](VIEWS["plain"]()))
-    plan, ranks = check([copies], frozenset(), Policy(route="local"))
-    assert plan.items[0].owners == (0, 1, 2, 3) and not any(ranks.sent.values())
-    with pytest.raises(ValueError, match=r"cut: route='local' .* but rank 0 stores a part of it: 12x10"):
-        make_plan([spec("cut", LAYOUTS["fsdp"](VIEWS["plain"]()))], Policy(route="local"))
-
-
-def test_plans_differ_in_digest_where_they_differ_for_a_set_and_nowhere_else() -> None:
-    specs = [spec("a", LAYOUTS["fsdp"](VIEWS["plain"]())), spec("b", LAYOUTS["pair"](VIEWS["plain"]()))]
-    plan = make_plan(specs, Policy())
-    other = make_plan([specs[0], spec("b", LAYOUTS["pair"](VIEWS["tall"]()))], Policy())
-    assert plan.digests[0, 1, 2, 3] == other.digests[0, 1, 2, 3]
-    assert plan.digests[1, 3] != other.digests[1, 3]
-    alone = make_plan(specs[1:], Policy())  # as a rank sees it that is in one of the two sets only
-    assert alone.digests[1, 3] == plan.digests[1, 3]
-
-
 def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> None:
     """Rank 1 cuts its local matrices of two sets into buckets together, of which rank 0 knows one set only."""
 
@@ -279,37 +107,6 @@ def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> N
     assert plans[2].digests[1, 2] == plans[1].digests[1, 2]
 
 
-@pytest.mark.parametrize("change", ["owner", "member", "joined", "order", "kind"])
-def test_a_digest_tells_owners_and_exchanges(change: str) -> None:
-    view = VIEWS["plain"]()
-    dense = [spec(f"dense {i}", LAYOUTS["fsdp"](view)) for i in range(8)]
-    plan = make_plan([*dense, spec("local", LAYOUTS["one"](view))], Policy(bucket_bytes=480))
-    local, a, b = plan.buckets
-    assert a.exchange and b.exchange and b.items == (0, 1, 2, 3)
-    changed = {
-        "owner": (a, b),
-        "member": (a._replace(items=a.items[1:]), b._replace(items=(*b.items, 4))),
-        "joined": (a._replace(items=a.items + b.items),),
-        "order": (b, a),
-        "kind": (a._replace(kind="cuda"), b),
-    }[change]
-    items = list(plan.items)
-    if change == "owner":
-        items[0] = items[0]._replace(owners=(3,))
-    other = dataclasses.replace(plan, items=tuple(items), buckets=(local, *changed))
-    assert other.digests[0, 1, 2, 3] != plan.digests[0, 1, 2, 3]
-    assert other.digests[2,] == plan.digests[2,]
-
-
-@pytest.mark.parametrize("change", ["owner", "how"])
-def test_a_digest_tells_what_becomes_of_local_matrices(change: str) -> None:
-    plan = make_plan([spec("a", LAYOUTS["hsdp 4x1"](VIEWS["experts"]()))], Policy(route="local"))
-    item = plan.items[5]
-    item = item._replace(owners=(0, 1)) if change == "owner" else item._replace(how="gram float32")
-    other = dataclasses.replace(plan, items=(*plan.items[:5], item, *plan.items[6:]))
-    assert other.digests != plan.digests
-
-
 def test_a_bucket_scatters_by_the_way_of_its_gather_unless_its_own_stages_keep_anything() -> None:
     layout = LAYOUTS["fsdp"](VIEWS["plain"]())
     plan = make_plan([spec(f"p{i}", layout, stages) for i, stages in enumerate([0, 0, 0, 0, 1])], Policy())
@@ -322,41 +119,6 @@ def test_a_bucket_scatters_by_the_way_of_its_gather_unless_its_own_stages_keep_a
     programs = [make_program(small, bucket, 0) for bucket in small.buckets]
     assert [[small.specs[n].kept != () for n in p.bucket.items] for p in programs] == [[True], [False] * 4]
     assert [p.scatter is p.gather for p in programs] == [False, True]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> None:
-    draw = random.Random(seed)
-    sides = draw.choice([[4], [4, 6, 8], list(range(1, 40))])
-    items = [
-        Item(n, 0, draw.choice(sides), draw.choice(sides), (draw.randrange(3),), "owner", "", draw.randrange(100))
-        for n in range(draw.randrange(1, 60))
-    ]
-    lines = [[n for n, item in enumerate(items) if item.owners == (rank,)] for rank in range(3)]
-    for line in lines:
-        line.sort(key=lambda n: -items[n].cost if seed % 2 else items[n].rows)
-    lines = [line for line in lines if line]
-    sizes = {n: item.rows * item.cols for n, item in enumerate(items)}
-    for most, least in itertools.product((1, 16, 47, 100, 500, 10**5), (1, 4)):
-        shares = _shares(lines, items, sizes, most, least)
-        assert sorted(n for share in shares for n in share) == list(range(len(items)))
-        fewest = max(len(_filled(line, sizes, most)) for line in lines)
-        assert len(shares) == max(fewest, min(least, max(map(len, lines))))
-        for line in lines:
-            parts = [[n for n in share if n in line] for share in shares]
-            assert [n for part in parts for n in part] == line  # in order
-            assert all(len(part) == 1 or sum(sizes[n] for n in part) <= most for part in parts if part)
-            assert sum(map(bool, parts)) == min(len(shares), len(line))
-
-
-def _filled(line: Sequence[int], sizes: Mapping[int, int], most: int) -> list[list[int]]:
-    """A line in shares that are filled one after the other."""
-    found: list[list[int]] = []
-    for number in line:
-        if not found or sum(sizes[n] for n in found[-1]) + sizes[number] > most:
-            found.append([])
-        found[-1].append(number)
-    return found
 
 
 def test_every_owner_has_equal_work_in_each_share() -> None:
@@ -372,49 +134,6 @@ def test_every_owner_has_equal_work_in_each_share() -> None:
     assert all(len(set(of_bucket)) == 1 for of_bucket in work)
 
 
-@pytest.mark.parametrize(("itemsize", "size"), [(2, 24), (4, 12), (8, 6)])
-def test_kept_numbers_travel_as_elements_of_the_wire(itemsize: int, size: int) -> None:
-    """12 numbers of 4 bytes of each matrix, from its owner to the three other ranks."""
-    plan = make_plan([spec("a", LAYOUTS["fsdp"](VIEWS["plain"]()), 1, itemsize)], Policy())
-    programs = [make_program(plan, plan.buckets[0], rank) for rank in range(4)]
-    assert [[load.size for load in p.scatter.told] for p in programs] == [[size] * 3, [], [], []]
-    assert [[load.size for load in p.scatter.heard] for p in programs] == [[], [size], [size], [size]]
-    assert [p.scatter.holder_splits[0] - p.gather.holder_splits[0] for p in programs] == [0, size, size, size]
-
-
-def test_copies_join_in_rows_and_never_with_a_stride_of_zero() -> None:
-    tiles = [Copy((2, 8), BufferPlace(16 * n, (8, 1)), BufferPlace(2 * 8 * n, (8, 1))) for n in range(6)]
-    assert joined(tiles) == (Copy((96,), BufferPlace(0, (1,)), BufferPlace(0, (1,))),)
-    columns = [Copy((4, 2), BufferPlace(8 * n, (2, 1)), BufferPlace(2 * n, (12, 1))) for n in range(6)]
-    assert joined(columns) == (Copy((6, 4, 2), BufferPlace(0, (8, 2, 1)), BufferPlace(0, (2, 12, 1))),)
-    same = [Copy((4,), BufferPlace(4 * n, (1,)), BufferPlace(0, (1,))) for n in range(3)]
-    assert joined(same) == tuple(same)
-
-
-@pytest.mark.parametrize(("replicas", "shards"), [(2, 4), (4, 2), (1, 8)])
-@pytest.mark.parametrize(("num", "most"), [(60, 1.05), (8, 1.25)])
-def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: float) -> None:
-    grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]
-    view = matrix_view((16, 32))
-    layout = sharded(view, grid, 0)
-    _, ranks = check([spec(f"p{i}", layout) for i in range(num)], frozenset(), Policy())
-    sent = list(ranks.sent.values())
-    assert max(sent) / (sum(sent) / len(sent)) <= most
-
-
-def test_copies_of_two_shapes_that_take_turns_join_by_shape() -> None:
-    """Each of five senders has rows of two matrices of 6 columns and of one of 4."""
-    copies = []
-    for sender in range(5):
-        for number, (columns, first) in enumerate([(6, 0), (6, 60), (4, 120)]):
-            here = BufferPlace(32 * sender + 12 * number, (columns, 1))
-            copies.append(Copy((2, columns), here, BufferPlace(first + 2 * columns * sender, (columns, 1))))
-    assert joined(copies) == (
-        Copy((5, 2, 12), BufferPlace(0, (32, 12, 1)), BufferPlace(0, (12, 60, 1))),
-        Copy((5, 8), BufferPlace(24, (32, 1)), BufferPlace(120, (8, 1))),
-    )
-
-
 def test_an_owner_of_a_matrix_on_1024_ranks_makes_a_handful_of_copies() -> None:
     layout = sharded(matrix_view((4096, 1024)), [range(1024)], 0)
     uneven = sharded(matrix_view((4099, 1024)), [range(1024)], 0)
@@ -424,6 +143,122 @@ def test_an_owner_of_a_matrix_on_1024_ranks_makes_a_handful_of_copies() -> None:
         program = make_program(plan, bucket, owner)
         assert sum(program.gather.owner_splits) > 0
         assert len(program.gather.copies) <= 4
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> None:
+    draw = random.Random(seed)
+    sides = draw.choice([[4], [4, 6, 8], list(range(1, 40))])
+    items = [
+        Item(n, 0, draw.choice(sides), draw.choice(sides), (draw.randrange(3),), "owner", "", draw.randrange(100))
+        for n in range(draw.randrange(1, 60))
+    ]
+    lines = [[n for n, item in enumerate(items) if item.owners == (rank,)] for rank in range(3)]
+    lines = [sorted(line, key=lambda n: -items[n].cost if seed % 2 else items[n].rows) for line in lines if line]
+    sizes = {n: item.rows * item.cols for n, item in enumerate(items)}
+    for most, least in itertools.product((1, 16, 47, 100, 500, 10**5), (1, 4)):
+        shares = _shares(lines, items, sizes, most, least)
+        assert len(shares) == max(
+            max(_num_filled(line, sizes, most) for line in lines), min(least, max(map(len, lines)))
+        )
+        assert sorted(n for share in shares for n in share) == list(range(len(items)))
+        for line in lines:
+            parts = [part for share in shares if (part := [n for n in share if n in line])]
+            assert [n for part in parts for n in part] == line  # in order
+            assert all(len(part) == 1 or sum(sizes[n] for n in part) <= most for part in parts)
+            assert len(parts) == min(len(shares), len(line))
+
+
+def _num_filled(line: Sequence[int], sizes: Mapping[int, int], most: int) -> int:
+    """Shares of a line that are filled one after the other."""
+    num, left = 0, 0
+    for number in line:
+        num, left = (num + 1, most) if not num or sizes[number] > left else (num, left)
+        left -= sizes[number]
+    return num
+
+
+PLAIN = LAYOUTS["fsdp"](VIEWS["plain"]())
+
+
+def test_plans_differ_in_digest_where_they_differ_for_a_set_and_nowhere_else() -> None:
+    specs = [spec("a", PLAIN), spec("b", LAYOUTS["pair"](VIEWS["plain"]()))]
+    plan, alone = make_plan(specs, Policy()), make_plan(specs[1:], Policy())  # as a rank sees it that is in one set
+    other = make_plan([specs[0], spec("b", LAYOUTS["pair"](VIEWS["tall"]()))], Policy())
+    assert plan.digests[0, 1, 2, 3] == other.digests[0, 1, 2, 3]
+    assert other.digests[1, 3] != plan.digests[1, 3] == alone.digests[1, 3]
+
+
+@pytest.mark.parametrize("change", ["owner", "member", "joined", "order", "kind", "owners of local", "how of local"])
+def test_a_digest_tells_owners_and_exchanges_and_what_becomes_of_local_matrices(change: str) -> None:
+    dense = [spec(f"dense {i}", PLAIN) for i in range(8)]
+    plan = make_plan([*dense, spec("local", LAYOUTS["one"](VIEWS["plain"]()))], Policy(bucket_bytes=480))
+    local, a, b = plan.buckets
+    assert a.exchange and b.exchange and len(a.items) == len(b.items) == 4
+    buckets = {
+        "member": (a._replace(items=a.items[1:]), b._replace(items=(*b.items, a.items[0]))),
+        "joined": (a._replace(items=a.items + b.items),),
+        "order": (b, a),
+        "kind": (a._replace(kind="cuda"), b),
+    }
+    number, item = {
+        "owner": (0, plan.items[0]._replace(owners=(3,))),
+        "owners of local": (8, plan.items[8]._replace(owners=(0, 2))),
+        "how of local": (8, plan.items[8]._replace(how="gram float32")),
+    }.get(change, (0, plan.items[0]))
+    items = (*plan.items[:number], item, *plan.items[number + 1 :])
+    other = dataclasses.replace(plan, items=items, buckets=(local, *buckets.get(change, (a, b))))
+    of_local = change.endswith("local")
+    assert (other.digests[0, 1, 2, 3] == plan.digests[0, 1, 2, 3]) == of_local
+    assert (other.digests[2,] == plan.digests[2,]) != of_local
+
+
+@pytest.mark.parametrize(("itemsize", "size"), [(2, 24), (4, 12), (8, 6)])
+def test_kept_numbers_travel_as_elements_of_the_wire(itemsize: int, size: int) -> None:
+    """12 numbers of 4 bytes of each matrix, from its owner to the three other ranks."""
+    plan = make_plan([spec("a", PLAIN, 1, itemsize)], Policy())
+    told, heard, more = zip(
+        *(
+            (p.scatter.told, p.scatter.heard, p.scatter.holder_splits[0] - p.gather.holder_splits[0])
+            for p in (make_program(plan, plan.buckets[0], rank) for rank in range(4))
+        ),
+        strict=True,
+    )
+    assert [[load.size for load in of_rank] for of_rank in told] == [[size] * 3, [], [], []]
+    assert [[load.size for load in of_rank] for of_rank in heard] == [[], [size], [size], [size]]
+    assert more == (0, size, size, size)
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 4), (4, 2), (1, 8)])
+@pytest.mark.parametrize(("num", "most"), [(60, 1.05), (8, 1.25)])
+def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: float) -> None:
+    grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]
+    layout = sharded(matrix_view((16, 32)), grid, 0)
+    counts = PlanCounts(make_plan([spec(f"p{i}", layout) for i in range(num)], Policy()), int)
+    sent = [sum(bucket.sent for bucket in counts.buckets_of(rank)) for rank in counts.ranks]
+    assert max(sent) / (sum(sent) / len(sent)) <= most
+
+
+def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tuple[int, ...]) -> list[Copy]:
+    """Copies of blocks, whose places are (step from block to block, stride of rows[, first])."""
+    (step, row, *first), (far_step, far_row, *far_first) = here, there
+    starts = [(sum(first) + step * n, sum(far_first) + far_step * n) for n in range(num)]
+    return [Copy(sizes, BufferPlace(a, (row, 1)), BufferPlace(b, (far_row, 1))) for a, b in starts]
+
+
+def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
+    """The last ones: each of five senders has rows of two matrices of 6 columns and of one of 4."""
+    place = BufferPlace
+    assert joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
+    columns = _copies(6, (4, 2), (8, 2), (2, 12))
+    assert joined(columns) == (Copy((6, 4, 2), place(0, (8, 2, 1)), place(0, (2, 12, 1))),)
+    same = [Copy((4,), place(4 * n, (1,)), place(0, (1,))) for n in range(3)]
+    assert joined(same) == tuple(same)
+    of_matrices = [_copies(5, (2, n), (32, n, 12 * k), (2 * n, n, 60 * k)) for k, n in enumerate((6, 6, 4))]
+    assert joined([copy for of_sender in zip(*of_matrices, strict=True) for copy in of_sender]) == (
+        Copy((5, 2, 12), place(0, (32, 12, 1)), place(0, (12, 60, 1))),
+        Copy((5, 8), place(24, (32, 1)), place(120, (8, 1))),
+    )
 
 
 def test_matrices_of_one_parameter_may_have_wires_of_unlike_widths() -> None:

@@ -95,14 +95,6 @@ def test_search_finds_the_page(page: Page, address: str, words: str, title: str)
     expect(page_of_it.first).to_be_visible(timeout=15_000)
 
 
-def test_search_opens_what_it_found(page: Page, address: str) -> None:
-    page.goto(address)
-    page.locator(".md-search__input").press_sequentially("wait for the process group's time-out")
-    page.locator(".md-search-result__link").first.click()
-    page.wait_for_url(re.compile(r".+/.+/"))
-    expect(page.locator("article h1")).to_be_visible()
-
-
 def test_navigation_leads_to_every_page(page: Page, address: str) -> None:
     page.goto(address)
     links = page.locator(".md-nav--primary a.md-nav__link[href]")
@@ -112,45 +104,6 @@ def test_navigation_leads_to_every_page(page: Page, address: str) -> None:
     expect(page.locator("article h1")).to_contain_text("Which parameters")
     page.locator(".md-footer__link--next").click()
     expect(page.locator("article h1")).to_contain_text("Options")
-
-
-def _contrast(page: Page, selector: str) -> float:
-    """WCAG's contrast ratio between the text of an element and the page behind it."""
-    return page.evaluate(
-        """selector => {
-            const rgb = text => text.match(/[\\d.]+/g).slice(0, 3).map(Number);
-            const light = color => {
-                const linear = v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
-                const [r, g, b] = rgb(color).map(v => linear(v / 255));
-                return .2126 * r + .7152 * g + .0722 * b;
-            };
-            const front = light(getComputedStyle(document.querySelector(selector)).color);
-            const back = light(getComputedStyle(document.body).backgroundColor);
-            return (Math.max(front, back) + .05) / (Math.min(front, back) + .05);
-        }""",
-        selector,
-    )
-
-
-def test_both_colour_schemes_can_be_chosen_and_read(page: Page, address: str) -> None:
-    page.goto(f"{address}/concepts/")
-    contrasts, backgrounds = [], []
-    for scheme in ("default", "slate"):
-        expect(page.locator("body")).to_have_attribute("data-md-color-scheme", scheme)
-        page.wait_for_timeout(400)  # the theme fades from one to the other
-        contrasts.append(_contrast(page, "article p"))
-        backgrounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-        _shoot(page, f"concepts-{scheme}")
-        page.locator("label[for^='__palette']:visible").first.click()
-    assert min(contrasts) >= 4.5
-    assert backgrounds[0] != backgrounds[1]
-
-
-def test_the_readers_own_colour_scheme_is_taken(browser: Browser, address: str) -> None:
-    page = browser.new_page(color_scheme="dark")
-    page.goto(address)
-    expect(page.locator("body")).to_have_attribute("data-md-color-scheme", "slate")
-    page.close()
 
 
 @pytest.mark.parametrize("where", PAGES)
@@ -163,22 +116,10 @@ def test_on_a_phone_no_page_is_wider_than_the_screen(browser: Browser, address: 
     page.close()
 
 
-def test_on_a_phone_the_menu_opens(browser: Browser, address: str) -> None:
-    page = browser.new_page(viewport={"width": 390, "height": 844})
-    page.goto(address)
-    page.locator("label.md-header__button[for='__drawer']").first.click()
-    page.locator(".md-nav--primary label.md-nav__link:visible", has_text="Frameworks").first.click()
-    link = page.locator(".md-nav--primary a.md-nav__link", has_text="DeepSpeed ZeRO")
-    expect(link).to_be_in_viewport()
-    link.click()
-    expect(page.locator("article h1")).to_contain_text("DeepSpeed")
-    page.close()
-
-
 def test_the_api_page_documents_every_public_name(page: Page, address: str) -> None:
     page.goto(f"{address}/api/")
     text = page.locator("article").inner_text()
-    exported = re.findall(r"import \w+ as (\w+)", (ROOT / "src/shardmuon/__init__.py").read_text())
+    exported = re.findall(r"import \w+ as ([A-Za-z]\w*)", (ROOT / "src/shardmuon/__init__.py").read_text())
     missing = [name for name in exported if name != "frameworks" and name not in text]
     assert not missing
     for part in ("Parameters", "Raises", "Returns"):

@@ -49,12 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mesh", required=True, help='sizes of the axes, e.g. "dp=8 shard=64 tp=8 ep=8 pp=4"')
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(names())}, or a .yaml file (%(default)s)")
-    parser.add_argument("--engine", help="cuts parameters up: fsdp2, ddp, fsdp1, zero1 to zero3, megatron")
+    parser.add_argument("--engine", help="cuts parameters up: fsdp2, ddp, zero1 to zero3, megatron")
     parser.add_argument("--tokens-per-step", type=tokens, help="of a training step on all ranks: 4M, 512k, ..")
     parser.add_argument(
         "--active-params", type=parameters, help="that work on a token: 3B, .. (default: as config.json says)"
     )
-    parser.add_argument("--price-per-gpu-hour", type=float, help="dollars of one GPU")
     parser.add_argument("--gpus-per-node", type=int, help="ranks that the fast links join (default: the GPU's)")
     parser.add_argument("--weights", choices=sorted(_DTYPES), default="float32", help="of parameters (%(default)s)")
     parser.add_argument("--momentum", choices=("float32", "bfloat16", "int8"), help="stored as (default: as gradients)")
@@ -101,7 +100,6 @@ def _report(args: argparse.Namespace) -> Report:
         engine=args.engine,
         gpus_per_node=args.gpus_per_node,
         tokens_per_step=args.tokens_per_step,
-        price_per_gpu_hour=args.price_per_gpu_hour,
         active_params=args.active_params,
         weights=_DTYPES[args.weights],
         advice=args.advice,

@@ -21,7 +21,6 @@ from shardmuon.foresight.types import BucketCount, Matrices, Sent
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.plan.gram import message_size
 from shardmuon.plan.plan import Bucket, Item, Kept, Plan
-from shardmuon.plan.program import batch_key
 from shardmuon.plan.types import aligned
 from shardmuon.step.update import PORTION, PORTION_ELSEWHERE
 
@@ -105,18 +104,6 @@ class _Table:
         return self._ways[item.owners]
 
     @cached_property
-    def waves(self) -> list[Ints]:
-        """The tiles by number, such that no wave has two of one rank, and a rank's stay in order."""
-        seen: Counter[int] = Counter()
-        found: list[list[int]] = []
-        for number, at in enumerate(self.at.tolist()):
-            if seen[at] == len(found):
-                found.append([])
-            found[seen[at]].append(number)
-            seen[at] += 1
-        return [np.array(wave, dtype=np.int64) for wave in found]
-
-    @cached_property
     def holders(self) -> Ints:
         """Positions that store any of it, each once."""
         return np.unique(self.at)
@@ -138,22 +125,22 @@ class _Table:
         return found
 
 
-class _Portions:
-    """Elements that each rank steps of one side of a bucket: in all, and at most together (see `step.update`)."""
+class _Stepped:
+    """Elements that each rank steps of one side of a bucket, and of its largest tile (see `step.update`)."""
 
     def __init__(self, num: int, limit: int) -> None:
         self._limit = limit
-        self._size: Ints = np.zeros(num, dtype=np.int64)  # of the portion that is being filled
-        self.most: Ints = np.zeros(num, dtype=np.int64)
-        self.all: Ints = np.zeros(num, dtype=np.int64)
+        self.all, self._largest = np.zeros((2, num), dtype=np.int64)
 
     def add(self, at: Ints, numel: Ints) -> None:
-        """One more tile of each of these ranks."""
-        new = at[(self._size[at] > 0) & (self._size[at] + numel > self._limit)]
-        self._size[new] = 0
-        self._size[at] += numel
-        self.all[at] += numel
-        self.most[at] = np.maximum(self.most[at], self._size[at])
+        """Tiles of these ranks."""
+        np.add.at(self.all, at, numel)
+        np.maximum.at(self._largest, at, numel)
+
+    @property
+    def most(self) -> Ints:
+        """Elements that are stepped together at most: a portion is filled to the limit, or has one larger tile."""
+        return np.minimum(self.all, np.maximum(self._limit, self._largest))
 
 
 # columns of the numbers that tell ranks apart: the six sides of exchanges, as the fields of `Sent`, then others
@@ -277,12 +264,11 @@ class PlanCounts:
         plan, position = self._plan, {rank: i for i, rank in enumerate(bucket.ranks)}
         numbers = np.zeros((len(position), _COLUMNS), dtype=np.int64)
         limit = PORTION if bucket.kind == "cpu" else PORTION_ELSEWHERE
-        own, foreign, idle = portions = [_Portions(len(position), limit) for _ in range(3)]
+        own, foreign, idle = (_Stepped(len(position), limit) for _ in range(3))
         gathers, scatters, relays = list[_Flow](), list[_Flow](), list[_Flow]()
         returned: list[tuple[Ints, Ints]] = []  # foreign tiles: of which ranks, and their elements
         owned: dict[int, Counter[_Owned]] = {}
-        # each rank's tiles by owners, then as they stand in batches: the order on wires
-        for number in sorted(bucket.items, key=lambda n: (plan.items[n].owners, batch_key(plan, n))):
+        for number in bucket.items:
             item = plan.items[number]
             layout = plan.specs[item.param].layout
             table = self._table(layout, item.matrix)
@@ -295,21 +281,17 @@ class PlanCounts:
                 numbers[position[rank], _BATCHES] += size
             if bucket.route == "local":
                 ours = np.array([position[layout.ranks[at]] for at in table.at.tolist()], dtype=np.int64)
-                for wave in table.waves:
-                    own.add(ours[wave], table.numel[wave])
+                own.add(ours, table.numel)
                 continue
             if bucket.route == "gram":
                 sides = _count_gram(table, item, bucket.itemsize, numbers, gathers, scatters)
             else:
                 sides = table.ways(item)[2:]
                 self._count_moved(table, item, bucket.itemsize, gathers, scatters, relays)
-            for side, portion in zip(sides, portions, strict=True):
-                waves = [wave[side[wave]] for wave in table.waves]
-                tiles = [(table.at[wave], table.numel[wave]) for wave in waves]
-                for holders, numel in tiles:
-                    portion.add(holders, numel)
-                if portion is foreign:
-                    returned += tiles
+            for side, stepped in zip(sides, (own, foreign, idle), strict=True):
+                stepped.add(table.at[side], table.numel[side])
+                if stepped is foreign:
+                    returned.append((table.at[side], table.numel[side]))
         numbers[:, _OWN], numbers[:, _FOREIGN], numbers[:, _IDLE] = own.all, foreign.all, idle.all
         numbers[:, _PACKED], numbers[:, _FILLED] = foreign.most, own.most
         for holders, numel in returned:  # applied behind a rank's own tiles, in the same calls

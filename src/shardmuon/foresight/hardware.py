@@ -42,53 +42,29 @@ _BATCHED = ("standard", "gram")
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """A number, or where it lies, and how it is known.
+class Fact(NamedTuple):
+    """A number, and how it is known.
 
     Attributes:
-        lo, hi: Equal where it is one number.
+        value: An interval of width 0 where it is one number.
         source: An address, a datasheet, a command.
         verified: Whether it was read in the source itself; else it was derived, or is second-hand.
     """
 
-    lo: float
-    hi: float
+    value: Time
     source: str
     verified: bool
 
-    def __post_init__(self) -> None:
-        if not (0.0 <= self.lo <= self.hi) or not math.isfinite(self.hi):
-            raise ValueError(f"a value must lie at or above 0, low before high: found {self.lo} and {self.hi}")
 
-    @property
-    def mid(self) -> float:
-        """The geometric mean, or half of a range that begins at 0."""
-        return math.sqrt(self.lo * self.hi) if self.lo else self.hi / 2
+def fact(low: float, high: float, source: str, verified: bool) -> Fact:
+    """A fact whose middle is the geometric mean, or half of a range that begins at 0.
 
-    @property
-    def time(self) -> Time:
-        """The number as an interval of seconds."""
-        return Time(self.lo, self.mid, self.hi)
-
-
-class TableValue(NamedTuple):
-    """A value read off a table.
-
-    Attributes:
-        lo, mid, hi: The interval and what to expect.
-        outside: True if the size or the aspect lies beyond the table.
+    Raises:
+        ValueError: A value is below 0 or no number, or low is above high.
     """
-
-    lo: float
-    mid: float
-    hi: float
-    outside: bool = False
-
-    @property
-    def time(self) -> Time:
-        """The value as an interval of seconds."""
-        return Time(*self[:3])
+    if not (0.0 <= low <= high) or not math.isfinite(high):
+        raise ValueError(f"a value must lie at or above 0, low before high: found {low} and {high}")
+    return Fact(Time(low, math.sqrt(low * high) if low else high / 2, high), source, verified)
 
 
 _Row = tuple[float, float, float, float]  # size; the least, the middle and the largest value that was measured there
@@ -110,22 +86,23 @@ class MeasuredTable:
     rows: Mapping[float, Sequence[_Row]]
     slope: float = 0.0
 
-    def at(self, size: float, aspect: float = 1.0) -> TableValue:
-        """The value at a size > 0 and an aspect: along both neighbouring aspects, then between them."""
+    def at(self, size: float, aspect: float = 1.0) -> tuple[Time, bool]:
+        """The value at a size > 0 and an aspect: along both neighbouring aspects, then between them; and whether that
+        lies beyond the table."""
         aspects = sorted(self.rows)
         above = min(bisect_left(aspects, aspect), len(aspects) - 1)
         below = above if aspect <= aspects[0] or aspect >= aspects[above] else above - 1
         near = aspects[below : above + 1]
         found = [self._along(self.rows[one], size) for one in near]
-        lo, mid, hi = (_between(aspect, near, [one[i] for one in found]) for i in range(3))
+        value = Time(*(_between(aspect, near, [one[i] for one, _ in found]) for i in range(3)))
         beyond = len(aspects) > 1 and aspect > aspects[-1]
-        return TableValue(lo, mid, hi, beyond or any(one.outside for one in found))
+        return value, beyond or any(outside for _, outside in found)
 
-    def _along(self, rows: Sequence[_Row], size: float) -> TableValue:
+    def _along(self, rows: Sequence[_Row], size: float) -> tuple[Time, bool]:
         sizes = [row[0] for row in rows]
         beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first a time keeps its value: it is all latency
-        lo, mid, hi = (beyond * _between(size, sizes, [row[i] for row in rows]) for i in (1, 2, 3))
-        return TableValue(lo, mid, hi, size > sizes[-1] or (size < sizes[0] and not self.slope))
+        value = Time(*(beyond * _between(size, sizes, [row[i] for row in rows]) for i in (1, 2, 3)))
+        return value, size > sizes[-1] or (size < sizes[0] and not self.slope)
 
     @property
     def last(self) -> float:
@@ -191,21 +168,21 @@ class Hardware:
     @property
     def gpus_per_node(self) -> int:
         """Ranks that the fast links join."""
-        return int(self.facts["gpus_per_node"].hi)
+        return int(self.facts["gpus_per_node"].value.hi)
 
     @property
     def memory_bytes(self) -> float:
         """Memory of one device, in bytes."""
-        return self.facts["memory_bytes"].hi
+        return self.facts["memory_bytes"].value.hi
 
     @property
     def machine(self) -> Machine:
         """The numbers by which the optimizer itself chooses between plans on this machine: middle values, as whole
         numbers."""
-        facts = {name: fact.mid for name, fact in self.facts.items()}
+        facts = {name: known.value.mid for name, known in self.facts.items()}
         network = facts["nic"] * min(1.0, facts["nics_per_node"] / facts["gpus_per_node"]) * facts["nic_efficiency"]
         rates = (
-            *(self.peak(dtype).mid / 1e9 for dtype in ("bfloat16", "float32", "float64")),
+            *(self.peak(dtype).value.mid / 1e9 for dtype in ("bfloat16", "float32", "float64")),
             facts["memory_bandwidth"] * facts["memory_efficiency"] / 1e6,
             facts["link"] * facts["link_efficiency"] / 1e6,
             network / 1e6,
@@ -213,7 +190,7 @@ class Hardware:
             *(1e9 * facts[name] for name in _NANOSECONDS),
         )
         _, table = _table_of(self, "standard bfloat16", "bfloat16")
-        shares = tuple(round(1000 * table.at(side).mid) for side in SIDES)
+        shares = tuple(round(1000 * table.at(side)[0].mid) for side in SIDES)
         return Machine(self.name, shares, *map(round, rates))
 
     def peak(self, dtype: str) -> Fact:
@@ -266,11 +243,11 @@ class Uses:
     unverified: dict[str, str] = field(default_factory=dict)
     extrapolated: dict[str, None] = field(default_factory=dict)
 
-    def fact(self, name: str, fact: Fact) -> Fact:
-        """Note that a fact is used; return it."""
-        if not fact.verified:
-            self.unverified.setdefault(name, fact.source)
-        return fact
+    def fact(self, name: str, known: Fact) -> Time:
+        """Note that a fact is used; return its value."""
+        if not known.verified:
+            self.unverified.setdefault(name, known.source)
+        return known.value
 
     def table(self, name: str, table: MeasuredTable, outside: bool = False, where: str = "") -> None:
         """Note that a table is used, perhaps beyond its end."""
@@ -309,26 +286,22 @@ def product_seconds(
     short, long = min(rows, cols), max(rows, cols)
     peak = uses.fact(f"peak {dtype}", hardware.peak(dtype))
     name, table = _table_of(hardware, how, dtype)
-    alone = table.at(short, long / short)
+    alone, outside = table.at(short, long / short)
     choice = Choice.of(how)
     in_batches = choice.method in _BATCHED and not choice.alone
     size = batch_size(rows, cols, torch.device(hardware.device)) if in_batches else 1
     num_batches = -(-count // size)
-    filled = alone
-    if size > 1:
-        filled = table.at(short * size ** (1 / 3), long / short)
-        # A batch that fills more than the largest matrix of the table does is as good as that one: no extrapolation.
-        filled = filled._replace(outside=alone.outside)
-    uses.table(f"efficiency of {name}", table, alone.outside, f"{rows}x{cols}")
-    # Where the size is 1, `filled` is `alone`, and this is the table's own interval.
-    share = TableValue(min(alone.lo, filled.lo), math.sqrt(alone.mid * filled.mid), max(alone.hi, filled.hi))
+    # A batch that fills more than the largest matrix of the table does is as good as that one: no extrapolation.
+    filled = table.at(short * size ** (1 / 3), long / short)[0] if size > 1 else alone
+    uses.table(f"efficiency of {name}", table, outside, f"{rows}x{cols}")
+    share = Time(min(alone.lo, filled.lo), math.sqrt(alone.mid * filled.mid), max(alone.hi, filled.hi))
     work = num_batches * size * flops
     found = _at_rate(work, share, peak)
     launch = hardware.facts["launch"]
-    if launch.hi:
-        launches = _LAUNCHES.get(choice.method, _OTHER_LAUNCHES) * num_batches
-        found = found.at_least(uses.fact("launch", launch).time.times(launches))
-    return found
+    if not launch.value.hi:
+        return found
+    launches = _LAUNCHES.get(choice.method, _OTHER_LAUNCHES) * num_batches
+    return found.at_least(uses.fact("launch", launch).times(launches))
 
 
 def _table_of(hardware: Hardware, how: str, dtype: str) -> tuple[str, MeasuredTable]:
@@ -360,8 +333,7 @@ def exchange_seconds(
         return _measured_exchange(hardware, num_ranks, inside + across, uses)
     facts = hardware.facts
     name = "latency_across" if spans_nodes else "latency_inside"
-    latency = uses.fact(name, facts[name]).time
-    latency = latency.plus(uses.fact("latency_peer", facts["latency_peer"]).time.times(num_peers))
+    latency = uses.fact(name, facts[name]).plus(uses.fact("latency_peer", facts["latency_peer"]).times(num_peers))
     wire = _over(uses, facts, inside, "link", 1.0) if inside else NOTHING
     if across:
         nics = uses.fact("nics_per_node", facts["nics_per_node"])
@@ -374,7 +346,7 @@ def _over(uses: Uses, facts: Mapping[str, Fact], size: int, way: str, share: flo
     return _at_rate(size, rate, efficiency, share)
 
 
-def _at_rate(amount: float, rate: Fact | TableValue, reached: Fact, share: float = 1.0) -> Time:
+def _at_rate(amount: float, rate: Time, reached: Time, share: float = 1.0) -> Time:
     """Seconds of an amount at a share of a rate, of which a part is reached."""
     return Time(
         amount / (rate.hi * share * reached.hi),
@@ -388,7 +360,7 @@ def _measured_exchange(hardware: Hardware, num_ranks: int, size: int, uses: Uses
     table = hardware.exchanges[nearest]
     uses.table("all-to-all", table, nearest != num_ranks or size > table.last, f"{size} bytes on {num_ranks} ranks")
     latency = Time(*table.rows[1.0][0][1:])
-    found = table.at(max(size, 1)).time
+    found, _ = table.at(max(size, 1))
     return latency, Time(*(max(0.0, a - b) for a, b in zip(found, latency, strict=True)))
 
 
@@ -399,7 +371,7 @@ def pass_seconds(hardware: Hardware, what: str, elements: int, fragment: float, 
     table = hardware.passes.get(what)
     if table is not None:
         uses.table(f"pass {what}", table)
-        return table.at(max(fragment, 1.0)).time.times(elements)
+        return table.at(max(fragment, 1.0))[0].times(elements)
     return memory_seconds(hardware, elements * _bytes_moved(what, wire_bytes), uses)
 
 
@@ -427,7 +399,7 @@ def slowdown(hardware: Hardware, ranks_on_node: int, uses: Uses) -> Time:
     if hardware.together is None:
         return Time(1.0, 1.0, 1.0)
     last = hardware.together.last
-    found = hardware.together.at(ranks_on_node).time
+    found, _ = hardware.together.at(ranks_on_node)
     uses.table("ranks at once", hardware.together, ranks_on_node > last, str(ranks_on_node))
     # more ranks than were measured share what there is
     return found.times(ranks_on_node / last) if ranks_on_node > last else found
@@ -495,8 +467,8 @@ def parse(data: Any, where: str) -> Hardware:
             name=str(data["name"]),
             title=str(data["title"]),
             device=str(data["device"]),
-            flops={dtype: _fact(fact, f"flops.{dtype}") for dtype, fact in data["flops"].items()},
-            facts={key: _fact(fact, f"facts.{key}") for key, fact in data["facts"].items()},
+            flops={dtype: _fact(found, f"flops.{dtype}") for dtype, found in data["flops"].items()},
+            facts={key: _fact(found, f"facts.{key}") for key, found in data["facts"].items()},
             products=_products(data["products"]),
             exchanges={int(row["ranks"]): _table(row, 1.0) for row in data.get("exchanges", ())},
             passes={_pass(row): _table(row) for row in data.get("passes", ())},
@@ -512,7 +484,7 @@ def _fact(data: Any, name: str) -> Fact:
     if not isinstance(data, Mapping) or "source" not in data or "verified" not in data:
         raise ValueError(f"{name} must be {{value: .., source: .., verified: true|false}}, found {data!r}")
     low, high = (data["value"], data["value"]) if "value" in data else (data["low"], data["high"])
-    return Fact(float(low), float(high), str(data["source"]), data["verified"] is True)
+    return fact(float(low), float(high), str(data["source"]), data["verified"] is True)
 
 
 def _products(rows: Sequence[Mapping[str, Any]]) -> dict[str, MeasuredTable]:

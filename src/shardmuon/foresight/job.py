@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardmuon.errors import ranks_text
 from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.layouts import Unit, make_units, uneven_experts
 from shardmuon.foresight.memory import peak_bytes
@@ -19,7 +19,7 @@ from shardmuon.foresight.models import Model, Param, in_megatrons_order, load_mo
 from shardmuon.foresight.splitting import Shares, split
 from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored, check_divides, parse_mesh
 from shardmuon.layout.mesh import OnMesh
-from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
+from shardmuon.layout.table import ParamLayout, kept_layout
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import Exchange, Orthogonalizer, Storage
@@ -71,11 +71,11 @@ def count(
     if active_params is not None:
         found = replace(found, active=(round(active_params), "as given"))
     job = _Planning(found, arranged, device, weights, options)
-    _check(found, arranged, weights, job.storage)
+    _check(found, arranged, job.storage)
     return job.exact(machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT], owners)
 
 
-def _check(model: Model, mesh: Mesh, weights: torch.dtype, storage: Storage) -> None:
+def _check(model: Model, mesh: Mesh, storage: Storage) -> None:
     """Raise ValueError for what an engine cannot do with a model."""
     if mesh.tp > 1:
         for what, number in (("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads)):
@@ -86,12 +86,6 @@ def _check(model: Model, mesh: Mesh, weights: torch.dtype, storage: Storage) -> 
             f"engine {mesh.engine} keeps fp32 momentum and weights itself, and refuses {storage!r}. Leave storage out "
             "(--momentum of the command)"
         )
-    frozen = (name for name, p in model.module.named_parameters() if not p.requires_grad)
-    found = next(frozen, None) if mesh.engine == "fsdp1" else None  # they lie in flat parameters as well
-    if found is not None:
-        raise ValueError(f"engine fsdp1: {found} is not trained, and where it lies is not known. Write engine fsdp2")
-    if mesh.engine == "fsdp1" and weights != torch.float32:
-        raise ValueError("engine fsdp1 is planned with fp32 weights only. Leave --weights out, or write engine fsdp2")
 
 
 class _Planning:
@@ -135,7 +129,7 @@ class _Planning:
         counted = [CountedUnit(*each, mesh.gpus_per_node) for each in zip(units, plans, shares, strict=True)]
         muon, adamw = (sum(p.numel for p in params if p.use_muon == kind) for kind in (True, False))
         digests = [
-            (f"{number}: {_ranks_text(ranks)}", plan.digests[ranks].hex(), len(unit.copies))
+            (f"{number}: {ranks_text(ranks)}", plan.digests[ranks].hex(), len(unit.copies))
             for number, (unit, plan) in enumerate(zip(units, plans, strict=True))
             for ranks in sorted(plan.digests, key=lambda ranks: (len(ranks), ranks))
             if len(ranks) > 1
@@ -297,12 +291,3 @@ def kinds_of(counted: Sequence[CountedUnit]) -> tuple[MatrixKind, ...]:
         for (rows, cols, how, route, reason, cost), (name, num) in found.items()
     ]
     return tuple(sorted(kinds, key=lambda kind: -kind.flops))
-
-
-def _ranks_text(ranks: Ranks) -> str:
-    """Ranks for people and keys: runs of equal steps as first-last."""
-    steps = {b - a for a, b in itertools.pairwise(ranks)}
-    if len(ranks) > 2 and len(steps) == 1:
-        step = steps.pop()
-        return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
-    return ",".join(map(str, ranks))

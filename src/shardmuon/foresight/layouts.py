@@ -126,7 +126,7 @@ def make_units(params: Sequence[Param], mesh: Mesh, view_of: _ViewOf, spec_of: _
         ValueError: The mesh does not fit the parameters; says what to write.
     """
     zero = dict.fromkeys(("zero1", "zero2", "zero3"), _zero)
-    build = {"megatron": _megatron, **zero, "ddp": _plain, "fsdp1": _fsdp1}.get(mesh.engine, _dtensor)
+    build = {"megatron": _megatron, **zero, "ddp": _plain}.get(mesh.engine, _dtensor)
     found: list[Unit] = []
     known: dict[object, tuple[int, list[tuple[Unit, tuple[Ranks, ...]]]]] = {}  # -> first rank, units and first copies
     for stage, members in enumerate(stages_of(params, mesh)):
@@ -262,7 +262,7 @@ def grid_of(ranks: Ranks, tp: int) -> Grid:
     return tuple(ranks[i : i + tp] for i in range(0, len(ranks), tp))
 
 
-# ------------------------------------------------------------------------------- flat buffers: ZeRO, FSDP1, Megatron
+# ------------------------------------------------------------------------------- flat buffers: ZeRO, Megatron
 
 
 def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: Sequence[tuple[int, int]]) -> ParamLayout:
@@ -298,26 +298,6 @@ def _sub_groups(params: Sequence[Param], num_ranks: int, stage: int) -> Iterator
                 members = []
         if members:
             yield members
-
-
-def _fsdp1(params: Sequence[Param], of_stage: _Builder) -> Iterator[Unit]:
-    """One flat parameter for each layer and one for the rest, each cut over `shard` and copied over `dp`."""
-    unit, mesh = of_stage.unit(), of_stage.mesh
-    grid = tuple(unit.ranks[at :: mesh.shard] for at in range(mesh.shard)) if mesh.dp > 1 else grid_of(unit.ranks, 1)
-    flats: dict[int, list[Param]] = {}
-    for p in sorted(params, key=lambda p: p.order):
-        flats.setdefault(p.layer if 0 <= p.layer < AFTER else -1, []).append(p)
-    held: dict[int, _Ranges] = {}  # by order in the model
-    padded = 0
-    for members in flats.values():
-        table, part = _fsdp1_ranges([p.numel for p in members], mesh.shard)
-        padded += part
-        held.update((p.order, ranges * mesh.dp) for p, ranges in zip(members, table, strict=True))
-    for p in params:
-        of_ranks = held[p.order]
-        of_stage.add(unit, p, tuple(of_ranks), partial(flat, grid=grid, cut=None, held=of_ranks))
-    unit.stored[:] = padded
-    yield unit
 
 
 def _megatron(params: Sequence[Param], of_stage: _Builder) -> Iterator[Unit]:
@@ -418,25 +398,3 @@ def megatron_ranges(sizes: Sequence[int], num_ranks: int, bucket_size: int | Non
             table[number] = _in_parts(first, sizes[number], padded // num_ranks, num_ranks)
         inside, end = [], 0
     return table, total
-
-
-def _fsdp1_ranges(sizes: Sequence[int], num_ranks: int) -> tuple[list[_Ranges], int]:
-    """_Ranges of one flat parameter's tensors that FSDP1 keeps on each rank.
-
-    They lie one after the other in equal parts, the last ranks' perhaps empty. Each begins at a multiple of 16 bytes
-    (`_init_flat_param_and_metadata` of torch/distributed/fsdp/_flat_param.py, 2.13), which are 4 elements: FSDP1's own
-    weights are fp32 (`MixedPrecision` casts what it gathers).
-
-    Args:
-        sizes: Elements of each tensor, in the module's order.
-        num_ranks: That share it.
-
-    Returns:
-        For each tensor its elements [start, stop) on each rank, and the elements of a rank's part, padding and all.
-    """
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(-(-end // 4) * 4)
-        end = starts[-1] + size
-    part = -(-end // num_ranks)
-    return [_in_parts(start, size, part, num_ranks) for start, size in zip(starts, sizes, strict=True)], part

@@ -58,7 +58,6 @@ def price_plan(
     gpu: str | Path | Hardware,
     *,
     gpus_per_node: int | None = None,
-    dollars_per_hour: float | None = None,
     adamw_elements: int = 0,
     world: int | None = None,
 ) -> Price:
@@ -68,7 +67,6 @@ def price_plan(
         plan: Plan of a live optimizer, or made by hand.
         gpu: A hardware file's name ("h100") or path, or a `Hardware`.
         gpus_per_node: Ranks that the fast links join. Default: the hardware's.
-        dollars_per_hour: Price of one GPU, to tell what steps cost.
         adamw_elements: What AdamW steps on each rank; a plan knows nothing of it.
         world: Ranks of the job. Default: as many as the plan names.
 
@@ -77,7 +75,7 @@ def price_plan(
     """
     hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
-    return price(exact_of(plan, per_node, adamw_elements, world), hardware, dollars_per_hour=dollars_per_hour)
+    return price(exact_of(plan, per_node, adamw_elements, world), hardware)
 
 
 def _splitting(plan: Plan, hardware: Hardware, as_it_is: Price) -> list[str]:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,6 +31,7 @@ from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.roles import find_places, is_table
 from shardmuon.texts import did_you_mean
 
+_PRESETS = Path(__file__).parent / "data" / "models"
 _Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
 Active = tuple[int, str]  # elements that work on one token, and who says so; "": there are no experts
 
@@ -86,17 +86,13 @@ def load_model(model: str | nn.Module) -> Model:
 
 def preset_names() -> list[str]:
     """Names of the models that are shipped as data."""
-    return sorted(entry.name.removesuffix(".json") for entry in _presets().iterdir() if entry.name.endswith(".json"))
+    return sorted(path.stem for path in _PRESETS.glob("*.json"))
 
 
 def preset(name: str) -> dict[str, Any]:
     """A preset's data: title, source, published_parameters, published_at, config (see `build`)."""
-    found: dict[str, Any] = json.loads((_presets() / f"{name}.json").read_text())
+    found: dict[str, Any] = json.loads((_PRESETS / f"{name}.json").read_text())
     return found
-
-
-def _presets() -> Any:
-    return resources.files("shardmuon.foresight") / "data" / "models"
 
 
 def _model(name: str, source: str, module: nn.Module, beside: Mapping[str, Any] | None = None) -> Model:
@@ -196,8 +192,7 @@ def _type(name: str) -> type[nn.Module]:
 def _named(name: str, **numbers: Any) -> nn.Module:
     """An empty module of a type of this name, with the numbers that routing reads off it."""
     made = _type(name)()
-    for key, value in numbers.items():
-        setattr(made, key, value)
+    made.__dict__.update(numbers)
     return made
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from shardmuon.foresight.hardware import (
     Hardware,
@@ -39,25 +40,6 @@ _Pick = Mapping[str, int]  # factor -> 0, 1 or 2: at its best, in the middle, at
 _BEST, _MIDDLE, _WORST = (dict.fromkeys(FACTORS, which) for which in range(3))
 
 
-class PriceError(ValueError):
-    """Error for a question that cannot be priced as asked; the message says what to write."""
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """A step of training, and what the optimizer is of it.
-
-    Attributes:
-        tokens: Tokens of a step, on all ranks together.
-        forward_backward: Seconds, from the model's FLOPs a token and the share of the peak that training reaches.
-        share: Share of the optimizer in the whole step: least, middle, most; fractions.
-    """
-
-    tokens: float
-    forward_backward: Time
-    share: tuple[float, float, float]
-
-
 @dataclass(frozen=True)
 class Price:
     """Price of one step on one machine.
@@ -70,9 +52,9 @@ class Price:
         timeline: Events of that rank, with every uncertain thing at its middle value.
         reasons: Causes of the interval's width, largest first: (factor, text, share of the width it makes alone).
         ends: Rank (example of its class) -> seconds in the middle case, to see who is late.
-        training: The training step around it; None without tokens.
-        dollars: Price of 1,000 optimizer steps; None without a price.
-        training_dollars: Price of 1,000 training steps.
+        tokens: Tokens of a training step, on all ranks together; None if they are not known.
+        training: Seconds of its forward and backward, from the model's FLOPs a token and the share of the peak that
+            training reaches; None without tokens.
         unverified: Numbers that were used and not checked, with their source.
         extrapolated: Tables that were read beyond their end.
     """
@@ -84,9 +66,8 @@ class Price:
     timeline: tuple[Event, ...]
     reasons: tuple[tuple[str, str, float], ...]
     ends: Mapping[int, float] = field(repr=False)
-    training: Training | None = None
-    dollars: Time | None = None
-    training_dollars: Time | None = None
+    tokens: float | None = None
+    training: Time | None = None
     unverified: Mapping[str, str] = field(default_factory=dict)
     extrapolated: tuple[str, ...] = ()
 
@@ -97,72 +78,50 @@ class Price:
             return "nothing in it is uncertain"
         return "; ".join(f"{text} ({share:.0%})" for _, text, share in self.reasons[:2] if share >= 0.05)
 
+    @property
+    def share(self) -> Time:
+        """Share of the optimizer in a training step, as fractions; zeros without tokens."""
+        if self.training is None:
+            return NOTHING
+        whole = (self.training.hi, self.training.mid, self.training.lo)
+        return Time(*(ours / (ours + other) for ours, other in zip(self.step, whole, strict=True)))
 
-@dataclass(frozen=True, slots=True)
-class _Durations:
-    """One bucket on one rank: phase -> factor -> seconds."""
+
+class _Durations(NamedTuple):
+    """One bucket on one rank: phase -> factor -> seconds; None for an exchange that there is not."""
 
     key: tuple[object, ...] | None
-    pack: Mapping[str, Time]
-    gather: Mapping[str, Time] | None
-    orthogonalize: Mapping[str, Time]
-    scatter: Mapping[str, Time] | None
-    apply: Mapping[str, Time]
-    fill: Mapping[str, Time]
-    relay: Mapping[str, Time] | None
-    finish: Mapping[str, Time]
+    phases: Mapping[str, dict[str, Time] | None]
 
     def work(self, pick: _Pick) -> BucketTimes:
-        def seconds(of_factors: Mapping[str, Time]) -> float:
-            return sum(time[pick[factor]] for factor, time in of_factors.items())
-
-        return BucketTimes(
-            self.key,
-            seconds(self.pack),
-            None if self.gather is None else seconds(self.gather),
-            seconds(self.orthogonalize),
-            None if self.scatter is None else seconds(self.scatter),
-            seconds(self.apply),
-            seconds(self.fill),
-            None if self.relay is None else seconds(self.relay),
-            seconds(self.finish),
-        )
+        found: dict[str, Any] = {name: None if of is None else _sum(of, pick) for name, of in self.phases.items()}
+        return BucketTimes(self.key, **found)
 
 
 def _sum(of_factors: Mapping[str, Time], pick: _Pick) -> float:
     return sum(time[pick[factor]] for factor, time in of_factors.items())
 
 
-def price(
-    exact: Exact,
-    hardware: Hardware,
-    *,
-    tokens: float | None = None,
-    dollars_per_hour: float | None = None,
-) -> Price:
+def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> Price:
     """Price a plan.
 
     Args:
         exact: What the planner counted.
         hardware: Machine of every rank.
         tokens: Tokens of a training step, to say what share of it the optimizer is.
-        dollars_per_hour: Price of one rank.
 
     Raises:
-        ValueError: The hardware file lacks what the plan needs.
+        ValueError: The hardware file lacks what the plan needs, or `tokens` is no number above 0.
     """
     if tokens is not None and not 0 < tokens < math.inf:
-        raise PriceError(f"tokens={tokens} must be a number above 0. Write the tokens of one step, e.g. 4e6")
-    if dollars_per_hour is not None and not 0 <= dollars_per_hour < math.inf:
-        raise PriceError(f"dollars_per_hour={dollars_per_hour} must be a number of at least 0, such as 2.5")
+        raise ValueError(f"tokens={tokens} must be a number above 0. Write the tokens of one step, e.g. 4e6")
     pricer = _Pricer(exact, hardware)
     best, middle, worst = (pricer.run(pick) for pick in (_BEST, _MIDDLE, _WORST))
     ends = [course.end for course in middle]
     slowest = max(range(len(ends)), key=lambda i: (ends[i], -i))
     step = Time(*(max(course.end for course in courses) for courses in (best, middle, worst)))
     step = Time(min(step), sorted(step)[1], max(step))
-    training = None if tokens is None else _training(exact, hardware, step, tokens, pricer.uses)
-    per_thousand = None if dollars_per_hour is None else dollars_per_hour * exact.world * 1000 / 3600
+    training = None if tokens is None else training_seconds(exact, hardware, tokens, pricer.uses)
     found = exact.classes[slowest]
     return Price(
         hardware=hardware.name,
@@ -172,11 +131,8 @@ def price(
         timeline=middle[slowest].events,
         reasons=pricer.reasons(step, found.stage),
         ends={c.example: end for c, end in zip(exact.classes, ends, strict=True)},
+        tokens=tokens,
         training=training,
-        dollars=None if per_thousand is None else step.times(per_thousand),
-        training_dollars=None
-        if per_thousand is None or training is None
-        else training.forward_backward.plus(step).times(per_thousand),
         unverified=dict(pricer.uses.unverified),
         extrapolated=tuple(pricer.uses.extrapolated),
     )
@@ -185,7 +141,7 @@ def price(
 def training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Uses) -> Time:
     """Seconds of forward and backward: 6 x active parameters x tokens over ranks, peak and the share of it reached."""
     if not exact.tokens_flops:
-        raise PriceError(
+        raise ValueError(
             f"{exact.model}: how many FLOPs a token takes is not known, so no share of a training step can be told. "
             "Leave --tokens-per-step out"
         )
@@ -199,17 +155,7 @@ def adamw_step(exact: Exact, hardware: Hardware, uses: Uses) -> Time:
     """Seconds of a step of AdamW on all parameters, of the rank that holds most."""
     elements = max(c.muon_elements + c.adamw_elements for c in exact.classes)
     passes = pass_seconds(hardware, "adamw", elements, max(1, elements / 64), 4, uses)
-    return hardware.facts["host_step"].time.plus(passes)
-
-
-def _training(exact: Exact, hardware: Hardware, step: Time, tokens: float, uses: Uses) -> Training:
-    whole = training_seconds(exact, hardware, tokens, uses)
-    share = (
-        step.lo / (step.lo + whole.hi),
-        step.mid / (step.mid + whole.mid),
-        step.hi / (step.hi + whole.lo),
-    )
-    return Training(tokens, whole, share)
+    return hardware.facts["host_step"].value.plus(passes)
 
 
 class _Pricer:
@@ -222,13 +168,13 @@ class _Pricer:
         self._slower = slowdown(hardware, per_node, self.uses)
         self._fragments = _fragments_of(exact)
         facts = hardware.facts
-        self._each = {name: self.uses.fact(name, facts[name]).time for name in ("host_matrix", "host_bucket")}
+        self._each = {name: self.uses.fact(name, facts[name]) for name in ("host_matrix", "host_bucket")}
         self._overlap = self.uses.fact("overlap", facts["overlap"])
         votes = max((c.votes for c in exact.classes), default=0)
         doublings = math.log2(max(2, exact.world)) if votes and exact.world > 1 else 0.0
         self._first = {
-            "host": self.uses.fact("host_step", facts["host_step"]).time,
-            "latency": self.uses.fact("agreement", facts["agreement"]).time.times(doublings * votes),
+            "host": self.uses.fact("host_step", facts["host_step"]),
+            "latency": self.uses.fact("agreement", facts["agreement"]).times(doublings * votes),
         }
         known: dict[tuple[int, int], _Durations] = {}  # stage, bucket: classes share what they do alike
         for c in exact.classes:
@@ -262,7 +208,8 @@ class _Pricer:
         """Seconds of one class of ranks, by what they are spent on."""
 
         def of(phases: Iterable[str], factor: str) -> Time:
-            return total(getattr(d, phase).get(factor, NOTHING) for d in self.durations[number] for phase in phases)
+            spent = (d.phases[phase] or {} for d in self.durations[number] for phase in phases)
+            return total(of_phase.get(factor, NOTHING) for of_phase in spent)
 
         working = ("pack", "fill", "orthogonalize", "apply", "finish")
         waited = sorted(course.waited for course in courses)
@@ -292,19 +239,22 @@ class _Pricer:
             self._product(*_block(m, several), "float64" if gram else m.how, m.num, m.flops, "float64" if gram else "")
             for m, several in _owned(bucket)
         )
-        return _Durations(
-            (*_identity(rank, bucket), rank.stage) if bucket.exchange else None,
-            passed("pack", bucket.foreign, 0.5) | {"products": side if bucket.foreign else NOTHING},
-            self._exchange(bucket, bucket.gather, bucket.gather_received) if bucket.gathers else None,
-            {"products": products, "memory": memory_seconds(self._hardware, 2 * copied, self.uses)}
-            | self._shared(bucket),
-            self._exchange(bucket, bucket.scatter, bucket.scatter_received) if bucket.gathers else None,
-            passed("apply", bucket.held - bucket.idle, 0.5, bucket.relay.bytes) | {"products": side},
-            _both(passed("pack", bucket.held - bucket.foreign - bucket.idle), passed("momentum", bucket.idle))
+        phases: dict[str, dict[str, Time] | None] = {
+            "pack": passed("pack", bucket.foreign, 0.5) | {"products": side if bucket.foreign else NOTHING},
+            "gather": self._exchange(bucket, bucket.gather, bucket.gather_received) if bucket.gathers else None,
+            "fill": _both(passed("pack", bucket.held - bucket.foreign - bucket.idle), passed("momentum", bucket.idle))
             | {"products": NOTHING if bucket.foreign else side},
-            self._exchange(bucket, bucket.relay, bucket.relay_received) if bucket.relays else None,
-            passed("apply", bucket.idle, 0.5 * bucket.relays),
-        )
+            "orthogonalize": {
+                "products": products,
+                "memory": memory_seconds(self._hardware, 2 * copied, self.uses),
+                **self._shared(bucket),
+            },
+            "scatter": self._exchange(bucket, bucket.scatter, bucket.scatter_received) if bucket.gathers else None,
+            "apply": passed("apply", bucket.held - bucket.idle, 0.5, bucket.relay.bytes) | {"products": side},
+            "relay": self._exchange(bucket, bucket.relay, bucket.relay_received) if bucket.relays else None,
+            "finish": passed("apply", bucket.idle, 0.5 * bucket.relays),
+        }
+        return _Durations((*_identity(rank, bucket), rank.stage) if bucket.exchange else None, phases)
 
     def _shared(self, bucket: BucketCount) -> dict[str, Time]:
         """Time of the exchanges among owners of one matrix, all in one node: see splitting.py, [Note: the split that is
@@ -349,11 +299,11 @@ class _Pricer:
         for phase in ("gather", "scatter", "relay"):
             most: dict[tuple[object, ...], dict[str, Time]] = {}
             for key, found in exchanging:
-                known, mine = most.setdefault(key, {}), getattr(found, phase) or {}
+                known, mine = most.setdefault(key, {}), found.phases[phase] or {}
                 for factor, time in mine.items():
                     known[factor] = known.get(factor, NOTHING).at_least(time)
             for key, found in exchanging:
-                (getattr(found, phase) or {}).update(most[key])
+                (found.phases[phase] or {}).update(most[key])
 
 
 def _by(time: Time, factor: Time) -> Time:

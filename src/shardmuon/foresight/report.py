@@ -6,7 +6,6 @@ import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import nn
 from shardmuon.foresight.hardware import Hardware, Uses, load
 from shardmuon.foresight.job import count
 from shardmuon.foresight.pricing import Price, adamw_step, price
-from shardmuon.foresight.types import Exact, Mesh, RankClass, Time, seconds
+from shardmuon.foresight.types import Exact, Mesh, RankClass, Time, scaled, seconds
 from shardmuon.options import Exchange
 from shardmuon.plan.pipeline import Event
 
@@ -29,7 +28,6 @@ def plan(
     engine: str | None = None,
     gpus_per_node: int | None = None,
     tokens_per_step: float | None = None,
-    price_per_gpu_hour: float | None = None,
     active_params: float | None = None,
     weights: torch.dtype = torch.float32,
     advice: bool = True,
@@ -41,10 +39,9 @@ def plan(
         model: A preset's name, a config.json, MODULE:FUNCTION, or a module on the meta device.
         mesh: Sizes of axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
         gpu: Name of a hardware file that comes with the package, a file, or `Hardware`.
-        engine: What cuts parameters up: "fsdp2", "ddp", "fsdp1", "zero1" to "zero3", "megatron".
+        engine: What cuts parameters up: "fsdp2", "ddp", "zero1" to "zero3", "megatron".
         gpus_per_node: Ranks that the fast links join. Default: the hardware's.
         tokens_per_step: Tokens of a training step on all ranks, to tell the optimizer's share of it.
-        price_per_gpu_hour: Dollars of one GPU, to tell what steps cost.
         active_params: How many parameters work on one token, if neither the model nor its configuration says how many
             experts a token takes.
         weights: dtype of the model's parameters and gradients.
@@ -72,7 +69,7 @@ def plan(
         **options,
     }
     exact = count(model, mesh, engine=engine, **given)
-    found = price(exact, hardware, tokens=tokens_per_step, dollars_per_hour=price_per_gpu_hour)
+    found = price(exact, hardware, tokens=tokens_per_step)
     report = Report(exact, hardware, found, (), adamw_step(exact, hardware, Uses()))
     del given["gpus_per_node"]  # in the mesh from here on
 
@@ -93,7 +90,7 @@ class Report:
     Attributes:
         exact: Counts; nothing of it is estimated.
         hardware: The machine that it was priced on.
-        price: Seconds, shares, money.
+        price: Seconds and shares.
         advice: Changes that were planned and priced; empty if none were asked for.
         adamw: Seconds of AdamW's step on the same mesh.
     """
@@ -112,7 +109,7 @@ class Report:
         """
         if self.price.training is None:
             return 0.0, 0.0, 0.0
-        whole, ours, theirs = self.price.training.forward_backward, self.price.step, self.adamw
+        whole, ours, theirs = self.price.training, self.price.step, self.adamw
         return (
             (ours.lo - theirs.lo) / (whole.hi + theirs.lo),
             (ours.mid - theirs.mid) / (whole.mid + theirs.mid),
@@ -123,6 +120,8 @@ class Report:
         """Plain data for JSON: everything but the hardware's tables."""
         found = asdict(self.price)
         found["step"] = self.price.step._asdict()
+        found["training"] = self.price.training and self.price.training._asdict()
+        found["share"] = self.price.share._asdict()
         found["parts"] = {name: time._asdict() for name, time in self.price.parts.items()}
         found["timeline"] = [event._asdict() for event in self.price.timeline]
         return {
@@ -136,11 +135,9 @@ class Report:
 
     def html(self) -> str:
         """One HTML page that needs nothing from elsewhere; light or dark as the reader's system is."""
-        try:
-            from jinja2 import Environment
-        except ImportError as error:  # torch brings it, as long as it asks for it
-            raise ImportError(f"the page needs jinja2 ({error}): pip install jinja2") from None
-        page = resources.files("shardmuon.foresight") / "data" / "report.html"
+        from jinja2 import Environment  # which torch requires
+
+        page = Path(__file__).parent / "data" / "report.html"
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         events = self.price.timeline
         return environment.from_string(page.read_text(encoding="utf-8")).render(
@@ -170,12 +167,10 @@ class Report:
 
 # ------------------------------------------------------------------------------------------------------------- advice
 
-ALONE = "each replica orthogonalizes everything for itself (not offered; what that would take)"
 SPLIT = "each matrix above the mean load split among {} owners (not offered; what that would take)"
 _WORTH = 0.97  # of the step as it is: smaller gains are within what a plan can tell
-_Replan = Callable[
-    [Mapping[str, Any]], Exact
-]  # "mesh", "route", "bucket_bytes", "owners" -> the plan with that changed
+# "mesh", "route", "bucket_bytes", "owners" -> the plan with that changed
+_Replan = Callable[[Mapping[str, Any]], Exact]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +219,6 @@ def _candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
         hsdp = replace(mesh, dp=mesh.dp * (mesh.shard // inner), shard=inner)
         found.append(("HSDP: shards inside a node, replicas across", f'--mesh "{hsdp}"', {"mesh": hsdp}))
     if mesh.engine == "fsdp2" and mesh.dp > 1 and mesh.shard > 1:
-        found.append((ALONE, "", {"mesh": replace(mesh, dp=1)}))  # what a rank of one replica does, without the others
         flat = replace(mesh, dp=1, shard=mesh.dp * mesh.shard)
         found.append(("FSDP over all ranks, no replicas", f'--mesh "{flat}"', {"mesh": flat}))
     return found
@@ -261,10 +255,6 @@ def _peak(exact: Exact) -> int:
 
 # ------------------------------------------------------------------------------------------- tables, on paper or screen
 
-_WRAPPING = (
-    "taken to be one flat parameter for each layer and one for the rest, ModuleWrapPolicy({the layer's class}); any "
-    "other wrapping has another plan"
-)
 _TIGHT = 0.9  # of a rank's memory, without activations
 _KEY = (
     "collectives of a step: exchanges (all-to-all) + votes (messages between hosts), as in 14 + 1. kept: weights, "
@@ -309,39 +299,22 @@ def _draw(found: Sequence[Section], **console: Any) -> None:
 
 def size(value: float) -> str:
     """Text of a number of bytes, in binary units and three digits."""
-    return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return scaled((value,), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def number(value: float) -> str:
     """A count in words that people read: 70.6 B."""
-    return f"{value:,.0f}" if value < 1e6 else _scaled(value / 1e6, 1000, ("M", "B", "T", "P"))
+    return f"{value:,.0f}" if value < 1e6 else scaled((value / 1e6,), 1000, ("M", "B", "T", "P"))
 
 
 def operations(value: float) -> str:
     """Text of a number of floating point operations."""
-    return _scaled(value / 1e6, 1000, ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
-
-
-def _scaled(value: float, step: int, units: Sequence[str]) -> str:
-    """A number in the largest of these units in which it is 1 or more; each is so many of the one before."""
-    at = 0
-    while abs(value) >= step and at + 1 < len(units):
-        value, at = value / step, at + 1
-    return f"{_digits(value)} {units[at]}"
-
-
-def money(value: Time) -> str:
-    """Text of an amount in dollars."""
-    return f"${_digits(value.lo)} .. {_digits(value.hi)}"
+    return scaled((value / 1e6,), 1000, ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
 def percent(value: float) -> str:
     """Text of a fraction in percent, with as many digits as it needs."""
     return f"{100 * value:.3g} %"
-
-
-def _digits(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 or value == 0 else f"{value:.3g}"
 
 
 def sections(report: Report) -> list[Section]:
@@ -361,7 +334,6 @@ def _summary(report: Report) -> Section:
         "source": exact.source,
         "mesh": f"{mesh} ({mesh.engine}), {exact.world:,} ranks on {mesh.num_nodes:,} nodes of {mesh.gpus_per_node}",
         "hardware": report.hardware.title,
-        "wrapping": _WRAPPING if mesh.engine == "fsdp1" else "",
         "options": ", ".join(f"{key} {value}" for key, value in exact.options.items()),
         "digest": "; ".join([*digests, f"{more:,} more"] if more > 0 else digests),
     }
@@ -376,22 +348,17 @@ def _answers(report: Report) -> Section:
         "memory of a rank": _memory(report),
         "share of a training step": "",
         "over AdamW": f"AdamW's step: {report.adamw}",
-        "money": "",
         "straggler": _straggler(report),
     }
     if price.training is not None:
-        low, middle, high = map(percent, price.training.share)
+        low, middle, high = map(percent, price.share)
         rows["share of a training step"] = (
-            f"{low} .. {high}, most likely {middle}; forward and backward of {number(price.training.tokens)} tokens "
-            f"take {price.training.forward_backward}"
+            f"{low} .. {high}, most likely {middle}; forward and backward of {number(price.tokens or 0)} tokens "
+            f"take {price.training}"
         )
         low, middle, high = map(percent, report.overhead)
         longer = f"a training step is {middle} longer than with AdamW ({low} .. {high})"
         rows["over AdamW"] = f"{longer}; {rows['over AdamW']}"
-    if price.dollars is not None:
-        rows["money"] = f"{money(price.dollars)} for 1,000 optimizer steps"
-    if price.training_dollars is not None:
-        rows["money"] += f", {money(price.training_dollars)} for 1,000 training steps"
     return Section("Answers", [row for row in rows.items() if row[1]])
 
 

@@ -6,14 +6,14 @@ Elements are of tensors; bytes are as stored or as sent. Counts are exact; times
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from shardmuon.plan.plan import Route
 from shardmuon.texts import did_you_mean
 
-EngineName = Literal["fsdp2", "ddp", "fsdp1", "zero1", "zero2", "zero3", "megatron"]
+EngineName = Literal["fsdp2", "ddp", "zero1", "zero2", "zero3", "megatron"]
 _AXES = ("dp", "shard", "tp", "ep", "pp")
 _MOST_RANKS = 10_240
 
@@ -132,14 +132,8 @@ def _check(mesh: Mesh) -> None:
             f"dp={mesh.dp * mesh.shard} instead of dp={mesh.dp} shard={mesh.shard}, or engine fsdp2",
         ),
         (
-            (zero or engine == "fsdp1") and (mesh.tp > 1 or mesh.ep > 1),
+            zero and (mesh.tp > 1 or mesh.ep > 1),
             f"mesh {mesh}: {engine} with tp or ep is not supported by shardmuon. Write tp=1 ep=1",
-        ),
-        (engine == "fsdp1" and mesh.pp > 1, f"mesh {mesh}: {engine} with pp is not planned. Write pp=1"),
-        (
-            engine == "fsdp1" and mesh.shard == 1 < mesh.dp,
-            f"mesh {mesh}: {engine} shares parameters out over the axis shard. Write shard={mesh.dp} for FULL_SHARD, "
-            "or engine ddp for NO_SHARD",
         ),
         (
             engine == "ddp" and mesh.ep > 1,
@@ -200,27 +194,35 @@ class Time(NamedTuple):
 
     def __str__(self) -> str:
         """Text like "1.2 .. 3.4 ms"."""
-        scale, unit = _unit(self.hi)
-        return f"{_short(self.lo * scale)} .. {_short(self.hi * scale)} {unit}"
+        return scaled((1e6 * self.lo, 1e6 * self.hi), 1000, _UNITS)
 
 
-_UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
+_UNITS = ("us", "ms", "s")
 NOTHING = Time(0.0, 0.0, 0.0)
 
 
 def seconds(value: float) -> str:
     """Text like "3.4 ms"."""
-    scale, unit = _unit(value)
-    return f"{_short(value * scale)} {unit}"
+    return scaled((1e6 * value,), 1000, _UNITS)
 
 
-def _unit(value: float) -> tuple[float, str]:
-    return next(((s, u) for s, u in _UNITS if value >= 1 / s), _UNITS[-1])
+def scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
+    """Text of numbers in three digits, in the largest of these units in which the last one is 1 or more.
+
+    Args:
+        values: Numbers in the first unit.
+        step: Number of units that make one of the next.
+        units: Names, ascending.
+    """
+    at = 0
+    while abs(values[-1]) >= step ** (at + 1) and at + 1 < len(units):
+        at += 1
+    return f"{' .. '.join(digits(value / step**at) for value in values)} {units[at]}"
 
 
-def _short(value: float) -> str:
-    """Text of a number, with three digits and no exponent."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+def digits(value: float) -> str:
+    """Text of a number in three digits, or whole."""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == 0 else f"{value:.3g}"
 
 
 def total(times: Iterable[Time]) -> Time:

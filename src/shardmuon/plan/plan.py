@@ -10,11 +10,10 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import import_module
-from typing import Any, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
@@ -239,6 +238,8 @@ class Plan:
     chosen: tuple[Chosen, ...] = field(default=(), compare=False)
     sharing: tuple[Sharing, ...] = field(default=(), compare=False)
     machine: Machine = field(default=MACHINES[DEFAULT], compare=False)
+    # Lines on what is counted and priced. That stands far above this module, so `shardmuon/__init__.py` puts it here.
+    summary: ClassVar[Callable[[Plan], list[str]]]
 
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:
@@ -268,7 +269,7 @@ class Plan:
         return loads
 
     def __str__(self) -> str:
-        return "\n".join([*self._head, *_live().summary(self), *self._foot])
+        return "\n".join([*self._head, *self.summary(), *self._foot])
 
     @property
     def unpriced(self) -> str:
@@ -282,12 +283,6 @@ class Plan:
     @property
     def _foot(self) -> list[str]:
         return [*_balance(self), *self.notes]
-
-
-def _live() -> Any:
-    """Import the module that counts and prices plans. It stands far above this one, so it is imported only when
-    needed."""
-    return import_module("shardmuon.foresight.live")
 
 
 def _rows(plan: Plan) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def house() -> ModuleType:
-    path = Path(__file__).resolve().parents[1] / "scripts" / "house.py"
+    path = Path(__file__).parents[2] / "scripts" / "house.py"
     spec = importlib.util.spec_from_file_location("house", path)
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)

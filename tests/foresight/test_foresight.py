@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_layout import Planned, assert_counted, compared, digests_of, planned
-from published import decoder
+from planned_jobs import DENSE, SPARSE, same_as_live
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,12 +20,11 @@ from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
 from shardmuon.foresight.models import build
-from shardmuon.foresight.types import Exact, Mesh
+from shardmuon.foresight.types import Mesh
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, parameters
-from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.pool import get_pool
 
 STANDARD = Orthogonalizer("standard", torch.float32)
-GRAM = Exchange(bucket_bytes=3000, route="gram")
 
 
 def _full(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -59,31 +58,36 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(layou
         assert all(one.traffic.exchanges % 3 == 0 < one.traffic.exchanges for one in found)
 
 
-def step_by_gram(layouts: Sequence[str]) -> list[tuple[Traffic, Planned]]:
+def _step_by_gram(layouts: Sequence[str]) -> list[tuple[Traffic, Planned]]:
     """A step of each layout by the Gram route, in many buckets."""
     found = []
     for row in (LAYOUTS[layout] for layout in layouts):
         world = dist.get_world_size()
         params = parameters(row.build(_full(), row.mesh(world)))
-        options: dict[str, Any] = {"exchange": GRAM, "orthogonalizer": STANDARD}
+        options: dict[str, Any] = {"exchange": Exchange(bucket_bytes=3000, route="gram"), "orthogonalizer": STANDARD}
         optimizer = Muon(groups_of(params, PARAMS), lr=1e-3, **row.options(world), **options)
         found.append((_traffic_of_a_step(optimizer), planned(optimizer)))
     return found
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS)[1::2])
-def test_bytes_and_collectives_of_the_gram_route_are_those_that_ranks_count(layout: str, world3: RankPool) -> None:
-    found = [one for (one,) in world3.run(step_by_gram, [layout])]
-    assert_counted(*zip(*found, strict=True))  # 8 ranks: test_foresight_eight.py
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [
+        (3, list(LAYOUTS)[1::2]),
+        # meshes of two and three axes, and matrices with fewer rows than there are ranks
+        (8, ["fsdp2", "hsdp", "two dims", "hsdp+tp", "ep+fsdp", "tp x dp", "mcore buffers+tp"]),
+    ],
+)
+def test_bytes_and_collectives_of_the_gram_route_are_those_that_ranks_count(world: int, layouts: list[str]) -> None:
+    for of_layout in zip(*get_pool(world).run(_step_by_gram, layouts), strict=True):
+        assert_counted(*zip(*of_layout, strict=True))
 
 
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
-DENSE = decoder(96, 48, 3, 4, 2, 12, 80)
-SPARSE = decoder(96, 48, 2, 4, 2, 12, 80, qk_norm=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-FEW = decoder(96, 48, 2, 4, 2, 12, 80, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=24)
-CONFIGS = {"dense": DENSE, "sparse": SPARSE, "few": FEW}
-OPTIONS: dict[str, Any] = {"orthogonalizer": STANDARD, "exchange": Exchange(bucket_bytes=20_000)}
+FEW = SPARSE | {"num_experts": 2, "num_experts_per_tok": 1}
+AUTO: dict[str, Any] = {"exchange": Exchange(bucket_bytes=20_000)}  # bytes of the wire, which is bf16 for bf16 products
+OPTIONS: dict[str, Any] = {"orthogonalizer": STANDARD, **AUTO}
 
 
 def _live_model(config: dict[str, Any], mesh: Mesh) -> tuple[nn.Module, dict[str, Any]]:
@@ -137,55 +141,27 @@ def _live(config: dict[str, Any], mesh: Mesh, options: dict[str, Any]) -> dict[s
     }
 
 
-def same_as_live(exact: Exact, found: list[dict[str, Any]]) -> None:
-    """Digests, traffic and stored bytes of every rank are those counted. "bytes": those that a rank measured."""
-    by_rank = {rank: c for c in exact.classes for rank in c.ranks}
-    assert sorted(by_rank) == list(range(exact.world))
-    assert list(exact.digests.values()) == found[0]["digests"]
-    for rank, live in enumerate(found):
-        one, traffic = by_rank[rank], live["traffic"]
-        assert (one.exchanges, one.sent) == (traffic.exchanges, traffic.bytes_sent)
-        assert (one.orthogonalized, one.votes) == (traffic.orthogonalized, live.get("votes", int(exact.world > 1)))
-        state = {"state": one.stored.momentum + one.stored.moments}
-        for kind, number in live["bytes"].items():
-            assert state.get(kind, getattr(one.stored, kind, None)) == number, kind
-
-
-MESHES = [
-    ("dense", "dp=1", None),
-    ("dense", "dp=2", "ddp"),
-    ("dense", "dp=3", "ddp"),
-    ("dense", "shard=2", "fsdp2"),
-    ("dense", "shard=3", "fsdp2"),
-    ("dense", "shard=4", "fsdp2"),
-    ("dense", "dp=2 shard=2", "fsdp2"),
-    ("dense", "tp=2", "fsdp2"),
-    ("dense", "shard=2 tp=2", "fsdp2"),
-    ("sparse", "shard=3", "fsdp2"),
-    ("sparse", "shard=4 ep=2", "fsdp2"),
-    ("few", "shard=4 ep=2", "fsdp2"),
-    ("sparse", "shard=4 ep=4", "fsdp2"),
-    ("sparse", "dp=2 shard=2 ep=2", "fsdp2"),
-    ("sparse", "dp=4", "ddp"),
-]
-
-
-@pytest.mark.parametrize(("config", "mesh", "engine"), MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("config", "mesh", "options"),
+    [
+        (DENSE, "dp=1", OPTIONS),
+        (DENSE, "dp=3", OPTIONS),
+        (DENSE, "shard=2", AUTO),
+        (DENSE, "shard=3", OPTIONS),
+        (DENSE, "dp=2 shard=2", OPTIONS),
+        (DENSE, "tp=2", OPTIONS),
+        (DENSE, "shard=2 tp=2", OPTIONS),
+        (SPARSE, "shard=3", OPTIONS),
+        (SPARSE, "dp=4", OPTIONS),
+        (SPARSE, "shard=4 ep=2", OPTIONS),
+        (FEW, "shard=4 ep=2", OPTIONS),
+        (SPARSE, "dp=2 shard=2 ep=2", OPTIONS),
+        (DENSE, "dp=2 shard=2 tp=2", OPTIONS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_a_model_planned_without_ranks_has_the_digest_and_traffic_of_the_live_job(
-    config: str, mesh: str, engine: str | None
+    config: dict[str, Any], mesh: str, options: dict[str, Any]
 ) -> None:
-    exact = count(build(CONFIGS[config]), mesh, engine=engine, gpus_per_node=2, device="cpu", **OPTIONS)
-    same_as_live(exact, get_pool(exact.world).run(_live, CONFIGS[config], exact.mesh, OPTIONS))
-
-
-def test_what_auto_takes_by_rule_is_planned_with_the_wires_that_it_takes(world2: RankPool) -> None:
-    """Buckets are cut by the bytes of the wire, which is bf16 for bf16 products and fp32 for others."""
-    options = {"exchange": OPTIONS["exchange"]}
-    exact = count(build(DENSE), "shard=2", device="cpu", **options)
-    same_as_live(exact, world2.run(_live, DENSE, exact.mesh, options))
-
-
-@pytest.mark.parametrize(("mesh", "engine"), [("dp=2 shard=2 tp=2", "fsdp2")])
-def test_the_same_on_eight_ranks(mesh: str, engine: str) -> None:
-    exact = count(build(DENSE), mesh, engine=engine, gpus_per_node=4, device="cpu", **OPTIONS)
-    same_as_live(exact, get_pool(8).run(_live, DENSE, exact.mesh, OPTIONS))
+    exact = count(build(config), mesh, gpus_per_node=2, device="cpu", **options)
+    same_as_live(exact, get_pool(exact.world).run(_live, config, exact.mesh, options))

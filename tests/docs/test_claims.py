@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 CLAIM = re.compile(r"^- (?P<words>.+) \(`(?P<file>[\w/]+\.py)::(?P<test>test_\w+)`\)$")
 
 

@@ -11,9 +11,6 @@ import pytest
 import torch
 
 from shardmuon.commands import main as cli
-from shardmuon.foresight.memory import work_space
-from shardmuon.orthogonalize import batch_size
-from shardmuon.orthogonalize.schedules import triples
 
 HIDDEN, INNER, LAYERS, HEADS, KEYS, HEAD, VOCABULARY = 90, 262, 3, 6, 2, 15, 1009
 CONFIG = {
@@ -103,17 +100,3 @@ def test_every_count_is_what_shapes_and_definitions_say(
     if wire == "bfloat16":  # X X^T, A A, (b A + c A A) X, five times
         sides = [(min(shape), max(shape)) for shape in matrices]
         assert operations == sum(5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n) for m, n in sides)
-
-
-@pytest.mark.parametrize("how", ["standard bfloat16", "gram float16"])
-@pytest.mark.parametrize("shape", [(64, 128), (128, 64)])
-def test_a_batch_takes_the_work_space_of_its_size_however_few_are_in_it(how: str, shape: tuple[int, int]) -> None:
-    steps, wire = triples("keller", None), torch.bfloat16
-    size = batch_size(*shape, torch.device("cuda"))
-    one, whole, alone = (
-        work_space((count, *shape), text, wire, "cuda", steps)
-        for count, text in ((1, how), (size, how), (size, f"{how} alone"))
-    )
-    assert size == 64
-    assert 0.98 * whole < one <= whole, "they differ in what looks at results"
-    assert alone < whole

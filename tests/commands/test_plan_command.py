@@ -1,0 +1,285 @@
+"""`shardmuon plan`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from published import decoder
+from torch import nn
+
+from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
+from shardmuon.commands import main as cli
+from shardmuon.commands import plan as command
+from shardmuon.foresight import Report, plan, price_plan
+from shardmuon.foresight.hardware import FOLDER, PASSES, SCALARS, Fact
+from shardmuon.foresight.models import build
+from shardmuon.foresight.report import advise, lanes, number, operations, percent, sections, size
+from shardmuon.foresight.types import Time, seconds
+from shardmuon.plan.machines import MACHINES
+from shardmuon.plan.pipeline import Event, Phase
+from shardmuon.routing.groups import ForModule
+
+DENSE = decoder(96, 48, 2, 4, 2, 12, 80)
+MOE = decoder(96, 48, 2, 4, 2, 12, 80, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=640)
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return plan("gpt2-xl", "shard=4", gpu="h100", tokens_per_step=5e5)
+
+
+def test_text_and_json_have_every_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["gpt2-xl", "--mesh", "dp=2 shard=4", "--tokens-per-step", "512k"]
+    assert cli.main(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    for answer in ("optimizer step", "why so wide", "memory of a rank", "share of a training step", "over AdamW"):
+        assert re.search(rf"^{answer} ", out, flags=re.MULTILINE), answer
+    for text in ("straggler", "AdamW's step", "What would help", "unverified", "8 ranks on 1 nodes"):
+        assert text in out
+    assert cli.main(["plan", *words[:3], "--json", "--no-advice"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["exact"]["mesh"]["shard"], found["advice"], found["overhead_over_adamw"]) == (4, [], None)
+    step = found["price"]["step"]
+    assert 0 < found["adamw"]["lo"] <= found["adamw"]["hi"] < step["lo"] <= step["mid"] <= step["hi"]
+    assert found["price"]["timeline"][-1]["phase"] == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "told"),
+    [
+        (MOE, {}, "388,080 parameters: 2 of 8 experts (num_experts_per_tok)"),
+        (MOE, {"active_params": 3e9}, "3 B parameters: as given"),
+        (
+            MOE | {"num_experts_per_tok": 0},
+            {},
+            "1.49 M parameters: all 8 experts are counted as active, as no",
+        ),
+        (DENSE, {}, ""),
+    ],
+)
+def test_a_report_says_which_parameters_are_counted_as_active(
+    config: dict[str, Any], options: dict[str, Any], told: str
+) -> None:
+    rows = dict(sections(plan(build(config), "shard=2", gpu="cpu-gloo", advice=False, **options))[0].rows)
+    assert rows.get("active", "").startswith(told) and ("active" in rows) == bool(told)
+
+
+LLAMA = '{"model_type": "llama", "hidden_size": 4'
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("llama3-8 --mesh dp=2", r"'llama3-8' is no model that is known.*did you mean llama3-8b"),
+        ("nowhere/config.json --mesh dp=2", "there is no such file"),
+        ("gpt2-xl --mesh ,", "the mesh is empty"),
+        ("gpt2-xl --mesh shards=8", r"'shards=8' is no axis=size.*did you mean shard\?"),
+        ("gpt2-xl --mesh shard=0", "sizes whole numbers of at least 1"),
+        ("gpt2-xl --mesh shard=\u00b2", "axis=size"),
+        ("gpt2-xl --mesh shard=8,shard=2", "shard stands there twice"),
+        ("gpt2-xl --mesh shard=20000", "10,240 are the most"),
+        ("gpt2-xl --mesh shard=8 --engine fsdp3", r"engine='fsdp3' is not one of fsdp2.*did you mean fsdp2"),
+        ("gpt2-xl --mesh dp=2,shard=4 --engine zero1", r"zero1 has no axis shard.*dp=8 instead of dp=2 shard=4"),
+        ("gpt2-xl --mesh dp=2,tp=4 --engine zero3", "zero3 with tp or ep is not supported"),
+        ("llama3-8b --mesh tp=24", r"tp=24 does not divide the 32 attention heads of Llama 3 8B. Write tp=16"),
+        ("llama3-8b --mesh tp=16", r"tp=16 does not divide the 8 key-value heads of Llama 3 8B. Write tp=8"),
+        ("llama3-8b --mesh shard=4,pp=64", r"pp=64 stages for 32 layers. Write pp=32"),
+        ("qwen3-30b-a3b --mesh shard=12,ep=8", r"ep=8 does not divide shard x tp = 12.*ep=6"),
+        ("qwen3-30b-a3b --mesh shard=12,ep=3", r"ep=3 does not divide the 128 experts.*Write ep=1"),
+        ("gpt2-xl --mesh shard=4 --gpu h9000", r"h9000.* is none of a100, b200.*copy .*h100.yaml"),
+        ("gpt2-xl --mesh shard=4 --gpu no.yaml", "no such file"),
+        ("gpt2-xl --mesh shard=4 --bucket-mib 0", "--bucket-mib 0"),
+        ("gpt2-xl --mesh shard=4 --method quick", "Orthogonalizer.method"),
+        ("gpt2-xl --mesh shard=4 --html gone/x.html", "there is no folder gone"),
+        ("notes.json --mesh shard=2", "it is no JSON"),
+        ("list.json --mesh shard=2", "neither model_type nor architectures"),
+        ("words.json --mesh shard=2", "hidden_size is 'big'. Write a whole number"),
+        ("none.json --mesh shard=2", "vocab_size is 0. Write a whole number"),
+        ("unheard.json --mesh shard=2", "'unheard_of' is not one that is known without transformers"),
+        ("few.json --mesh shard=2", "vocab_size, num_hidden_layers, num_attention_heads is missing"),
+        ("layers.json --mesh shard=2", r"moe_intermediate_size=\[8, 9\] differs from layer to layer"),
+        ("gpt2-xl --mesh shard=2 --gpu gpu.yaml", "gpu.yaml: it is no YAML"),
+    ],
+)
+def test_wrong_input_is_told_what_to_write(
+    words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "notes.json": "{",
+        "list.json": "[]",
+        "words.json": '{"model_type": "llama", "hidden_size": "big"}',
+        "none.json": '{"model_type": "llama", "vocab_size": 0}',
+        "unheard.json": '{"model_type": "unheard_of"}',
+        "few.json": LLAMA + "}",
+        "layers.json": LLAMA + ', "moe_intermediate_size": [8, 9]}',
+        "gpu.yaml": "a: [",
+    }
+    for name, text in files.items():
+        Path(name).write_text(text)
+    model, *options = words.split()
+    assert cli.main(["plan", model, *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("shardmuon plan: ") and "Traceback" not in err
+    assert re.search(told, err), err
+
+
+@pytest.mark.parametrize("read", [command.tokens, command.parameters])
+def test_amounts_are_read_as_people_write_them_and_others_are_refused(read: Callable[[str], float]) -> None:
+    written = {
+        "4M": 4e6,
+        "512k": 5.12e5,
+        "1.5e6": 1.5e6,
+        "4_194_304": 4194304.0,
+        "2B": 2e9,
+        "4e+6": 4e6,
+        "1.2T": 1.2e12,
+    }
+    assert {text: read(text) for text in written} == written
+    for wrong in ("", "many", "-4M", "0", "4MM", "3X", "B", "1.2.3", "1e400", "inf"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no number of"):
+            read(wrong)
+
+
+def test_a_file_of_ones_own_is_planned_on(tmp_path: Path, report: Report) -> None:
+    """Products take twice as long with half of everything's peak; docs/foresight.md names every number of a file."""
+    text = (FOLDER / "h100.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(re.sub(r"(?m)^(  \w+: \{value: )9.894e\+14", r"\g<1>4.947e+14", text))
+    alike = Exchange(machine=MACHINES["h100"])  # else each has the buckets that are cheapest on it
+    mine = plan("gpt2-xl", "shard=4", gpu=tmp_path / "mine.yaml", advice=False, exchange=alike).price
+    assert mine.parts["products"] == report.price.parts["products"].times(2)
+    page = (Path(__file__).parents[2] / "docs" / "foresight.md").read_text()
+    for name in (*SCALARS, *PASSES, "flops", "products", "exchanges", "passes", "together"):
+        assert f"`{name}`" in page, name
+
+
+def test_units_are_those_that_people_read() -> None:
+    values = (0.0, 3.21e-6, 0.0785, 0.9996, 4.951, 123.4)
+    assert [seconds(v) for v in values] == ["0 us", "3.21 us", "78.5 ms", "1,000 ms", "4.95 s", "123 s"]
+    values = (0, 1023, 2**20, 3.5 * 2**40, -(2**31))
+    assert [size(v) for v in values] == ["0 B", "1,023 B", "1 MiB", "3.5 TiB", "-2 GiB"]
+    assert [number(v) for v in (12, 7_000_000, 1.04e12)] == ["12", "7 M", "1.04 T"]
+    assert [operations(v) for v in (3e6, 2e9, 5e18)] == ["3 MFLOP", "2 GFLOP", "5 EFLOP"]
+    assert percent(0.0123) == "1.23 %"
+    assert [str(Time(lo, lo, hi)) for lo, hi in ((1e-3, 3e-3), (2e-6, 4e-6))] == ["1 .. 3 ms", "2 .. 4 us"]
+
+
+# Every option of `Muon` with a value that is not its default, and whether that plans or counts something else.
+OPTIONS: dict[str, tuple[Any, bool]] = {
+    "lr": (torch.tensor(0.1), False),
+    "weight_decay": (0.0, False),
+    "momentum": (0.9, False),
+    "nesterov": (False, False),
+    "ns_coefficients": ("quintic", True),
+    "eps": (1e-8, True),
+    "ns_steps": (3, True),
+    "adjust_lr_fn": ("match_rms_adamw", False),
+    "extra_scale_factor": (0.2, False),
+    "weight_decay_mode": ("cautious", False),
+    "variant": ("normuon", True),
+    "beta2": (0.9, False),
+    "adamw": ("cautious", False),
+    "process_group": (None, False),  # groups of real ranks: the mesh says what they would
+    "tp_group": (None, False),
+    "orthogonalizer": (Orthogonalizer("gram"), True),
+    "exchange": (Exchange(route="gram"), True),
+    "storage": (Storage(momentum_dtype=torch.bfloat16), True),
+    "audit": (Audit(every=3), False),
+    "adamw_lr": (1e-3, False),
+    "adamw_betas": ((0.9, 0.9), False),
+    "adamw_eps": (1e-9, False),
+    "decay_1d": (True, False),
+    "overrides": ({"*.q_proj.weight": {"num_heads": 4}}, True),
+}
+
+
+def test_plan_takes_every_option_of_muon() -> None:
+    signature = inspect.signature(Muon.__init__).parameters
+    named = {name for name, p in signature.items() if p.kind is not p.VAR_KEYWORD} | set(ForModule.__annotations__)
+    assert OPTIONS.keys() == named - {"self", "params"}
+    model = build(decoder(96, 48, 2, 4, 2, 12, 80))
+    usual = plan(model, "shard=2", advice=False).exact
+    for name, (value, other) in OPTIONS.items():
+        assert (plan(model, "shard=2", advice=False, **{name: value}).exact != usual) == other, name
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def test_the_page_is_whole_and_fetches_nothing(report: Report, tmp_path: Path) -> None:
+    """What a user named cannot become markup."""
+    path = tmp_path / "out.html"
+    replace(report, exact=replace(report.exact, model="<script>alert(1)</script>")).write_html(path)
+    text = path.read_text()
+    opened, closed = (Counter(re.findall(rf"<{slash}([a-z]\w*)", text)) for slash in ("", "/"))
+    assert (opened - closed).keys() == {"meta", "link"} and not closed - opened
+    assert "script" not in opened
+    assert all(address.startswith("data:") for address in re.findall(r'(?:src|href|data|srcset)="([^"]*)"', text))
+    assert "url(" not in text and "@import" not in text
+    assert all(text.count(f"--{phase}: #") == 2 for phase in get_args(Phase)), "light and dark"
+    assert opened["rect"] == len(report.price.timeline)
+    assert [title.replace("&#39;", "'") for title in re.findall("<h2>(.*)</h2>", text)[1:]] == [
+        section.title for section in sections(report)
+    ]
+
+
+def test_bars_of_one_lane_do_not_overlap(report: Report) -> None:
+    events = report.price.timeline
+    for lane in range(1 + max(lanes(events))):
+        drawn = sorted((e for e, at in zip(events, lanes(events), strict=True) if at == lane), key=lambda e: e.start)
+        assert drawn and all(first.end <= second.start for first, second in itertools.pairwise(drawn))
+    nothing = replace(report.price, timeline=(Event(-1, "begin", 0.0, 0.0),))
+    assert 'width="0.6"' in replace(report, price=nothing).html()
+
+
+# ------------------------------------------------------------------------------------------------------- live, advice
+
+
+def test_a_live_plan_has_a_price() -> None:
+    optimizer = Muon(nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False)).parameters(), lr=0.02)
+    found = price_plan(optimizer.prepare(), "cpu-gloo", adamw_elements=1000)
+    assert found.rank == 0 and 0.0 < found.step.lo < found.step.mid < found.step.hi
+    assert {event.phase for event in found.timeline} == {"begin", "fill", "orthogonalize", "apply", "adamw"}
+
+
+def test_advice_is_planned_not_guessed(report: Report) -> None:
+    assert [a.gain for a in report.advice] == sorted((a.gain for a in report.advice), reverse=True)
+    written = {advice.write: advice.step for advice in report.advice}
+    for exchange in (Exchange(bucket_bytes=512 * 2**20), Exchange(route="gram")):
+        (step,) = (step for text, step in written.items() if text and text[0] == "E" and eval(text) == exchange)
+        assert plan("gpt2-xl", "shard=4", gpu="h100", advice=False, exchange=exchange).price.step == step
+
+    def refuse(changes: object) -> Any:
+        raise ValueError("it does not divide")
+
+    refused = advise(report.exact, report.hardware, refuse)
+    assert refused and all(advice.refused == "it does not divide" and not advice.helps for advice in refused)
+    assert "cannot be: it does not divide" in str(replace(report, advice=refused))
+
+
+def test_memory_says_in_words_whether_it_fits(report: Report) -> None:
+    need = report.exact.largest.stored.total + report.exact.largest.peak
+    for share, word in ((1.01, "does not fit"), (0.95, "tight"), (0.5, "fits")):
+        fact = Fact(Time(need / share, need / share, need / share), "for tests", True)
+        hardware = replace(report.hardware, facts={**report.hardware.facts, "memory_bytes": fact})
+        row = dict(sections(replace(report, hardware=hardware))[1].rows)["memory of a rank"]
+        assert row.startswith(f"{word}: {size(need)}") and "%" not in row
+
+
+def test_why_says_from_which_share_of_the_work_the_gram_form_is_taken(report: Report) -> None:
+    for kind in report.exact.matrices:
+        found = re.search(r"has ([\d.]+)x of the work \(taken below ([\d.]+)x\)", kind.reason)
+        assert found is not None, kind.reason
+        assert (float(found[1]) < float(found[2])) == kind.how.startswith("gram"), kind
+    assert {kind.how.split()[0] for kind in report.exact.matrices} == {"gram", "standard"}

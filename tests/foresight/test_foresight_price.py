@@ -1,0 +1,314 @@
+"""Times made of counts: tables, hardware files, intervals and what they rest on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from shardmuon.foresight.hardware import (
+    FOLDER,
+    Fact,
+    Hardware,
+    MeasuredTable,
+    Uses,
+    exchange_seconds,
+    load,
+    measured,
+    names,
+    parse,
+    pass_seconds,
+    product_seconds,
+    products_dtype,
+    slowdown,
+)
+from shardmuon.foresight.pricing import adamw_step, price
+from shardmuon.foresight.types import BucketCount, Exact, Matrices, Mesh, RankClass, Sent, Stored, Time, total
+from shardmuon.orthogonalize import batch_size
+from shardmuon.testing.tolerances import assert_rounded
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def _table(rows: Sequence[Sequence[float]], slope: float = 0.0) -> MeasuredTable:
+    return MeasuredTable("here", True, {1.0: measured(rows)}, slope)
+
+
+CURVE = _table([(100, 1.0, 2.0, 4.0), (10_000, 16.0, 18.0, 64.0)])
+RATE, TIME = (_table([(10, 1.0, 1.0), (100, 2.0, 2.0)], slope) for slope in (0.0, 1.0))
+SURFACE = MeasuredTable("here", True, {1.0: measured([(10, 1.0, 1.0)]), 4.0: measured([(10, 16.0, 16.0)])})
+
+
+@pytest.mark.parametrize(
+    ("table", "at", "value", "outside"),
+    [
+        (CURVE, (1_000,), (4.0, 6.0, 16.0), False),  # straight in logarithms
+        (CURVE, (100,), (1.0, 2.0, 4.0), False),
+        (CURVE, (10_000,), (16.0, 18.0, 64.0), False),
+        (RATE, (1_000,), (2.0, 2.0, 2.0), True),
+        (TIME, (1_000,), (20.0, 20.0, 20.0), True),
+        (RATE, (1,), (1.0, 1.0, 1.0), True),
+        (TIME, (1,), (1.0, 1.0, 1.0), False),  # all latency there, and it was measured
+        (SURFACE, (10, 2.0), (4.0, 4.0, 4.0), False),  # along sizes, then between aspects
+        (SURFACE, (10, 1.0), (1.0, 1.0, 1.0), False),
+        (SURFACE, (10, 9.0), (16.0, 16.0, 16.0), True),
+        (SURFACE, (20, 2.0), (4.0, 4.0, 4.0), True),
+    ],
+)
+def test_tables_are_straight_in_logarithms_and_say_where_they_end(
+    table: MeasuredTable, at: tuple[float, ...], value: tuple[float, ...], outside: bool
+) -> None:
+    found, beyond = table.at(*at)
+    assert tuple(round(number, 9) for number in found) == value and beyond == outside
+
+
+# ----------------------------------------------------------------------------------------------------- hardware files
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_shipped_file_gives_a_source_for_every_number(name: str) -> None:
+    hardware = load(name)
+    facts = [*hardware.flops.values(), *hardware.facts.values()]
+    tables = [*hardware.products.values(), *hardware.exchanges.values(), *hardware.passes.values()]
+    assert hardware.name == name
+    assert all(len(one.source) > 8 for one in [*facts, *tables])
+    assert any(not fact.verified for fact in facts)  # nobody has measured all of one of these here
+
+
+def _without_products(data: Any) -> None:
+    del data["facts"]["nic"], data["products"]
+    data["facts"]["speed"] = data["facts"]["link"]
+
+
+def _nic(fact: Any) -> Callable[[Any], None]:
+    return lambda data: data["facts"].update(nic=fact)
+
+
+def _rows(*rows: Sequence[float]) -> Callable[[Any], None]:
+    return lambda data: data["products"][0].update(rows=[*rows])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_without_products, r"mine: lacks products, facts.nic \(bytes/s.*; has the unknown facts.speed"),
+        (_nic(5e10), r"facts.nic must be \{value"),
+        (_nic({"low": 3, "high": 2, "source": "x", "verified": True}), "low before high"),
+        (_rows(), "ascending"),
+        (_rows((2, 1, 1), (2, 1, 2)), "ascending"),
+        (_rows((2.0, 1.0, 1.0), (1.0, 1.0, -1.0)), "positive values"),
+        (lambda data: data["products"].append(data["products"][0]), "stands there twice"),
+    ],
+)
+def test_a_file_that_is_wrong_is_told_where(change: Callable[[Any], None], told: str) -> None:
+    data = yaml.safe_load((FOLDER / "h100.yaml").read_text())
+    change(data)
+    with pytest.raises(ValueError, match=told):
+        parse(data, "mine")
+    with pytest.raises(ValueError, match="a hardware file is a mapping"):
+        parse([], "mine")
+
+
+# ---------------------------------------------------------------------------------------------------- seconds of parts
+
+
+def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
+    uses = Uses()
+    found = product_seconds(_machine(), 2048, 2048, "standard bfloat16", 1, 10**12, uses)
+    assert found == Time(10**12 / (1e14 * 0.8), found.mid, 10**12 / (1e14 * 0.2))
+    assert list(uses.unverified) == ["efficiency of any"] and not uses.extrapolated
+    product_seconds(_machine(), 64, 1024, "standard bfloat16", 1, 10**12, uses)
+    assert list(uses.extrapolated) == ["efficiency of any: 64x1024"]
+    dtypes = {"gram float32": "float32", "standard bfloat16 triton": "bfloat16", "gram": "float16", "torch": "bfloat16"}
+    assert {how: products_dtype(how, "cuda") for how in dtypes} == dtypes
+    assert [products_dtype(how, "cpu") for how in ("gram", "reference")] == ["float32", "float64"]
+
+
+def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
+    """Zeros that fill it take the time of matrices, and a small one that of its launches."""
+    machine, size = load("h100"), batch_size(256, 256, torch.device("cuda"))
+
+    def of(num: int, side: int = 256, alone: str = "", flops: int = 10**11) -> Time:
+        return product_seconds(machine, side, side, f"standard bfloat16{alone}", num, flops, Uses())
+
+    one = of(1, alone=" alone").times(size)
+    assert size == 32
+    assert of(size).hi == one.hi
+    assert one.lo > of(size).lo >= of(1, 1024, " alone", size * 10**11).lo
+    assert of(1) == of(32) and of(33) == of(64) == of(32).times(2)
+    assert of(33, alone=" alone").hi < 34 * of(1, alone=" alone").hi
+    assert of(1, flops=1000).lo == 22 * machine.facts["launch"].value.lo
+
+
+def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
+    machine = _machine()
+
+    def on_wire(hardware: Hardware, ranks: int, inside: int, across: int) -> Time:
+        return exchange_seconds(hardware, ranks, inside, across, ranks - 1, across > 0, Uses())[1]
+
+    few = replace(machine, facts={**machine.facts, "nics_per_node": _exactly(2.0)})
+    assert on_wire(machine, 8, 10**9, 0) == Time(0.01, 0.01, 0.01)  # 1e11 bytes/s
+    assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)  # 1e10 bytes/s of one NIC each
+    assert on_wire(few, 16, 0, 10**9).mid == 0.4  # eight ranks share two
+    assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
+
+
+def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> None:
+    machine, uses = _machine(), Uses()
+    assert_rounded(pass_seconds(machine, "adamw", 1_000, 10, 2, uses).mid, 28_000 / 1e12, roundings=3)
+    machine = replace(
+        machine,
+        exchanges={4: _table([(1_000, 1.0, 1.0, 1.0), (1_000_000, 3.0, 3.0, 3.0)], 1.0)},
+        passes={"adamw": _table([(1, 2.0, 2.0)])},
+        together=_table([(1, 1.0, 1.0), (2, 1.5, 1.5)]),
+    )
+    assert pass_seconds(machine, "adamw", 1_000, 1, 2, uses) == Time(2_000.0, 2_000.0, 2_000.0)
+    assert exchange_seconds(machine, 4, 1_000_000, 0, 3, False, uses) == (Time(1, 1, 1), Time(2, 2, 2))
+    assert slowdown(machine, 2, uses).mid == 1.5
+    assert not uses.extrapolated
+    exchange_seconds(machine, 8, 1_000, 0, 7, False, uses)
+    exchange_seconds(machine, 4, 2_000_000, 0, 3, False, uses)
+    assert slowdown(machine, 4, uses).mid == 3.0  # more ranks than were measured share what there is
+    assert len(uses.extrapolated) == 3
+
+
+# -------------------------------------------------------------------------------------------------------------- prices
+
+
+def test_a_wide_interval_names_its_reason_and_what_is_certain_has_no_width() -> None:
+    found, certain = price(_exact(), _machine()), price(_exact(), _machine(certain=True))
+    assert certain.step.lo == certain.step.mid == certain.step.hi and certain.reason == "nothing in it is uncertain"
+    assert_rounded(total(certain.parts.values()).mid, certain.step.mid, roundings=40)
+    assert found.step.lo < found.step.mid < found.step.hi
+    assert found.reasons[0][0] == "products" and "peak the matrix products reach" in found.reason
+    assert math.fsum(share for _, _, share in found.reasons) > 0.5
+    shipped = price(_exact(rows=64), load("h100"))
+    assert "overlap" in shipped.unverified and "link" not in shipped.unverified
+    assert shipped.extrapolated == ("efficiency of any: 64x4096",)
+
+
+def test_shares_follow_from_the_seconds() -> None:
+    exact = _exact()
+    found = price(exact, _machine(certain=True), tokens=1e6)
+    whole = 6 * 10**9 * 1e6 / (exact.world * 1e14 * 0.5)
+    assert found.training is not None
+    assert_rounded(found.training.mid, whole, roundings=6)
+    assert_rounded(found.share.mid, found.step.mid / (found.step.mid + whole), roundings=8)
+
+
+@pytest.mark.parametrize(
+    ("exact", "machine", "tokens", "told"),
+    [
+        ({}, {}, 0.0, "tokens=0.0 must be a number above 0"),
+        ({"tokens_flops": 0}, {}, 1e6, "how many FLOPs a token takes is not known"),
+        ({}, {"flops": {}}, None, r"no peak for products in bfloat16.*flops:"),
+        ({}, {"products": {}}, None, r"no table says how fast.*products:"),
+    ],
+)
+def test_what_cannot_be_priced_says_what_is_missing(
+    exact: dict[str, Any], machine: dict[str, Any], tokens: float | None, told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        price(replace(_exact(), **exact), replace(_machine(), **machine), tokens=tokens)
+
+
+def test_the_gram_route_costs_on_b300_what_its_fp64_costs() -> None:
+    gram, owner = (
+        [price(_exact(route), load(name)).parts["products"].mid for name in ("gb300", "h100")]
+        for route in ("gram", "owner")
+    )
+    assert gram[0] > 20 * gram[1] and owner[0] < owner[1]
+
+
+def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
+    exact, machine = _exact(), _machine(certain=True)
+    (rank,) = exact.classes
+    fuller = replace(rank, ranks=(4,), adamw_elements=2_000)
+    found = adamw_step(replace(exact, classes=(rank, fuller)), machine, Uses())
+    seconds = 1e-3 + 28 * (rank.muon_elements + 2_000) / 1e12  # it reads p, g, m, v and writes p, m, v in fp32
+    for value in found:
+        assert_rounded(value, seconds, roundings=8, dtype=torch.float64)
+    assert found.hi < price(exact, machine).step.lo
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _exactly(value: float) -> Fact:
+    return Fact(Time(value, value, value), "made for tests", True)
+
+
+def _machine(certain: bool = False) -> Hardware:
+    """Round numbers: 1e14 FLOP/s, 1e12 bytes/s of memory, 1e11 of links, 1e10 of NICs."""
+    rows = [(256, 0.5, 0.5), (4096, 0.5, 0.5)] if certain else [(256, 0.2, 0.8), (4096, 0.2, 0.8)]
+    values = {
+        "memory_bytes": 8e10,
+        "memory_bandwidth": 1e12,
+        "memory_efficiency": 1.0,
+        "gpus_per_node": 8.0,
+        "link": 1e11,
+        "link_efficiency": 1.0,
+        "nic": 1e10,
+        "nics_per_node": 8.0,
+        "nic_efficiency": 1.0,
+        "latency_inside": 1e-5,
+        "latency_across": 2e-5,
+        "latency_peer": 0.0,
+        "agreement": 1e-4,
+        "host_step": 1e-3,
+        "host_matrix": 1e-5,
+        "host_bucket": 1e-4,
+        "launch": 0.0,
+        "overlap": 1.0,
+        "mfu": 0.5,
+    }
+    return Hardware(
+        "test",
+        "A machine of round numbers",
+        "cuda",
+        {dtype: _exactly(1e14) for dtype in ("bfloat16", "float16", "float32", "float64")},
+        {name: _exactly(value) for name, value in values.items()},
+        {"any": MeasuredTable("made for tests", certain, {1.0: measured(rows)})},
+    )
+
+
+def _exact(route: str = "owner", rows: int = 1024) -> Exact:
+    """Four ranks that share eight matrices of rows x 4096 in two buckets, one matrix a rank and bucket."""
+    size = rows * 4096
+    moved = Sent(inside=2 * size * 3 // 4, peers_inside=3)
+    buckets = tuple(
+        BucketCount(
+            number=number,
+            route=route,  # type: ignore[arg-type]
+            num_ranks=4,
+            num_nodes=1,
+            wire="bfloat16",
+            matrices=(Matrices(rows, 4096, "standard bfloat16", 1, 10**12),),
+            held=size,
+            gather=moved,
+            gather_received=moved,
+            scatter=moved,
+            scatter_received=moved,
+            foreign=size * 3 // 4,
+            local_flops=10**11 if route == "gram" else 0,
+        )
+        for number in range(2)
+    )
+    rank = RankClass(
+        ranks=(0, 1, 2, 3),
+        stage=0,
+        stored=Stored(weights=8 * size, momentum=8 * size, moments=8_000),
+        peak=4 * size,
+        buckets=buckets,
+        muon_elements=2 * size,
+        adamw_elements=1_000,
+        exchanges=4,
+        votes=1,
+    )
+    params = 8 * size + 4_000
+    return Exact("toy", "made for tests", params, 8 * size, 4_000, Mesh(shard=4), (rank,), (), tokens_flops=6 * 10**9)

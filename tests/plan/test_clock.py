@@ -1,0 +1,69 @@
+"""The order of a step's operations on a clock."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from shardmuon.plan import pipeline
+from shardmuon.plan.pipeline import BucketTimes
+
+B = BucketTimes  # pack, gather, orthogonalize, scatter, apply, fill, relay, finish
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first", "last", "overlap", "ends"),
+    [
+        ([[B("a", 1, 2, 3, 4, 5)]], 10, 20, 1.0, [45]),  # one bucket is the sum of its parts
+        # links never rest between the first pack and the last apply; without overlap nothing passes beside products
+        ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 1.0, [1 + 6 * 20 + 1]),
+        ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 0.0, [6 * 32]),
+        ([[B(i, 0, 1, 10, 1, 0) for i in range(8)]], 0, 0, 1.0, [1 + 8 * 10 + 1]),  # products hide what travels
+        # an exchange begins when its last rank has given it, and a rank idles until the other has its result
+        ([[B("g", 1, 1, 100, 1, 1)], [B("g", 50, 1, 1, 1, 1)]], 0, 0, 1.0, [153, 153]),
+        ([[B(None, 1, 0, 2, 0, 3)], [B("b", 9, 9, 9, 9, 9)]], 0, 0, 1.0, [6, 45]),  # it waits for nobody
+    ],
+)
+def test_a_step_ends_when_its_parts_say(
+    ranks: list[list[BucketTimes]], first: float, last: float, overlap: float, ends: list[float]
+) -> None:
+    assert [course.end for course in pipeline.run(ranks, first, [last] * len(ranks), overlap)] == ends
+
+
+def test_ranks_of_different_groups_in_different_order_still_end() -> None:
+    a, b, c = (BucketTimes(key, 1, 1, 1, 1, 1) for key in "abc")
+    assert all(math.isfinite(course.end) for course in pipeline.run([[a, b, c], [c, b, a]], 0, [0, 0], 1.0))
+
+
+def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_in_a_row() -> None:
+    generator = random.Random(0)
+    for _ in range(200):
+        works = [BucketTimes(i, *(generator.random() for _ in range(5))) for i in range(generator.randrange(1, 7))]
+        slow, fast = (pipeline.run([works], 0.0, [0.0], share)[0] for share in (0.0, 1.0))
+        computed = sum(w.pack + w.orthogonalize + w.apply for w in works)
+        carried = sum(w.gather + w.scatter for w in works)
+        rounding = 2.0**-40  # of a few dozen sums of numbers below 1
+        assert max(computed, carried) - rounding <= fast.end <= slow.end + rounding
+        assert slow.end <= computed + carried + rounding
+        assert abs(slow.waited - carried) <= rounding
+
+
+def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
+    """A relay is given when the next bucket is computed, and what it brings is applied at the end."""
+    works = [BucketTimes(i, 0.0, 0.0, 10.0, 0.0, 0.0, 0.0, 8.0, 1.0) for i in range(3)]
+    (course,) = pipeline.run([works], 0.0, [0.0], 1.0)
+    relays = [e.start for e in course.events if e.phase == "relay"]
+    assert relays == [20.0, 30.0, 38.0]  # the last one waits for the one before it
+    assert (course.end, course.waited) == (38.0 + 8.0 + 1.0, 14.0)
+
+
+def test_events_follow_each_other_and_fill_the_step() -> None:
+    works = [BucketTimes(i, 1.0, 2.0, 3.0, 2.0, 1.0) for i in range(4)]
+    (course,) = pipeline.run([works], 5.0, [7.0], 0.5)
+    computing = [e for e in course.events if e.phase not in ("gather", "scatter")]
+    assert all(a.end <= b.start for a, b in itertools.pairwise(computing))
+    assert course.events[0].phase == "begin" and course.events[-1] == (-1, "adamw", course.end - 7.0, course.end)
+    assert [e.phase for e in course.events].count("gather") == 4
