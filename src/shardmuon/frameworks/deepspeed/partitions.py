@@ -395,43 +395,37 @@ def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int
     for p in zero3.fp16_groups[_number_of(flat, zero3)]:
         _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
         gradients.append((names.get(id(p), f"a parameter of shape {tuple(p.ds_shape)}"), offset, numel))
-    least, size, folder = int(swapper.min_aio_bytes), int(swapper.swap_element_size), str(swapper.swap_folder)
-    if any(offset and numel * size >= least for _, offset, numel in gradients):
-        refuse_misplaced(gradients, least, size, alignment_of(folder, least), folder)
+    refuse_misplaced(gradients, int(swapper.min_aio_bytes), int(swapper.swap_element_size), str(swapper.swap_folder))
 
 
-def refuse_misplaced(
-    gradients: Sequence[tuple[str, int, int]], least: int, size: int, alignment: int, folder: str
-) -> None:
+def refuse_misplaced(gradients: Sequence[tuple[str, int, int]], least: int, size: int, folder: str) -> None:
     """Raise ValueError for a swapped gradient at an address that direct I/O does not take.
 
     Args:
         gradients: (parameter's name, first element in the sub-group's buffer, number of elements on a rank with
-            padding) of one sub-group, in its order.
+            padding) of one sub-group.
         least: Bytes from which on a gradient is swapped.
         size: Bytes of an element.
-        alignment: Bytes of which addresses must be multiples.
         folder: Where the swap files are.
     """
-    step = max(alignment // size, 1)
     for name, offset, numel in gradients:
-        if numel * size >= least and offset % step:
-            cause, odd = next((other, length) for other, _, length in gradients if length % step)
+        behind = offset * size % _PAGE
+        if numel * size >= least and behind and not takes_address(folder, behind, least):
             raise ValueError(
                 f"{name}: DeepSpeed reads its gradient from NVMe to element {offset} of its sub-group (byte "
-                f"{offset * size}), but direct I/O in {folder} takes multiples of {alignment} bytes ({step} elements) "
-                "only. DeepSpeed does not notice that the read fails and would step an old gradient in its place. "
-                f"{cause}, which is before it, has {odd} elements a rank: put it and others whose elements a rank are "
-                f"no multiple of {step} into a group of their own, or pad them, or write "
+                f"{offset * size}), an address that direct I/O in {folder} does not take. DeepSpeed does not notice "
+                "that the read fails and would step an old gradient in its place. Put parameters whose elements a rank "
+                f"are no multiple of {_PAGE // size} into a group of their own, or pad them, or write "
                 'offload_optimizer: {"device": "cpu"}'
             )
 
 
-def alignment_of(folder: str, num_bytes: int) -> int:
-    """Bytes of which memory addresses must be multiples for direct I/O in a folder, found by reading a file there.
+def takes_address(folder: str, behind: int, num_bytes: int) -> bool:
+    """True if direct I/O reads a file to a memory address so many bytes behind a page, found by reading one.
 
     Args:
-        folder: Where the swap files are.
+        folder: Where the file is.
+        behind: Bytes, less than a page.
         num_bytes: As many are read: the smallest transfer that counts.
     """
     content = os.urandom(-(-num_bytes // _PAGE) * _PAGE)
@@ -440,21 +434,12 @@ def alignment_of(folder: str, num_bytes: int) -> int:
         file.flush()
         handle = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
         try:
-            aligned = _PAGE
-            while aligned > 4 and _arrives(handle, memory, aligned // 2, content):
-                aligned //= 2
-            return aligned
-        finally:
-            os.close(handle)
-
-
-def _arrives(handle: int, memory: mmap.mmap, start: int, content: bytes) -> bool:
-    with memoryview(memory) as whole, whole[start : start + len(content)] as part:
-        part[:] = bytes(len(content))
-        try:
-            return os.preadv(handle, [part], 0) == len(content) and part == content
+            with memoryview(memory) as whole, whole[behind : behind + len(content)] as part:
+                return os.preadv(handle, [part], 0) == len(content) and part == content
         except OSError:
             return False
+        finally:
+            os.close(handle)
 
 
 class Mark:
