@@ -12,12 +12,11 @@ import importlib
 import importlib.util
 import itertools
 import os
-import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from shardmuon import Muon
 from shardmuon.frameworks.deepspeed import host as zero
 from shardmuon.frameworks.deepspeed import load_checkpoint, partitions
-from shardmuon.frameworks.deepspeed.partitions import TESTED, Mark, refuse_misplaced, takes_address
+from shardmuon.frameworks.deepspeed.partitions import TESTED, refuse_loaded, refuse_misplaced, takes_address
 from shardmuon.testing import RankError, RankPool
 from shardmuon.testing.frameworks import whole_momentum
 
@@ -300,26 +299,12 @@ def test_an_address_is_taken_if_a_read_arrives_there(needed: int, tmp_path: Path
         assert not takes_address(str(tmp_path), 2048, MIB)
 
 
-def test_a_checkpoint_that_has_come_back_is_told_from_ones_own_and_old_files(tmp_path: Path) -> None:
-    old, folder, saved = Mark(), str(tmp_path / "swap"), tmp_path / "saved"
-    os.mkdir(folder)
-    old.write(folder)
-    time.sleep(0.05)  # the file system's clock is coarser than Python's
-    mine = Mark()
-    mine.refuse_loaded(folder)  # left behind by an earlier process
-    assert os.listdir(folder) == []
-    mine.write(folder)
-    shutil.copytree(folder, saved)
-    mine.refuse_loaded(folder)  # saved a moment ago: nothing has changed since
-    assert os.listdir(folder) == []
-    shutil.copytree(saved, folder, dirs_exist_ok=True)
-    other = Mark()
-    other._born -= 1
-    for mark in (mine, other):  # its own last save, but it has stepped since; another's
-        with pytest.raises(ValueError, match=r"frameworks\.deepspeed\.load_checkpoint"):
-            mark.refuse_loaded(folder)
-    other.remove(folder)
-    other.refuse_loaded(folder)
+def test_a_checkpoint_that_only_the_engine_has_loaded_is_refused() -> None:
+    for loaded in (None, 2):
+        engine = SimpleNamespace(loaded_checkpoint_dp_world_size=loaded)
+        words = r"frameworks\.deepspeed\.load_checkpoint"
+        with pytest.raises(ValueError, match=words) if loaded else nullcontext():
+            refuse_loaded(SimpleNamespace(f_locals={"self": engine}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lacks", ["sub_group_to_group_id", "fp16_groups"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -42,18 +43,6 @@ SIZES = ((16, 24), (24, 41), (41, 8))
 STAGES = 2
 
 
-class Layer(nn.Module):
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(number)
-        fan_in, fan_out = SIZES[number]
-        self.weight = nn.Parameter(0.1 * torch.randn(fan_out, fan_in, generator=generator))
-        self.bias = nn.Parameter(torch.zeros(fan_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias).relu()
-
-
 def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output.float() - target).square().mean()
 
@@ -62,7 +51,8 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, dict[str, bool], list[f
     """Pipeline stage, matrices that this rank orthogonalized, parameter -> whether it has the dense update's bits, and
     losses."""
     with quiet() as deepspeed:
-        layers = [Layer(number) for number in range(3)]
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(*sizes), nn.ReLU()) for sizes in SIZES]
         net = deepspeed.pipe.PipelineModule(layers, num_stages=STAGES, loss_fn=_loss, partition_method="uniform")
         optimizer = Muon(net, **HALF)
         config = Case(zero, dtype=dtype, accumulate=2).written() | {"train_micro_batch_size_per_gpu": 4}
@@ -115,18 +105,6 @@ PARTS = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.column = nn.Linear(13, 30, bias=False)
-        self.row = nn.Linear(30, 11, bias=False)
-        self.whole = nn.Linear(11, 7, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.whole(self.row(torch.tanh(self.column(x)))).square().mean()
-
-
 @contextmanager
 def _autotp() -> Iterator[None]:
     """DeepSpeed is left without AutoTP's mode and groups: later engines of these ranks would have them."""
@@ -147,7 +125,9 @@ def _in_shards(stage: int, dtype: str, given: tuple[str, ...]) -> None:
     with _autotp():
         from deepspeed.utils import groups
 
-        net: Any = Net()
+        torch.manual_seed(0)
+        cut = OrderedDict(column=nn.Linear(13, 30, bias=False), tanh=nn.Tanh(), row=nn.Linear(30, 11, bias=False))
+        net: Any = nn.Sequential(OrderedDict(**cut, whole=nn.Linear(11, 7, bias=False)))
         whole = {name: p.detach().clone() for name, p in net.named_parameters()}
 
         def make(params: object) -> Muon:
@@ -159,7 +139,7 @@ def _in_shards(stage: int, dtype: str, given: tuple[str, ...]) -> None:
         engine = initialize(net, make, config | {"train_micro_batch_size_per_gpu": 4}, "cpu")  # type: ignore[arg-type]
         try:
             x = torch.randn(4, 13, generator=torch.Generator().manual_seed(3))
-            engine.backward(engine(x.bfloat16() if dtype == "bf16" else x))
+            engine.backward(engine(x.bfloat16() if dtype == "bf16" else x).square().mean())
             engine.step()
             for name, p in net.named_parameters():
                 found = []
@@ -204,15 +184,6 @@ def test_shards_are_refused_where_something_is_missing_or_deepspeed_steps_someth
 # ------------------------------------------------------------------------------------------------- experts
 
 
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 13), nn.Linear(13, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).relu())
-
-
 class Sparse(nn.Module):
     def __init__(self, ep_size: int) -> None:
         from deepspeed.moe.layer import MoE
@@ -220,7 +191,8 @@ class Sparse(nn.Module):
         torch.manual_seed(0)
         super().__init__()
         self.first = nn.Linear(5, 8)
-        self.experts = MoE(8, Expert(), num_experts=4, ep_size=ep_size, k=1, use_residual=False)
+        expert = nn.Sequential(nn.Linear(8, 13), nn.ReLU(), nn.Linear(13, 8))
+        self.experts = MoE(8, expert, num_experts=4, ep_size=ep_size, k=1, use_residual=False)
         self.last = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -50,16 +50,11 @@ def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> N
             continue  # 8-bit momentum: FSDP1 refuses it
         dtype = reduce(torch.promote_types, dtypes)  # in which none is rounded
         for key, param in members:
-            state[key] = dict(state[key]) | {
-                kind: state[key][kind].to(dtype) if kind in state[key] else _zeros(param, dtype) for kind in kinds
-            }
+            zeros = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
+            state[key] = {**state[key], **{kind: state[key].get(kind, zeros).to(dtype) for kind in kinds}}
 
 
 def _sharded(param: Tensor) -> UnitPlace | None:
     """The place of a parameter that FSDP1 cuts, or None."""
     place = place_of(param)
     return place if place is not None and place.is_sharded else None
-
-
-def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)

@@ -17,8 +17,8 @@ flat, so DeepSpeed finds, offloads and saves it as that of any other optimizer.
     `save_checkpoint` writes what a rank has in memory to a file as ever, and copies its swap files. With NVMe offload
     `load_checkpoint` copies the swap files back and does not read the first. So in a new process, where the optimizer
     has no state yet that files could be read to, state is lost; and always are weights and state of sub-groups that
-    stay in memory, step counts, the groups' options and the loss scale. `load_checkpoint` below loads all of it. A
-    `Mark` finds out that a checkpoint was loaded without: a file among the swap files, so that it is copied with them.
+    stay in memory, step counts, the groups' options and the loss scale. `load_checkpoint` below loads all of it. That a
+    checkpoint was loaded without, the engine remembers: `refuse_loaded`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from shardmuon.comm.vote import Fault, run_together
 from shardmuon.core import Core
 from shardmuon.errors import REMEDY, Refused, made_public
 from shardmuon.frameworks.deepspeed.partitions import (
-    Mark,
     check_version,
     differs_from_model,
     is_partitioned,
     known_insides,
     make_shard,
     refuse_copies,
+    refuse_loaded,
     refuse_options,
     refuse_params,
     refuse_swaps,
@@ -132,7 +132,6 @@ class DeepSpeedHost(Host):
 
     Attributes:
         groups: (group, its named parameters) as the optimizer was made.
-        mark: Of checkpoints with NVMe offload.
     """
 
     in_parts = True
@@ -142,7 +141,6 @@ class DeepSpeedHost(Host):
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[_Named]]] = []
-        self.mark = Mark()
         self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
         self._flats: dict[int, Flat] = {}  # id of a flat -> what is known of it; AdamW's too
         self._ranks: Ranks | None = None  # that share any flat; None: not agreed yet, all ranks
@@ -219,9 +217,6 @@ class DeepSpeedHost(Host):
     def saving(self, core: Stepped) -> None:
         if self.is_active:
             self._restore_options(core)
-            swapper = swapper_of(self._params)
-            if swapper is not None:
-                self.mark.write(swapper.swap_folder)
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
         """Let the groups carry what stages of variants keep, for which state as long as a flat has no place."""
@@ -313,9 +308,8 @@ class DeepSpeedHost(Host):
             raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
         with known_insides():
-            swapper = swapper_of(self._params)
-            if swapper is not None:
-                self.mark.refuse_loaded(swapper.swap_folder)
+            if swapper_of(self._params) is not None:
+                refuse_loaded(caller("_take_model_step", "deepspeed"))
             self._restore_options(core)
             for index, (group, _) in enumerate(self.groups):
                 check_hyperparameters(f"group {index}: ", group)
@@ -449,9 +443,7 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         run_together(lambda: _place(zero3, saved))  # what follows is collective
         found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
         _fill(zero3, saved)
-        host = optimizer.hosts.find(DeepSpeedHost)
-        assert isinstance(host, DeepSpeedHost)
-        host.mark.remove(zero3.optimizer_swapper.swap_folder)
+        engine.loaded_checkpoint_dp_world_size = None  # see `refuse_loaded`
     return found
 
 

@@ -40,12 +40,10 @@ import os
 import re
 import sys
 import tempfile
-import time
-import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +57,6 @@ from shardmuon.momentum.keeper import Keeper
 
 TESTED = "0.19.8"
 _PAGE = 4096  # bytes; every file system takes addresses that are multiples of it
-_MARK = "shardmuon.saved"
 
 
 class Slice(NamedTuple):
@@ -167,14 +164,14 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], 
     ranks = group_ranks(group)
     first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # of this flat's elements in the buffer
     slices = []
-    for p, place in zip(members, _places(members, flat.numel() * len(ranks)), strict=True):
+    for p, place in zip(members, _places(members), strict=True):
         start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
         slices.append(Slice(p, start - place, stop - start, start - first) if start < stop else Slice(p, 0, 0, 0))
     return slices, group
 
 
-def _places(params: Sequence[Tensor], numel: int) -> list[int]:
-    """Elements at which parameters begin in the buffer of `numel` elements that they are views of; the least is 0."""
+def _places(params: Sequence[Tensor]) -> list[int]:
+    """Elements at which parameters begin in the buffer that they are views of; the least is 0."""
     begin = min(int(p.storage_offset()) for p in params)
     places = [int(p.storage_offset()) - begin for p in params]
     if len({p.untyped_storage().data_ptr() for p in params}) > 1 or not all(p.is_contiguous() for p in params):
@@ -182,14 +179,6 @@ def _places(params: Sequence[Tensor], numel: int) -> list[int]:
             "the parameters of a group are no longer views of one of DeepSpeed's buffers: something gave them storage "
             "of their own after deepspeed.initialize() (p.data = ..., model.to(...)). Do so before it, or copy in place"
         )
-    end = 0
-    for place, p in sorted(zip(places, params, strict=True), key=lambda item: item[0]):
-        if place < end or place + p.numel() > numel:
-            raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} lies at element {place} of its group's buffer, where the one "
-                f"before it ends at {end} and the flats hold {numel} elements"
-            )
-        end = place + p.numel()
     return places
 
 
@@ -442,33 +431,15 @@ def takes_address(folder: str, behind: int, num_bytes: int) -> bool:
             os.close(handle)
 
 
-class Mark:
-    """One rank's mark in the folder of swapped state: there from a save to the next step, or because a checkpoint was
-    loaded."""
+def refuse_loaded(step: FrameType | None) -> None:
+    """Raise ValueError if a checkpoint has come back by DeepSpeed's function alone, as its engine remembers.
 
-    def __init__(self) -> None:
-        self._born = time.time()
-        self._written = ""
-
-    def write(self, folder: str) -> None:
-        """Write the mark as state is being saved: DeepSpeed copies the folder next."""
-        self._written = uuid.uuid4().hex
-        (Path(folder) / _MARK).write_text(self._written)
-
-    def remove(self, folder: str) -> None:
-        (Path(folder) / _MARK).unlink(missing_ok=True)
-
-    def refuse_loaded(self, folder: str) -> None:
-        """Raise ValueError if a checkpoint has come back by DeepSpeed's function alone."""
-        path = Path(folder) / _MARK
-        if not path.exists():
-            return
-        # An earlier process may have ended right after it saved. A copy's time of change is that of copying.
-        if path.read_text() != self._written and path.stat().st_ctime >= self._born:
-            raise ValueError(
-                "a checkpoint was loaded with engine.load_checkpoint: with NVMe offload DeepSpeed loads no optimizer "
-                "state in a new process and never the weights of small sub-groups. Start again and load it with "
-                "shardmuon.frameworks.deepspeed.load_checkpoint(engine, folder, tag)"
-            )
-        path.unlink()
-        self._written = ""  # from here on it can come back by loading only
+    Args:
+        step: The engine's call of the step.
+    """
+    if step is not None and step.f_locals["self"].loaded_checkpoint_dp_world_size is not None:
+        raise ValueError(
+            "a checkpoint was loaded with engine.load_checkpoint: with NVMe offload DeepSpeed loads no optimizer "
+            "state in a new process and never the weights of small sub-groups. Start again and load it with "
+            "shardmuon.frameworks.deepspeed.load_checkpoint(engine, folder, tag)"
+        )
