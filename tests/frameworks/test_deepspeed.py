@@ -486,7 +486,7 @@ def _out_of_memory() -> AbstractContextManager[object]:
     return mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory"))
 
 
-AUDITED: dict[str, Any] = {"audit": Audit(every=1, samples=8), **FP32}
+AUDITED: dict[str, Any] = {"audit": Audit(every=1, samples=2), **FP32}
 
 
 def _broken(
