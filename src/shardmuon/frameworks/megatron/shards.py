@@ -74,29 +74,47 @@ class WholeHost(Host):
 
 
 class ShardHost(Host):
-    """Host for Megatron's distributed optimizer. The groups hold shards of all their parameters, empty ones where this
-    rank has nothing.
+    """Host for Megatron's distributed optimizer. Made before the shards take their place; `attach` says that they have.
 
     Args:
-        core: The optimizer.
-        own_options: From `_own_options`, of each group.
+        core: The optimizer, with the model's parameters. Model chunks may have some of one name: names become unique.
+
+    Attributes:
         shards: The model's parameter -> its fp32 shard, if this rank has some of it.
     """
 
     has_copies = True
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
 
-    def __init__(self, core: Stepped, own_options: list[dict[str, Any]], shards: dict[Tensor, Tensor]) -> None:
-        self.shards, self._own_options, self._count = shards, own_options, 0
-        self._restore(core)
-        self._fill_gradients(core)
+    def __init__(self, core: Stepped) -> None:
+        self.shards: dict[Tensor, Tensor] = {}
+        seen: Counter[str] = Counter()
+        for group in core.param_groups:
+            group["rank_local"] = not group["use_muon"]  # AdamW's shards are replicas of nothing
+            names, group["param_names"] = group["param_names"], []
+            for name in names:
+                group["param_names"].append(f"{name}#{seen[name]}" if seen[name] else name)
+                seen[name] += 1
+        # A checkpoint has those of the rank that wrote it, or none.
+        own = ("tp_group", "process_group", "rank_local", "param_names")
+        self._own_options = [{key: group[key] for key in own} for group in core.param_groups]
+        self._count, self._attached = 0, False
 
     @property
     def is_active(self) -> bool:
         return True
 
+    def attach(self, core: Stepped, shards: dict[Tensor, Tensor]) -> None:
+        """Take over groups that now hold shards of all their parameters, empty ones where this rank has nothing."""
+        self.shards, self._attached = shards, True
+        self._restore(core)
+        self._fill_gradients(core)
+
     def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state dict as torch does, and what stages keep. Collective over all ranks."""
+        """Take over a state dict as torch does, and what stages keep. Collective over all ranks, once attached."""
+        if not self._attached:
+            super().take_over(core, state_dict)
+            return
         kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
         super().take_over(core, state_dict)
         for weight in self.weights(core):  # state that Megatron loads is what there was before
@@ -169,11 +187,11 @@ class ShardHost(Host):
             group["step"] = self._count
 
     def weights(self, core: Stepped) -> list[Weight]:
-        """Weights of the matrices."""
+        """Weights of the matrices. None before Megatron is made, which saves and loads to make itself."""
         return [
             Weight(name, shard, shard, group)
             for group in core.param_groups
-            if group["use_muon"]
+            if group["use_muon"] and self._attached
             for name, shard in zip(group["param_names"], group["params"], strict=True)
         ]
 
@@ -230,9 +248,11 @@ def distributed_optimizer(
         tp_group: Their tensor-parallel group, or None.
     """
     made = [list(group["params"]) for group in muon.param_groups]
-    own_options = _own_options(muon.param_groups)
+    host = ShardHost(muon)
+    muon.hosts.insert(0, host)
     with torch.no_grad():  # else shards of fp32 parameters are no leaves
         wrapped = _optimizer_class(base)(muon, *args, **kwargs)
+    wrapped.shardmuon = host
     shards: dict[Tensor, Tensor] = {}
     for whole, cut in (
         (wrapped.model_fp32_groups, wrapped.shard_fp32_groups),
@@ -253,24 +273,8 @@ def distributed_optimizer(
                     start = wrapped._get_model_param_range_map(param)["param"].start
                     wrapped.model_param_group_index_map[param] = index, order
                 group["params"].append(mark_flat(shard, _flat_shard(param, start, process_group, tp_group)))
-    wrapped.shardmuon = ShardHost(muon, own_options, shards)
-    muon.hosts.insert(0, wrapped.shardmuon)
+    host.attach(muon, shards)
     return wrapped
-
-
-def _own_options(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Options of groups that a checkpoint lacks, or has as they are on the rank that wrote it. Takes the names off the
-    groups, whose parameters Megatron replaces; model chunks may have some of one name: names become unique."""
-    seen: Counter[str] = Counter()
-    found = []
-    for group in groups:
-        names = []
-        for name in group.pop("param_names"):
-            names.append(f"{name}#{seen[name]}" if seen[name] else name)
-            seen[name] += 1
-        own = {key: group[key] for key in ("tp_group", "process_group")}
-        found.append({**own, "rank_local": not group["use_muon"], "param_names": names})  # AdamW's are replicas of none
-    return found
 
 
 def _flat_shard(param: Tensor, start: int, process_group: Any, tp_group: Any) -> FlatShard:
