@@ -393,10 +393,7 @@ class DeepSpeedHost(Host):
                         momentum = self._state(core, known)["exp_avg"]
                         for shard, part in zip(known.shards, known.slices, strict=True):
                             known.state[shard][BUFFER] = momentum.narrow(0, part.offset, part.numel)
-                    try:
-                        known.take_step(fault)
-                    finally:
-                        core.broken = known.broken
+                    known.take_step(fault)
                     core.state[flat]["step"] += 1
                 self._num_stepped += 1
 
