@@ -36,7 +36,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 FOLDERS = ("layout", "plan", "step", "momentum", "comm", "gradients")
 FIRST = ("test_golden",)
 # files and folders that are not run: minutes each or environments of their own, and what they see others see too
-SLOW = ("test_gpu", "test_demo", "site", "stack", "zoo")
+SLOW = ("test_gpu", "frameworks/test_demo", "site", "stack", "zoo")
 OF_FOLDER = {
     "layout": (
         "layout/test_tiles",
@@ -250,7 +250,7 @@ def tests_for(mutant: Mutant) -> list[str]:
 
     tests = ROOT / "tests"
     files = {path.relative_to(tests).with_suffix("").as_posix(): path for path in sorted(tests.rglob("test_*.py"))}
-    texts = {name: path.read_text() for name, path in files.items() if name.partition("/")[0] not in SLOW}
+    texts = {name: path.read_text() for name, path in files.items() if not {name, name.partition("/")[0]} & {*SLOW}}
     scores = {name: (count(changed, text), count({module, *defined}, text)) for name, text in texts.items()}
     naming = sorted((name for name, score in scores.items() if any(score)), key=lambda name: scores[name], reverse=True)
     chosen = [*FIRST, *naming[:MOST_NAMING], *OF_FOLDER[folder]]

@@ -48,4 +48,4 @@ if ! timeout "${NVME_BUILD_TIMEOUT:-1800}" python -c "$load" >"$log" 2>&1; then
     cannot "DeepSpeed's async_io does not compile here, see above"
 fi
 
-SHARDMUON_NVME=1 python -m pytest -s tests/test_deepspeed_nvme.py
+SHARDMUON_NVME=1 python -m pytest -s tests/frameworks/test_deepspeed_nvme.py

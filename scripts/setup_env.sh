@@ -75,5 +75,5 @@ pip_install --constraint .venv/torch-constraint.txt --editable '.[dev]'
 echo "setup: installing megatron-core 0.19.0 and megatron-fsdp 0.6.1 for the tests that run on them"
 pip_install --no-deps --only-binary :all: --ignore-requires-python megatron-core==0.19.0 &&
     pip_install --no-deps --only-binary :all: megatron-fsdp==0.6.1 einops packaging ||
-    echo "setup: pip could not install them (its message is above): tests/test_megatron_* say so and skip what needs them" >&2
+    echo "setup: pip could not install them (its message is above): tests/frameworks/test_megatron* say so and skip what needs them" >&2
 touch "$ready"

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import deepspeed_start
+import deepspeed_job
 import hypothesis
 import pytest
 import torch
@@ -230,7 +230,7 @@ class DeepSpeedPools(dict[int, RankPool]):
 
     def __missing__(self, num_ranks: int) -> RankPool:
         self[num_ranks] = RankPool(num_ranks, timeout=120.0)
-        self[num_ranks].run(deepspeed_start.start)
+        self[num_ranks].run(deepspeed_job.start)
         return self[num_ranks]
 
 

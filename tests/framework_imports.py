@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from deepspeed_start import import_deepspeed
+from deepspeed_job import import_deepspeed
 from megatron_gpt import FOUND, import_megatron, import_megatron_fsdp
 
 if importlib.util.find_spec("deepspeed"):

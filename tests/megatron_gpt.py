@@ -10,9 +10,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +22,7 @@ from standin_cuda import cuda_on_cpu
 from torch import Tensor, nn
 
 from shardmuon import Muon
+from shardmuon.frameworks.megatron import get_megatron_optimizer
 
 FOUND = bool(importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core"))
 
@@ -167,11 +167,21 @@ def clean(name: str) -> str:
     return name.removeprefix("module.")
 
 
+def named(models: Sequence[nn.Module]) -> dict[str, Any]:
+    """Parameters of model chunks; the second of one name is name#1, as the adapter calls it."""
+    found: dict[str, Any] = {}
+    for model in models:
+        for full, p in model.named_parameters():
+            copies = sum(key.partition("#")[0] == clean(full) for key in found)
+            found[f"{clean(full)}#{copies}" if copies else clean(full)] = p
+    return found
+
+
 def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
     """(name, elements, main weights) of what Megatron says that this rank holds."""
     found = []
-    for part in optimizer.chained_optimizers:
-        names = {p: clean(name) for chunk in part.model_chunks for name, p in chunk.named_parameters()}
+    for part in (part for part in optimizer.chained_optimizers if hasattr(part, "shardmuon")):
+        names = {p: name for name, p in named(part.model_chunks).items()}
         shards = zip(
             [p for group in (*part.model_fp32_groups, *part.model_float16_groups) for p in group],
             [p for group in (*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups) for p in group],
@@ -183,29 +193,136 @@ def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
     return found
 
 
-def main_tensors(optimizer: Any, what: str) -> dict[str, Tensor]:
-    """The "weights" or "grads" that the optimizers step on, whole. Collective with the distributed optimizer."""
-    found: dict[str, Any] = {}
-    for part in optimizer.chained_optimizers:
-        if hasattr(part, "shardmuon"):
-            continue
-        for group in part.optimizer.param_groups:
-            for name, p in zip(group["param_names"], group["params"], strict=True):
-                found[name] = p.detach().clone() if what == "weights" else p.grad.clone()
-    for part in optimizer.chained_optimizers:
-        if not hasattr(part, "shardmuon"):
-            continue
-        alone = SimpleNamespace(chained_optimizers=[part])
-        mine = {n: (held[0], p.detach() if what == "weights" else p.grad) for n, held, p in shards_of(alone)}
-        everyone: list[Any] = [None] * part.data_parallel_group.size()
-        dist.all_gather_object(everyone, mine, group=part.data_parallel_group)
-        for chunk in part.model_chunks:
-            for full_name, p in chunk.named_parameters():
-                pieces = [theirs[clean(full_name)] for theirs in everyone if clean(full_name) in theirs]
-                found[clean(full_name)] = torch.cat(
-                    [piece for _, piece in sorted(pieces, key=lambda item: item[0])]
-                ).view(p.shape)
-    return found
+class Cut:
+    """Marks by which Megatron's layers say that a parameter is cut over its tensor-parallel group, and the group over
+    which it is replicated."""
+
+    def __init__(self, param: Any) -> None:
+        from megatron.core import parallel_state as state
+
+        self.is_expert = not getattr(param, "allreduce", True)
+        if self.is_expert:
+            self.group, self.replicas = state.get_expert_tensor_parallel_group(), state.get_expert_data_parallel_group()
+        else:
+            self.group = state.get_tensor_model_parallel_group()
+            self.replicas = state.get_data_parallel_group(with_context_parallel=True)
+        self.dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else -1
+        self.stride = getattr(param, "partition_stride", 1)
+        self.num_parts = self.group.size() if self.dim >= 0 else 1
+
+    def join(self, param: Tensor) -> Tensor:
+        """The whole parameter. Collective."""
+        if self.num_parts == 1:
+            return param.detach().clone()
+        parts: list[Any] = [None] * self.num_parts
+        dist.all_gather_object(parts, param.detach(), group=self.group)
+        blocks = [part.chunk(self.stride, self.dim) for part in parts]
+        return torch.cat([part[i] for i in range(self.stride) for part in blocks], self.dim)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Take the shard of this rank."""
+        if self.num_parts == 1:
+            return whole
+        blocks = [block.chunk(self.num_parts, self.dim) for block in whole.chunk(self.stride, self.dim)]
+        return torch.cat([block[self.group.rank()] for block in blocks], self.dim)
+
+
+def drawn(shape: Sequence[int], seed: int) -> Tensor:
+    """Eighths, so that no order of adding rounds."""
+    return torch.randint(-16, 17, tuple(shape), generator=torch.Generator().manual_seed(seed)) / 8
+
+
+class Job:
+    """Model chunks under Megatron with their optimizer, and the same parameters in groups of one process.
+
+    Args:
+        models: In Megatron's wrapper; None: one made of `options`.
+        ddp: Of the wrapper.
+        config: Of `OptimizerConfig`.
+        muon: Of `get_megatron_optimizer`.
+        options: Of `TransformerConfig`.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        distributed: bool = True,
+        models: list[nn.Module] | None = None,
+        seed: int = 0,
+        ddp: dict[str, Any] | None = None,
+        config: dict[str, Any] | None = None,
+        muon: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        from megatron.core import parallel_state as state
+
+        sharded = {"use_distributed_optimizer": distributed}
+        self.dtype, self.expert_rank = dtype, state.get_expert_model_parallel_rank()
+        if models is None:
+            if state.get_pipeline_model_parallel_world_size() > 1:
+                options = {"num_layers": 2, "pipeline_dtype": dtype, **options}
+            ends = state.is_pipeline_first_stage(), state.is_pipeline_last_stage()
+            options = {"calculate_per_token_loss": True, **half(dtype), **options}
+            models = [gpt(seed, *ends, ddp={**sharded, **(ddp or {})}, **options)]
+        self.models = models
+        self.params = named(models)
+        for name, p in self.params.items():
+            if not getattr(p, "allreduce", True):  # experts differ by rank
+                p.data.copy_(drawn(p.shape, seed + self.expert_rank + len(name)))
+        self.cuts = {name: Cut(p) for name, p in self.params.items()}
+        values = {"clip_grad": 0.0, **sharded, **half(dtype), **(config or {})}
+        self.optimizer = get_megatron_optimizer(
+            optimizer_config(**values), models, **{"adamw_lr": 0.01, **(muon or {})}
+        )
+        self.muons = [part.optimizer for part in self.optimizer.chained_optimizers]
+        self.begin()
+
+    def begin(self) -> None:
+        """Let one process go on from here."""
+        self.dense = Dense(self.optimizer, self.whole())
+
+    def whole(self) -> dict[str, Tensor]:
+        """The whole parameters. Collective."""
+        return {name: self.cuts[name].join(p) for name, p in self.params.items()}
+
+    def train(self, step: int, scale: float = 1.0, spoil: bool = False) -> bool:
+        """A step on gradients whose sums do not depend on the number of ranks; False: it was skipped.
+
+        Args:
+            scale: Of the loss.
+            spoil: Whether rank 1 meets an infinite gradient.
+        """
+        self.optimizer.zero_grad()
+        for model in self.models:
+            model.zero_grad_buffer()
+        for index, (name, p) in enumerate(self.params.items()):
+            cut, total = self.cuts[name], self.gradient(name, step)
+            first, last = cut.replicas.rank() == 0, cut.replicas.rank() == cut.replicas.size() - 1
+            part = total * first + drawn(total.shape, index) * (int(first) - int(last))
+            p.main_grad.copy_(scale * cut.take(part))
+        if spoil and dist.get_rank() == 1:
+            next(iter(self.params.values())).main_grad.view(-1)[0] = torch.inf
+        for model in self.models:
+            if model.ddp_config.overlap_grad_reduce:
+                model.start_grad_sync()
+            model.finish_grad_sync()
+        return bool(self.optimizer.step()[0])
+
+    def gradient(self, name: str, step: int) -> Tensor:
+        """The whole gradient of a parameter."""
+        cut, shape = self.cuts[name], list(self.params[name].shape)
+        shape[cut.dim] *= cut.num_parts
+        of_rank = 1 + self.expert_rank if cut.is_expert else 0
+        return drawn(shape, 1000 * step + 10 * list(self.params).index(name) + of_rank)
+
+    def step(self, step: int, **options: Any) -> None:
+        """A step that is the dense optimizer's, of all weights and main weights."""
+        assert self.train(step, **options)
+        self.dense.step({name: self.gradient(name, step) for name in self.params})
+        now = {name: self.cuts[name].take(p.detach()) for name, p in self.dense.params.items()}
+        assert [name for name, p in self.params.items() if not torch.equal(p, now[name].to(self.dtype))] == []
+        for name, (start, stop), shard in shards_of(self.optimizer):
+            assert torch.equal(shard, now[name].flatten()[start:stop]), f"main weights of {name}"
 
 
 class Dense:

@@ -67,9 +67,9 @@ def test_fsdp1s_state_that_lost_it_is_refused_on_every_rank(world2: RankPool, tm
 
 
 def _resumed_by_deepspeed(stage: int, folder: str, lost: bool) -> list[str]:
-    from test_deepspeed import Case, Job, _quiet
+    from deepspeed_job import Case, Job, quiet
 
-    with _quiet() as deepspeed:
+    with quiet() as deepspeed:
         job = Job(deepspeed, Case(stage), variant="normuon")
         for number in range(2):
             job.step(number)

@@ -7,18 +7,42 @@ A framework's folder registers its `Host` and its engines (`shardmuon.frameworks
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import before_loading
+from shardmuon.comm.groups import Ranks, Traffic
 from shardmuon.comm.vote import Fault
 from shardmuon.plan.plan import Plan
 
-Core = Any  # `shardmuon.core.Core`, which stands above all that is handed one
+
+class Stepped(Protocol):
+    """An optimizer as a host or an audit meets it: `shardmuon.core.Core`, which stands above both."""
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+    routing: tuple[Any, ...]
+    config: Any
+    keeper: Any
+    audits: Any
+    binding: Any
+    settled: MutableMapping[Tensor, bool]
+    traffic: Traffic
+    component: Ranks | None
+    broken: str | None
+
+    def take_step(self, fault: Fault) -> None: ...
+
+    def make_plan(self) -> Plan: ...
+
+    def complete_state(self) -> None: ...
+
+    def unlike_model(self) -> Sequence[str]: ...
 
 
 class Progress:
@@ -71,22 +95,22 @@ class Host:
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """React to a group that has been added, with these parameters."""
 
-    def load(self, core: Core, load: Callable[[], None]) -> None:
+    def load(self, core: Stepped, load: Callable[[], None]) -> None:
         """Run `load`, which takes over a state dict while an active host's tensors are in the groups."""
         load()
 
-    def take_over(self, core: Core, state_dict: Mapping[str, Any]) -> None:
+    def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
         """Take over a state dict of this very cut, as torch does."""
         state_dict = before_loading(cast(Any, core), cast(Any, state_dict))
         Optimizer.load_state_dict(cast(Any, core), state_dict)
 
-    def saving(self, core: Core) -> None:
+    def saving(self, core: Stepped) -> None:
         """Prepare the optimizer's state for being saved."""
 
-    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
         """Complete what `torch.optim.Optimizer.state_dict` has made."""
 
-    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
+    def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
         """A function to run in place of a step, if this call of `step` is not meant as one; else None. Changes nothing
         before that function is called, but for gradients that the framework did not hand over as backward made them.
 
@@ -96,7 +120,7 @@ class Host:
         """
         return None
 
-    def step(self, core: Core, progress: Progress, fault: Fault) -> None:
+    def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
         """Step the groups of an active host.
 
         Args:
@@ -106,32 +130,31 @@ class Host:
         """
         raise NotImplementedError
 
-    def prepare(self, core: Core) -> Plan:
+    def prepare(self, core: Stepped) -> Plan:
         """Plan now."""
-        plan: Plan = core.make_plan()
-        return plan
+        return core.make_plan()
 
-    def weights(self, core: Core) -> list[Weight]:
+    def weights(self, core: Stepped) -> list[Weight]:
         """Every weight that is stepped here, for whoever changes weights after a step. Of an active host."""
         raise NotImplementedError
 
-    def keeping(self, core: Core) -> Iterable[Core]:
+    def keeping(self, core: Stepped) -> Iterable[Stepped]:
         """Optimizers whose state, by `Weight.stored`, holds the numbers that stages of variants keep, loaded ones too.
         Of an active host."""
         return (core,)
 
-    def has_stepped_all(self, core: Core) -> bool:
+    def has_stepped_all(self, core: Stepped) -> bool:
         """True if the call of `step` that has just ended was the last one of its training step. Of an active host."""
         return True
 
-    def restore_groups(self, core: Core) -> None:
+    def restore_groups(self, core: Stepped) -> None:
         """Bring the groups back to what they are between steps, after an error in one."""
 
-    def plans(self, core: Core) -> tuple[Plan, ...]:
+    def plans(self, core: Stepped) -> tuple[Plan, ...]:
         """All plans in force."""
         return () if core.binding is None else (core.binding.plan,)
 
-    def plan(self, core: Core) -> Plan | None:
+    def plan(self, core: Stepped) -> Plan | None:
         """The only plan.
 
         Raises:

@@ -51,7 +51,7 @@ from shardmuon.errors import (
     ranks_text,
     stays_itself,
 )
-from shardmuon.host import Host, Hosts, Weight
+from shardmuon.host import Host, Hosts, Stepped, Weight
 from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree, settle
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
@@ -330,7 +330,7 @@ class Scaler(Call[_Bound]):
     def _is_alone(self) -> bool:
         return num_ranks() == 1 or (self._bound is not None and len(self._bound.component) == 1)
 
-    def _keeping(self) -> tuple[Core, ...]:
+    def _keeping(self) -> tuple[Stepped, ...]:
         """Cores that keep norms of the weights."""
         core, host = _core_of(self._optimizer), host_of(self._optimizer)
         return () if core is None else (core,) if host is None else tuple(host.keeping(core))

@@ -1,20 +1,16 @@
 """Runs an example on ranks and watches its optimizer: plan, Newton-Schulz runs, an audit, the weights at the end.
 
-Importing the frameworks takes seconds, so one server process imports them all and every rank is a fork of it.
+Importing the frameworks takes seconds, so the process that ranks are forked from imports them all.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import hashlib
 import importlib.util
-import multiprocessing
 import os
 import socket
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,11 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-TIMEOUT = 120.0
+from shardmuon.testing import RankPool
+from shardmuon.testing.pool import preload
+
+ROOT = Path(__file__).parents[2]
 AUDITED = 2  # the step, counted from 1; each example trains more steps, also after it has resumed
+
+preload("stack_preload")
 
 
 @dataclass
@@ -64,99 +64,43 @@ class Seen:
 # ------------------------------------------------------------------------------------------------------ in the test
 
 
-def run(example: str, world: int, logs: Path, *, prepare: str = "", **arguments: Any) -> list[Seen]:
+def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> list[Seen]:
     """Call `train(**arguments)` of an example on ranks.
 
     Args:
         example: Name of the file in examples/.
         world: Number of ranks. One is a plain process, in which torch.distributed is not set up.
-        logs: A folder for what the ranks print.
         prepare: A function below that is called first in every rank.
         arguments: Of the example's `train`; `kind`: of its `options`, which makes some of them.
 
     Returns:
         What each rank saw.
     """
-    context = _server()
-    logs.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
-    files = [logs / f"{example}-{world}-{time.time_ns()}-{rank}.log" for rank in range(world)]
-    ranks = [
-        context.Process(target=_rank, args=(example, rank, world, port, str(files[rank]), prepare, arguments))
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + TIMEOUT
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-    for process in ranks:
-        if process.is_alive():
-            process.kill()
-            process.join()
-    if hung or any(process.exitcode for process in ranks):
-        text = "\n".join(
-            f"--- rank {rank}\n{log.read_text(errors='replace')[-6000:]}" for rank, log in enumerate(files)
-        )
-        raise AssertionError(f"{example}: {f'ranks {hung} hang' if hung else 'failed'}\n{text}")
-    return [torch.load(f"{log}.seen", weights_only=False) for log in files]
-
-
-def _server() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    paths = [str(HERE), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
-    context.set_forkserver_preload(["stack_preload"])
-    return context
-
-
-def _free_port() -> int:
     with contextlib.closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+        port = found.getsockname()[1]
+    with RankPool(world, timeout=120.0) as pool:  # killed afterwards, without the frameworks' own farewells
+        return pool.run(_watched, example, port, prepare, arguments)
 
 
 # ---------------------------------------------------------------------------------------------------- in each rank
 
 
-def _rank(example: str, rank: int, world: int, port: int, log: str, prepare: str, arguments: dict[str, Any]) -> None:
-    with open(log, "w", buffering=1) as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-        sys.stdout = sys.stderr = out
-        try:
-            faulthandler.dump_traceback_later(0.9 * TIMEOUT, file=out)
-            os.environ["OMP_NUM_THREADS"] = "1"
-            torch.set_num_threads(1)
-            if world > 1 or prepare == "deepspeed_on_cpu":  # DeepSpeed is always launched
-                _as_torchrun_does(rank, world, port)
-            if prepare:
-                globals()[prepare]()
-            torch.save(_watched(example, arguments), f"{log}.seen")
-        except BaseException:
-            traceback.print_exc()
-            out.flush()
-            os._exit(1)
-        out.flush()
-    os._exit(0)  # without the frameworks' own farewells, which may wait for each other
-
-
-def _as_torchrun_does(rank: int, world: int, port: int) -> None:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
-    os.environ.update({key: str(value) for key, value in numbers.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="shardmuon")
-
-
-def _watched(example: str, arguments: dict[str, Any]) -> Seen:
+def _watched(example: str, port: int, prepare: str, arguments: dict[str, Any]) -> Seen:
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="shardmuon", GROUP_RANK="0")
+    if os.environ["WORLD_SIZE"] == "1" and prepare != "deepspeed_on_cpu":  # DeepSpeed is always launched
+        for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+            del os.environ[key]
     spec = importlib.util.spec_from_file_location(example, ROOT / "examples" / f"{example}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[example] = module
-    spec.loader.exec_module(module)
-    torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        if prepare:
+            globals()[prepare]()
+        spec.loader.exec_module(module)
         with _watching() as seen:
             kind = arguments.pop("kind", {})
             model = module.train(**arguments, **(module.options(**kind) if kind else {}))

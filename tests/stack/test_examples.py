@@ -104,7 +104,7 @@ CASES = [
 def test_an_example_trains_is_muon_and_resumes_with_the_same_bits(case: Case, tmp_path: Path) -> None:
     _need(*case.needs)
     given: dict[str, Any] = {"folder": str(tmp_path / "run"), "kind": case.fixed}
-    whole = run(case.example, case.world, tmp_path, prepare=case.prepare, **given)
+    whole = run(case.example, case.world, prepare=case.prepare, **given)
     for rank in whole:
         assert set(case.muon) <= set(rank.muon) <= {*case.muon, *case.either}
         owned = [owner for name in case.muon for owner in rank.owners[name]]
@@ -117,9 +117,8 @@ def test_an_example_trains_is_muon_and_resumes_with_the_same_bits(case: Case, tm
         assert [text for text in rank.heard if _is_a_misfire(text)] == []
     assert sum(rank.mine for rank in whole) == whole[0].matrices  # each matrix once in the whole job
 
-    resumed = run(
-        case.example, case.world, tmp_path, prepare=case.prepare, **given, resume=str(tmp_path / "run" / case.middle)
-    )
+    middle = str(tmp_path / "run" / case.middle)
+    resumed = run(case.example, case.world, prepare=case.prepare, **given, resume=middle)
     for rank in resumed:
         assert _by_step(rank.runs, case) == [rank.mine] * 3
         assert rank.findings == []
@@ -144,7 +143,7 @@ def _is_a_misfire(text: str) -> bool:
 def test_ddp_without_a_group_is_told_once(tmp_path: Path) -> None:
     _need("lightning")
     kind = {"devices": 2, "strategy": "ddp"}
-    ranks = run("lightning_module", 2, tmp_path, folder=str(tmp_path / "run"), prepare="forget_the_group", kind=kind)
+    ranks = run("lightning_module", 2, folder=str(tmp_path / "run"), prepare="forget_the_group", kind=kind)
     told = [[text for text in rank.heard if "orthogonalizes all" in text] for rank in ranks]
     assert [len(texts) for texts in told] == [1, 0]
     assert all(rank.runs == [len(NET)] * 6 for rank in ranks)

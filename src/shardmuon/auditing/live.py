@@ -30,7 +30,7 @@ from shardmuon.auditing.schedule import PATIENCE, AuditNotes, AuditSchedule
 from shardmuon.comm.groups import Ranks, my_rank
 from shardmuon.comm.vote import Fault, gather
 from shardmuon.errors import Refused, ranks_text
-from shardmuon.host import Core
+from shardmuon.host import Stepped
 from shardmuon.layout.bind import Listed, Table, bind, describe
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.base import NONE, named_params, names_of
@@ -95,7 +95,7 @@ class StepAudit:
     """An audit of one step: made before it, finished after it. Collective among the ranks of the component."""
 
     def __init__(
-        self, optimizer: Core, binding: Binding, proposal: Proposal, schedule: AuditSchedule, samples: int
+        self, optimizer: Stepped, binding: Binding, proposal: Proposal, schedule: AuditSchedule, samples: int
     ) -> None:
         self._optimizer, self._binding, self._proposal, self._schedule = optimizer, binding, proposal, schedule
         self._samples, self._rank = samples, my_rank()

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardmuon.host import Host
+from shardmuon.host import Host, Stepped
 from shardmuon.layout.engines.fsdp1 import UnitPlace, place_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE
 from shardmuon.step.kept import carry_by_position
-
-if TYPE_CHECKING:
-    from shardmuon.core import Core
 
 _KINDS = (BUFFER, *MOMENTS)
 
@@ -31,7 +28,7 @@ class FSDP1Host(Host):
 
     packages = ()
 
-    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
         _make_alike(core.param_groups, saved)
         # FSDP1 saves only state that is as long as the parameter
         carry_by_position(core.param_groups, saved, lambda param: _sharded(param) is not None)
@@ -53,16 +50,11 @@ def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> N
             continue  # 8-bit momentum: FSDP1 refuses it
         dtype = reduce(torch.promote_types, dtypes)  # in which none is rounded
         for key, param in members:
-            state[key] = dict(state[key]) | {
-                kind: state[key][kind].to(dtype) if kind in state[key] else _zeros(param, dtype) for kind in kinds
-            }
+            zeros = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
+            state[key] = {**state[key], **{kind: state[key].get(kind, zeros).to(dtype) for kind in kinds}}
 
 
 def _sharded(param: Tensor) -> UnitPlace | None:
     """The place of a parameter that FSDP1 cuts, or None."""
     place = place_of(param)
     return place if place is not None and place.is_sharded else None
-
-
-def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)

@@ -17,8 +17,8 @@ flat, so DeepSpeed finds, offloads and saves it as that of any other optimizer.
     `save_checkpoint` writes what a rank has in memory to a file as ever, and copies its swap files. With NVMe offload
     `load_checkpoint` copies the swap files back and does not read the first. So in a new process, where the optimizer
     has no state yet that files could be read to, state is lost; and always are weights and state of sub-groups that
-    stay in memory, step counts, the groups' options and the loss scale. `load_checkpoint` below loads all of it. A
-    `Mark` finds out that a checkpoint was loaded without: a file among the swap files, so that it is copied with them.
+    stay in memory, step counts, the groups' options and the loss scale. `load_checkpoint` below loads all of it. That a
+    checkpoint was loaded without, the engine remembers: `refuse_loaded`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from shardmuon.comm.vote import Fault, run_together
 from shardmuon.core import Core
 from shardmuon.errors import REMEDY, Refused, made_public
 from shardmuon.frameworks.deepspeed.partitions import (
-    Mark,
     check_version,
     differs_from_model,
     is_partitioned,
     known_insides,
     make_shard,
     refuse_copies,
+    refuse_loaded,
     refuse_options,
     refuse_params,
     refuse_swaps,
@@ -53,7 +53,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
     swapper_of,
     zero3_of,
 )
-from shardmuon.host import Host, Progress, Weight, caller
+from shardmuon.host import Host, Progress, Stepped, Weight, caller
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
 from shardmuon.options import check_hyperparameters
@@ -80,7 +80,9 @@ class Flat(Core):
         shards: One tensor for each slice, empty until `show`.
     """
 
-    def __init__(self, core: Core, index: int, group: Mapping[str, Any], named: Sequence[_Named], flat: Tensor) -> None:
+    def __init__(
+        self, core: Stepped, index: int, group: Mapping[str, Any], named: Sequence[_Named], flat: Tensor
+    ) -> None:
         super().__init__(core.config, None, core.keeper, copy.copy(core.audits), core.traffic)
         params, names = [p for _, p in named], {id(p): name for name, p in named}
         self.index, self.flat, self.is_muon = index, flat, bool(group["use_muon"])
@@ -130,7 +132,6 @@ class DeepSpeedHost(Host):
 
     Attributes:
         groups: (group, its named parameters) as the optimizer was made.
-        mark: Of checkpoints with NVMe offload.
     """
 
     in_parts = True
@@ -140,7 +141,6 @@ class DeepSpeedHost(Host):
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[_Named]]] = []
-        self.mark = Mark()
         self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
         self._flats: dict[int, Flat] = {}  # id of a flat -> what is known of it; AdamW's too
         self._ranks: Ranks | None = None  # that share any flat; None: not agreed yet, all ranks
@@ -164,7 +164,7 @@ class DeepSpeedHost(Host):
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
         self._options.append(_options(group))
 
-    def take_over(self, core: Core, state_dict: Mapping[str, Any]) -> None:
+    def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
         super().take_over(core, state_dict)
         self.groups = [(new, named) for new, (_, named) in zip(core.param_groups, self.groups, strict=True)]
         self._options = [_options(group) for group in core.param_groups]
@@ -176,14 +176,14 @@ class DeepSpeedHost(Host):
         self._carried = take_carried(group for group, _ in self.groups)
         self._flats = {}
 
-    def restore_groups(self, core: Core) -> None:
+    def restore_groups(self, core: Stepped) -> None:
         """Put the groups back as they are between steps, as DeepSpeed does only without an error."""
         core.param_groups = [group for group, _ in self.groups]
         if zero3_of(self._params) is not None:
             for group in core.param_groups:
                 group["params"] = []
 
-    def _restore_options(self, core: Core) -> None:
+    def _restore_options(self, core: Stepped) -> None:
         """Loading a universal checkpoint, DeepSpeed writes to the groups that there are. It gives them the options of
         the checkpoint's groups in their order, at stage 3 all of them those of the first. And all sub-groups get one
         and the same tensor as "step" there, which each of them would then count up for all."""
@@ -200,7 +200,7 @@ class DeepSpeedHost(Host):
                 group.update(own, params=flats)
             self._options[index] = _options(group)
 
-    def load(self, core: Core, load: Callable[[], None]) -> None:
+    def load(self, core: Stepped, load: Callable[[], None]) -> None:
         """Raise on all ranks what one raises while DeepSpeed loads a checkpoint: all do, and collectives of its own
         follow; but where they load one after the other (`pipeline_loading_checkpoint`)."""
         frame = caller("load_checkpoint", "deepspeed")
@@ -214,14 +214,11 @@ class DeepSpeedHost(Host):
             self.restore_groups(core)
             raise
 
-    def saving(self, core: Core) -> None:
+    def saving(self, core: Stepped) -> None:
         if self.is_active:
             self._restore_options(core)
-            swapper = swapper_of(self._params)
-            if swapper is not None:
-                self.mark.write(swapper.swap_folder)
 
-    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
         """Let the groups carry what stages of variants keep, for which state as long as a flat has no place."""
         if self.is_active:
             kept = dict(self._carried)
@@ -242,17 +239,17 @@ class DeepSpeedHost(Host):
     def clips(cls, params: Iterable[Any]) -> str | None:
         return cls.clipping if is_partitioned(params) else None
 
-    def plans(self, core: Core) -> tuple[Plan, ...]:
+    def plans(self, core: Stepped) -> tuple[Plan, ...]:
         """The plans of all flats that have been stepped so far."""
         return tuple(inner.binding.plan for inner in self._cores if inner.binding is not None)
 
-    def plan(self, core: Core) -> Plan | None:
+    def plan(self, core: Stepped) -> Plan | None:
         raise AttributeError(_SEVERAL_PLANS)
 
-    def prepare(self, core: Core) -> Plan:
+    def prepare(self, core: Stepped) -> Plan:
         raise ValueError(_SEVERAL_PLANS)
 
-    def weights(self, core: Core) -> list[Weight]:
+    def weights(self, core: Stepped) -> list[Weight]:
         """The parts of the flats, AdamW's too."""
         if not self._flats:
             self._attach(core)
@@ -269,15 +266,15 @@ class DeepSpeedHost(Host):
                 found.append(Weight(name, part.param, shard, self.groups[known.index][0], id(known.flat) in stepped))
         return found
 
-    def keeping(self, core: Core) -> Iterable[Core]:
+    def keeping(self, core: Stepped) -> Iterable[Stepped]:
         return self._cores
 
-    def has_stepped_all(self, core: Core) -> bool:
+    def has_stepped_all(self, core: Stepped) -> bool:
         return self._num_stepped >= len(self._flats)
 
     # ------------------------------------------------------------------------------------------------------- a step
 
-    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
+    def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
         """Check the fp32 copies in the groups when a stage-0 wrapper steps on zero gradients only to make state."""
         frame = caller("initialize_optimizer_states", "deepspeed")
         if frame is None:
@@ -286,7 +283,7 @@ class DeepSpeedHost(Host):
         stepped = [group["params"] for group in core.param_groups]
         return lambda: refuse_copies(wrapper, zip(made, stepped, strict=True))
 
-    def step(self, core: Core, progress: Progress, fault: Fault) -> None:
+    def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
         """Step those of the groups that DeepSpeed has put into `core.param_groups` for this call."""
         try:
             if self._num_stepped in (0, len(self._flats)):  # see [Note: one vote before the first call]
@@ -305,15 +302,14 @@ class DeepSpeedHost(Host):
             self._num_stepped = 0
             raise
 
-    def _begin(self, core: Core, fault: Fault) -> Ranks:
+    def _begin(self, core: Stepped, fault: Fault) -> Ranks:
         """Raise what is wrong with any flat on this rank, and change nothing. Returns the ranks that share any flat."""
         if fault.cause is not None:
             raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
         with known_insides():
-            swapper = swapper_of(self._params)
-            if swapper is not None:
-                self.mark.refuse_loaded(swapper.swap_folder)
+            if swapper_of(self._params) is not None:
+                refuse_loaded(caller("_take_model_step", "deepspeed"))
             self._restore_options(core)
             for index, (group, _) in enumerate(self.groups):
                 check_hyperparameters(f"group {index}: ", group)
@@ -333,7 +329,7 @@ class DeepSpeedHost(Host):
                 )
         return tuple(sorted({rank for known in self._flats.values() for rank in known.ranks}))
 
-    def _attach(self, core: Core) -> None:
+    def _attach(self, core: Stepped) -> None:
         """Find what every flat holds."""
         check_version()
         refuse_options(core.keeper, [group for group, _ in self.groups])
@@ -363,7 +359,7 @@ class DeepSpeedHost(Host):
                 "not, DeepSpeed lays its partitions out in a way that is not known: please report it with its config"
             )
 
-    def _state(self, core: Core, known: Flat) -> dict[str, Any]:
+    def _state(self, core: Stepped, known: Flat) -> dict[str, Any]:
         """A flat's state, zeros at first. DeepSpeed looks for it once, after the first flat was stepped."""
         flat = known.flat
         state: dict[str, Any] = core.state[flat]
@@ -384,7 +380,7 @@ class DeepSpeedHost(Host):
             )
         return state
 
-    def _step_flats(self, core: Core) -> None:
+    def _step_flats(self, core: Stepped) -> None:
         """Step the flats of this call. What shows a flat to its core is told to the others in the core's vote."""
         for group in core.param_groups:
             for flat in group["params"]:
@@ -397,10 +393,7 @@ class DeepSpeedHost(Host):
                         momentum = self._state(core, known)["exp_avg"]
                         for shard, part in zip(known.shards, known.slices, strict=True):
                             known.state[shard][BUFFER] = momentum.narrow(0, part.offset, part.numel)
-                    try:
-                        known.take_step(fault)
-                    finally:
-                        core.broken = known.broken
+                    known.take_step(fault)
                     core.state[flat]["step"] += 1
                 self._num_stepped += 1
 
@@ -447,9 +440,7 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         run_together(lambda: _place(zero3, saved))  # what follows is collective
         found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
         _fill(zero3, saved)
-        host = optimizer.hosts.find(DeepSpeedHost)
-        assert isinstance(host, DeepSpeedHost)
-        host.mark.remove(zero3.optimizer_swapper.swap_folder)
+        engine.loaded_checkpoint_dp_world_size = None  # see `refuse_loaded`
     return found
 
 

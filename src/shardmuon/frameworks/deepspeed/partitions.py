@@ -40,12 +40,10 @@ import os
 import re
 import sys
 import tempfile
-import time
-import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +57,6 @@ from shardmuon.momentum.keeper import Keeper
 
 TESTED = "0.19.8"
 _PAGE = 4096  # bytes; every file system takes addresses that are multiples of it
-_MARK = "shardmuon.saved"
 
 
 class Slice(NamedTuple):
@@ -167,14 +164,14 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], 
     ranks = group_ranks(group)
     first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # of this flat's elements in the buffer
     slices = []
-    for p, place in zip(members, _places(members, flat.numel() * len(ranks)), strict=True):
+    for p, place in zip(members, _places(members), strict=True):
         start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
         slices.append(Slice(p, start - place, stop - start, start - first) if start < stop else Slice(p, 0, 0, 0))
     return slices, group
 
 
-def _places(params: Sequence[Tensor], numel: int) -> list[int]:
-    """Elements at which parameters begin in the buffer of `numel` elements that they are views of; the least is 0."""
+def _places(params: Sequence[Tensor]) -> list[int]:
+    """Elements at which parameters begin in the buffer that they are views of; the least is 0."""
     begin = min(int(p.storage_offset()) for p in params)
     places = [int(p.storage_offset()) - begin for p in params]
     if len({p.untyped_storage().data_ptr() for p in params}) > 1 or not all(p.is_contiguous() for p in params):
@@ -182,14 +179,6 @@ def _places(params: Sequence[Tensor], numel: int) -> list[int]:
             "the parameters of a group are no longer views of one of DeepSpeed's buffers: something gave them storage "
             "of their own after deepspeed.initialize() (p.data = ..., model.to(...)). Do so before it, or copy in place"
         )
-    end = 0
-    for place, p in sorted(zip(places, params, strict=True), key=lambda item: item[0]):
-        if place < end or place + p.numel() > numel:
-            raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} lies at element {place} of its group's buffer, where the one "
-                f"before it ends at {end} and the flats hold {numel} elements"
-            )
-        end = place + p.numel()
     return places
 
 
@@ -395,43 +384,37 @@ def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int
     for p in zero3.fp16_groups[_number_of(flat, zero3)]:
         _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
         gradients.append((names.get(id(p), f"a parameter of shape {tuple(p.ds_shape)}"), offset, numel))
-    least, size, folder = int(swapper.min_aio_bytes), int(swapper.swap_element_size), str(swapper.swap_folder)
-    if any(offset and numel * size >= least for _, offset, numel in gradients):
-        refuse_misplaced(gradients, least, size, alignment_of(folder, least), folder)
+    refuse_misplaced(gradients, int(swapper.min_aio_bytes), int(swapper.swap_element_size), str(swapper.swap_folder))
 
 
-def refuse_misplaced(
-    gradients: Sequence[tuple[str, int, int]], least: int, size: int, alignment: int, folder: str
-) -> None:
+def refuse_misplaced(gradients: Sequence[tuple[str, int, int]], least: int, size: int, folder: str) -> None:
     """Raise ValueError for a swapped gradient at an address that direct I/O does not take.
 
     Args:
         gradients: (parameter's name, first element in the sub-group's buffer, number of elements on a rank with
-            padding) of one sub-group, in its order.
+            padding) of one sub-group.
         least: Bytes from which on a gradient is swapped.
         size: Bytes of an element.
-        alignment: Bytes of which addresses must be multiples.
         folder: Where the swap files are.
     """
-    step = max(alignment // size, 1)
     for name, offset, numel in gradients:
-        if numel * size >= least and offset % step:
-            cause, odd = next((other, length) for other, _, length in gradients if length % step)
+        behind = offset * size % _PAGE
+        if numel * size >= least and behind and not takes_address(folder, behind, least):
             raise ValueError(
                 f"{name}: DeepSpeed reads its gradient from NVMe to element {offset} of its sub-group (byte "
-                f"{offset * size}), but direct I/O in {folder} takes multiples of {alignment} bytes ({step} elements) "
-                "only. DeepSpeed does not notice that the read fails and would step an old gradient in its place. "
-                f"{cause}, which is before it, has {odd} elements a rank: put it and others whose elements a rank are "
-                f"no multiple of {step} into a group of their own, or pad them, or write "
+                f"{offset * size}), an address that direct I/O in {folder} does not take. DeepSpeed does not notice "
+                "that the read fails and would step an old gradient in its place. Put parameters whose elements a rank "
+                f"are no multiple of {_PAGE // size} into a group of their own, or pad them, or write "
                 'offload_optimizer: {"device": "cpu"}'
             )
 
 
-def alignment_of(folder: str, num_bytes: int) -> int:
-    """Bytes of which memory addresses must be multiples for direct I/O in a folder, found by reading a file there.
+def takes_address(folder: str, behind: int, num_bytes: int) -> bool:
+    """True if direct I/O reads a file to a memory address so many bytes behind a page, found by reading one.
 
     Args:
-        folder: Where the swap files are.
+        folder: Where the file is.
+        behind: Bytes, less than a page.
         num_bytes: As many are read: the smallest transfer that counts.
     """
     content = os.urandom(-(-num_bytes // _PAGE) * _PAGE)
@@ -440,50 +423,23 @@ def alignment_of(folder: str, num_bytes: int) -> int:
         file.flush()
         handle = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
         try:
-            aligned = _PAGE
-            while aligned > 4 and _arrives(handle, memory, aligned // 2, content):
-                aligned //= 2
-            return aligned
+            with memoryview(memory) as whole, whole[behind : behind + len(content)] as part:
+                return os.preadv(handle, [part], 0) == len(content) and part == content
+        except OSError:
+            return False
         finally:
             os.close(handle)
 
 
-def _arrives(handle: int, memory: mmap.mmap, start: int, content: bytes) -> bool:
-    with memoryview(memory) as whole, whole[start : start + len(content)] as part:
-        part[:] = bytes(len(content))
-        try:
-            return os.preadv(handle, [part], 0) == len(content) and part == content
-        except OSError:
-            return False
+def refuse_loaded(step: FrameType | None) -> None:
+    """Raise ValueError if a checkpoint has come back by DeepSpeed's function alone, as its engine remembers.
 
-
-class Mark:
-    """One rank's mark in the folder of swapped state: there from a save to the next step, or because a checkpoint was
-    loaded."""
-
-    def __init__(self) -> None:
-        self._born = time.time()
-        self._written = ""
-
-    def write(self, folder: str) -> None:
-        """Write the mark as state is being saved: DeepSpeed copies the folder next."""
-        self._written = uuid.uuid4().hex
-        (Path(folder) / _MARK).write_text(self._written)
-
-    def remove(self, folder: str) -> None:
-        (Path(folder) / _MARK).unlink(missing_ok=True)
-
-    def refuse_loaded(self, folder: str) -> None:
-        """Raise ValueError if a checkpoint has come back by DeepSpeed's function alone."""
-        path = Path(folder) / _MARK
-        if not path.exists():
-            return
-        # An earlier process may have ended right after it saved. A copy's time of change is that of copying.
-        if path.read_text() != self._written and path.stat().st_ctime >= self._born:
-            raise ValueError(
-                "a checkpoint was loaded with engine.load_checkpoint: with NVMe offload DeepSpeed loads no optimizer "
-                "state in a new process and never the weights of small sub-groups. Start again and load it with "
-                "shardmuon.frameworks.deepspeed.load_checkpoint(engine, folder, tag)"
-            )
-        path.unlink()
-        self._written = ""  # from here on it can come back by loading only
+    Args:
+        step: The engine's call of the step.
+    """
+    if step is not None and step.f_locals["self"].loaded_checkpoint_dp_world_size is not None:
+        raise ValueError(
+            "a checkpoint was loaded with engine.load_checkpoint: with NVMe offload DeepSpeed loads no optimizer "
+            "state in a new process and never the weights of small sub-groups. Start again and load it with "
+            "shardmuon.frameworks.deepspeed.load_checkpoint(engine, folder, tag)"
+        )

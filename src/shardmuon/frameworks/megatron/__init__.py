@@ -309,8 +309,7 @@ def _whole(config: Any, muon: Muon, groups: Any, expert: bool) -> Any:
     else:
         wrapped = core.FP32Optimizer(muon, config, _fill_state)
     wrapped.grad_stats_parallel_group = groups.tp_ep_pp if expert else groups.mp
-    others = {"pipeline parallelism": groups.pp} | ({"expert parallelism": groups.ep} if expert else {})
-    muon.hosts.insert(0, WholeHost(" and ".join(name for name, group in others.items() if group.size() > 1)))
+    muon.hosts.insert(0, WholeHost(groups.pp.size() > 1 or (expert and groups.ep.size() > 1)))
     return _finished(wrapped, groups, expert)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
-from shardmuon.host import Host, caller
+from shardmuon.host import Host, Stepped, caller
 from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
 from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed, refuse_to_save, tell_chunk
 from shardmuon.layout.grid import Grid
@@ -35,8 +35,6 @@ from shardmuon.layout.views import Ints
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-    from shardmuon.core import Core
 
 _PACKAGES = ("megatron_fsdp", "megatron")
 
@@ -233,13 +231,13 @@ class MegatronFSDPHost(Host):
                 "Muon(model, lr=...), then fully_shard_optimizer(optimizer)"
             )
 
-    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
+    def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
         """`fully_shard_optimizer` steps only to have state: it sets all gradients to zero, but leaves lr, so that an
         ordinary step would decay weights and count. The function itself is asked, as zeros may also be true gradients
         on some rank; every rank calls it."""
         return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
-    def saving(self, core: Core) -> None:
+    def saving(self, core: Stepped) -> None:
         """Mark all state tensors of Megatron-FSDP's parameters that have lost their mark (by a cast)."""
         for param, values in core.state.items():
             for value in values.values() if _ENGINE.recognizes(param) else ():

@@ -18,16 +18,13 @@ Every private attribute of Megatron's optimizers that shardmuon reads or overrid
 [Note: what stages keep here]
     `sharded_state_dict` describes each tensor of an optimizer's state by its parameter's shape and shards, and fails on
     one of another shape. What a stage of a variant keeps is of another shape, and the same on all ranks that share the
-    matrix, also where the shard is empty: so the saved groups carry it (see step/kept.py). Groups are saved by rank
-    0 and loaded on all. That is enough unless ranks have other parameters than rank 0, as pipeline stages and
-    expert-parallel ranks do. Of the distributed optimizer, the formats that follow its buffers save the groups of each
-    model-parallel rank apart, so names of parameters are enough. Those in model space save the groups of rank 0 for
-    all: there everything is brought together, by the place that a parameter has in the whole model.
+    matrix, also where the shard is empty: so the saved groups carry it, by names of parameters (see step/kept.py). That
+    is enough where each model-parallel rank saves its groups, as in the formats that follow the distributed optimizer's
+    buffers. Where rank 0 saves its groups for all, ranks with other parameters would lose it: that is refused.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -36,10 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.comm.groups import GroupRef, num_ranks
-from shardmuon.comm.vote import Fault, gather, run_together
-from shardmuon.errors import made_public
-from shardmuon.host import Core, Host, Progress, Weight, caller
+from shardmuon.comm.groups import GroupRef
+from shardmuon.comm.vote import Fault, run_together
+from shardmuon.host import Host, Progress, Stepped, Weight, caller
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.momentum.keeper import BUFFER
@@ -47,30 +43,28 @@ from shardmuon.muon import Muon
 from shardmuon.step.kept import CARRIED, carry, carry_by_position, kept_in, loaded_over, missing_fault, take_carried
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
-_BY_PLACE = "kept_state_by_place"  # in the first saved group: place in the whole model -> key -> tensor
-
-_KeptByName = dict[str, dict[str, Tensor]]  # name or place -> key -> tensor
+_KeptByName = dict[str, dict[str, Tensor]]  # name -> key -> tensor
 
 
 class WholeHost(Host):
     """Host for Megatron's wrappers in which every replica has all main weights. Saved groups carry what stages keep.
 
     Args:
-        elsewhere: Where other parameters than rank 0's may be, in words; "": nowhere. `sharded_state_dict` raises
-            ValueError there, as rank 0 alone saves groups.
+        elsewhere: Whether other ranks have other parameters than rank 0. `sharded_state_dict` raises ValueError there,
+            as rank 0 alone saves groups.
     """
 
     packages = ()
 
-    def __init__(self, elsewhere: str) -> None:
+    def __init__(self, elsewhere: bool) -> None:
         self._elsewhere = elsewhere
 
-    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
         keys = sorted({key for state in saved["state"].values() for key in state if key in KEPT_KEYS})
         if keys and self._elsewhere and caller("sharded_state_dict", "megatron") is not None:
             raise ValueError(
                 f"the optimizer's variant keeps {', '.join(keys)}, which Megatron's dist_checkpointing saves from rank "
-                f"0 alone, and with {self._elsewhere} other ranks have parameters of their own. Save "
+                "0 alone, and with pipeline or expert parallelism other ranks have parameters of their own. Save "
                 "optimizer.state_dict() on every model-parallel rank (--ckpt-format torch), or leave the variant out"
             )
         carry_by_position(core.param_groups, saved)
@@ -86,20 +80,14 @@ class ShardHost(Host):
         core: The optimizer, with the model's parameters. Model chunks may have some of one name: names become unique.
 
     Attributes:
-        params: Name -> the model's parameter.
         shards: The model's parameter -> its fp32 shard, if this rank has some of it.
-        places: Name -> place in the whole model, of the last `sharded_state_dict`.
-        loaded: What stages keep by name, of a checkpoint that is about to be taken over.
     """
 
     has_copies = True
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
 
-    def __init__(self, core: Core) -> None:
-        self.params: dict[str, Tensor] = {}
+    def __init__(self, core: Stepped) -> None:
         self.shards: dict[Tensor, Tensor] = {}
-        self.places: dict[str, str] = {}
-        self.loaded: _KeptByName = {}
         seen: Counter[str] = Counter()
         for group in core.param_groups:
             group["rank_local"] = not group["use_muon"]  # AdamW's shards are replicas of nothing
@@ -107,7 +95,6 @@ class ShardHost(Host):
             for name in names:
                 group["param_names"].append(f"{name}#{seen[name]}" if seen[name] else name)
                 seen[name] += 1
-            self.params.update(zip(group["param_names"], group["params"], strict=True))
         # A checkpoint has those of the rank that wrote it, or none.
         own = ("tp_group", "process_group", "rank_local", "param_names")
         self._own_options = [{key: group[key] for key in own} for group in core.param_groups]
@@ -117,19 +104,18 @@ class ShardHost(Host):
     def is_active(self) -> bool:
         return True
 
-    def attach(self, core: Core, shards: dict[Tensor, Tensor]) -> None:
+    def attach(self, core: Stepped, shards: dict[Tensor, Tensor]) -> None:
         """Take over groups that now hold shards of all their parameters, empty ones where this rank has nothing."""
         self.shards, self._attached = shards, True
         self._restore(core)
         self._fill_gradients(core)
 
-    def take_over(self, core: Core, state_dict: Mapping[str, Any]) -> None:
+    def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
         """Take over a state dict as torch does, and what stages keep. Collective over all ranks, once attached."""
         if not self._attached:
             super().take_over(core, state_dict)
             return
         kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
-        self.loaded = {}
         super().take_over(core, state_dict)
         for weight in self.weights(core):  # state that Megatron loads is what there was before
             state = core.state[weight.stored]
@@ -139,13 +125,15 @@ class ShardHost(Host):
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
         self._restore(core)
 
-    def _checked(self, core: Core, packed: Sequence[Mapping[str, Any]]) -> tuple[_KeptByName, int]:
+    def _checked(self, core: Stepped, packed: Sequence[Mapping[str, Any]]) -> tuple[_KeptByName, int]:
         """Saved numbers of stages by name, and the saved count of steps.
 
         Raises:
             ValueError: There is momentum, and not what the variant keeps; or counts differ.
         """
-        kept = self.loaded or _carried_by(packed, self.places)
+        kept: _KeptByName = {}
+        for group in packed:
+            kept |= group.get(CARRIED) or {}
         counts = {int(group["step"]) for group in packed if group.get("step") is not None}
         if len(counts) > 1:
             raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
@@ -157,12 +145,11 @@ class ShardHost(Host):
                     raise ValueError(fault)
         return kept, max(counts, default=self._count)
 
-    def _restore(self, core: Core) -> None:
+    def _restore(self, core: Stepped) -> None:
         """Restore this rank's options and a counter for each parameter, once groups and state were loaded. Megatron's
         loaded state shares one counter among all, or has none."""
         for group, own in zip(core.param_groups, self._own_options, strict=True):
             group.update(own)
-            group.pop(_BY_PLACE, None)
         take_carried(core.param_groups)
         with torch.no_grad():
             core.complete_state()
@@ -171,7 +158,7 @@ class ShardHost(Host):
             for param in group["params"]:
                 core.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
 
-    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
         """Let the groups carry what stages keep, on the CPU, where files are read: Megatron's checkpoints have no place
         for it beside Adam's state."""
         for packed, group in zip(saved["param_groups"], core.param_groups, strict=True):
@@ -180,18 +167,18 @@ class ShardHost(Host):
                 kept = {w.name: {key: v.cpu() for key, v in kept_in(core.state[w.stored]).items()} for w in mine}
                 carry(packed, kept)
 
-    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
+    def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
         """Give empty shards their gradients; it is always a step."""
         self._fill_gradients(core)
         return None
 
-    def _fill_gradients(self, core: Core) -> None:
+    def _fill_gradients(self, core: Stepped) -> None:
         """Give empty shards empty gradients, as no gradient reaches them."""
         for weight in self.weights(core):
             if not weight.stored.numel():
                 weight.stored.grad = torch.empty_like(weight.stored)
 
-    def step(self, core: Core, progress: Progress, fault: Fault) -> None:
+    def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
         core.take_step(fault)
         self._count += 1
         for weight in self.weights(core):
@@ -199,7 +186,7 @@ class ShardHost(Host):
         for group in core.param_groups:
             group["step"] = self._count
 
-    def weights(self, core: Core) -> list[Weight]:
+    def weights(self, core: Stepped) -> list[Weight]:
         """Weights of the matrices. None before Megatron is made, which saves and loads to make itself."""
         return [
             Weight(name, shard, shard, group)
@@ -232,21 +219,16 @@ def _optimizer_class(base: type) -> type:
         def sharded_state_dict(
             self, model_sharded_state_dict: Any = None, is_loading: bool = False, *args: Any, **kwargs: Any
         ) -> Any:
-            model_sharded_state_dict = model_sharded_state_dict or {}
-            places = _places_of(self.shardmuon.params, model_sharded_state_dict)  # may be changed after
-            self.shardmuon.places = places
             made = super().sharded_state_dict(model_sharded_state_dict, is_loading, *args, **kwargs)
-            by_rank_0 = made["param_state_sharding_type"] in self.checkpoint_fully_reshardable_formats
-            if by_rank_0 and not is_loading and any(keeping(stages_of(g)) for g in self.optimizer.param_groups):
-                one = self.data_parallel_group.rank() == 0 and self.distributed_optimizer_instance_id == 0
-                with made_public():
-                    _bring_together(made["optimizer"]["param_groups"], places, tells=one)
+            kind = made["param_state_sharding_type"]
+            keeps = [group["variant"] for group in self.optimizer.param_groups if keeping(stages_of(group))]
+            if keeps and not is_loading and kind in self.checkpoint_fully_reshardable_formats:
+                raise ValueError(
+                    f"variant={keeps[0]!r} keeps state of its own, and of distrib_optim_sharding_type={kind!r} "
+                    "Megatron saves the groups, which carry it, from rank 0 alone. Save with "
+                    "distrib_optim_sharding_type='dp_reshardable', or leave the variant out"
+                )
             return made
-
-        def load_state_dict(self, state_dict: Any) -> None:
-            # Megatron hands on only those of the groups that this rank has, too.
-            self.shardmuon.loaded = _carried_by(state_dict["optimizer"]["param_groups"], self.shardmuon.places)
-            super().load_state_dict(state_dict)
 
     return Distributed
 
@@ -314,76 +296,3 @@ def check_shards(groups: Sequence[Mapping[str, Any]], tp_group: Any) -> None:
                 _flat_shard(param, 0, None, tp_group)
             except ValueError as wrong:
                 raise ValueError(f"{name}: {wrong}") from None
-
-
-# ---------------------------------------------------------------------------------- what stages keep, by place
-
-
-def _places_of(
-    params: Mapping[str, Tensor],  # name -> the model's parameter
-    model_state: Any,  # the model's `sharded_state_dict`, with the parameters themselves
-) -> dict[str, str]:
-    """Places of parameters in the whole model: a key there, and an index along the axes before a parameter's own
-    (layers, experts). The same on all ranks that share it, however the model is cut. Without those whose place it does
-    not say: whoever needs it refuses them, on every rank."""
-    utils = importlib.import_module("megatron.core.dist_checkpointing.utils")
-    dicts = importlib.import_module("megatron.core.dist_checkpointing.dict_utils")
-    described, _ = utils.extract_sharded_tensors_and_factories(model_state)
-    by_param = {id(sharded.data): sharded for sharded in dicts.nested_values(described)}
-    found = {}
-    for name, param in params.items():
-        sharded = by_param.get(id(param))
-        if sharded is not None:
-            part = next(iter(dicts.nested_values(sharded.build()))) if hasattr(sharded, "build_fn") else sharded
-            found[name] = f"{sharded.key} {[int(at) for at in part.global_offset[: part.prepend_axis_num]]}"
-    return found
-
-
-def _bring_together(groups: Sequence[dict[str, Any]], places: Mapping[str, str], *, tells: bool) -> None:
-    """Let the first of the saved groups carry what stages keep on any rank, by place. Collective over all ranks.
-
-    Args:
-        groups: Saved ones, which carry what this rank has by name.
-        places: From `_places_of`.
-        tells: Whether this rank is the one among its replicas to tell the others.
-
-    Raises:
-        Refused: On every rank.
-    """
-    mine: _KeptByName = {}
-    fault = Fault()
-    with fault:
-        for name, kept in take_carried(groups).items():
-            if name not in places:
-                raise ValueError(
-                    f"{name}: its variant keeps {', '.join(kept)}, and the model's sharded state dict does not say "
-                    "where the parameter is. Give model.sharded_state_dict(), which has the parameters themselves, or "
-                    "save with distrib_optim_sharding_type='dp_reshardable'"
-                )
-            _put(mine, places[name], kept)
-    everyone = gather(mine if tells else {}, tuple(range(num_ranks())), fault.text, fault.cause)
-    whole: _KeptByName = {}
-    for theirs in everyone:
-        for place, kept in theirs.items():
-            _put(whole, place, kept)
-    groups[0][_BY_PLACE] = whole
-
-
-def _put(whole: _KeptByName, place: str, kept: dict[str, Tensor]) -> None:
-    known = whole.setdefault(place, kept)
-    if known.keys() != kept.keys() or any(not torch.equal(known[key], kept[key]) for key in kept):
-        raise ValueError(
-            f"{place}: two parameters at this place in Megatron's sharded state keep different {', '.join(kept)}, so "
-            "a checkpoint in model space cannot tell them apart. Save with distrib_optim_sharding_type="
-            "'dp_reshardable', or leave the variant out"
-        )
-
-
-def _carried_by(groups: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> _KeptByName:
-    """State that saved groups carry by name, or by place."""
-    by_place: _KeptByName = {}
-    found: _KeptByName = {}
-    for group in groups:
-        by_place.update(group.get(_BY_PLACE) or {})
-        found.update(group.get(CARRIED) or {})
-    return found | {name: by_place[place] for name, place in places.items() if place in by_place}

@@ -1,19 +1,25 @@
-"""shardmuon on what the megatron-fsdp package (0.6.1) really builds, v1 and v2, on CPUs with a stand-in for torch.cuda.
+"""Megatron-FSDP: any number of rows on any rank, gradients that empty shards lack, a step that must change nothing.
 
-The reference is shardmuon on one process, given the gradients that Megatron-FSDP reduced, put together by
-Megatron-FSDP's own offsets.
+Extents and layouts as numbers, and DTensors cut as Megatron-FSDP cuts them (shardmuon.testing.layouts), which need no
+package; then what the megatron-fsdp package (0.6.1) really builds, v1 and v2, on CPUs with a stand-in for torch.cuda.
+There the reference is shardmuon on one process, given the gradients that Megatron-FSDP reduced, put together by
+Megatron-FSDP's own offsets. That such layouts are audited, clipped and resumed is shown where all layouts are (rows
+"megatron-fsdp" of shardmuon.testing.layouts).
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import logging
+import math
 import os
+import random
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,15 +31,298 @@ import torch.distributed.checkpoint as dcp
 from megatron_gpt import import_megatron_fsdp
 from standin_cuda import cuda_on_cpu
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from shardmuon import Muon, clip_grad_norm_, param_groups
+from shardmuon.layout.engines import engine_of
+from shardmuon.layout.mesh import AxisCut, Extent, pieces_of_extents
+from shardmuon.layout.pieces import FlatRange
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import matrix_view
+from shardmuon.testing.layouts import buffer_layout, mesh_of, row_ranges, shard_like_megatron
 from shardmuon.testing.pool import RankPool, get_pool
 
-pytestmark = pytest.mark.skipif(
+needs_package = pytest.mark.skipif(
     importlib.util.find_spec("megatron_fsdp") is None, reason="megatron-fsdp is not installed (docs/megatron.md)"
 )
+
+# ------------------------------------------------------------------------------------------------ as numbers alone
+
+
+def _random_units(count: int) -> Iterator[tuple[list[tuple[int, ...]], int]]:
+    rng = random.Random(0)
+    for _ in range(count):
+        dims = [rng.choice((1, 2, 2, 2, 3)) for _ in range(rng.randint(1, 7))]
+        yield (
+            [tuple(rng.choice((1, 2, 3, 4, 5, 6, 8, 12)) for _ in range(n)) for n in dims],
+            rng.choice((1, 2, 3, 4, 8)),
+        )
+
+
+def test_shards_of_a_buffer_hold_whole_rows_and_every_row_once() -> None:
+    for shapes, num_shards in _random_units(300):
+        starts, total = buffer_layout(shapes, num_shards)
+        taken = sorted((a, a + math.prod(shape)) for a, shape in zip(starts, shapes, strict=True))
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(taken))
+        assert total % num_shards == 0
+        assert taken[-1][1] <= total
+        for shape, ranges in zip(shapes, row_ranges(shapes, num_shards), strict=True):
+            held = sorted(r for r in ranges if r[0] < r[1])
+            assert [row for a, b in held for row in range(a, b)] == list(range(shape[0]))
+
+
+@needs_package
+def test_the_buffer_is_laid_out_as_the_package_does() -> None:
+    with cuda_on_cpu(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron_fsdp.experimental.layout import GlobalLayout
+
+        for shapes, num_shards in _random_units(300):
+            theirs = GlobalLayout.build(shapes, num_shards)
+            assert (list(theirs.tensor_to_offset), theirs.size) == buffer_layout(shapes, num_shards)
+
+
+def _cut_at_random(rng: random.Random, length: int, parts: int) -> list[tuple[int, int]]:
+    edges = [0, *sorted(rng.randint(0, length) for _ in range(parts - 1)), length]
+    return list(itertools.pairwise(edges))
+
+
+def _tensor_parallel_part(full: Tensor, part: int, parts: int, dim: int, stride: int) -> Tensor:
+    """The part that Megatron's layers keep: a share of each of `stride` equal blocks, one after the other."""
+    return torch.cat([block.chunk(parts, dim)[part] for block in full.chunk(stride, dim)], dim)
+
+
+def _check_content(layout: ParamLayout, full: Tensor, storages: Mapping[int, Tensor]) -> None:
+    for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
+        storage = storages[rank]
+        assert sum(piece.numel for piece, _ in of_rank) == storage.numel()
+        for piece, local in of_rank:
+            if isinstance(piece, FlatRange):
+                assert torch.equal(full.flatten()[piece.start : piece.stop], storage)
+                continue
+            there = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
+            here = tuple(slice(o, o + n) for o, n in zip(local, piece.size, strict=True))
+            assert torch.equal(full[there], storage[here])
+
+
+def _layout_of(
+    extents: Sequence[Extent],
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    ranks: tuple[int, ...],
+    cuts: tuple[AxisCut, ...],
+) -> ParamLayout:
+    held = pieces_of_extents(shape, mesh, ranks, cuts, tuple(extents))
+    return ParamLayout(matrix_view(shape), ranks, held)
+
+
+def test_extents_name_exactly_what_each_rank_stores() -> None:
+    # mesh (replica, outer, inner, tensor parallel); any rows on any rank; TP on rows or columns, also in strides
+    rng = random.Random(1)
+    for _ in range(200):
+        sizes = [rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 2)]
+        num_parts, stride, dim = sizes[3], rng.choice((1, 1, 2)), rng.randint(0, 1)
+        shape = [rng.randint(1, 9), rng.randint(1, 5)]
+        shape[dim] *= num_parts * stride
+        full = torch.arange(float(math.prod(shape))).view(shape)
+        flat = dim == 0 and stride == 1 and rng.random() < 0.3
+        storages: dict[int, Tensor] = {}
+        extents: list[Extent] = []
+        edges: dict[int, list[tuple[int, int]]] = {}
+        for rank, (_, outer, inner, part) in enumerate(itertools.product(*(range(n) for n in sizes))):
+            kept = _tensor_parallel_part(full, part, num_parts, dim, stride)
+            whole = kept.flatten() if flat else kept
+            cut = edges.setdefault(part, _cut_at_random(rng, len(whole), sizes[1] * sizes[2]))
+            start, stop = cut[inner * sizes[1] + outer]
+            storages[rank] = whole[start:stop].clone()
+            known = start * (1 if flat else kept.shape[1]) if rng.random() < 0.5 else -1
+            extents.append(Extent(tuple(storages[rank].shape), known))
+        cuts = (AxisCut(3, dim, True, stride), AxisCut(2, 0), AxisCut(1, 0))
+        if num_parts == 1 and stride == 1:
+            cuts = cuts[1:]
+        ranks = tuple(range(len(extents)))
+        layout = _layout_of(extents, tuple(shape), tuple(sizes), ranks, cuts)
+        _check_content(layout, full, storages)
+
+
+@pytest.mark.parametrize(
+    ("extents", "message"),
+    [
+        ([Extent((3, 4)), Extent((2, 4))], "leave a gap"),
+        ([Extent((3, 4)), Extent((4, 4))], "out of bounds"),
+        ([Extent((3, 4)), Extent((3, 3))], r"rank 5 stores shape \(3, 3\), which is not as wide"),
+        ([Extent((3, 4), 0), Extent((3, 4), 8)], r"rank 5 says that its part begins at element 8.*store 12"),
+        ([Extent((3, 4)), Extent((12,))], r"ranks \[2\] store whole rows of it, ranks \[5\] 1-D runs"),
+        ([Extent((13,)), Extent((12,))], "out of bounds of 24 elements"),
+    ],
+)
+def test_extents_that_do_not_make_the_whole_are_refused(extents: list[Extent], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _layout_of(extents, (6, 4), (2,), (2, 5), (AxisCut(0, 0),))
+
+
+# --------------------------------------------------------------------------------- cut like Megatron-FSDP, without it
+
+SHAPES = {"first": (10, 8), "second": (12, 8), "wide": (4, 16), "few": (2, 8), "bias": (9,)}  # AdamW has the bias
+
+
+def _full(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def _shards(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return shard_like_megatron(full, mesh_of((dist.get_world_size(),), purpose="tests"))
+
+
+class CutJob:
+    """One model cut like Megatron-FSDP's; ranks without rows of a parameter have no gradient of it, as v1 leaves it."""
+
+    def __init__(self) -> None:
+        self.params: dict[str, Any] = {}
+        for name, t in _shards(_full(0)).items():
+            self.params[name] = p = nn.Parameter(t)
+            for key in ("megatron_fsdp_dist_index", "megatron_fsdp_slice"):
+                setattr(p, key, getattr(t, key))
+        matrices = [(name, p) for name, p in self.params.items() if name != "bias"]
+        bias = {"params": [("bias", self.params["bias"])], "use_muon": False}
+        self.optimizer = Muon([{"params": matrices, "lr": 0.1}, bias], lr=1e-3)
+        self.set_gradients(1)
+
+    def set_gradients(self, seed: int) -> None:
+        for name, grad in _shards(_full(seed)).items():
+            self.params[name].grad = grad if grad.to_local().numel() else None
+
+    def step(self, seed: int) -> None:
+        self.set_gradients(seed)
+        self.optimizer.step()
+
+    def is_holder(self, name: str, at: int) -> bool:
+        """True on one of the ranks that store some of a parameter, by its number among them."""
+        holders: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(holders, bool(self.params[name].to_local().numel()))
+        return dist.get_rank() == [rank for rank, holds in enumerate(holders) if holds][at]
+
+    def snapshot(self) -> list[Tensor]:
+        tensors: list[Tensor] = list(self.params.values())
+        tensors += [t for p in self.params.values() for t in self.optimizer.state.get(p, {}).values()]
+        return [engine_of(t).storage(t).clone() for t in tensors]
+
+
+def _lacks_a_gradient(job: CutJob) -> None:
+    if job.is_holder("second", 0):
+        job.params["second"].grad = None
+
+
+def _lies_about_its_place(job: CutJob) -> None:
+    if job.is_holder("second", -1):
+        kept = job.params["second"].megatron_fsdp_slice
+        job.params["second"].megatron_fsdp_slice = slice(kept.start + 8, kept.stop + 8)
+
+
+def _lacks_a_row(job: CutJob) -> None:
+    p = job.params["second"]
+    local = p.to_local().detach()
+    rows = local[: max(0, len(local) - 1)]
+    q = nn.Parameter(DTensor.from_local(rows, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()))
+    job.optimizer.param_groups[0]["params"][1] = q
+
+
+def _is_of_another_kind(key: str) -> Callable[[CutJob], None]:
+    def plant(job: CutJob) -> None:
+        setattr(job.params["second"], key, torch.ones(1))
+        job.params["second"].grad = None
+
+    return plant
+
+
+def _is_misplaced(job: CutJob) -> None:
+    p = job.params["second"]
+    p.grad = DTensor.from_local(torch.ones(12, 8), p.device_mesh, [Partial()], run_check=False)
+
+
+FAULTS: dict[str, tuple[Callable[[CutJob], None], str]] = {
+    "lacks": (_lacks_a_gradient, r"second: ranks .*have no gradient"),
+    "lies": (_lies_about_its_place, r"second: ranks \(0, 1, 2\) store shapes .*says that its part begins at element"),
+    "gap": (_lacks_a_row, r"second: .*leave a gap"),
+    "decoupled": (_is_of_another_kind("decoupled_grad"), r"second: .*use_decoupled_grad=False"),
+    "main_grad": (_is_of_another_kind("main_grad"), r"second: .*shardmuon\.frameworks\.megatron"),
+    "placement": (_is_misplaced, r"second: .*Finish the gradient reduction first"),
+}
+
+
+def _refused(which: str) -> str:
+    plant, words = FAULTS[which]
+    job = CutJob()
+    plant(job)
+    before = job.snapshot()
+    with pytest.raises(ValueError, match=words) as caught:
+        job.optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, job.snapshot(), strict=True))
+    if which == "lacks":
+        for p in job.params.values():
+            p.grad = None
+        with pytest.warns(UserWarning, match="no parameter of this optimizer has a gradient"):
+            job.optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, job.snapshot(), strict=True))
+        job.step(2)  # and it goes on
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("which", FAULTS)
+def test_gradients_parameters_and_rows_that_are_not_the_real_ones_are_refused_on_every_rank(
+    which: str, world3: RankPool
+) -> None:
+    assert len(set(world3.run(_refused, which))) == 1
+
+
+def _in_runs(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """1-D runs of elements that end anywhere in a row."""
+    mesh = mesh_of((dist.get_world_size(),), purpose="tests runs")
+    mesh._shard_order = [0]
+    out: dict[str, Tensor] = {}
+    for i, (name, t) in enumerate(full.items()):
+        start, stop = _cut_at_random(random.Random(i), t.numel(), dist.get_world_size())[dist.get_rank()]
+        local = t.flatten()[start:stop].clone()
+        out[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride())
+    return out
+
+
+def _runs() -> None:
+    full = {name: t for name, t in _full(0).items() if t.ndim > 1}
+    params = {name: nn.Parameter(t) for name, t in _in_runs(full).items()}
+    whole = {name: nn.Parameter(t.clone()) for name, t in full.items()}
+    optimizer, dense = Muon(list(params.items()), lr=0.1), Muon(list(whole.items()), lr=0.1)
+    for seed in (1, 2):
+        grads = {name: t for name, t in _full(seed).items() if name in full}
+        for name, local in _in_runs(grads).items():
+            params[name].grad, whole[name].grad = local, grads[name]
+        optimizer.step()
+        dense.step()
+    wanted = _in_runs({name: q.detach() for name, q in whole.items()})
+    assert all(torch.equal(params[name].to_local(), wanted[name].to_local()) for name in full)
+
+
+def test_runs_that_end_inside_rows_are_whole_matrices_too(world3: RankPool) -> None:
+    world3.run(_runs)
+
+
+def _save_without_offsets(folder: str) -> None:
+    job = CutJob()
+    for p in job.params.values():
+        del p.megatron_fsdp_slice
+    job.step(1)  # the rows of the other ranks are enough for that
+    with pytest.raises(CheckpointException, match="this rank's part of Megatron-FSDP's buffer is not known here"):
+        dcp.save({"optimizer": job.optimizer.state_dict()["state"]}, checkpoint_id=folder)
+
+
+def test_state_of_unknown_offset_is_not_saved_by_placements(world3: RankPool, tmp_path: Path) -> None:
+    world3.run(_save_without_offsets, str(tmp_path))
+
+
+# --------------------------------------------------------------------------------------- as the package builds it
 
 
 class Block(nn.Module):
@@ -167,9 +456,13 @@ class Job:
         self.gather = Gatherer(self.params())
         self.before = self.gather(self.params())
         if self.version == 1:
-            from megatron_fsdp import fully_shard_optimizer
+            self.wrap()
 
-            fully_shard_optimizer(self.optimizer)
+    def wrap(self) -> None:
+        from megatron_fsdp import fully_shard_optimizer
+
+        self.optimizer.zero_grad()
+        fully_shard_optimizer(self.optimizer)
 
     def install(self) -> None:
         """Pass the weights on to the copies that the model computes with, as the package's wrappers of `step` do. That
@@ -199,6 +492,8 @@ class Job:
         if self.version == 1:
             self.model.finish_grad_sync()
         grads = self.gather({name: p.grad for name, p in self.params().items()})
+        norm = torch.cat([t.double().flatten() for t in grads.values()]).norm()
+        assert float(clip_grad_norm_(self.optimizer, 1e9)) == float(norm.float()), "not every row counts once"
         for name, p in self.dense_model.named_parameters():
             p.grad = grads[name]
         self.optimizer.step()
@@ -247,29 +542,32 @@ def _train(form: str) -> None:
         for seed in _seeds(form):
             job.step(seed)
         job.check()
+        if form == "no_shard":
+            job.wrap()  # again, or after loading: it finds state, which must stay as it is
+            job.check()
+            job.step(30)
+            job.check()
         tokens = torch.arange(10).view(2, 5)
         with torch.no_grad():
             assert torch.equal(job.model(tokens), job.dense_model(tokens)), "the update was not passed on"
         assert job.names == [f"blocks.{i}.{w}.weight" for i in (0, 1) for w in ("up", "down")] + ["mixer.weight"]
 
 
-FORMS = [
-    ("optim_grads_params", 3),
-    ("optim_grads_params", 4),
-    ("optim_grads", 4),
-    ("optim", 4),
-    ("no_shard", 4),
-    ("hybrid no_shard", 4),
-    ("hybrid optim_grads_params", 4),
-    ("hybrid optim", 4),
-    ("hybrid shard optim_grads_params", 4),
-    ("v2", 4),
-    ("hybrid v2", 4),
-    ("hybrid shard v2", 4),
-]
-
-
-@pytest.mark.parametrize(("form", "world"), FORMS)
+@needs_package
+@pytest.mark.parametrize(
+    ("form", "world"),
+    [
+        ("optim_grads_params", 3),
+        ("optim_grads", 4),
+        ("optim", 4),
+        ("no_shard", 4),
+        ("hybrid optim_grads_params", 4),
+        ("hybrid shard optim_grads_params", 4),
+        ("v2", 4),
+        ("hybrid v2", 4),
+        ("hybrid shard v2", 4),
+    ],
+)
 def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(form: str, world: int) -> None:
     get_pool(world).run(_train, form)
 
@@ -303,6 +601,7 @@ def _load(form: str, folder: str, dense_model: dict[str, Any], dense: dict[str, 
         job.check()
 
 
+@needs_package
 @pytest.mark.parametrize(
     ("saved", "loaded", "world"),
     [
@@ -320,10 +619,6 @@ def test_a_checkpoint_resumes_with_the_same_bits_on_other_ranks(
 
 
 # ---------------------------------------------------------------------------------- tensor parallel, experts
-
-
-def _tensor_parallel_part(full: Tensor, part: int, parts: int, dim: int, stride: int) -> Tensor:
-    return torch.cat([block.chunk(parts, dim)[part] for block in full.chunk(stride, dim)], dim)
 
 
 class _Bag(nn.Module):
@@ -413,6 +708,7 @@ def _tensor_parallel() -> list[str]:
         return right
 
 
+@needs_package
 def test_tensor_parallel_shards_are_read_as_the_whole_matrix_also_gate_and_up(world4: RankPool) -> None:
     assert {name for right in world4.run(_tensor_parallel) for name in right} == set(_SHARDED)
 
@@ -446,6 +742,7 @@ def _experts() -> tuple[list[str], tuple[int, ...], tuple[int, ...]]:
         return _step_by_hand(wrapped, full, lambda params: [{"params": list(params.items())}]), *groups
 
 
+@needs_package
 def test_experts_are_orthogonalized_within_their_own_data_parallel_group(world4: RankPool) -> None:
     found = world4.run(_experts)
     assert [ranks for *_, ranks in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
@@ -458,79 +755,38 @@ def test_experts_are_orthogonalized_within_their_own_data_parallel_group(world4:
 # ---------------------------------------------------------------------------------------------------- wrapping
 
 
-def _one_group() -> None:
+def _misused() -> None:
     with _megatron():
         from megatron_fsdp import fully_shard
 
         model = Model()
-        optimizer = Muon(param_groups(model, lr=1e-3), lr=1e-3)
+        groups = param_groups(model, lr=1e-3)
+        mesh = _mesh((dist.get_world_size(), 1), ("inner", "tp"))
         with pytest.raises(ValueError, match=r"puts all parameters in one group.* fully_shard_optimizer\(optimizer\)"):
             fully_shard(
                 model,
-                optimizer,
-                device_mesh=_mesh((dist.get_world_size(), 1), ("inner", "tp")),
+                Muon(groups, lr=1e-3),
+                device_mesh=mesh,
                 dp_shard_dim="inner",
                 tp_dim="tp",
                 fsdp_unit_modules=[Block],
                 device=torch.device("cpu"),
             )
-
-
-def test_the_call_that_would_lose_the_routing_is_refused(world4: RankPool) -> None:
-    world4.run(_one_group)
-
-
-def _wrapped_with_state() -> None:
-    """Wrapping again, or after loading, finds state: it must stay as it is."""
-    with _megatron():
-        from megatron_fsdp import fully_shard_optimizer
-
-        job = Job("optim_grads_params")
-        job.step(10)
-        job.optimizer.zero_grad()
-        fully_shard_optimizer(job.optimizer)
-        job.check()
-        job.step(20)
-        job.check()
-
-
-def test_wrapping_an_optimizer_that_has_state_changes_none_of_it(world4: RankPool) -> None:
-    world4.run(_wrapped_with_state)
-
-
-def _raw_parameters() -> None:
-    with _megatron():
         model = Model()
-        groups = param_groups(model, lr=1e-3)
-        wrapped = _wrapped("optim_grads_params", model)
-        optimizer = Muon(groups, lr=1e-3)
-        wrapped(torch.zeros(2, 2, dtype=torch.int64)).sum().backward()
+        optimizer = Muon(param_groups(model, lr=1e-3), lr=1e-3)
+        _wrapped("optim_grads_params", model)(torch.zeros(2, 2, dtype=torch.int64)).sum().backward()
         with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight: it is the copy that Megatron-FSDP computes with"):
             optimizer.step()
 
 
-def test_parameters_from_before_wrapping_are_refused_by_name(world4: RankPool) -> None:
-    world4.run(_raw_parameters)
-
-
-def _norm(form: str) -> None:
-    with _megatron():
-        job = Job(form)
-        job.model(torch.arange(10).view(2, 5)).square().mean().backward()
-        job.model.finish_grad_sync()
-        whole = job.gather({name: p.grad for name, p in job.params().items()})
-        wanted = torch.cat([t.double().flatten() for t in whole.values()]).norm()
-        assert float(clip_grad_norm_(job.optimizer, 1e9)) == float(wanted.float())
-
-
-@pytest.mark.parametrize("form", ["optim_grads_params", "hybrid optim_grads_params", "no_shard"])
-def test_the_gradient_norm_counts_every_row_once(form: str, world4: RankPool) -> None:
-    world4.run(_norm, form)
+@needs_package
+def test_one_group_for_all_and_parameters_from_before_wrapping_are_refused(world4: RankPool) -> None:
+    world4.run(_misused)
 
 
 # ------------------------------------------------------------------------------------------------------ the example
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "megatron_fsdp_training.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_fsdp_training.py"
 
 
 def _all_gather(outputs: list[Tensor], mine: Tensor, group: Any) -> None:
@@ -550,11 +806,13 @@ def _example(hybrid: str) -> bool:
         return bool(module.train(torch.device("cpu"), "optim_grads_params", hybrid, 2, 32, 1))
 
 
+@needs_package
 @pytest.mark.parametrize(("hybrid", "world"), [("none", 2), ("shard", 4)])
 def test_the_example_trains_with_the_bits_of_one_process(hybrid: str, world: int) -> None:
     assert get_pool(world).run(_example, hybrid) == [True] * world
 
 
+@needs_package
 def test_the_example_says_at_once_that_it_needs_gpus() -> None:
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run([sys.executable, EXAMPLE], env=hidden, capture_output=True, text=True, check=False)

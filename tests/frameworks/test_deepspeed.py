@@ -1,0 +1,554 @@
+"""DeepSpeed ZeRO, the real package on CPUs: the update of whole matrices from flat partitions that cut them anywhere,
+what is refused, checkpoints, audits, and faults on one rank. See deepspeed_job.py for what is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import itertools
+import math
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed_job import GROUPS, JOINED, MUON, RUNS, SHAPES, Case, Job, quiet, said_by, started
+from injection import PROMPT, plant_in_all
+from torch import Tensor, nn
+
+from shardmuon import Audit, AuditWarning, Orthogonalizer, Storage, audit, clip_grad_norm_
+from shardmuon.frameworks.deepspeed import host as zero
+from shardmuon.step import update as pipeline
+from shardmuon.testing import RankPool
+from shardmuon.testing.frameworks import whole_momentum
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: shardmuon[deepspeed]"),
+]
+
+
+@pytest.fixture(scope="module")
+def two(deepspeed_pools: dict[int, RankPool]) -> RankPool:
+    return deepspeed_pools[2]
+
+
+# what an audit finds it finds in this arithmetic
+FP32: dict[str, Any] = {"orthogonalizer": Orthogonalizer(dtype=torch.float32)}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+ROUND_ROBIN = {"round_robin_gradients": True}
+
+# ------------------------------------------------------------------------------------------- the dense update
+
+STRADDLING = [Case(1), Case(2, "gram", accumulate=2, zero=OFFLOAD), Case(3)]
+# One start of DeepSpeed for several settings that do not hinder each other; each setting that docs/deepspeed.md names.
+CASES = [
+    *((2, case) for case in STRADDLING),
+    (4, Case(0, accumulate=2)),
+    (3, Case(0, dtype="bf16")),  # whose wrapper steps with zero gradients while it is made
+    (2, Case(1, zero=ROUND_ROBIN, accumulate=2)),
+    (3, Case(1, zero={"reduce_scatter": False, "parameter_alignment": True})),
+    (4, Case(1, "gram", zero={**ROUND_ROBIN, **OFFLOAD, "parameter_alignment": True})),
+    (3, Case(1, dtype="bf16", config={"data_types": {"grad_accum_dtype": "fp32"}}, accumulate=2)),  # BF16_Optimizer
+    (2, Case(2, "gram", zero={**ROUND_ROBIN, "contiguous_gradients": False}, accumulate=2)),
+    (3, Case(2, zero={**ROUND_ROBIN, "overlap_comm": True, "reduce_bucket_size": 1000, "parameter_alignment": True})),
+    (4, Case(2, zero={"reduce_scatter": False, "contiguous_gradients": False})),
+    (3, Case(2, dtype="bf16", zero={**ROUND_ROBIN, **OFFLOAD}, accumulate=2)),
+    (2, Case(0, dtype="fp16", config={"fp16": {"loss_scale": 1}})),
+    (2, Case(1, dtype="fp16", config={"fp16": {"loss_scale": 1}})),
+    (3, Case(2, dtype="fp16", zero=ROUND_ROBIN, config={"fp16": {"loss_scale": 1024}})),
+    (4, Case(2, dtype="fp16", accumulate=2, config={"fp16": {"loss_scale": 0, "initial_scale_power": 8}})),
+    (3, Case(3, dtype="fp16", config={"fp16": {"loss_scale": 1024}})),
+    (
+        2,
+        Case(3, "gram", zero={"sub_group_size": 1000, "overlap_comm": False, "reduce_bucket_size": 1000}, accumulate=2),
+    ),
+    (3, Case(3, zero={"reduce_scatter": False}, zero_init=True)),
+    (4, Case(3, dtype="bf16", zero={**OFFLOAD, "offload_param": {"device": "cpu"}})),
+    (4, Case(2, clip=1.0, accumulate=2, zero=OFFLOAD)),
+    (3, Case(3, "gram", clip=1.0)),
+]
+
+
+def _stepped(case: Case) -> float:
+    steps = 1 if case.clip else 2
+    with started(case) as job:
+        for number in range(steps):
+            job.step(number)
+        job.check()
+        # The reference has moved: there is something to be wrong about. A step of lr 0.02 on a row, whose length
+        # becomes 0.68 or more, moves it by 0.0136.
+        assert min(float((job.dense.get_parameter(n) - job.start[n]).norm()) for n in MUON) > 0.013
+        if case.clip:
+            assert float(job.engine.get_global_grad_norm()) > 2 * case.clip
+        if case in STRADDLING:
+            _check_straddling(job)
+        return job.optimizer.traffic.orthogonalized / steps
+
+
+def _check_straddling(job: Job) -> None:
+    """A matrix lies on both ranks, the plans list them all, momentum is kept once, and DeepSpeed's own function shows
+    the dense one's."""
+    mine = {n: part for known in job.host._flats.values() for n, part in zip(known.names, known.slices, strict=True)}
+    ranks: list[Any] = [None] * 2
+    held = {name: (part.start, part.start + part.numel) for name, part in mine.items() if part.numel}
+    dist.all_gather_object(ranks, (held, "\n".join(map(str, job.optimizer.plans))))
+    (parts, plan), (others, same) = ranks
+    assert plan == same and all(f"{name}[" in plan or f"\n{name} " in plan for name in MUON)
+    for name in MUON:
+        edges = sorted(of[name] for of in (parts, others) if name in of)
+        assert (
+            edges[0][0] == 0 and edges[-1][1] == math.prod(SHAPES[name]) and edges[0][1] in (edges[-1][0], edges[-1][1])
+        )
+    assert "b" in parts and "b" in others
+    if job.case.stage < 3:
+        groups = [group for group in job.optimizer.param_groups if group["use_muon"]]
+        padded = torch.tensor(sum(job.optimizer.state[g["params"][0]]["exp_avg"].numel() for g in groups))
+        dist.all_reduce(padded)
+        assert padded - sum(math.prod(SHAPES[n]) for n in MUON) < 4 * 8  # padding of four groups
+    for name in job.trained:
+        key = "exp_avg" if name == "v" else "momentum_buffer"
+        dense = job.reference.state[job.dense.get_parameter(name)][key]
+        assert torch.equal(whole_momentum(getattr(job.net, name)), dense), name
+
+
+@pytest.mark.parametrize(("world", "case"), CASES, ids=str)
+def test_flat_partitions_get_the_dense_update_at_every_setting(
+    deepspeed_pools: dict[int, RankPool], world: int, case: Case
+) -> None:
+    """Each matrix once in the job; ranks do not know of each other at stage 0."""
+    assert sum(deepspeed_pools[world].run(_stepped, case)) == (RUNS * world if case.stage == 0 else RUNS)
+
+
+def _scheduled(stage: int) -> None:
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 4}}
+    with started(Case(stage, config={"scheduler": warmup})) as job:
+        for number in range(3):
+            for mine, theirs in zip(job.reference.param_groups, job.optimizer.param_groups, strict=True):
+                mine["lr"] = theirs["lr"]
+            job.step(number)
+        assert job.optimizer.param_groups[0]["lr"] not in (0.02, 0.0)
+        job.check()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_schedule_of_the_configuration_reaches_the_update(two: RankPool, stage: int) -> None:
+    two.run(_scheduled, stage)
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+def _nothing(net: Any) -> None:
+    pass
+
+
+def _marked(net: Any) -> None:
+    net.a.ds_is_replaced_module = True
+
+
+def _marked_on_one_rank(net: Any) -> None:
+    if dist.get_rank() == 1:
+        _marked(net)
+
+
+def _replaced(net: Any) -> None:
+    """Replace a layer's weight as AutoTP does: another parameter, a part of the first, in its place."""
+    net.a = nn.Parameter(net.a.detach()[:24].clone())
+
+
+def _first_step(case: Case, change: Callable[[Any], object], options: dict[str, Any]) -> str:
+    """Text of what initializing and a first step raise, which changes nothing; "": nothing, and then it steps."""
+    said = ""
+
+    def first() -> None:
+        nonlocal said
+        with started(case, change=change, **options) as job:
+            before, ran = job.weights(), job.optimizer.traffic.orthogonalized
+            said = job.said()
+            unchanged = all(torch.equal(before[n], w) for n, w in job.weights().items())
+            assert unchanged == bool(said) == (job.optimizer.traffic.orthogonalized == ran)
+
+    return said_by(first) or said
+
+
+BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+MASTERS = Case(1, config={"bf16": BF16_MASTERS})
+STORED = "DeepSpeed keeps and offloads state"
+AT_ZERO_0 = "ValueError: at ZeRO 0 with fp16 DeepSpeed"  # divides by a scale that it has not multiplied the loss by
+REFUSED: list[tuple[Case, Callable[[Any], object], dict[str, Any], str]] = [
+    *(
+        (case, change, {}, words)
+        for case in (Case(0, dtype="bf16"), Case(1), Case(2, dtype="bf16"), Case(3))
+        for change, words in ((_marked, "is a tensor-parallel shard"), (_replaced, "AutoTP, AutoEP"))
+    ),
+    (Case(1), _marked_on_one_rank, {}, "is a tensor-parallel shard"),
+    (Case(1), _nothing, {"storage": Storage(momentum_dtype="int8")}, STORED),
+    (MASTERS, _nothing, {"storage": Storage(momentum_dtype=torch.float32)}, "bf16_master_weights_and_grads"),
+    (MASTERS, _nothing, {}, ""),
+    *((Case(0, dtype="fp16", config={"fp16": {"loss_scale": scale}}), _nothing, {}, AT_ZERO_0) for scale in (0, 1000)),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "options", "words"), REFUSED, ids=str)
+def test_what_may_be_a_part_of_a_matrix_or_cannot_be_exact_is_refused_on_all(
+    two: RankPool, case: Case, change: Any, options: dict[str, Any], words: str
+) -> None:
+    for said in two.run(_first_step, case, change, options):
+        assert words in said
+        assert bool(words) == bool(said)
+
+
+# ------------------------------------------------------------------------------------------- checkpoints
+
+
+def _resumed(case: Case, folder: str) -> None:
+    """Four steps with an audit each, a checkpoint and a new start between: those of one process."""
+    audits = {"audit": Audit(every=1, samples=2), **FP32}
+    with started(case, **audits) as job:
+        for number in range(4):
+            job.step(number)
+            if number == 1:
+                job.engine.save_checkpoint(folder, tag="here")
+        job.check()
+        expected = job.weights()
+    with started(case, **audits) as again:
+        again.engine.load_checkpoint(folder, tag="here")
+        for number in range(2, 4):
+            again.train(number)
+        assert [n for n, w in again.weights().items() if not torch.equal(w, expected[n])] == []
+
+
+SMALL = {"reduce_bucket_size": 500}
+SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, **SMALL}
+
+
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        (2, Case(2, dtype="bf16")),
+        (2, Case(3, dtype="bf16")),
+        (3, Case(1, accumulate=2, zero={**ROUND_ROBIN, **OFFLOAD, **SMALL})),
+        (4, Case(2, accumulate=2, zero={**ROUND_ROBIN, "contiguous_gradients": False, **SMALL})),
+        (3, Case(3, accumulate=2, zero=SUB_GROUPS)),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_resumes_bit_for_bit_with_every_step_audited(
+    deepspeed_pools: dict[int, RankPool], world: int, case: Case, tmp_path: Path
+) -> None:
+    """Some with buckets smaller than a matrix."""
+    deepspeed_pools[world].run(_resumed, case, str(tmp_path))
+
+
+Saved = dict[str, tuple[Tensor, dict[str, Tensor]]]  # name -> weight and state
+
+
+def _save(case: Case, folder: str, variant: str | None) -> Saved:
+    """Two steps, then a checkpoint, also a universal one: the dense model's weights and state."""
+    with started(case, variant=variant) as job:
+        for number in range(2):
+            job.step(number)
+        job.engine.save_checkpoint(folder, tag="here")
+        named = [(name, job.dense.get_parameter(name)) for name in job.trained]
+        saved = {name: (p.detach().clone(), dict(job.reference.state[p])) for name, p in named}
+    if dist.get_rank() == 0:  # DeepSpeed's tool, which is started as a program as a rule
+        with quiet(), contextlib.redirect_stdout(io.StringIO()):
+            tool = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+            arguments = f"--input_folder {folder}/here --output_folder {folder}/universal --inject_missing_state"
+            workers = "--num_extract_workers 1 --num_merge_workers 1"
+            with mock.patch.object(sys, "argv", f"ds_to_universal {arguments} {workers}".split()):
+                tool.main(tool.parse_arguments())
+    dist.barrier()
+    return saved
+
+
+def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
+    """Load a universal checkpoint: two more steps are the dense ones, each group has its own options and counts."""
+    with started(replace(case, config={"checkpoint": {"load_universal": True}}), variant=variant) as job:
+        if variant:
+            job.step(5)  # what this has kept is forgotten
+        job.engine.load_checkpoint(folder, tag="universal", load_module_strict=False)
+        job.step_dense(7)  # has state now, whose values are replaced
+        for name, (weight, state) in saved.items():
+            p = job.dense.get_parameter(name)
+            p.data.copy_(weight)
+            for key, value in state.items():
+                job.reference.state[p][key].copy_(value)
+        job.begin()
+        for number in (7, 8):
+            job.step(number)
+        job.check()
+        assert [g["lr"] for g in job.optimizer.param_groups] == [options["lr"] for _, options in case.groups]
+        for states in (job.optimizer.state.values(), job.reference.state.values()):
+            assert {float(state["step"]) for state in states if "step" in state} == {4.0}
+        kept = [t for state in job.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        assert len({t.untyped_storage().data_ptr() for t in kept}) == len(kept), "flats share state"
+
+
+# DeepSpeed gives groups the options of the checkpoint's in their order, at stage 3 those of its first to all: here
+# AdamW's.
+TURNED = [*JOINED[2:], *JOINED[:2]]
+
+
+@pytest.mark.parametrize(
+    ("world", "saved", "case", "variant"),
+    [
+        (4, JOINED, Case(1, groups=JOINED), "normuon+hyperball"),
+        (4, JOINED, Case(2, groups=JOINED), None),
+        (4, JOINED, Case(3, groups=JOINED), "normuon+hyperball"),
+        (2, TURNED, Case(1, groups=JOINED), None),
+        (2, TURNED, Case(3, groups=JOINED), None),
+        (2, TURNED, Case(3, groups=TURNED, named=False), None),
+    ],
+    ids=["1 variant", "2", "3 variant", "1 turned", "3 turned", "3 unnamed"],
+)
+def test_a_universal_checkpoint_goes_on_with_other_ranks_and_every_groups_own_options(
+    deepspeed_pools: dict[int, RankPool], world: int, saved: Any, case: Case, variant: str | None, tmp_path: Path
+) -> None:
+    found = deepspeed_pools[2].run(_save, replace(case, groups=saved), str(tmp_path), variant)[0]
+    deepspeed_pools[world].run(_load, case, str(tmp_path), found, variant)
+
+
+def _goes_on(job: Job, number: int) -> None:
+    """After what was refused: DeepSpeed's gradients are dropped, and a step is the dense one."""
+    job.engine.optimizer.zero_grad()
+    job.step(number)
+    job.check(MUON)
+
+
+def _load_fails(stage: int, folder: str) -> None:
+    """A checkpoint that rank 1 alone cannot load, as a group of its optimizer's state is lost: what loading says, what
+    the next steps say; and how it goes on from the same checkpoint, mended."""
+    with started(Case(stage)) as job:
+        job.step(0)
+        job.engine.save_checkpoint(folder, tag="here")
+        path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
+        whole = path.read_bytes()
+        if dist.get_rank() == 1:
+            saved = torch.load(path, weights_only=False)
+            state = saved["optimizer_state_dict"]
+            state = state["base_optimizer_state"] if stage < 3 else state["optimizer_state_dict"]
+            state["param_groups"].pop()
+            torch.save(saved, path)
+        dist.barrier()
+        began = time.monotonic()
+        loading = said_by(lambda: job.engine.load_checkpoint(folder, tag="here"))
+        assert loading.startswith("ValueError") and "parameter group" in loading
+        for number in (1, 2):
+            assert job.said(number).startswith("ExchangeError: an earlier step was broken off")
+        assert time.monotonic() - began < PROMPT
+        path.write_bytes(whole)
+        dist.barrier()
+        job.engine.load_checkpoint(folder, tag="here")
+        _goes_on(job, 1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_that_one_rank_cannot_load_is_refused_on_all(two: RankPool, stage: int, tmp_path: Path) -> None:
+    """Others are in DeepSpeed's own collectives by then, or train on what they have loaded."""
+    two.run(_load_fails, stage, str(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------- audits and the model
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """Findings of audits that warn."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AuditWarning)
+        yield found
+    found += [str(w.message) for w in caught if w.category is AuditWarning]
+
+
+def _halved() -> AbstractContextManager[object]:
+    """Half of every update."""
+    original = pipeline.apply_
+
+    def apply_(params: Any, updates: Any, *rest: Any, **options: Any) -> Any:
+        return original(params, [0.5 * u for u in updates], *rest, **options)
+
+    return mock.patch.object(pipeline, "apply_", apply_)
+
+
+def _audited(stage: int) -> None:
+    with started(Case(stage), audit=Audit(every=1, samples=4, action="warn"), **FP32) as job:
+        for number, plant in enumerate((nullcontext, _halved)):
+            with _heard() as found, plant():
+                job.train(number)
+            # half of a matrix of two elements may look like another fault, too
+            names = {text.split(": ")[2] for text in found if ": tiny: " not in text}
+            assert bool(names) == number
+            assert names <= {"clipped_update", "scale_wrong", "update_differs"}
+        known = next(iter(job.host._flats.values()))
+        with _heard() as found:
+            known.flat.data.narrow(0, known.slices[0].offset, 1).add_(1.0)  # what an update elsewhere would leave
+            job.train(2)
+        assert any("weights_elsewhere" in text for text in found)
+        calls: list[tuple[Callable[[], object], str]] = [
+            (job.optimizer.prepare, "optimizer.plans"),
+            (lambda: audit(job.optimizer), r"Audit\(every=N\)"),
+            (lambda: clip_grad_norm_(job.optimizer, 1.0), "gradient_clipping"),
+            (lambda: clip_grad_norm_(job.net.parameters(), 1.0), "gradient_clipping"),
+            (lambda: job.optimizer.plan, r"optimizer\.plans"),
+        ]
+        for refused, words in calls:
+            with pytest.raises((ValueError, AttributeError), match=words):
+                refused()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_audits_see_whole_matrices_through_partitions_and_weights_that_are_elsewhere(two: RankPool, stage: int) -> None:
+    two.run(_audited, stage)
+
+
+def _unlike_model(stage: int, written: bool) -> None:
+    """A weight that was written to the model alone, on one rank (`written`), or set by DeepSpeed's function alone; then
+    what the error says has been done. Stage 3 has no `update_lp_params`."""
+    with started(Case(stage)) as job:
+        import deepspeed
+
+        e, inner = job.net.e, job.engine.optimizer
+        wanted = job.dense.e.detach() * 2 if written else job.dense.e.detach().flip(0).clone()
+        own = e if stage < 3 else e.ds_tensor
+        if not written:
+            deepspeed.utils.safe_set_full_fp32_param(e, wanted)
+        elif dist.get_rank() == 1:
+            own.data.mul_(2)
+        said = job.said()
+        assert re.match(r"ValueError: ranks? [01,]+: e: the fp32 weights that DeepSpeed steps", said)
+        assert ("update_lp_params()" in said) == (stage < 3)
+        assert ("GatheredParameters([p], modifier_rank=0)" in said) == (stage == 3)
+        assert "engine.optimizer.refresh_fp32_params()" in said
+        if written and dist.get_rank() == 0:
+            own.data.mul_(2)
+        elif not written and stage == 3:
+            with deepspeed.zero.GatheredParameters([e], modifier_rank=0):
+                e.data.copy_(wanted)
+        if written or stage == 3:
+            inner.refresh_fp32_params()
+        else:
+            inner.update_lp_params()
+        job.dense.e.data.copy_(wanted)
+        job.begin()
+        job.step(0)
+        job.check()
+
+
+@pytest.mark.parametrize(("stage", "written"), [(2, True), (3, True), (1, False), (3, False)])
+def test_weights_that_only_one_side_has_are_refused_with_a_way_that_there_is(
+    two: RankPool, stage: int, written: bool
+) -> None:
+    two.run(_unlike_model, stage, written)
+
+
+# ------------------------------------------------------------------------------------------- all or nothing
+
+
+def _adamw_raises() -> AbstractContextManager[object]:
+    original = zero.step_adamw
+
+    def fails(groups: Any, *args: Any) -> None:
+        if dist.get_rank() == 1 and any(not group["use_muon"] and group["params"] for group in groups):
+            raise ValueError("planted in AdamW")
+        original(groups, *args)
+
+    return mock.patch.object(zero, "step_adamw", fails)
+
+
+def _out_of_memory() -> AbstractContextManager[object]:
+    return mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory"))
+
+
+AUDITED: dict[str, Any] = {"audit": Audit(every=1, samples=2), **FP32}
+
+
+def _broken(
+    stage: int, options: dict[str, Any], plant: Callable[[], AbstractContextManager[object]], words: str, folder: str
+) -> None:
+    with started(Case(stage), **options) as job:
+        job.step(0)
+        job.engine.save_checkpoint(folder)
+        began = time.monotonic()
+        with plant():
+            assert re.match(words.split(" or ")[-dist.get_rank()], job.said(1), re.DOTALL)
+            assert job.said(2).startswith("ExchangeError: an earlier step was broken off")
+        assert time.monotonic() - began < PROMPT
+        assert len(job.optimizer.param_groups) == len(GROUPS)
+        job.engine.load_checkpoint(folder)
+        _goes_on(job, 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "plant", "words"),
+    [
+        (3, {}, _out_of_memory, "ExchangeError: .*out of memory"),
+        # of rank 1 in a call for AdamW's group alone: rank 0 is at Muon's next group by then, and fails at once
+        (1, {}, _adamw_raises, "ExchangeError: .*does not answer or ValueError: planted in AdamW"),
+        # between two groups
+        (1, AUDITED, _halved, "AuditError"),
+        (3, AUDITED, _halved, "AuditError"),
+    ],
+)
+def test_a_training_step_that_broke_off_is_the_last_until_a_checkpoint_is_loaded(
+    two: RankPool, stage: int, options: dict[str, Any], plant: Any, words: str, tmp_path: Path
+) -> None:
+    two.run(_broken, stage, options, plant, words, str(tmp_path))
+
+
+def _option(index: int, key: str, value: Any) -> Callable[[Job], AbstractContextManager[object]]:
+    return lambda job: mock.patch.dict(job.host.groups[index][0], {key: value})
+
+
+def _short_momentum(job: Job) -> AbstractContextManager[object]:
+    flat = next(flat for flat, s in job.optimizer.state.items() if s["exp_avg_sq"].stride() == (0,))
+    return mock.patch.dict(job.optimizer.state[flat], {"exp_avg": torch.zeros(3)})
+
+
+OF_ONE_RANK = [
+    ("lr", _option(2, "lr", math.nan)),
+    ("betas", _option(2, "betas", (0.9,))),
+    ("momentum of a ZeRO partition", _short_momentum),
+    ("planted in show", lambda job: mock.patch.object(zero.Flat, "show", side_effect=RuntimeError("planted in show"))),
+]
+
+
+def _faults_on_one_rank(stage: int) -> None:
+    """Options, momentum, and an exception in any function, also in those that find what flats hold."""
+    with started(Case(stage)) as job:
+        job.step(0)
+        for words, plant in OF_ONE_RANK:
+            with plant(job) if dist.get_rank() == 1 else nullcontext():
+                said = job.said(1)
+            assert said.startswith("ValueError") and words in said
+            job.engine.optimizer.zero_grad()
+        numbers, original, host = itertools.count(1), job.optimizer.step, job.host
+
+        def step(*args: Any, **options: Any) -> Any:
+            if host._num_stepped in (0, len(host._flats)):  # as if state had been loaded
+                vars(host).update(_flats={}, _unchecked=True, _num_stepped=0)
+            return original(*args, **options)
+
+        job.optimizer.step = step  # type: ignore[method-assign]
+        known, passed = plant_in_all(job.optimizer, lambda: job.step(next(numbers)))
+        assert {"_attach", "_begin", "slices_of", "make_shard", "differs_from_model", "refuse_params"} <= {*known}
+        assert passed == []
+        job.check()  # and nothing had changed
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_goes_wrong_on_one_rank_before_the_agreement_is_raised_on_all(two: RankPool, stage: int) -> None:
+    two.run(_faults_on_one_rank, stage)

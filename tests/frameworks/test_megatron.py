@@ -1,0 +1,549 @@
+"""shardmuon inside Megatron-core (0.19) on CPUs: its own GPT model, gradient buffers, wrappers and distributed
+optimizer, whose fp32 shards cut matrices anywhere, and its parallel layers. The reference is shardmuon on one process
+with the whole matrices and gradients, whose sums are exact in any order."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pathlib
+import queue
+import random
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from injection import plant_in_all
+from megatron_gpt import Job, gpt, megatron, needs_megatron, optimizer_config, shards_of
+from torch import Tensor, nn
+
+from shardmuon import ExchangeError, Muon, Storage, audit, clip_grad_norm_, param_groups
+from shardmuon.frameworks.megatron import get_megatron_optimizer
+from shardmuon.step import update as pipeline
+from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing.layouts import flat_ranges
+
+VARIANT = {"variant": "normuon+hyperball"}
+STILL = {"weight_decay": 0.0}  # Hyperball knows no decay
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 6,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_grouped_gemm": False,
+}
+TP = {"tensor_model_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2}
+EP_WITHOUT_TP = {**TP, **EP, "expert_tensor_parallel_size": 1}
+INSTANCES = {"num_distributed_optimizer_instances": 2}
+STAGES = {"pipeline_model_parallel_size": 2}
+
+
+def job(
+    sizes: dict[str, int],
+    dtype: torch.dtype = torch.bfloat16,
+    distributed: bool = True,
+    ddp: dict[str, Any] | None = None,
+    **options: Any,
+) -> Job:
+    """A job on Megatron's groups of these sizes."""
+    instances = {key: value for key, value in sizes.items() if key.startswith("num_distributed")}
+    layers = {key: value for key, value in sizes.items() if key not in instances}
+    experts = EXPERTS if any(key.startswith("expert") for key in sizes) else {}
+    return Job(dtype, distributed, ddp={**instances, **(ddp or {})}, **layers, **experts, **options)
+
+
+# --------------------------------------------------------------------------------------------- the dense update
+
+
+def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: dict[str, Any]) -> dict[str, Any]:
+    """Three steps that are the dense optimizer's; what was done here, and what Megatron says that this rank holds."""
+    with megatron(**sizes):
+        made = job(sizes, dtype, distributed, ddp=ddp)
+        for step in range(3):
+            made.step(step)
+        matrices = {n for muon in made.muons for g in muon.param_groups if g["use_muon"] for n in g["param_names"]}
+        return {
+            "runs": [muon.traffic.orthogonalized for muon in made.muons],
+            "plans": [
+                [str(ranks) for plan in muon.plans for ranks in sorted({b.ranks for b in plan.buckets if b.exchange})]
+                for muon in made.muons
+            ],
+            "held": {n: held for n, held, _ in shards_of(made.optimizer) if n in matrices},
+            "cols": {name: p.shape[-1] for name, p in made.params.items()},
+            "matrices": matrices,
+            "num_buckets": sum(len(buffer.buckets) for buffer in made.models[0].buffers),
+            "strides": {name: cut.stride for name, cut in made.cuts.items() if cut.num_parts > 1},
+        }
+
+
+def _straddle(ranks: list[dict[str, Any]]) -> None:
+    straddling = [n for n in ranks[0]["matrices"] if sum(n in found["held"] for found in ranks) > 1]
+    assert straddling, "no matrix lies on two ranks"
+    starts = [found["held"][n][0] % found["cols"][n] for n in straddling for found in ranks if n in found["held"]]
+    assert any(starts), "no matrix is cut inside a row"
+    assert any(n not in found["held"] for n in ranks[0]["matrices"] for found in ranks), "each rank holds some of all"
+
+
+def _straddle_in_buckets(ranks: list[dict[str, Any]]) -> None:
+    _straddle(ranks)
+    assert ranks[0]["num_buckets"] > 1
+
+
+def _two_instances(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["held"] == ranks[2]["held"] != ranks[1]["held"] == ranks[3]["held"]
+
+
+def _tensor_parallel(ranks: list[dict[str, Any]]) -> None:
+    layer = "decoder.layers.0"
+    assert {name: stride for name, stride in ranks[0]["strides"].items() if layer in name} == {
+        f"{layer}.self_attention.linear_proj.weight": 1,
+        f"{layer}.self_attention.linear_qkv.weight": 1,
+        f"{layer}.mlp.linear_fc1.weight": 2,  # gate and up
+        f"{layer}.mlp.linear_fc2.weight": 1,
+    }
+    if ranks[0]["held"]:  # ranks 0 and 2 share the shards of one tensor-parallel rank
+        assert any(n in ranks[0]["held"] and n in ranks[2]["held"] for n in ranks[0]["matrices"])
+
+
+def _two_stages(ranks: list[dict[str, Any]]) -> None:
+    assert [found["plans"] for found in ranks] == [[["(0, 1)"]], [["(0, 1)"]], [["(2, 3)"]], [["(2, 3)"]]]
+
+
+def _experts_over(ranks: list[dict[str, Any]], of_experts: str) -> None:
+    assert ranks[0]["plans"] == [["(0, 1, 2, 3)"], [of_experts]]
+    assert sum(found["runs"][1] for found in ranks) == 3 * 2 * 6  # fc1 and fc2 of each expert, once in the job
+
+
+def _experts_in_pairs(ranks: list[dict[str, Any]]) -> None:
+    _experts_over(ranks, "(0, 2)")
+
+
+def _experts_everywhere(ranks: list[dict[str, Any]]) -> None:
+    _experts_over(ranks, "(0, 1, 2, 3)")
+
+
+DENSE = 3 * 6  # q, k, v, proj, fc1, fc2: once in the job, not on every replica
+JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], int, Any]] = [
+    (2, {}, torch.float32, False, {}, DENSE, None),
+    (2, {}, torch.bfloat16, False, {}, DENSE, None),
+    (2, {}, torch.bfloat16, True, {}, DENSE, _straddle),
+    (3, {}, torch.float32, True, {}, DENSE, _straddle),
+    (4, {}, torch.bfloat16, True, {"overlap_grad_reduce": True, "bucket_size": 2500}, DENSE, _straddle_in_buckets),
+    (4, INSTANCES, torch.float32, True, {}, DENSE, _two_instances),
+    (4, TP, torch.bfloat16, False, {}, DENSE, _tensor_parallel),
+    (4, TP, torch.float32, True, {}, DENSE, _tensor_parallel),
+    (4, STAGES, torch.float32, True, {}, 2 * DENSE, _two_stages),
+    (4, EP, torch.float32, True, {}, 3 * 4, _experts_in_pairs),
+    (4, EP_WITHOUT_TP, torch.float32, False, {}, 3 * 4, _experts_in_pairs),
+    (4, {"expert_tensor_parallel_size": 2}, torch.float32, True, {}, 3 * 4, _experts_everywhere),
+]
+
+
+@needs_megatron
+@pytest.mark.parametrize(("world", "sizes", "dtype", "distributed", "ddp", "runs", "check"), JOBS)
+def test_weights_and_main_weights_get_the_dense_update(
+    world: int,
+    sizes: dict[str, int],
+    dtype: torch.dtype,
+    distributed: bool,
+    ddp: dict[str, Any],
+    runs: int,
+    check: Callable[[list[dict[str, Any]]], None] | None,
+) -> None:
+    ranks = get_pool(world).run(_train, sizes, dtype, distributed, ddp)
+    assert sum(found["runs"][0] for found in ranks) == runs
+    if check is not None:
+        check(ranks)
+
+
+def _scaled(distributed: bool) -> None:
+    """Steps in fp16: two that count, one that overflows on one rank, two more."""
+    scaler = {"initial_loss_scale": 2.0**10, "min_loss_scale": 1.0, "loss_scale_window": 2, "hysteresis": 1}
+    with megatron():
+        made = job({}, torch.float16, distributed, config=scaler)
+        for step, scale in enumerate((2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11)):
+            before, used = made.whole(), float(made.optimizer.get_loss_scale())
+            if step == 2:
+                assert not made.train(step, used, spoil=True)
+                assert all(torch.equal(before[name], p) for name, p in made.params.items())
+            else:
+                made.step(step, scale=used)
+            assert float(made.optimizer.get_loss_scale()) == scale
+
+
+@needs_megatron
+@pytest.mark.parametrize("distributed", [False, True])
+def test_fp16_steps_are_unscaled_and_an_overflow_on_one_rank_skips_the_step_on_all(
+    distributed: bool, world2: RankPool
+) -> None:
+    world2.run(_scaled, distributed)
+
+
+def _looked_into() -> None:
+    with megatron():
+        made = job({}, torch.float32, config={"clip_grad": 1.0})
+        model, muon = made.models[0], made.muons[0]
+        planned = str(muon.prepare())
+        check = audit(muon, samples=100)
+        tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
+        mask = torch.triu(torch.ones(1, 1, 8, 8, dtype=torch.bool), 1)
+        model(tokens, torch.arange(8).expand(2, 8), mask, labels=tokens).float().mean().backward()
+        model.finish_grad_sync()
+        assert made.optimizer.step()[:1] == (True,)
+        with pytest.raises(ValueError, match="clip_grad in OptimizerConfig"):
+            clip_grad_norm_(muon, 1.0)
+        assert str(muon.plan) == planned
+        assert [str(finding) for finding in check.report.findings] == []
+        assert len(check.report.matrices) == 6
+
+
+@needs_megatron
+def test_flat_shards_can_be_planned_and_audited_but_are_clipped_by_megatron(world2: RankPool) -> None:
+    """Of a real backward pass."""
+    world2.run(_looked_into)
+
+
+def _chunks() -> None:
+    with megatron():
+        sharded = {"use_distributed_optimizer": True}
+        made = Job(models=[gpt(seed, ddp=sharded, calculate_per_token_loss=True) for seed in (0, 1)])
+        for step in range(2):
+            made.step(step)
+        assert len(made.muons) == 1
+
+
+@needs_megatron
+def test_model_chunks_of_an_interleaved_schedule_share_an_optimizer(world2: RankPool) -> None:
+    world2.run(_chunks)
+
+
+def _hardly_anything() -> tuple[int, int]:
+    with megatron():
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=True)
+        torch.manual_seed(0)
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        model = DistributedDataParallel(config, ddp, nn.Sequential(nn.Linear(8, 8, bias=False)))
+        made = Job(models=[model], muon={"overrides": {"0.weight": "muon"}})
+        for step in range(2):
+            made.step(step)
+        held = sum(p.numel() for group in made.muons[0].param_groups for p in group["params"])
+        return held, made.muons[0].traffic.orthogonalized
+
+
+@needs_megatron
+def test_ranks_that_hold_padding_only_take_part(world4: RankPool) -> None:
+    held, runs = zip(*world4.run(_hardly_anything), strict=True)
+    assert held == (32, 32, 0, 0)
+    assert sum(runs) == 2
+
+
+def _real_ranges() -> None:
+    with megatron():  # quietly
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
+
+    generator = random.Random(0)
+    for _ in range(100):
+        params = [nn.Parameter(torch.zeros(generator.randint(1, 700))) for _ in range(generator.randint(1, 9))]
+        bucket, num_ranks = generator.choice([None, 500, 1000]), generator.randint(1, 8)
+        layout = DistributedOptimizer._compute_per_buffer_param_layout(
+            params, bucket, num_ranks, SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
+        )
+        theirs = [[(0, 0)] * num_ranks for _ in params]
+        for start, end in layout.bucket_indices:
+            part = (end - start) // num_ranks
+            for k in range(num_ranks):
+                held = DistributedOptimizer._build_model_gbuf_param_range_map(
+                    layout.param_index_map, Range(start + k * part, start + (k + 1) * part), start
+                )
+                for number, param in enumerate(params):
+                    if param in held:
+                        theirs[number][k] = (held[param]["param"].start, held[param]["param"].end)
+        assert flat_ranges([p.numel() for p in params], num_ranks, bucket) == theirs
+
+
+@needs_megatron
+def test_flat_buffers_are_laid_out_as_megatron_does(world2: RankPool) -> None:
+    world2.run(_real_ranges)
+
+
+# --------------------------------------------------------------------------------------------- groups and refusals
+
+
+def _groups() -> list[list[Any]]:
+    with megatron(**STAGES):
+        made, wrong = job(STAGES, torch.float32, False, tied=True), {"nothing.*": "adamw"}
+        config = optimizer_config()
+        with pytest.raises(ValueError, match="matches no parameter on any rank"):
+            get_megatron_optimizer(config, made.models, overrides=wrong)
+
+        def pattern(name: str, param: Tensor, module: nn.Module) -> bool:
+            return name.startswith("embedding") and bool(module.no_such_attribute)
+
+        with pytest.raises(ValueError, match=r"AttributeError.*no_such_attribute"):
+            get_megatron_optimizer(config, made.models, overrides=[(pattern, "adamw")])
+        overrides = {"embedding.*": {"lr": 0.02}}  # only the first stage calls it that
+        changed = get_megatron_optimizer(config, made.models, adamw_lr=0.01, overrides=overrides)
+        groups, others = made.muons[0].param_groups, changed.chained_optimizers[0].param_groups
+        assert len(others) == len(groups) + 1
+        ends = ("embeddings.weight", "output_layer.weight")
+        tied = [i for i, g in enumerate(groups) for n in g["param_names"] if n.endswith(ends) and not g["use_muon"]]
+        assert len(tied) == 1
+        for name, expected in {
+            "decoder.layers.0.self_attention.linear_qkv.weight": (True, 0.05, 1.0),
+            "decoder.layers.0.input_layernorm.weight": (False, 0.01, 0.0),
+        }.items():
+            (group,) = [g for g in groups if name in g["param_names"]]
+            assert tuple(group[key] for key in ("use_muon", "max_lr", "wd_mult")) == expected
+        return [
+            [g["optimizer"] for g in groups],
+            [g["optimizer"] for g in others],
+            tied,
+            [len(g["params"]) for g in groups],
+        ]
+
+
+@needs_megatron
+def test_pipeline_stages_list_the_same_groups_and_treat_tied_embeddings_alike(world2: RankPool) -> None:
+    """An override that matches on no stage, or fails on one, is refused on all."""
+    first, last = world2.run(_groups)
+    assert first[:3] == last[:3]
+    assert first[3] != last[3]
+
+
+def _refusals() -> None:
+    sharded = {"use_distributed_optimizer": True}
+    chunk_0 = "in the DistributedDataParallelConfig of model chunk 0"
+    with megatron():
+        model, cut = gpt(), gpt(ddp=sharded)
+        stored = {"storage": Storage(momentum_dtype=torch.bfloat16)} if dist.get_rank() == 1 else {}  # on one rank only
+        layer_wise = optimizer_config(use_layer_wise_distributed_optimizer=True)
+        refused: list[tuple[nn.Module, Any, dict[str, Any], str]] = [
+            (model, optimizer_config(**sharded), {}, f"is True in OptimizerConfig and False {chunk_0}"),
+            (cut, optimizer_config(), {}, f"is False in OptimizerConfig and True {chunk_0}"),
+            (cut, optimizer_config(**sharded), stored, r"momentum_dtype=torch\.bfloat16"),
+            (model, layer_wise, {}, "use_layer_wise_distributed_optimizer"),
+            (model, optimizer_config(), {"tp_group": dist.group.WORLD}, "give pg_collection="),
+        ]
+        for chunk, config, options, words in refused:
+            with pytest.raises(ValueError, match=words):
+                get_megatron_optimizer(config, [chunk], **options)
+        for p in model.parameters():
+            p.tensor_model_parallel = False  # as the size is 1
+        bare = Muon(param_groups(model, lr=1e-3), lr=1e-3)
+        with pytest.raises(ValueError, match=r"shardmuon\.frameworks\.megatron, or set p\.grad = p\.main_grad"):
+            bare.step()  # Megatron's gradients never reach p.grad by themselves
+    with megatron(**TP):
+        model = gpt(ddp=sharded, **TP)
+        model.module.decoder.layers[0].mlp.linear_fc2.weight.partition_stride = 2
+        unknown = r"mlp\.linear_fc2\.weight: .*\(24, 44\) that tensor parallelism cuts along dim 1 with stride 2"
+        with pytest.raises(ValueError, match=unknown):
+            get_megatron_optimizer(optimizer_config(**sharded), [model])
+
+
+@needs_megatron
+def test_what_does_not_fit_is_refused_on_every_rank(world2: RankPool) -> None:
+    world2.run(_refusals)
+
+
+def test_without_megatron_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {"megatron", *(name for name in sys.modules if name.startswith("megatron."))}:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"pip install 'shardmuon\[megatron\]'"):
+        get_megatron_optimizer(object(), [])
+
+
+# --------------------------------------------------------------------------------------------- checkpoints
+
+KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch"]
+
+
+def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
+    """True where TransformerEngine is installed; Megatron then keeps the count of steps otherwise."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=found, USING_TE_OPTIMIZER=found)
+
+
+def _state(made: Job, kind: str, is_loading: bool) -> dict[str, Any]:
+    weights = made.models[0].module.sharded_state_dict()
+    metadata = {"distrib_optim_sharding_type": kind}
+    state = made.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+    return {"model": weights, "optimizer": state}
+
+
+def _write(made: Job, kind: str, path: pathlib.Path) -> None:
+    if kind == "torch":  # Megatron's older form: a file of each model-parallel rank, and one of parameters' state
+        made.optimizer.save_parameter_state(str(path / "parameters"))
+        torch.save(made.optimizer.state_dict(), path / f"torch{dist.get_rank()}")
+        return
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    (path / kind).mkdir(exist_ok=True)
+    dist.barrier()
+    own = mock.patch.object(filesystem_async, "get_write_results_queue", queue.Queue)  # it is a process's
+    with own, _with_transformer_engine(kind == "fully_reshardable"):
+        dist_checkpointing.save(_state(made, kind, False), str(path / kind))
+
+
+def _read(made: Job, kind: str, path: pathlib.Path) -> None:
+    if kind == "torch":  # the next step makes the model's weights from the main ones
+        made.optimizer.load_state_dict(torch.load(path / "torch0"))
+        made.optimizer.load_parameter_state(str(path / "parameters"))
+        return
+    from megatron.core import dist_checkpointing
+
+    with _with_transformer_engine(kind == "fully_reshardable"):
+        loaded = dist_checkpointing.load(_state(made, kind, True), str(path / kind))
+        made.models[0].module.load_state_dict(loaded["model"])
+        made.optimizer.load_state_dict(loaded["optimizer"])
+
+
+Whole = dict[str, Tensor]
+
+
+def _save(
+    folder: pathlib.Path, kinds: list[str], sizes: dict[str, int], distributed: bool, muon: dict[str, Any]
+) -> Whole:
+    """Two steps, checkpoints of every kind, one more step; the whole weights then."""
+    with megatron(**sizes):
+        made = job(sizes, distributed=distributed, config=STILL, muon=muon)
+        for step in range(2):
+            made.train(step)
+        for kind in kinds:
+            _write(made, kind, folder)
+        made.train(2)
+        return made.whole()
+
+
+def _load(
+    folder: pathlib.Path, kind: str, sizes: dict[str, int], distributed: bool, muon: dict[str, Any], wanted: list[Whole]
+) -> None:
+    """The last step of a resumed run has the same bits."""
+    with megatron(**sizes):
+        made = job(sizes, distributed=distributed, config=STILL, muon=muon, seed=9)
+        if muon:
+            made.train(5)  # what this has kept is forgotten
+        _read(made, kind, folder)
+        for of_experts in made.muons:
+            of_experts.prepare()
+        made.train(2)
+        if distributed:
+            for muon_of in made.muons:
+                assert {float(of["step"]) for of in (*muon_of.state.values(), *muon_of.param_groups)} == {3.0}
+        expected = wanted[dist.get_rank() % len(wanted)]  # that of a rank with the same parameters
+        assert [n for n, p in made.whole().items() if not torch.equal(p, expected[n])] == []
+
+
+RESUMED: list[tuple[int, dict[str, int], bool, dict[str, Any], list[tuple[int, dict[str, int], list[str]]]]] = [
+    # saved on how many ranks, of what sizes; loaded on how many, of what sizes, which kinds
+    (2, {}, True, {}, [(2, {}, KINDS[:2]), (3, {}, KINDS[:2])]),
+    (4, {}, True, VARIANT, [(2, {}, [KINDS[0], *KINDS[2:]]), (4, {}, KINDS[:1])]),
+    (4, TP, True, {}, [(2, TP, KINDS[1:2]), (2, {}, KINDS[1:2])]),
+    (4, TP, True, VARIANT, [(2, TP, KINDS[:1])]),
+    (2, {}, False, VARIANT, [(2, {}, KINDS[1:2])]),
+    (2, TP, False, VARIANT, [(2, TP, KINDS[1:2])]),
+    (2, EP, False, {}, [(2, EP, KINDS[1:2])]),
+    (2, EP, True, VARIANT, [(2, EP, KINDS[:1])]),
+    (2, STAGES, True, VARIANT, [(2, STAGES, KINDS[:1])]),
+    (2, STAGES, True, {}, [(2, STAGES, KINDS[1:2])]),
+]
+
+
+@needs_megatron
+@pytest.mark.parametrize(("world", "sizes", "distributed", "muon", "loads"), RESUMED, ids=str)
+def test_checkpoints_resume_with_the_same_bits_on_other_ranks(
+    world: int,
+    sizes: dict[str, int],
+    distributed: bool,
+    muon: dict[str, Any],
+    loads: list[tuple[int, dict[str, int], list[str]]],
+    tmp_path: pathlib.Path,
+) -> None:
+    kinds = list(dict.fromkeys(kind for *_, of_load in loads for kind in of_load))
+    wanted = get_pool(world).run(_save, tmp_path, kinds, sizes, distributed, muon)
+    for num_ranks, on, of_load in loads:
+        for kind in of_load:
+            get_pool(num_ranks).run(_load, tmp_path, kind, on, distributed, muon, wanted)
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("sizes", "distributed", "words"),
+    [
+        (EP, False, "keeps second_moment, which Megatron's dist_checkpointing saves from rank 0 alone"),
+        (EP, False, "with pipeline or expert parallelism other ranks have parameters of their own"),
+        ({}, True, "keeps state of its own, and of distrib_optim_sharding_type='fully_reshardable'"),
+    ],
+)
+def test_variant_state_that_rank_0_would_not_save_is_refused_on_all(
+    sizes: dict[str, int], distributed: bool, words: str, tmp_path: pathlib.Path, world2: RankPool
+) -> None:
+    for error in world2.run_catching(_save, tmp_path, KINDS[1:2], sizes, distributed, {"variant": "normuon"}):
+        assert error.type_name == "ValueError" and words in error.message
+
+
+def _begin_from_zeros(folder: pathlib.Path, kind: str) -> None:
+    """Begin from zeros as the message says: every matrix has variant state after a step with the variant again."""
+    with megatron():
+        made = job({}, config=STILL, muon=VARIANT, seed=9)
+        groups = [group for group in made.optimizer.param_groups if group["use_muon"]]
+        for group in groups:
+            group["variant"] = None
+        _read(made, kind, folder)
+        made.train(2)
+        for group in made.optimizer.param_groups:
+            group |= VARIANT if group["use_muon"] else {}
+        made.train(3)
+        kept = [of for g in made.muons[0].state_dict()["param_groups"] for of in g.get("kept_state", {}).values()]
+        assert kept and all(value.any() for of in kept for value in of.values())
+
+
+@needs_megatron
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_checkpoint_without_what_the_variant_keeps_is_refused_on_all(
+    kind: str, tmp_path: pathlib.Path, world2: RankPool
+) -> None:
+    wanted = world2.run(_save, tmp_path, [kind], {}, True, {})
+    for error in world2.run_catching(_load, tmp_path, kind, {}, True, VARIANT, wanted):
+        assert error.type_name == "ValueError"
+        assert "its momentum was loaded, and not second_moment, which variant='normuon+hyperball'" in error.message
+        assert "set the group's variant to None for one step" in error.message
+    world2.run(_begin_from_zeros, tmp_path, kind)
+
+
+# --------------------------------------------------------------------------------------------- all or nothing
+
+
+def _faults() -> None:
+    with megatron():
+        made = job({})
+        steps = iter(range(9))
+        made.train(next(steps))
+        muon = made.muons[0]
+        known, passed = plant_in_all(muon, lambda: made.train(next(steps)))
+        assert {"instead_of_step", "_fill_gradients", "weights", "signature"} <= {*known}
+        assert passed == []
+        saved = copy.deepcopy(muon.state_dict())
+        for words in ("out of memory", "^an earlier step was broken off"):
+            fails = mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory"))
+            with fails, pytest.raises(ExchangeError, match=words):
+                made.train(8)
+        muon.load_state_dict(saved)
+        made.train(8)
+        assert {int(s["step"]) for s in muon.state.values()} == {5}
+
+
+@needs_megatron
+def test_an_exception_in_any_function_is_raised_on_all_and_after_the_agreement_until_state_is_loaded(
+    world2: RankPool,
+) -> None:
+    world2.run(_faults)
