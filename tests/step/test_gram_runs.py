@@ -103,7 +103,7 @@ def test_matrices_take_the_route_that_no_rank_has_whole_and_all_have_in_whole_li
     """Random tensors, read in every way, on random layouts, against their elements one by one."""
     found = set()
 
-    @settings(max_examples=1000)
+    @settings(max_examples=600)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         shape, options = data.draw(viewed())
@@ -365,10 +365,13 @@ def test_schedules_and_methods_without_a_gram_form_are_refused_on_every_rank(
 # ------------------------------------------------------------------------------------------------------ the mathematics
 
 
+BANDS = {0: 1e-4, 3: 5e-4}  # both forms differ by rounding only: measured below 3e-5 of a flat spectrum
+
+
 @pytest.mark.parametrize("name", ["keller", "quintic", "cubic"])
-@pytest.mark.parametrize("decades", [0, 3])
+@pytest.mark.parametrize("decades", BANDS)
 def test_the_factor_of_the_gram_matrix_is_all_that_the_steps_do(name: str, decades: int) -> None:
-    """Of spectra flat and decaying: both forms differ by rounding only."""
+    """Of spectra flat and decaying."""
     steps, generator = schedule(name).triples, torch.Generator().manual_seed(0)
     u, _, v = torch.linalg.svd(torch.randn(24, 60, generator=generator), full_matrices=False)
     x = u @ torch.diag(torch.logspace(0, -decades, 24)) @ v
@@ -376,7 +379,7 @@ def test_the_factor_of_the_gram_matrix_is_all_that_the_steps_do(name: str, decad
     exact = orthogonalize(x.double().unsqueeze(0), steps, dtype=torch.float64)
     gram = Products(y.shape, y.device, torch.float32).gram_fp32(y).double()
     found = factor_of(gram, steps, Products(gram.shape, gram.device, torch.float64)).float() @ y
-    assert relative_difference(found.double(), exact) < (5e-4 if decades else 1e-4)
+    assert relative_difference(found.double(), exact) < BANDS[decades]
 
 
 def test_a_symmetric_matrix_goes_through_its_triangle() -> None:
