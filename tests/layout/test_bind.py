@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -189,66 +187,6 @@ def test_what_does_not_fit_is_raised_on_every_rank_of_the_component(world4: Rank
     for name, (_, message) in FLAWS.items():
         with pytest.raises(ValueError, match=message):
             raise ValueError(everyone[0][name])
-
-
-class _Stop(BaseException):
-    """No Exception: what a signal or a debugger may raise anywhere."""
-
-
-def _interrupted(num: int) -> list[str]:
-    """Errors of ranks when the n-th line of the layout folder that rank 1 runs, of `num` evenly taken, raises."""
-    rank, found = dist.get_rank(), []
-
-    def run(at: int) -> int:
-        """Bind; rank 1 raises at its `at`-th call inside of layout/. Returns how many calls there were."""
-        count = 0
-
-        def look(frame: FrameType, event: str, arg: Any) -> None:
-            nonlocal count
-            if event == "call" and rank == 1 and _guarded(frame):
-                count += 1
-                if count == at:
-                    sys.setprofile(None)
-                    raise _Stop(f"call {at}")
-
-        params = _plain(rank, CHAIN)
-        sys.setprofile(look)
-        try:
-            bind(rank, params, fingerprint=fingerprint)
-        finally:
-            sys.setprofile(None)
-        return count
-
-    run(-1)  # what is kept is made once
-    total = torch.tensor([run(-1)])
-    dist.broadcast(total, 1)
-    for at in range(1, int(total) + 1, max(1, int(total) // num)):
-        try:
-            run(at)
-            found.append("nothing")
-        except Refused as refused:
-            found.append(str(refused))
-    return found
-
-
-# between talks these run unguarded, with their comprehensions: they hand values on
-_TALK = {"bind", "_sharers_of", "settle", "layouts", "_say", "__init__"}
-
-
-def _guarded(frame: FrameType) -> bool:
-    name = frame.f_code.co_name
-    if name == "<genexpr>":  # what is raised while one is closed goes nowhere
-        return False
-    if name.startswith("<") and name != "<lambda>" and frame.f_back is not None:  # a comprehension
-        name = frame.f_back.f_code.co_name
-    return "/shardmuon/layout/" in frame.f_code.co_filename and name not in _TALK
-
-
-def test_whatever_is_raised_on_one_rank_while_it_looks_is_raised_on_all(world4: RankPool) -> None:
-    everyone = world4.run(_interrupted, 40)
-    assert all(found == everyone[0] for found in everyone)
-    assert len(everyone[0]) >= 40
-    assert all("_Stop: call" in text for text in everyone[0])
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:
