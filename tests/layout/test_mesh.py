@@ -64,22 +64,12 @@ def test_read_from_left_to_right_every_axis_chunks_what_the_one_before_left() ->
     assert len(readings((12, 4), (2, 2), (Shard(0, 3), Shard(0)))) == 1
 
 
-def test_fully_shard_over_tensor_parallelism_cuts_inside_its_chunks() -> None:
-    """The likeliest reading is right for all of 4 x 4 ranks and 20 rows."""
-    for dp, tp, size in itertools.product(range(1, 5), range(1, 5), range(1, 21)):
-        expected = [
-            share(share(torch.arange(size), tp, j), dp, i).tolist() for i, j in itertools.product(range(dp), range(tp))
-        ]
-        found = readings((size, 2), (dp, tp), (Shard(0, tp), Shard(0)))[0]
-        assert _rows(held for held, _ in found) == expected
-        assert [stored for _, stored in found] == [(len(rows), 2) for rows in expected]
-
-
 @given(st.data())
 @settings(max_examples=300)
 def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
-    """One to four axes cut a dim in any order: a factor counts the shards that axes listed later had made before. What
-    is left of the last one's are shards of an axis that is gathered."""
+    """One to four axes cut a dim in any order, as `fully_shard` does inside the chunks of tensor parallelism: a factor
+    counts the shards that axes listed later had made before. What is left of the last one's are shards of an axis that
+    is gathered."""
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     order = data.draw(st.permutations(range(len(mesh))))  # the axis that cuts first comes first
     gathered = data.draw(st.integers(1, 3))

@@ -322,11 +322,7 @@ REFUSED: dict[str, tuple[Refusal, list[str]]] = {
         ["w: ranks 0 and 1 should hold replicas"],
     ),
     "a DTensor": (
-        lambda rank: (
-            parameters(LAYOUTS["fsdp2"].build({"w": torch.ones(4, 4)}, (4,))).values(),
-            {"partition_dim": 0},
-            {},
-        ),
+        lambda rank: (_fsdp2(), {"partition_dim": 0}, {}),
         ["w: partition_dim=0 is for plain tensors", "which says itself how it is cut"],
     ),
 }
