@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from simulated import stored
 
-from shardmuon.layout.mesh import OfRank, Placements, Shard, believed, readings
+from shardmuon.layout.mesh import OfRank, OnMesh, Placements, Shard, believed, readings
 from shardmuon.layout.pieces import Box, Held, partition_fault
+from shardmuon.layout.table import ParamLayout, kept_layout
+from shardmuon.layout.views import kept_view, matrix_view
 
 MESHES = [(4,), (2, 3), (3, 2), (2, 2, 2)]
 KINDS = [None, Shard(0), Shard(1), Shard(0, 2), Shard(0, 3), Shard(1, 2)]
@@ -120,6 +122,17 @@ def _rows(pieces: Iterable[Sequence[Held]]) -> list[list[int]]:
     """The rows that each rank stores, in the order in which it does."""
     boxes = [[held.piece for held in sorted(of_rank, key=lambda held: held.local)] for of_rank in pieces]
     return [[row for box in of_rank for row in range(box[0][0], box[0][0] + box[1][0])] for of_rank in boxes]
+
+
+def test_numbers_that_stages_keep_lie_as_the_experts_do_in_each_reading() -> None:
+    view = matrix_view((13, 2, 3), view="stack")
+    place = OnMesh((3, 2), tuple(range(6)), (Shard(0, 2), Shard(0)))
+    found = readings(view.shape, place.mesh, place.placements)
+    assert len(found) == 2
+    for reading in found:
+        layout = ParamLayout(view, place.ranks, tuple(held for held, _ in reading))
+        numbers = kept_layout(layout, kept_view(view, [5] * 13), place)
+        assert _rows(numbers.held) == _rows(layout.held)
 
 
 def test_rows_in_shares_of_any_size_follow_each_other() -> None:

@@ -16,6 +16,7 @@ from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon._torch import local_if_any
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines import engine_for
+from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 from shardmuon.testing.tolerances import assert_rounded
@@ -216,6 +217,7 @@ def test_a_marked_shard_without_a_group_is_refused_by_name(marks: dict[str, Any]
 @pytest.mark.parametrize("marks", [{"tensor_model_parallel": False, "partition_dim": 0}, {"partition_dim": -1}])
 def test_a_tensor_that_is_marked_as_whole_is_whole(marks: dict[str, Any]) -> None:
     param = _marked(_normal(4, 6, seed=0), marks)
+    assert cut_of(param) is None
     for group in (None, (0,)):
         assert [(i.rows, i.cols, i.route) for i in Muon([param], lr=1e-3, tp_group=group).prepare().items] == [
             (4, 6, "local")
