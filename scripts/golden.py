@@ -2,9 +2,9 @@
 
     python scripts/golden.py --base COMMIT [--ranks 1 2 3 4] [--only TEXT]
 
-Both run the rows of tests/golden of the *working tree* (tests/golden/trees.py says what trees name differently), on
-one machine, one after the other. Prints each row and tensor that differs with the ranks on which it does, and ends with
-1 if any does. Digests of COMMIT are kept in build/golden: a second comparison with it takes half the time.
+Both run the rows of tests/golden of the *working tree*, on layouts as each tree itself builds them, on one machine, one
+after the other. Prints each row and tensor that differs with the ranks on which it does, and ends with 1 if any does.
+Digests of COMMIT are kept in build/golden: a second comparison with it takes half the time.
 """
 
 from __future__ import annotations

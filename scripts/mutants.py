@@ -34,27 +34,27 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "src" / "shardmuon"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 FOLDERS = ("layout", "plan", "step", "momentum", "comm", "gradients")
-FIRST = ("test_golden",)
+FIRST = ("golden/test_golden",)
 # files and folders that are not run: minutes each or environments of their own, and what they see others see too
 SLOW = ("test_gpu", "frameworks/test_demo", "site", "stack", "zoo")
 OF_FOLDER = {
     "layout": (
         "layout/test_tiles",
         "layout/test_bind",
-        "test_dtensor_layout",
-        "test_turned",
-        "test_flat",
-        "test_tensor_parallel",
-        "test_equality",
-        "test_fsdp1",
+        "layout/test_dtensor",
+        "layout/test_flat",
+        "layout/test_tensor_parallel",
+        "step/test_turned",
+        "step/test_equality",
+        "frameworks/test_fsdp1",
     ),
     "plan": (
         "plan/test_programs",
         "plan/test_counts",
         "plan/test_plan",
         "plan/test_clock",
-        "test_properties",
-        "test_equality",
+        "step/test_bucket_runs",
+        "step/test_equality",
     ),
     "step": (
         "step/test_turns",
@@ -62,15 +62,15 @@ OF_FOLDER = {
         "step/test_gram_runs",
         "step/test_stages",
         "step/test_refusals",
-        "test_passes",
-        "test_lean",
+        "step/test_passes",
+        "step/test_lean",
         "test_adamw",
         "test_norm_control",
         "step/test_cuda_shape",
         "test_faults",
-        "test_equality",
+        "step/test_equality",
     ),
-    "momentum": ("step/test_stores", "test_momentum", "test_memory", "test_equality"),
+    "momentum": ("step/test_stores", "test_momentum", "test_memory", "step/test_equality"),
     "comm": ("test_vote", "test_faults", "test_first_contact", "test_kill"),
     "gradients": ("test_clip", "test_hostile_norm_clip"),
 }

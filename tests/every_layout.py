@@ -20,6 +20,7 @@ from shardmuon.layout.table import Ranks
 from shardmuon.plan.plan import Plan
 from shardmuon.step import bucket
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
+from shardmuon.testing.frameworks import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import get_pool
 
@@ -112,6 +113,6 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     found = {"dense": dense}
     if world == 4:
         found["torch fp32"] = compare_with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
-    elif world == 2 and list(LAYOUTS).index(layout) % 3 == 0:  # bf16 weights have the plans of fp32 ones
+    elif world == 2 and [*LAYOUTS, *FSDP1_ROWS].index(layout) % 3 == 0:  # bf16 weights have the plans of fp32 ones
         found["torch bf16"] = compare_with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
     return found

@@ -64,10 +64,11 @@ def _part(tensor: Tensor, offset: Sequence[int], size: Sequence[int]) -> Tensor:
 
 def assembled(layout: ParamLayout, storages: Mapping[int, Tensor]) -> Tensor:
     """The tensor that ranks store; replicas must be equal."""
-    numbers = torch.arange(math.prod(layout.view.shape)).view(layout.view.shape)
+    numbers = torch.arange(1, 1 + math.prod(layout.view.shape)).view(layout.view.shape)
     whole = next(iter(storages.values())).new_empty(numbers.shape)
     for rank, elements in cut(layout, numbers).items():
-        whole.view(-1)[elements.flatten()] = storages[rank].flatten()
+        here = elements > 0  # between pieces there may be gaps
+        whole.view(-1)[elements[here] - 1] = storages[rank][here]
     for rank, storage in cut(layout, whole).items():
         assert torch.equal(storages[rank], storage), f"replicas on rank {rank} and on a later one differ"
     return whole

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_defaults import process_default
+from process_default import process_default
 from torch import Tensor, nn
 
 from shardmuon import Exchange, Muon, Orthogonalizer

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import SimulatedRanks, cut, planned, spec
 from simulated import fully_sharded as sharded
-from test_properties import models
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer

@@ -21,12 +21,12 @@ OPTIONS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003, "variant": "normuon"}
 
 
 def _saved_by_fsdp1(file: str) -> list[str]:
-    from test_fsdp1 import _full, alone, tied, train, unlike, wrapped
+    from fsdp1_model import alone, full_state, tied, train, unlike, wrapped
 
     model = wrapped(tied(), "FULL_SHARD")
     optimizer = Muon(model, **OPTIONS)
     train(model, optimizer, range(2))
-    saved = _full(model, optimizer)
+    saved = full_state(model, optimizer)
     if dist.get_rank() == 0:
         torch.save(saved, file)
     train(model, optimizer, range(2, 4))
@@ -34,7 +34,7 @@ def _saved_by_fsdp1(file: str) -> list[str]:
 
 
 def _resumed_by_fsdp1(file: str, lost: bool) -> list[str]:
-    from test_fsdp1 import alone, tied, train, unlike, wrapped
+    from fsdp1_model import alone, tied, train, unlike, wrapped
 
     saved = torch.load(file, weights_only=True)
     if lost:

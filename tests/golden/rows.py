@@ -11,12 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import multiprocessing
-import os
-import sys
-import tempfile
-import time
-import traceback
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -25,12 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from golden.table import DTYPES, FSDP1, LRS, MISSING, OPTIONS, PARAMS, Row, placed, rows_of
 from torch import Tensor
 
-from golden.fsdp1 import Fsdp1
-from golden.layouts import LAYOUTS, Piece, local
-from golden.table import DTYPES, FSDP1, LRS, MISSING, OPTIONS, PARAMS, Row, rows_of
-from golden.trees import muon
+from shardmuon import Muon, Orthogonalizer
+from shardmuon._torch import local_if_any
+from shardmuon.testing import RankPool
+from shardmuon.testing.frameworks import Fsdp1Run
+from shardmuon.testing.layouts import LAYOUTS, parameters
 
 Digests = dict[str, str]
 
@@ -39,7 +35,7 @@ def digest(value: object) -> str:
     """Digest all bytes of a tensor's local storage, with its dtype and shape; of the text of anything else."""
     if not isinstance(value, Tensor):
         return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
-    here = local(value).detach().contiguous()
+    here = local_if_any(value).detach().contiguous()
     head = f"{here.dtype} {tuple(here.shape)}".encode()
     return hashlib.sha256(head + here.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
@@ -70,29 +66,32 @@ def run(row: Row) -> Digests:
     kind, options, found = DTYPES[row.dtype], OPTIONS[row.options], {}
     names = [name for name in PARAMS if name not in options.without]
     full = {name: drawn(name, -1, kind.weights) for name in names}
-    wrapped, pieces, given = None, dict[str, Piece](), {}
-    if row.layout == FSDP1:
-        wrapped = Fsdp1(full)
-        params: Mapping[str, Any] = {name: wrapped.params[name] for name in names}
+    as_given = torch.tensor if options.lr_tensor else float
+    method = Orthogonalizer("standard", kind.products)
+
+    def make(params: Mapping[str, Tensor], given: Mapping[str, Any]) -> Muon:
+        arguments = {"lr": as_given(LRS[0]), "orthogonalizer": method, **given, **options.muon}
+        return Muon(groups_of(params), **arguments)
+
+    wrapped = Fsdp1Run(FSDP1, full, make) if row.layout == FSDP1 else None
+    if wrapped is not None:
+        optimizer = wrapped.optimizer
     else:
-        layout = LAYOUTS[row.layout]
-        pieces = layout.pieces(row.layout, {name: PARAMS[name].shape for name in names})
-        params = {name: pieces[name].parameter(full[name]) for name in names}
-        given = layout.groups(layout.meshes[dist.get_world_size()])
-    method = {"method": "standard", "dtype": kind.products}
-    lr = torch.tensor(LRS[0]) if options.lr_tensor else LRS[0]
-    optimizer = muon(groups_of(params), {"lr": lr, "orthogonalizer": method, **given, **options.muon})
+        optimizer = make(parameters(placed(row.layout, full)), LAYOUTS[row.layout].options(dist.get_world_size()))
+    params = {
+        n: p for group in optimizer.param_groups for n, p in zip(group["param_names"], group["params"], strict=True)
+    }
     for step, lr in enumerate(LRS):
         for group in optimizer.param_groups:
-            group["lr"] = torch.tensor(lr) if options.lr_tensor else lr
+            group["lr"] = as_given(lr)
         grads = {name: drawn(name, step, kind.weights) for name in names}
-        without = lacking(row, step, names)
         if wrapped is not None:
-            wrapped.backward(grads)
+            wrapped.step(wrapped.gradients(grads))
         else:
+            without, cut = lacking(row, step, names), placed(row.layout, grads)
             for name, param in params.items():
-                param.grad = None if name in without else pieces[name].cut(grads[name])
-        optimizer.step()
+                param.grad = None if name in without else cut[name]
+            optimizer.step()
         for name, param in params.items():
             found[f"step {step}/weight/{name}"] = digest(param)
             for key, value in optimizer.state.get(param, {}).items():
@@ -100,56 +99,35 @@ def run(row: Row) -> Digests:
     return found
 
 
-def work(rank: int, world: int, store: str, out: str, only: str) -> None:
-    """A rank: all rows, then rank 0 writes."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    started, table = time.monotonic(), {}
-    for row in rows_of(world):
-        if only not in row.name:
-            continue
-        torch.manual_seed(0)
-        try:
-            mine = run(row)
-        except Exception as error:
-            mine = {"refused": type(error).__name__}
-            if rank == 0:
-                print(f"{row.name}:", "".join(traceback.format_exception_only(error)), file=sys.stderr)
-        table[row.name] = mine
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, table)
-    if rank == 0:
-        merged = {
-            row: {
-                key: [of[row].get(key, "none") for of in gathered]
-                for key in dict.fromkeys(k for of in gathered for k in of[row])
-            }
-            for row in table
-        }
-        Path(out).write_text(json.dumps({"seconds": time.monotonic() - started, "rows": merged}))
-    dist.barrier()
-    os._exit(0)  # without interpreter teardown, which waits for the threads of gloo
+def table_of(only: str) -> dict[str, Digests]:
+    """All rows on this rank."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for row in rows_of(dist.get_world_size()):
+        if only in row.name:
+            torch.manual_seed(0)
+            try:
+                found[row.name] = run(row)
+            except Exception as error:
+                found[row.name] = {"refused": type(error).__name__}
+    return found
 
 
 def main() -> None:
+    from golden import rows  # by the name under which ranks import it
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("--only", default="", help="only rows whose names hold this text")
     args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder, "store"))
-        ranks = [
-            context.Process(target=work, args=(r, args.ranks, store, args.out, args.only)) for r in range(args.ranks)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-    sys.exit(max(rank.exitcode or 0 for rank in ranks))
+    with RankPool(args.ranks, timeout=900.0) as pool:
+        tables = pool.run(rows.table_of, args.only)
+    merged = {
+        row: {key: [of[row].get(key, "none") for of in tables] for key in {k: None for of in tables for k in of[row]}}
+        for row in tables[0]
+    }
+    Path(args.out).write_text(json.dumps({"rows": merged}))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,27 @@
 """The table of golden rows: layouts x options x dtypes x missing gradients, dealt by a seed.
 
 Not all of the product: each pair of world size and layout is dealt options from a pack that holds each of them once and
-is shuffled anew when it is empty, and dtypes and missing gradients from packs of their own. So each option meets most
-layouts, each dtype and each way of missing gradients. One process has all options in every dtype.
+is shuffled anew when it is empty. So each option meets many layouts. One process has all options in every dtype.
+
+Layouts are those that the tree itself compares with (`shardmuon.testing`), whose builders are torch's own functions.
+Both trees must build them alike: where they do not, rows differ.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from golden.layouts import LAYOUTS
-
-T = TypeVar("T")
+from shardmuon import Exchange, Orthogonalizer, Storage
+from shardmuon.testing.layouts import LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -54,16 +59,14 @@ class Options:
     """Options of an optimizer.
 
     Attributes:
-        muon: Of the constructor; option objects as dicts of fields.
+        muon: Of the constructor.
         dtypes: Names of `DTYPES` that it has a meaning for; empty: all.
-        needs_rows: Only where rows of matrices are whole on one rank.
         lr_tensor: The learning rate is a tensor.
         without: Parameters that it refuses.
     """
 
     muon: Mapping[str, Any] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ()
-    needs_rows: bool = False
     lr_tensor: bool = False
     without: tuple[str, ...] = ()
 
@@ -102,13 +105,11 @@ OPTIONS: dict[str, Options] = {
     "scale by a function": Options({"adjust_lr_fn": _half_plus_ratio}),
     "polar_express": Options({"ns_coefficients": "polar_express"}),
     "keller, 3 steps": Options({"ns_coefficients": "keller", "ns_steps": 3}),
-    "gram": Options({"orthogonalizer": {"method": "gram", "dtype": torch.float32}}, (FP32, HALF_WEIGHTS)),
-    "gram, l2": Options(
-        {"orthogonalizer": {"method": "gram", "dtype": torch.float32}, "weight_decay_mode": "l2"}, (FP32,)
-    ),
-    "torch": Options({"orthogonalizer": {"method": "torch"}}, (FP32, HALF_WEIGHTS)),
+    "gram": Options({"orthogonalizer": Orthogonalizer("gram", torch.float32)}, (FP32, HALF_WEIGHTS)),
+    "gram, l2": Options({"orthogonalizer": Orthogonalizer("gram", torch.float32), "weight_decay_mode": "l2"}, (FP32,)),
+    "torch": Options({"orthogonalizer": Orthogonalizer("torch")}, (FP32, HALF_WEIGHTS)),
     "torch, match_rms_adamw": Options(
-        {"orthogonalizer": {"method": "torch"}, "adjust_lr_fn": "match_rms_adamw", "nesterov": False},
+        {"orthogonalizer": Orthogonalizer("torch"), "adjust_lr_fn": "match_rms_adamw", "nesterov": False},
         (FP32, HALF_WEIGHTS),
     ),
     "normuon": Options({"variant": "normuon"}),
@@ -118,25 +119,25 @@ OPTIONS: dict[str, Options] = {
     "hyperball": Options({"variant": "hyperball", **WITHOUT_DECAY}),
     "normuon+hyperball": Options({"variant": "normuon+hyperball", **WITHOUT_DECAY, "adjust_lr_fn": "match_rms_adamw"}),
     "gram, normuon": Options(
-        {"orthogonalizer": {"method": "gram", "dtype": torch.float32}, "variant": "normuon"}, (FP32, HALF_WEIGHTS)
+        {"orthogonalizer": Orthogonalizer("gram", torch.float32), "variant": "normuon"}, (FP32, HALF_WEIGHTS)
     ),
-    "momentum bf16": Options({"storage": {"momentum_dtype": torch.bfloat16}}),
-    "momentum fp32": Options({"storage": {"momentum_dtype": torch.float32}}, (HALF_WEIGHTS,)),
-    "momentum int8": Options({"storage": {"momentum_dtype": "int8"}}, needs_rows=True, without=("in_out_qkv",)),
-    "momentum on the cpu": Options({"storage": {"momentum_device": "cpu"}, "weight_decay_mode": "l2"}),
-    "stochastic rounding": Options({"storage": {"stochastic_rounding": True}}, (HALF_WEIGHTS,)),
+    "momentum bf16": Options({"storage": Storage(momentum_dtype=torch.bfloat16)}),
+    "momentum fp32": Options({"storage": Storage(momentum_dtype=torch.float32)}, (HALF_WEIGHTS,)),
+    "momentum int8": Options({"storage": Storage(momentum_dtype="int8")}, without=("in_out_qkv",)),
+    "momentum on the cpu": Options({"storage": Storage(momentum_device="cpu"), "weight_decay_mode": "l2"}),
+    "stochastic rounding": Options({"storage": Storage(stochastic_rounding=True)}, (HALF_WEIGHTS,)),
     "stochastic rounding, momentum bf16, cautious": Options(
         {
-            "storage": {"stochastic_rounding": True, "momentum_dtype": torch.bfloat16},
+            "storage": Storage(stochastic_rounding=True, momentum_dtype=torch.bfloat16),
             "weight_decay_mode": "cautious",
         },
         (HALF_WEIGHTS,),
     ),
     "cautious AdamW": Options({"adamw": "cautious"}),
-    "many buckets": Options({"exchange": {"bucket_bytes": 3000}}),
-    "many buckets, normuon": Options({"exchange": {"bucket_bytes": 3000}, "variant": "normuon"}),
-    "fp32 wire": Options({"exchange": {"dtype": torch.float32}}, (BF16, HALF_WEIGHTS)),
-    "bf16 wire": Options({"exchange": {"dtype": torch.bfloat16}}, (FP32,)),
+    "many buckets": Options({"exchange": Exchange(bucket_bytes=3000)}),
+    "many buckets, normuon": Options({"exchange": Exchange(bucket_bytes=3000), "variant": "normuon"}),
+    "fp32 wire": Options({"exchange": Exchange(dtype=torch.float32)}, (BF16, HALF_WEIGHTS)),
+    "bf16 wire": Options({"exchange": Exchange(dtype=torch.bfloat16)}, (FP32,)),
     "lr in a tensor": Options({}, lr_tensor=True),
     "lr in a tensor, cautious": Options({"weight_decay_mode": "cautious"}, lr_tensor=True),
 }
@@ -148,7 +149,8 @@ MISSING: dict[str, Mapping[int, tuple[int, int]]] = {
 }
 LRS = (0.02, 0.013, 0.05, 0.0307)  # of the steps
 FSDP1 = "fsdp1"  # gets its gradients from a backward pass of its own, so none is missing
-PER_LAYOUT = {1: 14, 2: 9, 3: 9, 4: 9}  # rows of each layout by world size
+ALONE = ("ddp", "fsdp2")  # that differ from "single" on one rank
+PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # rows of each layout by world size
 
 
 @dataclass(frozen=True)
@@ -166,45 +168,33 @@ class Row:
         return f"{self.layout} | {self.options} | {self.dtype} | {self.missing}"
 
 
-class _Pack(Generic[T]):
-    """Each item once, then shuffled anew."""
-
-    def __init__(self, items: Sequence[T], draw: random.Random) -> None:
-        self._items, self._draw, self._left = list(items), draw, list[T]()
-
-    def deal(self, fits: Callable[[T], bool] = lambda item: True) -> T:
-        while True:
-            for item in self._left:
-                if fits(item):
-                    self._left.remove(item)
-                    return item
-            fresh = list(self._items)
-            self._draw.shuffle(fresh)
-            self._left += fresh
+def dealt(names: Iterable[str], draw: random.Random) -> Iterator[str]:
+    """Each name once, then shuffled anew, without an end."""
+    pack = list(names)
+    while True:
+        yield from draw.sample(pack, len(pack))
 
 
 def rows_of(world: int) -> Iterator[Row]:
     """The rows on so many ranks, each once."""
     draw = random.Random(world)
-    options, dtypes, missing = (_Pack(list(table), draw) for table in (OPTIONS, DTYPES, MISSING))
-    names = [name for name, layout in LAYOUTS.items() if world in layout.meshes]
+    options, missing = dealt(OPTIONS, draw), dealt(MISSING, draw)
     if world == 1:
         for option, row in OPTIONS.items():
             for dtype in row.dtypes or DTYPES:
-                yield Row("plain", option, dtype, missing.deal())
-        names.remove("plain")
-    for layout in [*names, FSDP1]:
-        keeps_rows = layout in LAYOUTS and LAYOUTS[layout].keeps_rows
+                yield Row("single", option, dtype, next(missing))
+    for layout in [*(LAYOUTS if world > 1 else ALONE), FSDP1]:
+        for option in itertools.islice(options, PER_LAYOUT[world]):
+            dtype = draw.choice(OPTIONS[option].dtypes or tuple(DTYPES))
+            yield Row(layout, option, dtype, "all gradients" if layout == FSDP1 else next(missing))
 
-        def fits(name: str, keeps_rows: bool = keeps_rows) -> bool:
-            return keeps_rows or not OPTIONS[name].needs_rows
 
-        seen = set[Row]()
-        while len(seen) < PER_LAYOUT[world]:
-            option = options.deal(fits)
-            allowed = OPTIONS[option].dtypes or tuple(DTYPES)
-            dtype = dtypes.deal(lambda name, allowed=allowed: name in allowed)
-            row = Row(layout, option, dtype, "all gradients" if layout == FSDP1 else missing.deal())
-            if row not in seen:
-                seen.add(row)
-                yield row
+def placed(layout: str, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's parts of full tensors. Vectors, for which layouts have no rule, lie beside DTensors as FSDP2 has
+    them, and whole elsewhere. Collective at the first call for these shapes."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    case, vectors = LAYOUTS[layout], {name: t for name, t in full.items() if t.ndim == 1}
+    made = case.build({name: t for name, t in full.items() if t.ndim > 1}, case.mesh(world))
+    beside = LAYOUTS["fsdp2" if any(isinstance(t, DTensor) for t in made.values()) else "single"]
+    made |= beside.build(vectors, beside.mesh(world))
+    return {name: made[name] for name in full}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-import sys
-from collections.abc import Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from simulated import stored
 from torch import Tensor
 
 from shardmuon import Muon, clip_grad_norm_
@@ -20,12 +19,14 @@ from shardmuon._torch import local_if_any
 from shardmuon.errors import Refused
 from shardmuon.gradients import clip
 from shardmuon.layout.bind import Listed, bind
+from shardmuon.layout.engines import engine_of
 from shardmuon.layout.grid import Ties, grids_of
-from shardmuon.layout.pieces import Box, Held
-from shardmuon.layout.views import matrix_view
+from shardmuon.layout.mesh import OnMesh
+from shardmuon.layout.table import kept_layout
+from shardmuon.layout.views import kept_view, matrix_view
 from shardmuon.options import view_options
 from shardmuon.step.binding import fingerprint
-from shardmuon.testing import RankPool
+from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, parameters
 
 PARAMS_VIEWS = {name: matrix_view(case.shape, **case.options) for name, case in PARAMS.items()}
@@ -41,46 +42,67 @@ def _listed(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[Li
     ]
 
 
-def _elements(shape: Sequence[int]) -> Tensor:
-    return torch.arange(math.prod(shape), dtype=torch.float32).view(*shape)
-
-
-def _stored(held: Held, storage: Tensor, whole: Tensor) -> bool:
-    """The piece of the whole tensor is what the storage has at its place."""
-    piece, local = held
-    if isinstance(piece, Box):
-        mine = storage[tuple(slice(a, a + n) for a, n in zip(local, piece.size, strict=True))]
-        return torch.equal(mine, whole[tuple(slice(a, a + n) for a, n in zip(*piece, strict=True))])
-    box = piece.box or Box((0,) * whole.ndim, tuple(whole.shape))
-    part = whole[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))].flatten()
-    return torch.equal(storage[local[0] : local[0] + piece.numel], part[piece.start : piece.stop])
-
-
 def _bound(name: str) -> tuple[list[str], list[bytes]]:
     """Parameters of which the table says something else than what is stored here, and digests of its layouts."""
-    world, case = dist.get_world_size(), LAYOUTS[name]
-    built = parameters(case.build({key: _elements(c.shape) for key, c in PARAMS.items()}, case.mesh(world)))
-    table = bind(dist.get_rank(), _listed(built, case.options(world)), fingerprint=fingerprint)
-    wrong = []
+    world, rank, case, wrong = dist.get_world_size(), dist.get_rank(), LAYOUTS[name], []
+    full = {key: torch.arange(math.prod(c.shape), dtype=torch.float32).view(c.shape) for key, c in PARAMS.items()}
+    listed = _listed(parameters(case.build(full, case.mesh(world))), case.options(world))
+    table = bind(rank, listed, fingerprint=fingerprint)
     for one, layout in zip(table.params, table.layouts, strict=True):
-        storage, whole = local_if_any(one.param).detach(), _elements(PARAMS[one.name].shape)
-        held = layout.of_rank(dist.get_rank())
+        storage, held = local_if_any(one.param).detach(), layout.of_rank(rank)
         fits = layout.view == PARAMS_VIEWS[one.name] and sum(h.piece.numel for h in held) == storage.numel()
-        if not (fits and all(_stored(h, storage, whole) for h in held if h.piece.numel)):
+        if not fits or not torch.equal(stored(held, full[one.name]).flatten(), storage.flatten()):
             wrong.append(one.name)
-    return wrong, [layout.digest for layout in table.layouts if dist.get_world_size() == len(layout.ranks)]
+    return wrong, [layout.digest for layout in table.layouts if world == len(layout.ranks)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_table_names_what_each_rank_stores(layout: str, world4: RankPool) -> None:
-    everyone = world4.run(_bound, layout)
-    assert [wrong for wrong, _ in everyone] == [[]] * 4
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        *((3, name) for name in ("fsdp2", "hsdp", "tp stride 2", "mcore buffers", "megatron-fsdp")),
+        *((4, name) for name in LAYOUTS),
+    ],
+)
+def test_the_table_names_what_each_rank_stores(world: int, layout: str) -> None:
+    everyone = get_pool(world).run(_bound, layout)
+    assert [wrong for wrong, _ in everyone] == [[]] * world
     assert all(digests == everyone[0][1] for _, digests in everyone)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "tp stride 2", "mcore buffers", "megatron-fsdp"])
-def test_the_table_names_what_each_of_three_ranks_stores(layout: str, world3: RankPool) -> None:
-    assert [wrong for wrong, _ in world3.run(_bound, layout)] == [[]] * 3
+STACKS = {name: case for name, case in PARAMS.items() if case.options.get("view") == "stack"}
+
+
+def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
+    """Of each stack: its experts, those of which this rank has numbers by its table, and those that it stores."""
+    world, case, rank, found = dist.get_world_size(), LAYOUTS[layout], dist.get_rank(), []
+    full = {n: torch.arange(c.shape[0]).view(-1, 1, 1).expand(c.shape).float().contiguous() for n, c in STACKS.items()}
+    table = bind(rank, _listed(parameters(case.build(full, case.mesh(world))), case.options(world)))
+    for one, of_param in zip(table.params, table.layouts, strict=True):
+        engine, place = engine_of(one.param), None
+        if engine.believes_placements:
+            place = OnMesh(*engine.claim(one.param, one.group).form[1:])  # type: ignore[arg-type]
+        view, experts = kept_view(of_param.view, [3] * len(of_param.view.matrices)), torch.arange(len(full[one.name]))
+        numbers = stored(kept_layout(of_param, view, place).of_rank(rank), experts[:, None].expand(view.shape))
+        storage = local_if_any(one.param).detach()
+        here = [int(expert.flatten()[0]) for expert in storage] if storage.numel() else []
+        found.append((experts.tolist(), numbers[..., :1].flatten().tolist(), here))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["ep", "ep+fsdp", "fsdp2", "lone strided", "hsdp", "two dims", "one dim twice"])
+def test_a_rank_has_the_numbers_of_the_experts_that_it_stores(layout: str, world4: RankPool) -> None:
+    """Numbers lie in the order of the experts; where no axis cuts the experts, a rank has those of all."""
+    for found in world4.run(_kept, layout):
+        for experts, told, stored_here in found:
+            assert told in (stored_here, experts) or not stored_here
+            if layout in ("ep", "ep+fsdp", "fsdp2", "lone strided") and stored_here:
+                assert told == stored_here
+
+
+@pytest.mark.parametrize("layout", ["ddp", "tp column", "mcore buffers", "megatron-fsdp"])
+def test_on_no_mesh_that_cuts_experts_every_rank_has_all_numbers(layout: str, world4: RankPool) -> None:
+    for found in world4.run(_kept, layout):
+        assert all(told == experts for experts, told, _ in found)
 
 
 # ------------------------------------------------------------------------------------------------ what does not fit
@@ -95,29 +117,13 @@ def _plain(rank: int, sets: Mapping[str, tuple[int, ...]]) -> list[Listed]:
     ]
 
 
+Flaw = Callable[[int], list[Listed]]  # of a rank
 CHAIN = {"a": (0, 1), "b": (1, 2), "c": (2, 3)}
 ALL = {"a": (0, 1, 2, 3), "b": (0, 1, 2, 3)}
 
 
-def _lacks_one(rank: int) -> list[Listed]:
-    return _plain(rank, ALL)[: 1 if rank == 2 else 2]
-
-
-def _other_option(rank: int) -> list[Listed]:
-    return [one._replace(options=f"momentum={0.9 + 0.01 * (rank == 3)}") for one in _plain(rank, CHAIN)]
-
-
-def _other_view(rank: int) -> list[Listed]:
-    return [one._replace(view={"transposed": rank == 0}) for one in _plain(rank, CHAIN)]
-
-
-def _other_values(rank: int) -> list[Listed]:
-    return [one._replace(param=one.param + (rank == 0)) for one in _plain(rank, CHAIN)]
-
-
-def _other_shape(rank: int) -> list[Listed]:
-    shape = (4, 5) if rank == 0 else (4, 6)
-    return [one._replace(param=torch.ones(shape)) for one in _plain(rank, CHAIN)]
+def _each(change: Callable[[int, Listed], Listed], sets: Mapping[str, tuple[int, ...]] = CHAIN) -> Flaw:
+    return lambda rank: [change(rank, one) for one in _plain(rank, sets)]
 
 
 def _marked(rank: int) -> list[Listed]:
@@ -127,25 +133,36 @@ def _marked(rank: int) -> list[Listed]:
     return found
 
 
-def _no_view(rank: int) -> list[Listed]:
-    return [one._replace(view={"num_heads": 5 if rank < 2 and one.name == "a" else 1}) for one in _plain(rank, CHAIN)]
-
-
-def _unknown_set(rank: int) -> list[Listed]:
-    """Rank 3 says that it shares a matrix with rank 0 over two process groups that form no grid."""
-    found = _plain(rank, ALL)
-    return [one._replace(group={**one.group, "tp_group": (0, 1) if rank < 2 else (3, 2)}) for one in found]
-
-
-FLAWS: dict[str, tuple[Any, str]] = {
-    "lacks one": (_lacks_one, r'rank 0 lists 2 parameters, rank 2 lists 1; one of them lacks "b: '),
-    "other option": (_other_option, r"ranks \(2, 3\) share parameters but describe them differently: .*momentum=0.91"),
-    "other view": (_other_view, r"ranks \(0, 1\) share .* rank 0 lists transposed=True, rank 1 lists transposed=False"),
-    "other values": (_other_values, r"a: ranks 0 and 1 should hold replicas .* but their values differ"),
-    "other shape": (_other_shape, r"ranks \(0, 1\) share parameters but describe them differently: .*\(4, 5\)"),
+FLAWS: dict[str, tuple[Flaw, str]] = {
+    "lacks one": (
+        lambda rank: _plain(rank, ALL)[: 1 if rank == 2 else 2],
+        r'rank 0 lists 2 parameters, rank 2 lists 1; one of them lacks "b: ',
+    ),
+    "other option": (
+        _each(lambda rank, one: one._replace(options=f"momentum={0.9 + 0.01 * (rank == 3)}")),
+        r"ranks \(2, 3\) share parameters but describe them differently: .*momentum=0.91",
+    ),
+    "other view": (
+        _each(lambda rank, one: one._replace(view={"transposed": rank == 0})),
+        r"ranks \(0, 1\) share .* rank 0 lists transposed=True, rank 1 lists transposed=False",
+    ),
+    "other values": (
+        _each(lambda rank, one: one._replace(param=one.param + (rank == 0))),
+        r"a: ranks 0 and 1 should hold replicas .* but their values differ",
+    ),
+    "other shape": (
+        _each(lambda rank, one: one._replace(param=torch.ones(4, 5 if rank == 0 else 6))),
+        r"ranks \(0, 1\) share parameters but describe them differently: .*\(4, 5\)",
+    ),
     "marked": (_marked, r"c: its attribute tensor_model_parallel says"),
-    "no view": (_no_view, r"a: ranks \(0, 1\) store shapes .*: num_heads=5 does not divide the 4 rows"),
-    "no grid": (_unknown_set, r"form no grid with those of the other ranks"),
+    "no view": (
+        _each(lambda rank, one: one._replace(view={"num_heads": 5 if rank < 2 and one.name == "a" else 1})),
+        r"a: ranks \(0, 1\) store shapes .*: num_heads=5 does not divide the 4 rows",
+    ),
+    "no grid": (  # rank 3 says that it shares a matrix with rank 0 over two process groups that form none
+        _each(lambda rank, one: one._replace(group={**one.group, "tp_group": (0, 1) if rank < 2 else (3, 2)}), ALL),
+        r"form no grid with those of the other ranks",
+    ),
 }
 
 
@@ -172,66 +189,6 @@ def test_what_does_not_fit_is_raised_on_every_rank_of_the_component(world4: Rank
             raise ValueError(everyone[0][name])
 
 
-class _Stop(BaseException):
-    """No Exception: what a signal or a debugger may raise anywhere."""
-
-
-def _interrupted(num: int) -> list[str]:
-    """Errors of ranks when the n-th line of the layout folder that rank 1 runs, of `num` evenly taken, raises."""
-    rank, found = dist.get_rank(), []
-
-    def run(at: int) -> int:
-        """Bind; rank 1 raises at its `at`-th call inside of layout/. Returns how many calls there were."""
-        count = 0
-
-        def look(frame: FrameType, event: str, arg: Any) -> None:
-            nonlocal count
-            if event == "call" and rank == 1 and _guarded(frame):
-                count += 1
-                if count == at:
-                    sys.setprofile(None)
-                    raise _Stop(f"call {at}")
-
-        params = _plain(rank, CHAIN)
-        sys.setprofile(look)
-        try:
-            bind(rank, params, fingerprint=fingerprint)
-        finally:
-            sys.setprofile(None)
-        return count
-
-    run(-1)  # what is kept is made once
-    total = torch.tensor([run(-1)])
-    dist.broadcast(total, 1)
-    for at in range(1, int(total) + 1, max(1, int(total) // num)):
-        try:
-            run(at)
-            found.append("nothing")
-        except Refused as refused:
-            found.append(str(refused))
-    return found
-
-
-# between talks these run unguarded, with their comprehensions: they hand values on
-_TALK = {"bind", "_sharers_of", "settle", "layouts", "_say", "__init__"}
-
-
-def _guarded(frame: FrameType) -> bool:
-    name = frame.f_code.co_name
-    if name == "<genexpr>":  # what is raised while one is closed goes nowhere
-        return False
-    if name.startswith("<") and name != "<lambda>" and frame.f_back is not None:  # a comprehension
-        name = frame.f_back.f_code.co_name
-    return "/shardmuon/layout/" in frame.f_code.co_filename and name not in _TALK
-
-
-def test_whatever_is_raised_on_one_rank_while_it_looks_is_raised_on_all(world4: RankPool) -> None:
-    everyone = world4.run(_interrupted, 40)
-    assert all(found == everyone[0] for found in everyone)
-    assert len(everyone[0]) >= 40
-    assert all("_Stop: call" in text for text in everyone[0])
-
-
 def test_grids_are_found_from_what_each_rank_knows() -> None:
     """200 grids of shuffled ranks, several in one component: each rank's two groups give the whole grid to all."""
     draw = random.Random(1)
@@ -251,44 +208,31 @@ def test_grids_are_found_from_what_each_rank_knows() -> None:
         assert grids_of(known) == wanted
 
 
+AB, CD, DC, A_C, B_D = (0, 1), (2, 3), (3, 2), (0, 2), (1, 3)
+
+
 @pytest.mark.parametrize(
-    ("known", "message"),
+    ("known", "message"),  # of ranks 0, 1, ..: parts and mates
     [
+        ([(AB, A_C), (AB, B_D), ((2,), A_C)], "rank 2 has no tp_group of 2"),
         (
-            {0: [Ties((0, 1), (0, 2))], 1: [Ties((0, 1), (1, 3))], 2: [Ties((2,), (0, 2))]},
-            "rank 2 has no tp_group of 2",
-        ),
-        (
-            {
-                0: [Ties((0, 1), (0, 2))],
-                1: [Ties((0, 1), (1, 3))],
-                2: [Ties((3, 2), (0, 2))],
-                3: [Ties((3, 2), (1, 3))],
-            },
+            [(AB, A_C), (AB, B_D), (DC, A_C), (DC, B_D)],
             r"rank 2 has tp_group \(3, 2\), whose ranks are not the replicas of those of 0's",
         ),
         (
-            {0: [Ties((0, 1), (0, 2))], 1: [Ties((0, 1), (1,))], 2: [Ties((2, 3), (0, 2))], 3: [Ties((2, 3), (1, 3))]},
+            [(AB, A_C), (AB, (1,)), (CD, A_C), (CD, B_D)],
             r"rank 2 has tp_group \(2, 3\), whose ranks are not the replicas",
         ),
         (
-            {
-                0: [Ties((0, 1), (0, 2))],
-                1: [Ties((0, 1), (1, 3, 5))],
-                2: [Ties((2, 3), (0, 2))],
-                3: [Ties((2, 3), (1, 3))],
-            },
+            [(AB, A_C), (AB, (1, 3, 5)), (CD, A_C), (CD, B_D)],
             r"rank 1 should have ranks \(0, 1\) and \(1, 3\), and has \(0, 1\) and \(1, 3, 5\)",
         ),
-        (
-            {0: [Ties((0, 1), (0, 1)), Ties((1, 0), (0, 1))], 1: [Ties((1, 0), (0, 1)), Ties((0, 1), (0, 1))]},
-            "a rank is in two of their tensor-parallel groups",
-        ),
+        ([(AB, AB, (1, 0), AB), ((1, 0), AB, AB, AB)], "a rank is in two of their tensor-parallel groups"),
     ],
 )
-def test_groups_that_form_no_grid_are_refused(known: dict[int, list[Ties]], message: str) -> None:
+def test_groups_that_form_no_grid_are_refused(known: list[tuple[tuple[int, ...], ...]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        grids_of(known)
+        grids_of({rank: list(map(Ties, of[::2], of[1::2])) for rank, of in enumerate(known)})
 
 
 def _signatures() -> list[str]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import hypothesis.strategies as st
 import pytest
 import torch
+from drawn import layout_of, partitions, viewed
 from hypothesis import assume, given, settings
 
 from shardmuon.layout.pieces import Box, FlatRange, Held, Piece, partition_fault
 from shardmuon.layout.table import ParamLayout, replicated
-from shardmuon.layout.views import matrix_view, row_major
-
-Shape = tuple[int, ...]
+from shardmuon.layout.views import matrix_view
 
 
 def by_slicing(whole: torch.Tensor, options: dict[str, object]) -> list[torch.Tensor]:
@@ -34,61 +32,6 @@ def by_slicing(whole: torch.Tensor, options: dict[str, object]) -> list[torch.Te
             block = block.T if split_dim else block
             found.append(block.T if options.get("transposed") else block)
     return found
-
-
-@st.composite
-def viewed(draw: st.DrawFn) -> tuple[Shape, dict[str, object]]:
-    """A shape, and options that read it as matrices."""
-    kind = draw(st.sampled_from(["auto", "stack", "flatten", "kernel"]))
-    side = draw(st.sampled_from([0, 1])) if kind in ("auto", "stack") else 0
-    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    groups = draw(st.integers(1, 3))
-    options: dict[str, object] = {"transposed": draw(st.booleans()), "split_dim": side}
-    how = draw(st.sampled_from(["whole", "split", "heads"]))
-    length = sum(sizes) * groups
-    if how == "split":
-        options |= {"split_sizes": tuple(sizes), "split_groups": groups}
-    elif how == "heads":
-        options["num_heads"] = draw(st.sampled_from([n for n in range(1, length + 1) if length % n == 0]))
-    other = draw(st.integers(1, 5))
-    sides = (other, length) if side else (length, other)
-    if kind == "stack":
-        return (draw(st.integers(1, 3)), *sides), {**options, "view": "stack"}
-    if kind == "auto":
-        return sides, options
-    if kind == "flatten":
-        return (length, other, draw(st.integers(1, 3))), {**options, "view": "flatten"}
-    return (length, other, draw(st.integers(1, 3)), 2), options
-
-
-def cut_boxes(draw: st.DrawFn, shape: Shape) -> list[Piece]:
-    """A partition in boxes: a random dim is cut at a random place, again and again."""
-    boxes = [((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 4))):
-        offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dim = draw(st.integers(0, len(shape) - 1))
-        at = draw(st.integers(0, size[dim]))
-        first = (*size[:dim], at, *size[dim + 1 :])
-        rest = (*size[:dim], size[dim] - at, *size[dim + 1 :])
-        boxes += [(offset, first), ((*offset[:dim], offset[dim] + at, *offset[dim + 1 :]), rest)]
-    return [Box(offset, size) for offset, size in boxes]
-
-
-def cut_ranges(draw: st.DrawFn, numel: int, box: Box | None = None) -> list[Piece]:
-    """A partition in flat ranges, some of them empty."""
-    cuts = sorted(draw(st.lists(st.integers(0, numel), max_size=4)))
-    return [FlatRange(a, b, box) for a, b in itertools.pairwise([0, *cuts, numel])]
-
-
-@st.composite
-def partitions(draw: st.DrawFn, shape: Shape) -> list[Piece]:
-    """Boxes, flat ranges, or flat ranges of boxes."""
-    kind = draw(st.sampled_from(["boxes", "ranges", "ranges of boxes"]))
-    if kind == "boxes":
-        return cut_boxes(draw, shape)
-    if kind == "ranges":
-        return cut_ranges(draw, math.prod(shape))
-    return [piece for box in cut_boxes(draw, shape) for piece in cut_ranges(draw, box.numel, box)]
 
 
 def stored(piece: Piece, whole: torch.Tensor, gap: int, order: list[int]) -> tuple[torch.Tensor, Held]:
@@ -150,22 +93,7 @@ def test_a_gap_and_an_overlap_are_seen(data: st.DataObject) -> None:
     assert "overlap" in (partition_fault(shape, [*pieces, other]) or "")
 
 
-@pytest.mark.parametrize("piece", [Box((0, 3), (4, 2)), Box((-1, 0), (5, 4)), Box((0,), (16,)), FlatRange(0, 17)])
-def test_a_piece_that_leaves_the_tensor_is_refused(piece: Piece) -> None:
-    with pytest.raises(ValueError, match=r"out of bounds of shape|overlap"):
-        ParamLayout(matrix_view((4, 4)), (0, 1), ((Held(Box((0, 0), (4, 4)), (0, 0)),), (Held(piece, (0, 0)),)))
-
-
-def layout_of(shape: tuple[int, ...], pieces: dict[int, list[Piece]], **options: object) -> ParamLayout:
-    """Pieces of each rank, one after the other along dim 0 of its storage."""
-    found = []
-    for mine in pieces.values():
-        at, held = 0, []
-        for piece in mine:
-            held.append(Held(piece, (at,) + (0,) * (len(shape) - 1) if isinstance(piece, Box) else (at,)))
-            at += piece.size[0] if isinstance(piece, Box) else piece.numel
-        found.append(tuple(held))
-    return ParamLayout(matrix_view(shape, **options), tuple(pieces), tuple(found))  # type: ignore[arg-type]
+LEFT, RIGHT = Box((0, 0), (5, 2)), Box((0, 2), (5, 1))
 
 
 @pytest.mark.parametrize(
@@ -183,12 +111,16 @@ def layout_of(shape: tuple[int, ...], pieces: dict[int, list[Piece]], **options:
         ({0: [FlatRange(0, 9)], 1: [FlatRange(8, 15)]}, r"overlap at \(\[8, 9\)\) of 15"),
         ({0: [FlatRange(0, 9)], 1: [FlatRange(9, 14)]}, r"leave a gap at \(\[14, 15\)\)"),
         ({0: [FlatRange(0, 9)], 1: [FlatRange(9, 16)]}, r"out of bounds of 15 elements"),
+        ({0: [Box((-1, 0), (6, 3))]}, "out of bounds of shape"),
+        ({0: [Box((0,), (15,))]}, "out of bounds of shape"),
         ({0: [FlatRange(0, 9)], 1: [Box((4, 0), (1, 3))]}, r"leave a gap at \(\[3, 4\), \[0, 3\)\)"),
+        ({0: [FlatRange(0, 3, LEFT), FlatRange(4, 10, LEFT)], 1: [RIGHT]}, r"leave a gap at \(\[1, 2\), \[1, 2\)\)"),
+        ({0: [FlatRange(0, 4, LEFT), FlatRange(3, 10, LEFT)], 1: [RIGHT]}, r"overlap at \(\[1, 2\), \[1, 2\)\)"),
     ],
 )
 def test_pieces_must_cover_the_tensor_once(pieces: dict[int, list[Piece]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        layout_of((5, 3), pieces)
+        layout_of(matrix_view((5, 3)), pieces)
 
 
 @pytest.mark.parametrize(
@@ -236,22 +168,27 @@ def test_replicas_talk_with_the_owner_of_their_own_replica() -> None:
 
 
 def test_layout_digest_tells_layouts_apart() -> None:
-    a = layout_of((4, 4), {0: [Box((0, 0), (2, 4))], 1: [Box((2, 0), (2, 4))]})
-    b = layout_of((4, 4), {0: [Box((0, 0), (4, 2))], 1: [Box((0, 2), (4, 2))]})
-    c = layout_of((4, 4), {1: [Box((0, 0), (2, 4))], 0: [Box((2, 0), (2, 4))]})
-    again = layout_of((4, 4), {0: [Box((0, 0), (2, 4))], 1: [Box((2, 0), (2, 4))]})
-    assert len({a.digest, b.digest, c.digest}) == 3
-    assert a.digest == again.digest
+    top, bottom, left, right = (
+        Box(*at) for at in (((0, 0), (2, 4)), ((2, 0), (2, 4)), ((0, 0), (4, 2)), ((0, 2), (4, 2)))
+    )
+    cuts: list[dict[int, list[Piece]]] = [{0: [top], 1: [bottom]}, {0: [left], 1: [right]}, {1: [top], 0: [bottom]}]
+    first, *others = (layout_of(matrix_view((4, 4)), cut).digest for cut in [*cuts, cuts[0]])
+    assert len({first, *others}) == 3
+    assert others[-1] == first
 
 
 def test_a_thousand_ranks_share_a_stack_of_experts() -> None:
     """64 experts of 512 x 256 on 1,024 ranks: one tile each."""
     view = matrix_view((64, 512, 256), view="stack")
     pieces = [Box((rank // 16, rank % 16 * 32, 0), (1, 32, 256)) for rank in range(1024)]
-    layout = ParamLayout(view, tuple(range(1024)), tuple((Held(piece, (0, 0, 0)),) for piece in pieces))
+    layout = layout_of(view, dict(enumerate([piece] for piece in pieces)))
     assert [len(by_rank) for by_rank in layout.tiles] == [16] * 64
     assert sum(tile.numel for by_rank in layout.tiles for tiles in by_rank.values() for tile in tiles) == 64 * 512 * 256
 
 
-def test_row_major_strides() -> None:
-    assert [row_major(sizes) for sizes in ((), (3,), (2, 3), (2, 0, 4))] == [(), (1,), (3, 1), (0, 4, 1)]
+def test_turns_of_single_columns_are_one_tile() -> None:
+    """A gate and an up of 2,880 columns by turns are two strided views on a rank, not 5,760 slices."""
+    view = matrix_view((2, 8, 5760), view="stack", split_dim=1, split_sizes=(1, 1), split_groups=2880, transposed=True)
+    layout = layout_of(view, {rank: [Box((rank, 0, 0), (1, 8, 5760))] for rank in range(2)})
+    assert [{rank: len(t) for rank, t in by_rank.items()} for by_rank in layout.tiles] == [{0: 1}] * 2 + [{1: 1}] * 2
+    assert len(repr(view)) < 1000

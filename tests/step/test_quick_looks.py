@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -181,19 +182,17 @@ def test_a_row_of_adamw_is_refused_where_a_closer_look_refuses_it(change: str, m
 
 @pytest.mark.parametrize("change", ["nothing", "no gradient", "turned", "no state", "more state", "gradient turned"])
 def test_adamw_steps_rows_that_were_seen_with_the_bits_of_others(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = _optimizer(Storage()), _optimizer(Storage())
-    for at, optimizer in enumerate(both):
-        p = optimizer.param_groups[1]["params"][1]
-        VECTOR_CHANGES[change](p, optimizer.state[p])
-        if at:
+    found = []
+    for closer in (False, True):
+        optimizer = _optimizer(Storage())
+        vectors = optimizer.param_groups[1]["params"]
+        VECTOR_CHANGES[change](vectors[1], optimizer.state[vectors[1]])
+        if closer:
             monkeypatch.setattr(Engine, "storages", lambda *args: None)
-        with torch.no_grad():
-            optimizer.step()
-    for mine, theirs in zip(*(optimizer.param_groups[1]["params"] for optimizer in both), strict=True):
-        assert_bitwise(mine, theirs)
-        for key, value in both[0].state[mine].items():
-            if isinstance(value, Tensor):
-                assert_bitwise(value, both[1].state[theirs][key])
+        optimizer.step()
+        states = [t for p in vectors for t in optimizer.state[p].values() if isinstance(t, Tensor)]
+        found.append([p.detach() for p in vectors] + states)
+    assert_bitwise(*found)
 
 
 def test_portions_hold_alike_tiles_in_order_and_no_more_than_the_limit() -> None:
@@ -210,29 +209,23 @@ def test_portions_hold_alike_tiles_in_order_and_no_more_than_the_limit() -> None
             assert sum(sizes[at] for at in places) <= limit or len(places) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES, DTYPES, DTYPES[:2])], ids=str)
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_momentum_goes_into_a_batch_with_the_bits_of_a_copy(
-    nesterov: bool, grad_dtype: torch.dtype, out_dtype: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_momentum_goes_into_a_batch_with_the_bits_of_a_copy(nesterov: bool, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Of every dtype of momentum, batch and gradient."""
+    dtype, out_dtype, grad_dtype = dtypes
     generator = torch.Generator().manual_seed(0)
-
-    def draw(shape: tuple[int, int], of: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(of)
-
     shapes = [(6, 8), (5, 7), (1, 3), (33, 65)]
-    grads, mine = [draw(shape, grad_dtype) for shape in shapes], [draw(shape, dtype) for shape in shapes]
+    grads, mine = ([torch.randn(shape, generator=generator).to(of) for shape in shapes] for of in (grad_dtype, dtype))
     grads[1] = _turned(grads[1])
     theirs, given = [m.clone() for m in mine], [g.clone() for g in grads]
     out = [torch.empty(2 * rows, cols + 3, dtype=out_dtype)[::2, :cols] for rows, cols in shapes]
     momentum_into_(out, grads, mine, momentum=0.9, nesterov=nesterov)
     updates = momentum_(grads, theirs, momentum=0.9, nesterov=nesterov)
-    for o, u, m, t, g, h in zip(out, updates, mine, theirs, grads, given, strict=True):
-        assert_bitwise(o, u.to(out_dtype))
-        assert_bitwise(m, t)
-        assert_bitwise(g, h)
+    assert_bitwise([*out, *mine, *grads], [*(u.to(out_dtype) for u in updates), *theirs, *given])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

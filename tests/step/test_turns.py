@@ -52,18 +52,14 @@ def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[i
     return not any(left.values()), posted
 
 
-def _local(draw: random.Random, num: int) -> list[Bucket]:
-    """Buckets of one rank, of which nothing moves; not on all ranks as many."""
-    return [((rank,), False) for rank in range(num) for _ in range(draw.randint(0, 3))]
-
-
 def _family(draw: random.Random) -> list[Bucket]:
     """Buckets of overlapping sets in the plan's order: first what ranks have alone, then those of one set side by
     side."""
     num = draw.randint(2, 6)
     sets = {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
     relays = {ranks: draw.random() < 0.5 for ranks in sets}
-    return _local(draw, num) + [(ranks, relays[ranks]) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))]
+    local = [((rank,), False) for rank in range(num) for _ in range(draw.randint(0, 3))]  # of which nothing moves
+    return local + [(ranks, relays[ranks]) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))]
 
 
 def _in_one_order(buckets: Sequence[Bucket], posted: dict[int, list[Exchange]]) -> bool:

@@ -70,7 +70,7 @@ class MatrixView:
     def num_stacked(self) -> int:
         """Number of matrices, or of blocks that are split alike, along the first dim of a stack; 1 for other
         tensors."""
-        return self.shape[0] if self.matrices and self.matrices[0].strides[0] == 0 else 1
+        return self.shape[0] if self.num_row_dims == 2 else 1
 
     def refined(self, strides: Sequence[int]) -> Ints:
         """Strides of the fine dims, given those of the tensor's dims."""
@@ -208,7 +208,7 @@ def _block(
 def _blocks_of(
     size_of: tuple[int, int],  # rows and columns, as they are stored
     split_dim: int,
-    split_sizes: Sequence[int] | None,
+    split_sizes: Ints | None,
     split_groups: int,
     num_heads: int | None,
 ) -> tuple[Ints, int]:
@@ -226,12 +226,13 @@ def _blocks_of(
         if split_groups != 1:
             raise ValueError(f"split_groups={split_groups} needs split_sizes, the {what} counts of one repeat")
         return (height,), 1
-    sizes = tuple(int(size) for size in split_sizes)
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"split_sizes={sizes} must be positive {what} counts")
-    if sum(sizes) * split_groups != height:
+    if not split_sizes or min(split_sizes) < 1:
+        raise ValueError(f"split_sizes={split_sizes} must be positive {what} counts")
+    if sum(split_sizes) * split_groups != height:
         times = f" times split_groups={split_groups}" if split_groups != 1 else ""
-        fits = sum(sizes) * split_groups == size_of[1 - split_dim]
+        fits = sum(split_sizes) * split_groups == size_of[1 - split_dim]
         other = f". To split the {('column', 'row')[split_dim]}s write split_dim={1 - split_dim}" if fits else ""
-        raise ValueError(f"split_sizes={sizes} sum to {sum(sizes)}{times}, but there are {height} {what}s{other}")
-    return sizes, split_groups
+        raise ValueError(
+            f"split_sizes={split_sizes} sum to {sum(split_sizes)}{times}, but there are {height} {what}s{other}"
+        )
+    return split_sizes, split_groups

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +148,10 @@ class _LayoutRun(Run):
         row, world = LAYOUTS[name], dist.get_world_size()
         self._cut: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = lambda whole: row.build(whole, row.mesh(world))
         self._params = parameters(self._cut(full))
-        self._stored = _stored_elements(name, world, mesh_kind(), tuple((name, t.shape) for name, t in full.items()))
+        numbers = {
+            n: torch.arange(t.numel(), dtype=torch.float64, device=mesh_kind()).view(t.shape) for n, t in full.items()
+        }
+        self._stored = {n: _local(t).long() for n, t in self._cut(numbers).items()}  # which elements this rank stores
         self.optimizer = make(self._params, row.options(world))
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -176,16 +179,6 @@ class _LayoutRun(Run):
             for key, expected in of_param.items()
             for found in [self.optimizer.state[self._params[name]][key]]
         )
-
-
-@lru_cache(maxsize=64)
-def _stored_elements(
-    layout: str, world_size: int, kind: str, shapes: tuple[tuple[str, torch.Size], ...]
-) -> dict[str, Tensor]:
-    """The elements of each tensor that this rank stores, in the shape in which it does: a row cuts their numbers up."""
-    numbers = {name: torch.arange(s.numel(), dtype=torch.float64, device=kind).view(s) for name, s in shapes}
-    built = LAYOUTS[layout].build(numbers, LAYOUTS[layout].mesh(world_size))
-    return {name: _local(t).long() for name, t in built.items()}
 
 
 _REMEMBERED: dict[str, list[_Stepped]] = {}

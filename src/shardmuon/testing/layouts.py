@@ -24,6 +24,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,20 +73,17 @@ class _LayoutCase:
         mesh: World size -> mesh shape.
         builder: (full tensors, mesh shape) -> this rank's parameters. Equal input gives equal placements. Called on all
             ranks of the default group.
-        process_group: Whether the optimizer is given the default group for its plain tensors.
         groups: Mesh shape -> the process groups of plain tensors that the optimizer is given, by option.
     """
 
     name: str
     mesh: Callable[[int], Ints]
     builder: _Builder
-    process_group: bool = False
     groups: Callable[[Ints], dict[str, Any]] = lambda shape: {}
 
     def options(self, world: int) -> dict[str, Any]:
         """Muon's arguments for this layout on `world` ranks."""
-        default = {"process_group": dist.group.WORLD} if self.process_group else {}
-        return default | self.groups(self.mesh(world))
+        return self.groups(self.mesh(world))
 
     def build(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
         """Build this rank's parameters from full tensors by `builder`. All ranks of the default group call it."""
@@ -202,50 +200,39 @@ def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in bag.named_parameters()}
 
 
-def _distributed(tensors: _Tensors, mesh: DeviceMesh, placements: Callable[[int, Tensor], list]) -> dict[str, Tensor]:  # type: ignore[type-arg]
+_Places = Callable[[int, Tensor], list[Placement]]  # of a tensor's number and the tensor; one for each axis
+
+
+def _distributed(tensors: _Tensors, mesh: DeviceMesh, places: _Places) -> dict[str, Tensor]:
     return {
-        name: distribute_tensor(t.clone(), mesh, placements(i, t), src_data_rank=None)
+        name: distribute_tensor(t.clone(), mesh, places(i, t), src_data_rank=None)
         for i, (name, t) in enumerate(tensors.items())
     }
+
+
+def _placed_by(places: _Places) -> _Builder:
+    """DTensors with these placements on a mesh."""
+    return lambda tensors, shape: _distributed(tensors, mesh_of(shape), places)
+
+
+def _in_turn(index: int, tensor: Tensor) -> list[Placement]:
+    """Rows and columns in turn, as in tensor parallelism."""
+    return [Shard(index % 2 + tensor.ndim - 2)]
 
 
 def _plain(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in tensors.items()}
 
 
-def _replicate(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    return _distributed(tensors, mesh_of(shape), lambda i, t: [Replicate()])
-
-
-def _shard(dim: int) -> _Builder:
-    return lambda tensors, shape: _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(dim)])
-
-
 def _fsdp2(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return _fully_sharded(tensors, mesh_of(shape))
 
 
-def _tp(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """DTensors cut by columns and rows in turn, as in tensor parallelism."""
-    return _distributed(tensors, mesh, lambda i, t: [Shard(i % 2 + t.ndim - 2)])
-
-
 def _fsdp2_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
+    """Tensor parallelism over the last axis, sharded over the others."""
     mesh = mesh_of(shape)
-    return _fully_sharded(_tp(tensors, mesh["a1"]), mesh["a0"])
-
-
-def _hsdp_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    mesh = mesh_of(shape)
-    return _fully_sharded(_tp(tensors, mesh["a2"]), mesh["a0", "a1"])
-
-
-def _two_dims(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    return _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(t.ndim - 2), Shard(t.ndim - 1)])
-
-
-def _same_dim(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    return _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(0), Shard(0)])
+    *outer, inner = mesh.mesh_dim_names or ()
+    return _fully_sharded(_distributed(tensors, mesh[inner], _in_turn), mesh[tuple(outer)])
 
 
 def _lone_strided(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
@@ -272,35 +259,28 @@ def _chunk(tensor: Tensor, parts: int, dim: int = 0) -> list[Tensor]:
     return [tensor.narrow(dim, start, stop - start) for start, stop in itertools.pairwise(ends)]
 
 
-def _experts(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    """Stacks are cut by expert; everything else is replicated."""
-    return _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()])
-
-
 def _experts_fsdp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     """Stacks are cut by expert over one axis and by rows over the other; the rest is sharded over all ranks."""
-    mesh = mesh_of(shape)
+    stacks = {name: t for name, t in tensors.items() if t.ndim == 3}
     dense = {name: t for name, t in tensors.items() if t.ndim != 3}
-    flat = mesh_of((shape[0] * shape[1],))
-    made = _distributed({n: t for n, t in tensors.items() if t.ndim == 3}, mesh, lambda i, t: [Shard(1), Shard(0)]) | (
-        _fully_sharded(dense, flat) if dense else {}
-    )
+    made = _distributed(stacks, mesh_of(shape), lambda i, t: [Shard(1), Shard(0)])
+    made |= _fully_sharded(dense, mesh_of((math.prod(shape),))) if dense else {}
     return {name: made[name] for name in tensors}
 
 
 def _mixed(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     """Neighbours on different meshes: sharded, replicated x sharded on two axes, replicated, plain."""
-    flat, square = mesh_of((shape[0] * shape[1],)), mesh_of(shape)
-    places = (
+    flat: Ints = (math.prod(shape),)
+    places: list[tuple[Ints, list[Placement]]] = [
         (flat, [Shard(0)]),
-        (square, [Replicate(), Shard(1)]),
+        (shape, [Replicate(), Shard(1)]),
         (flat, [Replicate()]),
-        (square, [Shard(1), Shard(0)]),
-    )
-    out: dict[str, Tensor] = {}
-    for i, (name, t) in enumerate(tensors.items()):
-        mesh, placements = places[i % 5] if i % 5 < 4 else (None, [])
-        out[name] = t.clone() if mesh is None else distribute_tensor(t.clone(), mesh, placements, src_data_rank=None)
+        (shape, [Shard(1), Shard(0)]),
+    ]
+    out = _plain(tensors, shape)
+    for number, (mesh, placements) in enumerate(places):
+        for name in list(tensors)[number :: len(places) + 1]:
+            out[name] = distribute_tensor(out[name], mesh_of(mesh), placements, src_data_rank=None)
     return out
 
 
@@ -444,16 +424,9 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _megatron_fsdp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    return shard_like_megatron(tensors, mesh_of(shape, purpose="fsdp"), one_unit=False)
-
-
-def _megatron_hfsdp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    return shard_like_megatron(tensors, mesh_of(shape, purpose="hfsdp"), one_unit=False, outer="shard")
-
-
-def _megatron_fsdp_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    return shard_like_megatron(tensors, mesh_of(shape, purpose="fsdp+tp"), one_unit=False, tensor_parallel=True)
+def _megatron(purpose: str, **how: Any) -> _Builder:
+    """Megatron-FSDP's DTensors; see `shard_like_megatron`."""
+    return lambda tensors, shape: shard_like_megatron(tensors, mesh_of(shape, purpose=purpose), one_unit=False, **how)
 
 
 def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tensor:
@@ -530,33 +503,37 @@ def _cube(world: int) -> Ints:
     return (2, world // 4, 2) if world % 4 == 0 else (1, *_square(world))
 
 
+def _default_group(shape: Ints) -> dict[str, Any]:
+    return {"process_group": dist.group.WORLD}
+
+
 LAYOUTS: dict[str, _LayoutCase] = {
     case.name: case
     for case in (
         _LayoutCase("single", _flat, _plain),
-        _LayoutCase("ddp", _flat, _plain, process_group=True),
-        _LayoutCase("replicate", _flat, _replicate),
+        _LayoutCase("ddp", _flat, _plain, _default_group),
+        _LayoutCase("replicate", _flat, _placed_by(lambda i, t: [Replicate()])),
         _LayoutCase("fsdp2", _flat, _fsdp2),
-        _LayoutCase("fsdp2 dim 1", _flat, _shard(1)),
-        _LayoutCase("hsdp", _replicas_first, lambda t, s: _fully_sharded(t, mesh_of(s))),
-        _LayoutCase("tp", _flat, lambda t, s: _tp(t, mesh_of(s))),
+        _LayoutCase("fsdp2 dim 1", _flat, _placed_by(lambda i, t: [Shard(1)])),
+        _LayoutCase("hsdp", _replicas_first, _fsdp2),
+        _LayoutCase("tp", _flat, _placed_by(_in_turn)),
         _LayoutCase("fsdp2+tp", _square, _fsdp2_tp),
-        _LayoutCase("two dims", _square, _two_dims),
-        _LayoutCase("one dim twice", _square, _same_dim),
+        _LayoutCase("two dims", _square, _placed_by(lambda i, t: [Shard(t.ndim - 2), Shard(t.ndim - 1)])),
+        _LayoutCase("one dim twice", _square, _placed_by(lambda i, t: [Shard(0), Shard(0)])),
         _LayoutCase("lone strided", _flat, _lone_strided),
-        _LayoutCase("hsdp+tp", _cube, _hsdp_tp),
-        _LayoutCase("ep", _flat, _experts),
+        _LayoutCase("hsdp+tp", _cube, _fsdp2_tp),
+        _LayoutCase("ep", _flat, _placed_by(lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()])),
         _LayoutCase("ep+fsdp", _square, _experts_fsdp),
         _LayoutCase("mixed meshes", _square, _mixed),
-        _LayoutCase("megatron-fsdp", _flat, _megatron_fsdp),
-        _LayoutCase("megatron-fsdp hfsdp", _square, _megatron_hfsdp),
-        _LayoutCase("megatron-fsdp+tp", _square, _megatron_fsdp_tp),
-        _LayoutCase("tp column", _flat, lambda t, s: _tp_plain(t, s, (0,)), groups=_tp_groups),
-        _LayoutCase("tp row", _flat, lambda t, s: _tp_plain(t, s, (1,)), groups=_tp_groups),
-        _LayoutCase("tp stride 2", _flat, lambda t, s: _tp_plain(t, s, (0,), 2), groups=_tp_groups),
-        _LayoutCase("tp x dp", _square, lambda t, s: _tp_plain(t, s, (0, 1, -1)), groups=_tp_groups),
-        _LayoutCase("mcore buffers", _flat, lambda t, s: _flat_buffer(t, s, parallel=False)),
-        _LayoutCase("mcore buffers+tp", _square, lambda t, s: _flat_buffer(t, s, parallel=True), groups=_tp_groups),
+        _LayoutCase("megatron-fsdp", _flat, _megatron("fsdp")),
+        _LayoutCase("megatron-fsdp hfsdp", _square, _megatron("hfsdp", outer="shard")),
+        _LayoutCase("megatron-fsdp+tp", _square, _megatron("fsdp+tp", tensor_parallel=True)),
+        _LayoutCase("tp column", _flat, partial(_tp_plain, dims=(0,)), _tp_groups),
+        _LayoutCase("tp row", _flat, partial(_tp_plain, dims=(1,)), _tp_groups),
+        _LayoutCase("tp stride 2", _flat, partial(_tp_plain, dims=(0,), stride=2), _tp_groups),
+        _LayoutCase("tp x dp", _square, partial(_tp_plain, dims=(0, 1, -1)), _tp_groups),
+        _LayoutCase("mcore buffers", _flat, partial(_flat_buffer, parallel=False)),
+        _LayoutCase("mcore buffers+tp", _square, partial(_flat_buffer, parallel=True), _tp_groups),
     )
 }
 

@@ -89,15 +89,6 @@ def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
     assert sum(found.values()) == sum(wanted.values()) + copies, found
 
 
-def test_normalizing_reads_a_matrix_twice_and_writes_it_once() -> None:
-    for dtype in (FP32, BF16):
-        for shape in ((64, 96), (128, 256)):  # one chunk, two
-            x = normal(1, *shape).to(dtype)
-            with Passes(x.numel()) as passes:
-                normalize(x, dtype)
-            assert passes.names == {"linalg_vector_norm": 1, "div": 1}
-
-
 def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Normalize as accelerators do."""
     out = empty_batch(x.shape, dtype, x.device)
@@ -135,12 +126,9 @@ def test_both_forms_of_the_norm_are_right_at_any_scale(
 @pytest.mark.parametrize("form", [normalize, normalize_in_fp64])
 def test_zeros_stay_and_bad_entries_spoil_all_of_their_own_matrix(form: Any) -> None:
     x = normal(4, 5, 8)
-    x[1] = 0.0
-    x[2, 3, 4] = float("inf")
-    x[3, 0, 0] = float("nan")
+    x[1], x[2, 3, 4], x[3, 0, 0] = 0.0, float("inf"), float("nan")
     found = form(x, FP32)
-    assert not found[1].any()
-    assert found[2:].isnan().all()
+    assert not found[1].any() and found[2:].isnan().all()
     assert torch.equal(found[0], form(x[:1], FP32)[0])
 
 
@@ -237,23 +225,21 @@ def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("factor", [1e-30, 1.0, 1e30])
-def test_matrices_of_equal_rows_come_with_their_norm_divided_out(factor: float, dtype: torch.dtype) -> None:
-    """One read and one write are enough where fp32 surely holds all squares; else nothing has been written."""
-    x = (normal(1, 24, 40) * factor).to(dtype)
-    given = x.clone()
-    found = MuonEq().unit(given)
-    if factor != 1.0:
-        assert found is None
-        assert torch.equal(given, x)
-        return
-    assert found is not None
-    rows = x.double() / x.double().norm(dim=-1, keepdim=True) / 24**0.5
-    # the sum of 40 squares, halved by the root; root, its product, the division, the factor's own product
-    assert_rounded(found, rows, roundings=40 + 5 if dtype == FP32 else 2, dtype=dtype)
+def test_matrices_of_extreme_rows_or_rows_of_zeros_are_left_to_the_exact_form(dtype: torch.dtype) -> None:
+    """Elsewhere one read and one write are enough: rows come with their norm divided out. Else nothing has been
+    written."""
+    x = normal(1, 24, 40).to(dtype)
     zero = x.clone()
     zero[0, 3] = 0.0
-    assert MuonEq().unit(zero) is None
+    for other in (x * 1e-30, x * 1e30, zero):
+        given = other.clone()
+        assert MuonEq().unit(given) is None
+        assert torch.equal(given, other)
+    rows = x.double() / x.double().norm(dim=-1, keepdim=True) / 24**0.5
+    found = MuonEq().unit(x)
+    assert found is x
+    # the sum of 40 squares, halved by the root; root, its product, the division, the factor's own product
+    assert_rounded(found, rows, roundings=40 + 5 if dtype == FP32 else 2, dtype=dtype)
 
 
 @pytest.mark.stated

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -13,10 +15,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from process_default import process_default
 from spectra import normal, spectrum
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardmuon.orthogonalize as package
@@ -31,6 +32,8 @@ from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.orthogonalize.tuning import FORMAT, add, load
 from shardmuon.step import binding as binding_module
 from shardmuon.testing import RankPool
+from shardmuon.testing.compare import compare_with_dense
+from shardmuon.testing.layouts import ParamCase
 
 CPU = torch.device("cpu")
 KELLER = schedule("keller").triples
@@ -47,16 +50,24 @@ def add_times(path: Path, standard: float, gram: float, stamp: str | None = None
 # ------------------------------------------------------------------------------------------------------------- FLOPs
 
 
-@pytest.mark.parametrize("name", ["keller", "polar_express", "cubic", "deepseek_v4"])
-@pytest.mark.parametrize(("m", "n"), [(96, 96), (96, 336), (96, 384), (96, 768)])
+FORMS = [("standard", torch.float32), ("gram", torch.float32), ("gram", torch.float16)]
+SMALL = itertools.product(("keller", "polar_express", "cubic", "deepseek_v4"), FORMS, (96, 336, 384, 768))
+
+
 @pytest.mark.parametrize(
-    ("method", "dtype"), [("standard", torch.float32), ("gram", torch.float32), ("gram", torch.float16)]
+    ("name", "form", "m", "n", "share"),
+    [
+        *((name, form, 96, n, 1.0) for name, form, n in SMALL),
+        # symmetric products of large matrices take ten of sixteen tiles on a CPU
+        *(("keller", form, m, n, 0.625) for form in FORMS[:2] for m, n in ((384, 1536), (512, 512))),
+    ],
 )
-def test_flops_are_the_formulas(method: str, dtype: torch.dtype, m: int, n: int, name: str) -> None:
+def test_flops_are_the_formulas(name: str, form: tuple[str, torch.dtype], m: int, n: int, share: float) -> None:
+    method, dtype = form
     coefficients = schedule(name).triples
     with FlopCounterMode(display=False) as counter:
         orthogonalize(normal(1, m, n), coefficients, method=method, dtype=dtype)
-    counted = flops(method, m, n, coefficients, dtype)
+    counted = flops(method, m, n, coefficients, dtype, share)
     if method == "gram" and dtype == torch.float16:  # a restart in emulated fp16 takes whole products, not split ones
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
@@ -79,14 +90,6 @@ def test_flops_of_five_quintic_steps_are_the_published_counts() -> None:
     # in fp16 and above n/m = 7/3 it is local: 3 m^2 n + 14 m^3, split products 6 m^3, merging the Q's 2 m^3
     assert flops("gram", m, n, polar, torch.float16, 0.5) == 3 * m * m * n + 22 * m**3
     assert flops("gram", m, m, polar, torch.float16, 0.5) == 6 * m**3 + 14 * m**3
-
-
-@pytest.mark.parametrize(("m", "n"), [(384, 1536), (512, 512)])
-@pytest.mark.parametrize("method", ["standard", "gram"])
-def test_symmetric_products_take_ten_of_sixteen_tiles_on_a_cpu(method: str, m: int, n: int) -> None:
-    with FlopCounterMode(display=False) as counter:
-        orthogonalize(normal(1, m, n), KELLER, method=method, dtype=torch.float32)
-    assert 0.98 < counter.get_total_flops() / flops(method, m, n, KELLER, torch.float32, 0.625) < 1.02
 
 
 # -------------------------------------------------------------------------------------------------------- the choice
@@ -175,41 +178,38 @@ def optimizer_of(**options: Any) -> Muon:
     return Muon([("w", nn.Parameter(normal(12, 48)))], lr=1e-3, **options)
 
 
-@pytest.mark.parametrize(("standard", "gram", "wanted"), [(1.0, 0.5, "gram float32"), (0.5, 1.0, "standard float32")])
-def test_auto_takes_what_was_measured_and_says_why(standard: float, gram: float, wanted: str, tmp_path: Path) -> None:
-    path = add_times(tmp_path / "t.json", standard, gram)
-    optimizer = optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32", tuning=path))
-    (item,) = optimizer.prepare().items
-    assert item.how == wanted
-    assert f"12x48: {wanted}, measured 500 ms" in str(optimizer.plan)
-    assert f"slots of batches: {path} has no search on this machine" in str(optimizer.plan)
-
-
-def test_another_machines_rows_other_shapes_and_a_named_method_leave_the_rule(tmp_path: Path) -> None:
-    path = add_times(tmp_path / "t.json", 0.1, 10.0, stamp="another machine")
-    (item,) = optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32", tuning=path)).prepare().items
-    assert item.how == "gram float32"
-    assert "by rule" in item.reason
-    other = add_times(tmp_path / "u.json", 0.1, 10.0, shape="12x49, 5 steps")
-    assert optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32", tuning=other)).prepare().items[0].how == item.how
-    named = add_times(tmp_path / "v.json", 0.1, 10.0)
-    forced = Orthogonalizer(method="gram", dtype="float32", tuning=named)
-    assert optimizer_of(orthogonalizer=forced).prepare().items[0].how == "gram float32"
+@pytest.mark.parametrize(
+    ("times", "options", "wanted", "says"),
+    [
+        ({"standard": 1.0, "gram": 0.5}, {}, "gram float32", r"12x48: gram float32, measured 500 ms"),
+        ({"standard": 0.5, "gram": 1.0}, {}, "standard float32", r"12x48: standard float32, measured 500 ms"),
+        ({"standard": 0.1, "gram": 9.0, "stamp": "another machine"}, {}, "gram float32", "by rule"),
+        ({"standard": 0.1, "gram": 9.0, "shape": "12x49, 5 steps"}, {}, "gram float32", "by rule"),
+        ({"standard": 0.1, "gram": 9.0}, {"method": "gram"}, "gram float32", "has no search on this machine"),
+    ],
+    ids=str,
+)
+def test_auto_takes_what_was_measured_of_this_machine_and_shape_and_says_why(
+    times: dict[str, Any], options: dict[str, Any], wanted: str, says: str, tmp_path: Path
+) -> None:
+    """Rows of another machine or shape leave the rule, and a named method is taken."""
+    path = add_times(tmp_path / "t.json", **times)
+    plan = optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32", tuning=path, **options)).prepare()
+    assert plan.items[0].how == wanted
+    assert re.search(says, str(plan))
 
 
 def test_slots_found_unequal_run_alone_and_the_plan_says_so(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    add(path, CPU, "slots", {"searched": 7, "unequal": {"12x48": {"gram float32": 2}, "9x9": {"standard float32": 1}}})
-    optimizer = optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32", tuning=str(path)))
-    (item,) = optimizer.prepare().items
-    assert item.how == "gram float32 alone"
-    said = f"slots of batches: 7 products compared on this machine ({path}): shapes 12x48, 9x9 differ and run alone"
-    assert said in str(optimizer.plan)
-    add(path, CPU, "slots", {"searched": 9, "unequal": {}})
-    again = optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32", tuning=str(path)))
-    assert again.prepare().items[0].how == "gram float32"
-    assert "9 products compared on this machine" in str(again.plan)
-    assert "none differ" in str(again.plan)
+    of_shapes = {"12x48": {"gram float32": 2}, "9x9": {"standard float32": 1}}
+    for searched, unequal, how, says in (
+        (7, of_shapes, "gram float32 alone", "shapes 12x48, 9x9 differ and run alone"),
+        (9, {}, "gram float32", "none differ"),
+    ):
+        add(path, CPU, "slots", {"searched": searched, "unequal": unequal})
+        plan = optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32", tuning=str(path))).prepare()
+        assert plan.items[0].how == how
+        assert f"slots of batches: {searched} products compared on this machine ({path}): {says}" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -242,19 +242,29 @@ def test_the_command_measures_and_muon_takes_it(tmp_path: Path, capsys: pytest.C
     optimizer = optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32", tuning=str(path)))
     fast = fastest(times["12x48, 5 steps"], candidates(CPU, torch.float32))
     assert optimizer.prepare().items[0].how == str(fast)
-    with pytest.raises(SystemExit):
-        main(["tune", "8x8", "--coefficients", "nonsense", *arguments])
-    assert "invalid choice: 'nonsense'" in capsys.readouterr().err
-    assert main(["tune", "8x8", "--coefficients", "quintic", "--steps", "7", *arguments]) == 2
-    assert "exactly 5 steps" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["tune", "8by8", *arguments])
-    assert "is not a shape: write rows and columns as 1024x4096" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["tune", "8x8"])
-    assert "--out" in capsys.readouterr().err
-    assert main(["tune", "8x8", "--device", "cpu", "--out", str(tmp_path / "none" / "t.json")]) == 2
-    assert "No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["8x8", "--coefficients", "nonsense", "--out", "t.json"], "invalid choice: 'nonsense'"),
+        (["8x8", "--coefficients", "quintic", "--steps", "7", "--out", "t.json"], "exactly 5 steps"),
+        (["8by8", "--out", "t.json"], "is not a shape: write rows and columns as 1024x4096"),
+        (["8x8"], "--out"),
+        (["8x8", "--out", "none/t.json"], "No such file or directory"),
+    ],
+    ids=str,
+)
+def test_the_command_says_what_is_wrong_with_its_arguments(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(["tune", *arguments, "--device", "cpu"])
+    except SystemExit as stopped:  # argparse
+        code = stopped.code
+    assert code == 2
+    assert says in capsys.readouterr().err
 
 
 def test_nothing_is_read_or_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,85 +286,59 @@ def test_nothing_is_read_or_written_unasked(tmp_path: Path, monkeypatch: pytest.
     assert list(folder.iterdir()) == []
 
 
-def _refused_unlike_files(folder: str) -> tuple[str, bool]:
-    """Each rank names a file of its own, whose measurements differ."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    path = add_times(Path(folder) / f"{rank}.json", *((1.0, 0.5) if rank else (0.5, 1.0)))
-    mesh = init_device_mesh("cpu", (world,))
-    p = nn.Parameter(distribute_tensor(normal(12, 48), mesh, [Shard(0)]))
-    p.grad = distribute_tensor(normal(12, 48, seed=3), mesh, [Shard(0)])
-    before = p.detach().to_local().clone()  # type: ignore[attr-defined]
-    optimizer = Muon([("w", p)], orthogonalizer=Orthogonalizer(dtype="float32", tuning=path), lr=0.1)
-    with pytest.raises(ValueError, match="ranks") as caught:
-        optimizer.step()
-    return str(caught.value), torch.equal(p.detach().to_local(), before) and not optimizer.state  # type: ignore[attr-defined]
+Step = tuple[str, bool]  # the plan or the error, and whether nothing has changed
 
 
-def test_unlike_files_are_refused_on_every_rank(world2: RankPool, tmp_path: Path) -> None:
-    for message, unchanged in world2.run(_refused_unlike_files, str(tmp_path)):
-        assert re.search(r"rank 0 lists tuning=\w+, rank 1 lists tuning=\w+", message)
-        assert unchanged
-
-
-def _unlike_machines(route: str) -> tuple[str, list[str], bool]:
-    """Rank 1 says that it is another machine."""
-    rank, real = dist.get_rank(), binding_module.machine_stamp
-    with mock.patch.object(binding_module, "machine_stamp", lambda device: "other chip" if rank else real(device)):
-        p = nn.Parameter(normal(12, 48))
-        p.grad, before = normal(12, 48, seed=3), p.detach().clone()
-        exchange = Exchange(route=route)  # type: ignore[arg-type]
-        optimizer = Muon([("w", p)], lr=0.1, process_group=dist.group.WORLD, exchange=exchange)
-        try:
-            optimizer.step()
-        except ValueError as refused:
-            return str(refused), [], torch.equal(p, before) and not optimizer.state
-        return str(optimizer.plan), [item.how for item in optimizer.plan.items], torch.equal(p, before)
-
-
-def test_unlike_machines_are_said_and_choose_alike(world2: RankPool) -> None:
-    plans = world2.run(_unlike_machines, "auto")
-    assert plans[0][1] == plans[1][1]
-    for text, _, unchanged in plans:
-        assert not unchanged
-        assert f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have other chip" in text
-
-
-def _unlike_flags(method: Any) -> str:
-    flags: Any = torch.backends.mkldnn
-    before = flags.matmul.fp32_precision
+def _stepped_apart(what: str, folder: str = "") -> Step:
+    """A step of a matrix on two ranks of which the second is unlike the first: its file of measurements, its machine,
+    or its flags of precision."""
+    rank, real, flags = dist.get_rank(), binding_module.machine_stamp, torch.backends.mkldnn.matmul
+    p, options, before_flags = nn.Parameter(normal(12, 48)), dict[str, Any](), flags.fp32_precision
+    p.grad, before = normal(12, 48, seed=3), p.detach().clone()
+    stamp = real
+    if what == "file":
+        path = add_times(Path(folder) / f"{rank}.json", *((1.0, 0.5) if rank else (0.5, 1.0)))
+        options["orthogonalizer"] = Orthogonalizer(dtype="float32", tuning=path)
+    elif what in ("auto", "local"):
+        options["exchange"] = Exchange(route=what)  # type: ignore[arg-type]
+        stamp = lambda device: "other chip" if rank else real(device)  # noqa: E731
+    else:
+        options["orthogonalizer"] = Orthogonalizer(what)  # type: ignore[arg-type]
+    optimizer = Muon([("w", p)], lr=0.1, process_group=dist.group.WORLD, **options)
     try:
-        flags.matmul.fp32_precision = "bf16" if dist.get_rank() else "ieee"
-        params = [("w", nn.Parameter(torch.ones(6, 8)))]
-        optimizer = Muon(params, lr=0.1, process_group=dist.group.WORLD, orthogonalizer=Orthogonalizer(method))
-        return str(optimizer.prepare())
+        flags.fp32_precision = "bf16" if rank and what in ("torch", "standard") else before_flags
+        with mock.patch.object(binding_module, "machine_stamp", stamp):
+            optimizer.step()
+    except ValueError as refused:
+        return str(refused), torch.equal(p, before) and not optimizer.state
     finally:
-        flags.matmul.fp32_precision = before
+        flags.fp32_precision = before_flags
+    return str(optimizer.plan), torch.equal(p, before)
 
 
-def test_unlike_precision_flags_are_said_where_they_count(world2: RankPool) -> None:
-    """Method "torch" leaves them as the process has them; the others set their own."""
-    assert all("machines differ" in text and "fp32_precision" in text for text in world2.run(_unlike_flags, "torch"))
-    assert not any("machines differ" in text for text in world2.run(_unlike_flags, "standard"))
+OTHER_CHIP = f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have other chip"
 
 
-def test_unlike_machines_refuse_to_repeat_each_others_work(world2: RankPool) -> None:
-    for text, _, unchanged in world2.run(_unlike_machines, "local"):
-        assert "route='local' needs equal machines" in text and "other chip" in text
-        assert "Use Exchange(route='auto')" in text
-        assert unchanged
-
-
-def test_ns_dtype_takes_names() -> None:
-    assert (
-        optimizer_of(orthogonalizer=Orthogonalizer(method="gram", dtype="float16")).prepare().items[0].how
-        == "gram float16"
-    )
-    assert (
-        optimizer_of(orthogonalizer=Orthogonalizer(method="standard", dtype="auto")).prepare().items[0].how
-        == f"standard {str(default_dtype('standard', CPU)).removeprefix('torch.')}"
-    )
-    with pytest.raises(ValueError, match=r"Orthogonalizer.dtype='float8' is not one of 'auto', 'bfloat16', 'float16'"):
-        optimizer_of(orthogonalizer=Orthogonalizer(dtype="float8"))
+@pytest.mark.parametrize(
+    ("what", "refused", "says"),
+    [
+        ("file", True, r"rank 0 lists tuning=\w+, rank 1 lists tuning=\w+"),
+        ("auto", False, re.escape(OTHER_CHIP)),
+        ("local", True, r"(?s)route='local' needs equal machines.*other chip.*Use Exchange\(route='auto'\)"),
+        ("torch", False, r"(?s)machines differ.*fp32_precision"),  # it leaves flags as the process has them
+        ("standard", False, r"^(?!.*machines differ)"),  # the others set their own
+    ],
+)
+def test_ranks_that_are_unlike_are_told_or_refused_on_every_rank(
+    what: str, refused: bool, says: str, world2: RankPool, tmp_path: Path
+) -> None:
+    """Files must be equal, and machines where ranks repeat each other's work; elsewhere the plan, which is one, says
+    what differs."""
+    found = world2.run(_stepped_apart, what, str(tmp_path))
+    assert [unchanged for _, unchanged in found] == [refused] * 2
+    assert all(re.search(says, text, re.DOTALL) for text, _ in found)
+    how = [re.findall(r"12x48: [^,]*", text) for text, _ in found]
+    assert how[0] == how[1]
 
 
 def test_default_dtypes() -> None:
@@ -492,16 +476,8 @@ def test_a_measurement_looks_at_no_default(default: str, monkeypatch: pytest.Mon
     seen: list[Tensor] = []
     real = choice_module._time
     monkeypatch.setattr(choice_module, "_time", lambda x, *rest: seen.append(x) or real(x, *rest))
-    task = Task(12, 48, KELLER, CPU)
-    if default == "meta":
-        with torch.device("meta"):
-            text, times = measure(task, torch.float32)
-    else:
-        torch.set_default_dtype(getattr(torch, default))
-        try:
-            text, times = measure(task, torch.float32)
-        finally:
-            torch.set_default_dtype(torch.float32)
+    with process_default(default):
+        text, times = measure(Task(12, 48, KELLER, CPU), torch.float32)
     assert [(x.device.type, x.dtype) for x in seen] == [("cpu", torch.float32)]
     assert text == "12x48, 5 steps"
     assert set(times) == {"standard float32", "gram float32"}
@@ -543,3 +519,103 @@ def test_a_measurement_waits_for_any_accelerator(kind: str, monkeypatch: pytest.
 )
 def test_the_plan_says_what_the_products_are_and_why(options: dict[str, Any], says: str) -> None:
     assert re.search(says, str(optimizer_of(**options).prepare()))
+
+
+# --------------------------------------------------------------------------------------------- bits, and the wire
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+SHAPES = {"a": (12, 48), "b": (48, 12), "c": (16, 16), "d": (12, 96), "e": (24, 24)}
+# dtypes of "standard" and "gram" by default: as on accelerators, on CPUs with bf16 and on CPUs without
+MACHINES = {"accelerator": (BF16, FP16), "cpu with bf16": (BF16, FP32), "cpu": (FP32, FP32)}
+GRAM = {"all": "abcde", "none": "", "some": "abd"}  # the matrices for which it was measured to be faster
+
+
+def _patched(machine: str) -> Any:
+    dtypes = dict(zip(("standard", "gram"), MACHINES[machine], strict=True))
+    return mock.patch.object(choice_module, "default_dtype", lambda method, device: dtypes[method])
+
+
+def _measured(path: Path, machine: str, gram: str) -> tuple[Orthogonalizer, dict[str, Orthogonalizer]]:
+    """By a file of measurements, and the method that it takes for each matrix."""
+    dtypes = dict(zip(("standard", "gram"), MACHINES[machine], strict=True))
+    taken = {name: "gram" if name in GRAM[gram] else "standard" for name in SHAPES}
+    times = {
+        f"{min(shape)}x{max(shape)}, 5 steps": {
+            f"{method} {str(dtype)[6:]}": 1.0 if method == taken[name] else 2.0 for method, dtype in dtypes.items()
+        }
+        for name, shape in SHAPES.items()
+    }
+    path.write_text(json.dumps({"format": FORMAT, "machines": {machine_stamp(CPU): {"times": times}}}))
+    return Orthogonalizer(tuning=str(path)), {name: Orthogonalizer(m, dtypes[m]) for name, m in taken.items()}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("machine", "gram", "wire"),
+    [
+        (machine, gram, (None, FP32, BF16)[(i + j) % 3])
+        for i, machine in enumerate(MACHINES)
+        for j, gram in enumerate(GRAM)
+    ],
+)
+def test_auto_has_the_bits_of_what_it_takes(machine: str, gram: str, wire: Any, tmp_path: Path) -> None:
+    """Matrix by matrix, wire and all: three steps by "auto", and each matrix by an optimizer of its own."""
+    measured, taken = _measured(tmp_path / "t.json", machine, gram)
+    with _patched(machine):
+        autos, forced = ({name: nn.Parameter(normal(*shape)) for name, shape in SHAPES.items()} for _ in range(2))
+        options: dict[str, Any] = {"lr": 0.1, "exchange": Exchange(dtype=wire)}
+        auto = Muon(list(autos.items()), orthogonalizer=measured, **options)
+        assert all("measured" in item.reason for item in auto.prepare().items)
+        others = [Muon([(n, p)], orthogonalizer=taken[n], **options) for n, p in forced.items()]
+        for step in range(3):
+            for (name, p), other in itertools.product(autos.items(), (autos, forced)):
+                other[name].grad = normal(*p.shape, seed=10 + step)
+            for optimizer in (auto, *others):
+                optimizer.step()
+    assert [name for name in SHAPES if not torch.equal(autos[name], forced[name])] == []
+
+
+def _on_ranks(folder: str, machine: str) -> bool:
+    measured, _ = _measured(Path(folder) / f"{os.getpid()}.json", machine, "some")
+    table = {name: ParamCase(shape, "") for name, shape in SHAPES.items()}
+    with _patched(machine):
+        return compare_with_dense("fsdp2", orthogonalizer=measured, table=table, lr=0.1).bitwise
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_auto_has_the_bits_of_one_process_on_ranks(machine: str, world2: RankPool, tmp_path: Path) -> None:
+    assert world2.run(_on_ranks, str(tmp_path), machine) == [True, True]
+
+
+WIRES = [  # method, dtype of the products, Exchange.dtype, the wire
+    ("standard", FP32, None, FP32),
+    ("standard", BF16, None, BF16),
+    ("standard", FP16, None, BF16),
+    ("gram", FP16, None, BF16),
+    ("gram", FP32, None, FP32),
+    ("torch", None, None, BF16),
+    ("reference", None, None, FP64),
+    ("standard", FP64, None, FP64),
+    ("standard", BF16, FP32, FP32),
+    ("standard", FP16, FP32, FP32),
+    ("standard", FP32, BF16, BF16),
+]
+
+
+def _travelled(options: dict[str, Any]) -> tuple[bool, int]:
+    found = compare_with_dense("fsdp2", table={"w": ParamCase((12, 48), "")}, steps=1, lr=0.1, **options)
+    return found.bitwise, found.traffic.bytes_sent
+
+
+@pytest.mark.parametrize(("method", "dtype", "asked", "wire"), WIRES, ids=str)
+def test_half_precision_products_travel_in_bf16_and_one_process_rounds_alike(
+    method: Any, dtype: Any, asked: Any, wire: torch.dtype, world2: RankPool
+) -> None:
+    options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method, dtype), "exchange": Exchange(dtype=asked)}
+    found = world2.run(_travelled, options)
+    assert [bitwise for bitwise, _ in found] == [True, True]
+    assert sum(sent for _, sent in found) == 12 * 48 * wire.itemsize  # half of it each way
+    p = nn.Parameter(torch.zeros(12, 48))
+    p.grad = normal(12, 48, seed=3)
+    Muon([p], lr=1.0, weight_decay=0.0, adjust_lr_fn="none", **options).step()
+    rounded = p.bfloat16().to(p.dtype)
+    assert torch.equal(rounded, p) == (wire == BF16 or dtype == BF16), "an update of other bits than its wire has"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
+from simulated import stored
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -14,7 +18,6 @@ from shardmuon._torch import strided_shard
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.dtensor import cuts_of, mesh_key
 from shardmuon.layout.mesh import readings, same_storage
-from shardmuon.layout.pieces import Box
 from shardmuon.testing.layouts import _fully_sharded, mesh_of
 from shardmuon.testing.pool import RankPool
 
@@ -27,19 +30,12 @@ def _readings_that_fit(param: torch.Tensor, full: torch.Tensor) -> list[bool]:
     """True for each reading of the placements that names exactly the elements that this rank stores."""
     assert isinstance(param, DTensor)
     mesh, ranks = mesh_key(param.device_mesh)
-    storage = engine_of(param).storage(param)
-    found = []
-    for reading in readings(tuple(full.shape), mesh, cuts_of(param.placements)):
-        held, implied = reading[ranks.index(dist.get_rank())]
-        right = same_storage(implied, tuple(storage.shape))
-        for piece, at in held if right else ():
-            assert isinstance(piece, Box)
-            if piece.numel:
-                whole = full[tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.size, strict=True))]
-                local = storage[tuple(slice(o, o + s) for o, s in zip(at, piece.size, strict=True))]
-                right &= torch.equal(whole, local)
-        found.append(right)
-    return found
+    storage, place = engine_of(param).storage(param), ranks.index(dist.get_rank())
+    found = [reading[place] for reading in readings(tuple(full.shape), mesh, cuts_of(param.placements))]
+    return [
+        same_storage(implied, tuple(storage.shape)) and torch.equal(stored(held, full).flatten(), storage.flatten())
+        for held, implied in found
+    ]
 
 
 def _fsdp_of_tp(cases: list[Case]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -113,39 +109,23 @@ PLACEMENTS: list[tuple[tuple[int, ...], list[Placement]]] = [
     ((2, 2, 2), [Shard(0), Replicate(), Shard(0)]),
     ((2, 2, 2), [Shard(1), Shard(0), Shard(1)]),
     ((2, 2, 2), [Replicate(), Shard(1), Replicate()]),
+    # the rest of FSDP over TP on one dim when the TP axis is gathered: a share of each part
+    *(((8,), [StridedShard(0, split_factor=factor)]) for factor in (2, 3, 4)),
 ]
 
 
 def _distributed_cases(shapes: list[tuple[int, int]]) -> list[list[bool]]:
     found = []
-    for mesh_shape, placements in PLACEMENTS:
-        for shape in shapes:
-            full = torch.arange(float(shape[0] * shape[1])).view(shape)
-            param = distribute_tensor(full.clone(), mesh_of(mesh_shape), placements, src_data_rank=None)
-            found.append(_readings_that_fit(param, full))
+    for (mesh_shape, placements), shape in itertools.product(PLACEMENTS, shapes):
+        full = torch.arange(math.prod(shape)).view(shape)
+        param = distribute_tensor(full.clone(), mesh_of(mesh_shape), placements, src_data_rank=None)
+        found.append(_readings_that_fit(param, full))
     return found
 
 
 def test_placements_name_what_distribute_tensor_stores(world8: RankPool) -> None:
     for found in world8.run(_distributed_cases, [(16, 8), (13, 9), (3, 5), (1, 20)]):
         assert all(fits[0] for fits in found)
-
-
-LONE_STRIDED = ((16, 2), (24, 3), (13, 2), (9, 4), (3, 2))  # rows, split factor
-
-
-def _lone_strided() -> list[bool]:
-    """The rest of FSDP over TP on one dim when the TP axis is gathered, cut by torch's own placement."""
-    found = []
-    for rows, factor in LONE_STRIDED:
-        full, cut = torch.arange(rows * 3.0).view(rows, 3), [StridedShard(0, split_factor=factor)]
-        placed = distribute_tensor(full.clone(), mesh_of((8,)), cut, src_data_rank=None)
-        found.append(_readings_that_fit(placed, full)[0])
-    return found
-
-
-def test_a_lone_strided_shard_keeps_a_share_of_each_part(world8: RankPool) -> None:
-    assert world8.run(_lone_strided) == [[True] * len(LONE_STRIDED)] * 8
 
 
 def _empty_gradient_of_another_shape() -> tuple[list[int], bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,19 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer, clip_grad_norm_, param_groups
+from shardmuon import Muon, clip_grad_norm_, param_groups
+from shardmuon._torch import local_if_any
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines import engine_for
-from shardmuon.options import LR_SCALES
-from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.layouts import LAYOUTS, mesh_of
+from shardmuon.layout.engines.tensor_parallel import cut_of
+from shardmuon.testing import RankPool
+from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 from shardmuon.testing.tolerances import assert_rounded
 
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
 
-def _normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _mark(shard: Tensor, dim: int, stride: int = 1, **more: Any) -> nn.Parameter:
@@ -44,72 +45,32 @@ def _megatron_part(full: Tensor, dim: int, stride: int, parts: int, part: int) -
     return torch.cat(pieces[part::parts], dim)
 
 
-# ------------------------------------------------------------------------------ the matrix of TransformerEngine's tests
+Shard = Callable[[Tensor], nn.Parameter]  # cuts this rank's part of a whole tensor, as it is marked
 
 
-SCALES = ("original", "match_rms_adamw", "spectral", "unit_rms_norm", "none")  # the others are names for these
-
-
-def _against_the_full_matrix(rows: int, cols: int, scales: tuple[str, ...]) -> list[str]:
-    """Every option with which TransformerEngine tests its Muon, on shards and on the full matrix of one process."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    wrong = []
-    for number, (dim, dtype, nesterov, mode, scale) in enumerate(
-        (dim, dtype, nesterov, mode, scale)
-        for dim in (0, 1)
-        for dtype in (torch.float32, torch.bfloat16)
-        for nesterov in (True, False)
-        for mode in ("decoupled", "l2")
-        for scale in scales
-    ):
-        options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "nesterov": nesterov, "weight_decay_mode": mode}
-        options |= {"adjust_lr_fn": scale, "orthogonalizer": Orthogonalizer(method="standard")}
-        full = nn.Parameter(_normal(rows, cols, seed=number, dtype=dtype))
-        shard = _mark(_megatron_part(full.detach(), dim, 1, world, rank), dim)
-        ours = Muon([("w", shard)], tp_group=dist.group.WORLD, **options)
-        dense = Muon([("w", full)], **options)
-        for step in range(2):
-            full.grad = _normal(rows, cols, seed=1000 + number + step, dtype=dtype)
-            shard.grad = _megatron_part(full.grad, dim, 1, world, rank)
-            ours.step()
-            dense.step()
-        same = torch.equal(shard, _megatron_part(full.detach(), dim, 1, world, rank))
-        buffer = dense.state[full]["momentum_buffer"]
-        same &= torch.equal(ours.state[shard]["momentum_buffer"], _megatron_part(buffer, dim, 1, world, rank))
-        if not same or torch.equal(full, _normal(rows, cols, seed=number, dtype=dtype)):
-            wrong.append(f"dim {dim} {dtype} nesterov={nesterov} {mode} {scale}")
-    return wrong
-
-
-def test_every_scale_is_tried() -> None:
-    assert {LR_SCALES[name](3, 7) for name in SCALES} == {scale(3, 7) for scale in LR_SCALES.values()}
-
-
-@pytest.mark.parametrize(
-    ("world", "shape", "scales"),  # two ranks say that a scale is that of the full matrix
-    [(2, (96, 128), SCALES), (4, (256, 192), SCALES[1:2])],
-)
-def test_every_option_gives_the_full_matrixs_bits(world: int, shape: tuple[int, int], scales: tuple[str, ...]) -> None:
-    assert get_pool(world).run(_against_the_full_matrix, *shape, scales) == [[]] * world
-
-
-def _same_as_whole(
-    full: Tensor, shard: Callable[[Tensor], nn.Parameter], given: dict[str, Any], options: dict[str, Any]
-) -> bool:
-    """A step of this rank's shard and one of the whole tensor give the shard the same bits.
+def _beside_whole(shards: Mapping[str, tuple[tuple[int, ...], Shard, dict[str, Any]]], **given: Any) -> Muon:
+    """Step this rank's shards in one optimizer and the whole tensors in another: equal bits. Returns the first.
 
     Args:
-        full: The whole tensor.
-        shard: Cuts this rank's part, as it is marked.
-        given: What the shard's group says besides.
-        options: Of both groups.
+        shards: Shape of the whole tensor, its cut, and options of its group; those that say how it is cut come last.
+        given: Of the optimizer of shards.
     """
-    whole, mine = nn.Parameter(full.clone()), shard(full)
-    whole.grad = _normal(*full.shape, seed=2)
-    mine.grad = shard(whole.grad).detach()
-    Muon([{"params": [("w", mine)], **given, **options}], lr=0.1, tp_group=dist.group.WORLD).step()
-    Muon([{"params": [("w", whole)], **options}], lr=0.1).step()
-    return torch.equal(mine, shard(whole.detach()))
+    ours, theirs, pairs = list[Any](), list[Any](), []
+    for seed, (name, (shape, cut, options)) in enumerate(shards.items()):
+        full, grad = (_normal(*shape, seed=seed + of) for of in (0, 100))
+        whole, mine = nn.Parameter(full), cut(full)
+        whole.grad, mine.grad = grad, cut(grad).detach()
+        pairs.append((mine, whole, cut))
+        ours.append({"params": [(name, mine)], **options})
+        theirs.append({"params": [(name, whole)], **{k: v for k, v in options.items() if k not in OF_SHARDS}})
+    optimizer = Muon(ours, lr=0.1, **given)
+    for each in (optimizer, Muon(theirs, lr=0.1)):
+        each.step()
+    assert all(torch.equal(mine, cut(whole.detach())) for mine, whole, cut in pairs)
+    return optimizer
+
+
+OF_SHARDS = ("partition_dim", "tp_group", "process_group")
 
 
 STRIDES_AND_HEADS: dict[str, tuple[tuple[int, ...], int, int, dict[str, Any]]] = {
@@ -122,38 +83,42 @@ STRIDES_AND_HEADS: dict[str, tuple[tuple[int, ...], int, int, dict[str, Any]]] =
 }
 
 
-def _strides_and_heads() -> list[str]:
-    """Names of the cases that differ."""
+def _strides_and_heads() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
 
-    def same(shape: tuple[int, ...], dim: int, stride: int, options: dict[str, Any]) -> bool:
-        def shard(t: Tensor) -> nn.Parameter:
-            return _mark(_megatron_part(t, dim, stride, world, rank), dim, stride)
+    def shard(dim: int, stride: int) -> Shard:
+        return lambda full: _mark(_megatron_part(full, dim, stride, world, rank), dim, stride)
 
-        return _same_as_whole(_normal(*shape, seed=1), shard, {}, options)
-
-    return [name for name, case in STRIDES_AND_HEADS.items() if not same(*case)]
+    cases = {name: (shape, shard(*cut), options) for name, (shape, *cut, options) in STRIDES_AND_HEADS.items()}
+    _beside_whole(cases, tp_group=dist.group.WORLD)
 
 
 def test_strides_heads_and_fewer_query_groups_than_ranks(world4: RankPool) -> None:
-    assert world4.run(_strides_and_heads) == [[]] * 4
+    world4.run(_strides_and_heads)
 
 
-def _uneven(sizes: tuple[int, ...], dim: int) -> bool:
+UNEVEN = [(dim, sizes) for dim in (0, 1) for sizes in ((7, 0, 5), (1, 2, 3), (4, 3, 3))]
+
+
+def _uneven() -> None:
     """Shards of any sizes, named by the options of the group instead of attributes."""
-    full = _normal(sum(sizes), sum(sizes), seed=3)
 
-    def shard(t: Tensor) -> nn.Parameter:
-        return nn.Parameter(t.split(sizes, dim)[dist.get_rank()].clone())
+    def shard(dim: int, sizes: tuple[int, ...]) -> Shard:
+        return lambda full: nn.Parameter(full.split(sizes, dim)[dist.get_rank()].clone())
 
-    options = {"num_heads": 3 if sum(sizes) % 3 == 0 else None}
-    return _same_as_whole(full, shard, {"partition_dim": dim}, options)
+    cases = {
+        f"dim {dim} {sizes}": (
+            (sum(sizes), sum(sizes)),
+            shard(dim, sizes),
+            {"partition_dim": dim, "num_heads": 3 if sum(sizes) % 3 == 0 else None},
+        )
+        for dim, sizes in UNEVEN
+    }
+    _beside_whole(cases, tp_group=dist.group.WORLD)
 
 
-@pytest.mark.parametrize("sizes", [(7, 0, 5), (1, 2, 3), (4, 3, 3)])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_shards_of_any_sizes_need_no_more_than_their_dim(sizes: tuple[int, ...], dim: int, world3: RankPool) -> None:
-    assert world3.run(_uneven, sizes, dim) == [True] * 3
+def test_shards_of_any_sizes_need_no_more_than_their_dim(world3: RankPool) -> None:
+    world3.run(_uneven)
 
 
 # ------------------------------------------------------------------------------------------ with data parallel replicas
@@ -170,27 +135,17 @@ def _groups_of_a_mesh(order: tuple[int, ...]) -> dict[str, Any]:
     return {"tp_group": mesh.get_group("a1"), "process_group": mesh.get_group("a0")}
 
 
-def _tp_and_dp(order: tuple[int, ...]) -> tuple[bool, int, int, set[tuple[int, ...]]]:
-    groups = _groups_of_a_mesh(order)
-    position = order.index(dist.get_rank()) % 2
+def _tp_and_dp(order: tuple[int, ...]) -> tuple[int, int, set[tuple[int, ...]]]:
+    def half(full: Tensor) -> nn.Parameter:
+        return _mark(full.chunk(2, 0)[order.index(dist.get_rank()) % 2], 0)
+
+    def uncut(full: Tensor) -> nn.Parameter:
+        return nn.Parameter(full.clone())
+
     shapes = {"a": (8, 6), "b": (6, 8), "c": (12, 5), "d": (8, 6)}
-    full = {name: nn.Parameter(_normal(*shape, seed=5)) for name, shape in shapes.items()}
-    params = {
-        name: nn.Parameter(p.detach().clone()) if name == "d" else _mark(p.detach().chunk(2, 0)[position], 0)
-        for name, p in full.items()
-    }
-    ours = Muon(list(params.items()), lr=0.1, **groups)
-    dense = Muon(list(full.items()), lr=0.1)
-    for name, p in full.items():
-        p.grad = _normal(*p.shape, seed=6)
-        params[name].grad = p.grad.clone() if name == "d" else p.grad.chunk(2, 0)[position].clone()
-    ours.step()
-    dense.step()
-    equal = all(
-        torch.equal(params[name], p.detach() if name == "d" else p.detach().chunk(2, 0)[position])
-        for name, p in full.items()
-    )
-    return equal, ours.traffic.orthogonalized, ours.traffic.exchanges, {spec.layout.ranks for spec in ours.plan.specs}
+    cases = {name: (shape, uncut if name == "d" else half, dict[str, Any]()) for name, shape in shapes.items()}
+    ours = _beside_whole(cases, **_groups_of_a_mesh(order))
+    return ours.traffic.orthogonalized, ours.traffic.exchanges, {spec.layout.ranks for spec in ours.plan.specs}
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 1, 0, 2)])
@@ -198,10 +153,7 @@ def test_replicas_of_shards_share_the_work_and_each_matrix_is_done_once(
     order: tuple[int, ...], world4: RankPool
 ) -> None:
     found = world4.run(_tp_and_dp, order)
-    assert all(equal for equal, *_ in found)
-    assert [runs for _, runs, _, _ in found] == [1, 1, 1, 1]
-    # one gather, one scatter, one relay to the other replica
-    assert all((exchanges, sharers) == (3, {(0, 1, 2, 3)}) for _, _, exchanges, sharers in found)
+    assert found == [(1, 3, {(0, 1, 2, 3)})] * 4  # one gather, one scatter, one relay to the other replica
 
 
 def _norm(order: tuple[int, ...]) -> tuple[float, float]:
@@ -225,39 +177,29 @@ def test_the_gradient_norm_counts_each_element_once(order: tuple[int, ...], worl
         assert_rounded(found, exact, roundings=1, dtype=torch.float32)  # summed in fp64, stored in fp32
 
 
-def _experts() -> tuple[bool, list[int]]:
+def _experts() -> list[int]:
     """Dense weights on tp 4; experts on expert-tp 2 x expert-dp 2, by the groups of their own param group."""
-    rank = dist.get_rank()
-    inner = _groups_of_a_mesh((0, 1, 2, 3))
-    dense, expert = nn.Parameter(_normal(8, 6, seed=1)), nn.Parameter(_normal(8, 6, seed=2))
-    mine = [
-        _mark(dense.detach().chunk(4, 0)[rank], 0),
-        _mark(expert.detach().chunk(2, 1)[rank % 2], 1, allreduce=False),
-    ]
-    groups = [{"params": [("dense", mine[0])]}, {"params": [("expert", mine[1])], **inner}]
-    ours = Muon(groups, lr=0.1, tp_group=dist.group.WORLD)
-    whole = Muon([dense, expert], lr=0.1)
-    dense.grad, expert.grad = _normal(8, 6, seed=3), _normal(8, 6, seed=4)
-    mine[0].grad, mine[1].grad = dense.grad.chunk(4, 0)[rank].clone(), expert.grad.chunk(2, 1)[rank % 2].clone()
-    ours.step()
-    whole.step()
-    same = torch.equal(mine[0], dense.chunk(4, 0)[rank]) and torch.equal(mine[1], expert.chunk(2, 1)[rank % 2])
-    return same, [len(spec.layout.ranks) for spec in ours.plan.specs]
+    rank, inner = dist.get_rank(), _groups_of_a_mesh((0, 1, 2, 3))
+
+    def dense(full: Tensor) -> nn.Parameter:
+        return _mark(full.chunk(4, 0)[rank], 0)
+
+    def expert(full: Tensor) -> nn.Parameter:
+        return _mark(full.chunk(2, 1)[rank % 2], 1, allreduce=False)
+
+    ours = _beside_whole({"dense": ((8, 6), dense, {}), "expert": ((8, 6), expert, inner)}, tp_group=dist.group.WORLD)
+    return [len(spec.layout.ranks) for spec in ours.plan.specs]
 
 
 def test_experts_have_groups_of_their_own(world4: RankPool) -> None:
-    assert world4.run(_experts) == [(True, [4, 4])] * 4
+    assert world4.run(_experts) == [[4, 4]] * 4
 
 
 # --------------------------------------------------------------------------------------------------------- one process
 
 
 def test_one_process_without_torch_distributed_needs_a_group_of_its_own_rank() -> None:
-    full, shard = nn.Parameter(_normal(8, 6, seed=1)), _mark(_normal(8, 6, seed=1), 0, stride=2)
-    full.grad, shard.grad = _normal(8, 6, seed=2), _normal(8, 6, seed=2)
-    Muon([full], lr=0.1).step()
-    Muon([shard], lr=0.1, tp_group=(0,)).step()
-    assert torch.equal(full, shard)
+    _beside_whole({"w": ((8, 6), lambda full: _mark(full, 0, stride=2), {})}, tp_group=(0,))
 
 
 @pytest.mark.parametrize(
@@ -275,6 +217,7 @@ def test_a_marked_shard_without_a_group_is_refused_by_name(marks: dict[str, Any]
 @pytest.mark.parametrize("marks", [{"tensor_model_parallel": False, "partition_dim": 0}, {"partition_dim": -1}])
 def test_a_tensor_that_is_marked_as_whole_is_whole(marks: dict[str, Any]) -> None:
     param = _marked(_normal(4, 6, seed=0), marks)
+    assert cut_of(param) is None
     for group in (None, (0,)):
         assert [(i.rows, i.cols, i.route) for i in Muon([param], lr=1e-3, tp_group=group).prepare().items] == [
             (4, 6, "local")
@@ -303,17 +246,6 @@ def test_options_that_mean_nothing_are_refused_when_they_are_given(
     param = _marked(_normal(4, 6, seed=0), marks)
     with pytest.raises(ValueError, match=text):
         Muon([{"params": [("w", param)], **options}], lr=1e-3)
-
-
-def _dtensor_with_partition_dim() -> str:
-    param = nn.Parameter(LAYOUTS["fsdp2"].build({"w": torch.ones(4, 4)}, (2,))["w"])
-    with pytest.raises(ValueError, match="w: partition_dim=0 is for plain tensors") as caught:
-        Muon([{"params": [("w", param)], "partition_dim": 0}], lr=1e-3, tp_group=dist.group.WORLD)
-    return str(caught.value)
-
-
-def test_a_dtensor_takes_no_partition_dim(world2: RankPool) -> None:
-    assert all("which says itself how it is cut" in text for text in world2.run(_dtensor_with_partition_dim))
 
 
 def test_an_expert_takes_no_group_from_the_optimizer_unsaid() -> None:
@@ -345,61 +277,80 @@ def test_groups_are_neither_saved_nor_lost_by_loading() -> None:
 
 
 Refusal = Callable[[int], tuple[list[Tensor], dict[str, Any], dict[str, Any]]]
-# case -> of a rank: its parameters, what else their group says, and the optimizer's groups of ranks
-REFUSED: dict[str, Refusal] = {
-    "other dims": lambda rank: ([_mark(torch.ones(4, 6 + rank // 3), 0)], {}, {}),
-    "other dim cut": lambda rank: ([_mark(torch.ones(4, 6), rank // 3)], {}, {}),
-    "one more": lambda rank: ([_mark(torch.ones(4, 6), 0), _mark(torch.ones(2, 6), 0)][: 1 + rank // 3], {}, {}),
-    "empty": lambda rank: ([_mark(torch.ones(0, 6), 0)], {}, {}),
-    "stride": lambda rank: ([_mark(torch.ones(3 + rank % 2, 6), 0, stride=2)], {}, {}),
-    "splits": lambda rank: ([_mark(torch.ones(4, 6), 0)], {"split_sizes": (4, 4)}, {}),
-    "unequal groups": lambda rank: (
-        [_mark(torch.ones(4, 6), 0)],
-        {},
-        {"tp_group": (1, 2, 3) if rank else (0,), "process_group": (0, 1) if rank < 2 else None},
+# case -> of a rank: its parameters, what else their group says, and the optimizer's groups of ranks; what is said
+REFUSED: dict[str, tuple[Refusal, list[str]]] = {
+    "other dims": (
+        lambda rank: ([_mark(torch.ones(4, 6 + rank // 3), 0)], {}, {}),
+        ["ranks (0, 1, 2, 3) share", 'rank 0 lists "w: (any, 6)', 'rank 3 lists "w: (any, 7)'],
     ),
-    "dp over tp": lambda rank: (
-        [_mark(torch.ones(4, 6), 0)],
-        {},
-        {"tp_group": (0, 1) if rank < 2 else (2, 3), "process_group": dist.group.WORLD},
+    "other dim cut": (
+        lambda rank: ([_mark(torch.ones(4, 6), rank // 3)], {}, {}),
+        ['rank 0 lists "w: (any, 6)', 'rank 3 lists "w: (4, any), a plain tensor cut along dim 1'],
     ),
-    "replicas differ": lambda rank: ([nn.Parameter(torch.full((4, 6), float(rank)))], {}, {}),
+    "one more": (
+        lambda rank: ([_mark(torch.ones(4, 6), 0), _mark(torch.ones(2, 6), 0)][: 1 + rank // 3], {}, {}),
+        ["rank 0 lists 1 parameters, rank 3 lists 2", 'one of them lacks "v: (any, 6)'],
+    ),
+    "empty": (
+        lambda rank: ([_mark(torch.ones(0, 6), 0)], {}, {}),
+        ["w: ranks (0, 1, 2, 3) store shapes [(0, 6)", "shape (0, 6) has no elements"],
+    ),
+    "stride": (
+        lambda rank: ([_mark(torch.ones(3 + rank % 2, 6), 0, stride=2)], {}, {}),
+        ["w: ranks (0, 1, 2, 3)", "partition_stride=2 says", "(3, 4, 3, 4) indices along dim 0"],
+    ),
+    "splits": (
+        lambda rank: ([_mark(torch.ones(4, 6), 0)], {"split_sizes": (4, 4)}, {}),
+        ["w: ranks (0, 1, 2, 3) store", "split_sizes=(4, 4) sum to 8, but there are 16 rows"],
+    ),
+    "unequal groups": (
+        lambda rank: (
+            [_mark(torch.ones(4, 6), 0)],
+            {},
+            {"tp_group": (1, 2, 3) if rank else (0,), "process_group": (0, 1) if rank < 2 else None},
+        ),
+        ["process_group (0, 1), which form no grid", "and has (1, 2, 3) and (0, 1)"],
+    ),
+    "dp over tp": (
+        lambda rank: (
+            [_mark(torch.ones(4, 6), 0)],
+            {},
+            {"tp_group": (0, 1) if rank < 2 else (2, 3), "process_group": dist.group.WORLD},
+        ),
+        ["process_group (0, 1, 2, 3), which form no grid", "one of each tensor-parallel group"],
+    ),
+    "replicas differ": (
+        lambda rank: ([nn.Parameter(torch.full((4, 6), float(rank)))], {}, {}),
+        ["w: ranks 0 and 1 should hold replicas"],
+    ),
+    "a DTensor": (
+        lambda rank: (_fsdp2(), {"partition_dim": 0}, {}),
+        ["w: partition_dim=0 is for plain tensors", "which says itself how it is cut"],
+    ),
 }
+
+
+def _fsdp2() -> list[Tensor]:
+    return list(parameters(LAYOUTS["fsdp2"].build({"w": torch.ones(4, 4)}, (4,))).values())
 
 
 def _refused(case: str) -> str:
     """Errors of each rank; nobody may hang and nothing may have changed."""
-    params, group, groups = REFUSED[case](dist.get_rank())
+    params, group, groups = REFUSED[case][0](dist.get_rank())
     for p in params:
         p.grad = torch.ones_like(p)
-    before = [p.detach().clone() for p in params]
+    before = [local_if_any(p).detach().clone() for p in params]
     named = list(zip("wv", params, strict=False))
-    optimizer = Muon([{"params": named, **group}], lr=1e-3, **{"tp_group": dist.group.WORLD, **groups})
-    with pytest.raises(ValueError, match=r"ranks|rows|shape|stride") as caught:
-        optimizer.step()
-    assert all(torch.equal(a, p) for a, p in zip(before, params, strict=True))
+    with pytest.raises(ValueError, match=r"ranks|rows|shape|stride|DTensor") as caught:
+        Muon([{"params": named, **group}], lr=1e-3, **{"tp_group": dist.group.WORLD, **groups}).step()
+    assert all(torch.equal(a, local_if_any(p)) for a, p in zip(before, params, strict=True))
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("case", "texts"),
-    [
-        ("other dims", ["ranks (0, 1, 2, 3) share", 'rank 0 lists "w: (any, 6)', 'rank 3 lists "w: (any, 7)']),
-        ("other dim cut", ['rank 0 lists "w: (any, 6)', 'rank 3 lists "w: (4, any), a plain tensor cut along dim 1']),
-        ("one more", ["rank 0 lists 1 parameters, rank 3 lists 2", 'one of them lacks "v: (any, 6)']),
-        ("empty", ["w: ranks (0, 1, 2, 3) store shapes [(0, 6)", "shape (0, 6) has no elements"]),
-        ("stride", ["w: ranks (0, 1, 2, 3)", "partition_stride=2 says", "(3, 4, 3, 4) indices along dim 0"]),
-        ("splits", ["w: ranks (0, 1, 2, 3) store", "split_sizes=(4, 4) sum to 8, but there are 16 rows"]),
-        ("unequal groups", ["process_group (0, 1), which form no grid", "and has (1, 2, 3) and (0, 1)"]),
-        ("dp over tp", ["process_group (0, 1, 2, 3), which form no grid", "one of each tensor-parallel group"]),
-        ("replicas differ", ["w: ranks 0 and 1 should hold replicas"]),
-    ],
-)
-def test_what_does_not_fit_is_refused_with_its_numbers_on_every_rank(
-    case: str, texts: list[str], world4: RankPool
-) -> None:
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_with_its_numbers_on_every_rank(case: str, world4: RankPool) -> None:
     for found in world4.run(_refused, case):
-        assert all(text in found for text in texts), found
+        assert all(text in found for text in REFUSED[case][1]), found
 
 
 # ------------------------------------------------------------------------------------------------ models and lifetime

@@ -53,16 +53,11 @@ def _optimizer(shapes: list[tuple[int, ...]], method: Any = "auto", **options: A
     """Ready to step, with its plan made."""
     generator = torch.Generator().manual_seed(0)
 
-    def parameter(shape: tuple[int, ...]) -> nn.Parameter:
-        p = nn.Parameter(torch.randn(shape, generator=generator))
-        p.grad = torch.randn(shape, generator=generator)
-        return p
-
-    params = [parameter(shape) for shape in shapes]
-    groups: list[dict[str, Any]] = [{"params": [p for p in params if p.ndim == 2]}]
-    vectors: list[Tensor] = [p for p in params if p.ndim == 1]
-    if vectors:
-        groups.append({"params": vectors, "use_muon": False})
+    params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+    kinds = ([p for p in params if p.ndim == ndim] for ndim in (2, 1))
+    groups = [{"params": of, "use_muon": use} for of, use in zip(kinds, (True, False), strict=True) if of]
     optimizer = Muon(groups, lr=0.02, orthogonalizer=Orthogonalizer(method, torch.float32), **options)
     for _ in range(2):
         optimizer.step()
@@ -173,28 +168,17 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
     assert _calls(step) <= 700 + 40 * min(1, others) + 20 * others
 
 
-def _steady() -> tuple[Muon, nn.Parameter]:
-    optimizer = _optimizer([(8, 16)] * 3, method="standard")
-    return optimizer, optimizer.param_groups[0]["params"][1]
-
-
 def test_swapped_storage_momentum_and_dtypes_are_followed() -> None:
     """A step takes every storage as it is now: nothing of an earlier step is stepped in its place."""
-    optimizer, p = _steady()
-    other, buffer = torch.full((8, 16), 3.0), torch.ones(8, 16)
-    p.data = other
-    optimizer.state[p]["momentum_buffer"] = buffer
-    optimizer.step()
-    assert not torch.equal(p, torch.full((8, 16), 3.0)) and p.data_ptr() == other.data_ptr()
-    assert optimizer.state[p]["momentum_buffer"] is buffer and not torch.equal(buffer, torch.ones(8, 16))
-    p.data, p.grad_dtype = p.data.to(torch.bfloat16), None
-    p.grad = torch.ones(8, 16, dtype=torch.bfloat16)
-    before = p.detach().clone()
-    optimizer.step()
-    assert not torch.equal(p, before) and optimizer.state[p]["momentum_buffer"].dtype == torch.bfloat16
-    plan = optimizer.plan
-    with torch.no_grad():
-        p.data, p.grad = torch.zeros(4, 16), torch.ones(4, 16)
-    optimizer.state.pop(p)
-    optimizer.step()
+    optimizer = _optimizer([(8, 16)] * 3, method="standard")
+    p, plan = optimizer.param_groups[0]["params"][1], optimizer.plan
+    for shape, dtype in (((8, 16), torch.float32), ((8, 16), torch.bfloat16), ((4, 16), torch.bfloat16)):
+        given, buffer = torch.full(shape, 0.03, dtype=dtype), torch.ones(shape, dtype=dtype)
+        p.grad = None
+        p.data, p.grad_dtype = given.clone(), None
+        p.grad, optimizer.state[p]["momentum_buffer"] = 2 * given, buffer
+        kept = p.data_ptr()
+        optimizer.step()
+        assert not torch.equal(p, given) and p.data_ptr() == kept
+        assert optimizer.state[p]["momentum_buffer"] is buffer and not torch.equal(buffer, torch.ones_like(buffer))
     assert optimizer.plan is not plan, "another shape has another plan"

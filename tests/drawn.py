@@ -1,0 +1,121 @@
+"""Random tensors, read as matrices in every way, and random layouts of them: strategies of Hypothesis."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+
+from shardmuon.layout.mesh import Shard, readings
+from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import MatrixView, matrix_view
+
+Shape = tuple[int, ...]
+Viewed = tuple[Shape, dict[str, Any]]  # a shape, and options that read it as matrices
+
+
+@st.composite
+def viewed(draw: st.DrawFn) -> Viewed:
+    """A matrix, a stack, a flattened tensor or a kernel; whole, or split in blocks or heads along either side."""
+    kind = draw(st.sampled_from(["auto", "stack", "flatten", "kernel"]))
+    side = draw(st.sampled_from([0, 1])) if kind in ("auto", "stack") else 0
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    groups = draw(st.integers(1, 4))
+    options: dict[str, Any] = {"transposed": draw(st.booleans()), "split_dim": side}
+    how = draw(st.sampled_from(["whole", "split", "heads"]))
+    length = sum(sizes) * groups
+    if how == "split":
+        options |= {"split_sizes": tuple(sizes), "split_groups": groups}
+    elif how == "heads":
+        options["num_heads"] = draw(st.sampled_from([n for n in range(1, length + 1) if length % n == 0]))
+    other = draw(st.integers(1, 9))
+    sides = (other, length) if side else (length, other)
+    if kind == "stack":
+        return (draw(st.integers(1, 3)), *sides), {**options, "view": "stack"}
+    if kind == "auto":
+        return sides, options
+    more = (draw(st.integers(1, 3)), *((2,) if kind == "kernel" else ()))
+    return (length, other, *more), {**options, "view": "flatten"}
+
+
+def _boxes(draw: st.DrawFn, shape: Shape) -> list[Box]:
+    """A partition in boxes: a random dim, mostly the same one, is cut at a random place, again and again."""
+    boxes = [Box((0,) * len(shape), shape)]
+    dims = draw(st.lists(st.sampled_from(range(len(shape))), min_size=1, max_size=2))
+    for _ in range(draw(st.integers(0, 4))):
+        offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.sampled_from(dims))
+        at = draw(st.integers(0, size[dim]))
+        rest = (*offset[:dim], offset[dim] + at, *offset[dim + 1 :])
+        sizes = ((*size[:dim], n, *size[dim + 1 :]) for n in (at, size[dim] - at))
+        boxes += [Box(start, n) for start, n in zip((offset, rest), sizes, strict=True)]
+    return boxes
+
+
+def _ranges(draw: st.DrawFn, box: Box, within: Box | None = None) -> list[Piece]:
+    """A partition in flat ranges, some of them empty, all of whole rows or not."""
+    unit = draw(st.sampled_from([1, math.prod(box.size[1:]) or 1]))
+    cuts = sorted(unit * n for n in draw(st.lists(st.integers(0, box.numel // unit), max_size=4)))
+    return [FlatRange(a, b, within) for a, b in itertools.pairwise([0, *cuts, box.numel])]
+
+
+@st.composite
+def partitions(draw: st.DrawFn, shape: Shape) -> list[Piece]:
+    """Boxes, flat ranges, or flat ranges of boxes."""
+    kind = draw(st.sampled_from(["boxes", "boxes", "ranges", "ranges of boxes"]))
+    if kind == "boxes":
+        return list(_boxes(draw, shape))
+    if kind == "ranges":
+        return _ranges(draw, Box((0,) * len(shape), shape))
+    return [piece for box in _boxes(draw, shape) for piece in _ranges(draw, box, box)]
+
+
+def layout_of(view: MatrixView, pieces: Mapping[int, Sequence[Piece]]) -> ParamLayout:
+    """The pieces of each rank, one after the other along dim 0 of its storage."""
+    found = []
+    for mine in pieces.values():
+        at, held = 0, []
+        for piece in mine:
+            held.append(Held(piece, (at,) + (0,) * (len(view.shape) - 1) if isinstance(piece, Box) else (at,)))
+            at += piece.size[0] if isinstance(piece, Box) else piece.numel
+        found.append(tuple(held))
+    return ParamLayout(view, tuple(pieces), tuple(found))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, view: MatrixView) -> ParamLayout:
+    """Pieces on up to five ranks; some on several, and several on some."""
+    ranks = range(draw(st.integers(1, 5)))
+    pieces: dict[int, list[Piece]] = {rank: [] for rank in ranks}
+    for piece in draw(partitions(view.shape)):
+        for rank in draw(st.sets(st.sampled_from(ranks), min_size=1, max_size=draw(st.sampled_from([1, len(ranks)])))):
+            pieces[rank].append(piece)
+    return layout_of(view, pieces)
+
+
+@st.composite
+def mesh_layouts(draw: st.DrawFn, view: MatrixView, mesh: tuple[int, ...]) -> ParamLayout:
+    """Random placements, with strided shards wherever two axes may cut one dim in the other order."""
+    dims = st.integers(0, len(view.shape) - 1)
+    placements: list[Shard | None] = [None if draw(st.booleans()) else Shard(draw(dims)) for _ in mesh]
+    for axis, placement in enumerate(placements):
+        if placement is not None and draw(st.booleans()):
+            later = [mesh[a] for a in range(axis + 1, len(mesh)) if placements[a] == placement]
+            placements[axis] = Shard(placement.dim, math.prod(later) if later else draw(st.sampled_from([1, 2, 3])))
+    reading = draw(st.sampled_from(readings(view.shape, mesh, tuple(placements))))
+    return ParamLayout(view, tuple(range(math.prod(mesh))), tuple(held for held, _ in reading))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[tuple[ParamLayout, dict[str, Any]]]:
+    """Up to four tensors and how they are read, on a mesh of up to twelve ranks or on any of them."""
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda m: math.prod(m) <= 12)))
+    model = []
+    for shape, options in draw(st.lists(viewed(), min_size=1, max_size=4)):
+        view = matrix_view(shape, **options)
+        model.append((draw(mesh_layouts(view, mesh) | layouts(view)), options))
+    return model

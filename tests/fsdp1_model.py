@@ -1,0 +1,102 @@
+"""A model in FSDP1's units, trained on all ranks as on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from shardmuon import Muon
+from shardmuon.testing.frameworks import quiet, wrap
+
+OPTIONS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003}
+
+
+class Block(nn.Module):
+    """Matrices of unequal shapes, a norm and a bias: rows end inside shards, and ranks hold nothing of some."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+        self.narrow = nn.Linear(width, 3, bias=False)
+        self.widen = nn.Linear(3, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return x + self.down(torch.tanh(self.up(x))) + self.widen(self.narrow(x))
+
+
+class Frozen(nn.Linear):
+    """A layer that is not trained."""
+
+
+class Tied(nn.Module):
+    """An embedding that is the head as well, two blocks, and a frozen layer."""
+
+    def __init__(self, width: int = 9, words: int = 17) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.layers = nn.Sequential(Block(width), Block(width))
+        self.frozen = Frozen(width, width, bias=False).requires_grad_(False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layers(self.embedding(tokens))
+        return self.head(self.norm(x + self.frozen(x)))
+
+
+def tied() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+def wrapped(model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> FSDP:
+    return wrap(model, strategy, auto_wrap_policy=ModuleWrapPolicy({Block, Frozen}), **options)
+
+
+def loss(model: nn.Module, step: int) -> Tensor:
+    """The same tokens on every rank: the mean of 2 or 4 equal gradients is exact."""
+    tokens = torch.randint(0, 17, (3, 5), generator=torch.Generator().manual_seed(step))
+    return model(tokens).square().mean()
+
+
+def train(model: nn.Module, optimizer: Muon, steps: range) -> None:
+    for step in steps:
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def alone(steps: int, **options: Any) -> dict[str, Tensor]:
+    """Weights of one process."""
+    model = tied()
+    train(model, Muon(model, **OPTIONS, **options), range(steps))
+    return plain_weights(model)
+
+
+def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name, t in expected.items() if not torch.equal(found[name], t)]
+
+
+# On CPUs torch 2.13 moves nothing with offload_to_cpu=True (the default) and so gives all kinds of state the memory of
+# the last one, with any optimizer.
+COPIED = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
+
+
+def full_state(model: FSDP, optimizer: Muon) -> dict[str, Any]:
+    with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *COPIED):
+        return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
