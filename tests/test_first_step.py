@@ -168,8 +168,9 @@ def test_a_sparse_embedding_is_stepped_by_an_optimizer_of_its_own() -> None:
     for p, q in zip(model[1:].parameters(), twin[1:].parameters(), strict=True):
         q.grad = None if p.grad is None else p.grad.clone()
     before = model[0].weight.detach().clone()
-    for one in (optimizer, torch.optim.SparseAdam(model[0].parameters(), lr=0.01), plain):
-        one.step()
+    own = torch.optim.SparseAdam(model[0].parameters(), lr=0.01)
+    for step in (optimizer.step, own.step, plain.step):
+        step()
     assert (model[0].weight != before).any(dim=1).tolist() == [True] * 4 + [False] * 6
     assert all(map(torch.equal, model[1:].parameters(), twin[1:].parameters()))
 

@@ -301,29 +301,6 @@ def test_what_is_raised_on_some_ranks_is_raised_on_all_in_the_same_words(name: s
     assert [own is not None for _, own in found] == [rank in faulty for rank in ALL]
 
 
-def _odd_numbers() -> list[Verdict]:
-    """Votes of the first 3, 5, 6 and 7 ranks, with a digest that one of them has otherwise, or none."""
-    found = []
-    for num in (3, 5, 6, 7):
-        ranks = tuple(range(num))
-        for odd in (None, 0, num - 1):
-            if dist.get_rank() < num:
-                value = digest("other" if dist.get_rank() == odd else "same")
-                presence = 1 << odd if odd else 0
-                found.append(vote(Ballot(Phase.CLIP, digests={ranks: value}, presence=presence, num_bits=7), ranks))
-    return found
-
-
-def test_votes_of_any_number_of_ranks_agree(world8: RankPool) -> None:
-    for rank, found in enumerate(world8.run(_odd_numbers)):
-        assert found == [
-            Verdict(Phase.CLIP, Flag.NONE, odd is None, 1 << odd if odd else 0)
-            for num in (3, 5, 6, 7)
-            for odd in (None, 0, num - 1)
-            if rank < num
-        ]
-
-
 def _late(closes: bool) -> tuple[str, float]:
     """Rank 3 of four does not vote; the others' time-out is a second, or it closes its lane."""
     ranks = tuple(range(4))

@@ -514,7 +514,7 @@ def three_dims(num: int, rows: int, cols: int) -> Said:
     went = rf"weight \({num}x{rows}x{cols}\) .*a stack of {num} matrices, each of \(outputs, inputs\)\. "
     settle = r'If right, write overrides=\{"weight": "muon"\}; \{"transposed": True\} if .*"adamw" if it is a table'
     reason = f"stack of {num} matrices, by its shape alone"
-    row = {"optimizer": "Muon", "matrices": ((rows, cols),) * num, "reason": reason}
+    row: dict[str, object] = {"optimizer": "Muon", "matrices": ((rows, cols),) * num, "reason": reason}
     return lambda: Bare(num, rows, cols), None, {"weight": row}, [went + settle]
 
 

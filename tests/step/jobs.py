@@ -74,7 +74,8 @@ def replicas(sets: Sets, *, frozen: bool = True) -> list[dict[str, Any]]:
         if dist.get_rank() in ranks:
             name = "".join(map(str, ranks))
             specs = [Spec(f"a{name}", (6, 8)), Spec(f"b{name}", (5, 7)), Spec(f"f{name}", (4, 6), frozen=True)]
-            found.append({"params": specs[: 2 + frozen], "process_group": ranks, "adjust_lr_fn": Scale(0.4)})
+            options = {"adjust_lr_fn": Scale(0.4), "ns_coefficients": [[3.4445, -4.7750, 2.0315] for _ in range(5)]}
+            found.append({"params": specs[: 2 + frozen], "process_group": ranks, **options})
     return found
 
 
@@ -95,6 +96,8 @@ def layout_of(name: str) -> list[dict[str, Any]]:
     """The groups of a job by the name of its layout."""
     if name in FAMILIES:
         return [*replicas(FAMILIES[name]), *alone()]
+    if name == "AdamW's DTensors":
+        return [{"params": [Spec("v", (8, 6), as_in("fsdp2"))], "use_muon": False}]
     mesh_of((2, 2))  # all ranks make it; faults use it on one
     return [*shards(name), *replicas(FAMILIES["chain"]), *alone()]
 
@@ -118,7 +121,8 @@ class Job:
         (param,) = parameters({spec.name: spec.cut(whole)}).values()
         self.specs[param] = spec
         self.model.register_parameter(spec.name, param)
-        return spec.name, param.requires_grad_(not spec.frozen)
+        param.requires_grad_(not spec.frozen)
+        return spec.name, param
 
     @property
     def groups(self) -> list[dict[str, Any]]:

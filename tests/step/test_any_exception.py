@@ -373,16 +373,16 @@ def _model_refuses(store: str, folder: str) -> tuple[list[str], list[str]]:
     assert time.monotonic() - began < PROMPT, said
     armed[0] = False
     checkpoint.load(folder, job.model, job.optimizer)
-    wrong = unlike(saved, job.held(gradients=False))
+    changed = unlike(saved, job.held(gradients=False))
     job.step(4)
-    return said, wrong
+    return said, changed
 
 
 def test_weights_that_one_ranks_model_refuses_are_refused_on_all_and_no_step_follows(
     pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Refused last, when the other ranks have loaded everything and would train on without that one."""
-    for (loading, stepping), wrong in pools[2].run(_model_refuses, str(tmp_path / "store"), str(tmp_path / "job")):
+    for (loading, stepping), changed in pools[2].run(_model_refuses, str(tmp_path / "store"), str(tmp_path / "job")):
         assert loading.startswith("ValueError: rank 1: ") and MARK in loading
         assert stepping.startswith("ExchangeError") and MARK in stepping
-        assert wrong == []
+        assert changed == []

@@ -21,7 +21,7 @@ def test_the_plan_is_what_is_known() -> None:
     optimizer = job.optimizer
     with mock.patch.object(Muon, "make_plan", side_effect=AssertionError("planned")):
         assert dict(inspect.getmembers(optimizer))["plan"] is None
-    assert optimizer.plans == ()
+    assert not optimizer.plans
     assert optimizer.prepare() is optimizer.plan
     job.step(0)
     assert optimizer.plans == (optimizer.plan,)
