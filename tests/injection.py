@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import CodeType, FrameType
@@ -212,14 +212,9 @@ def check_all_raise(
     victim: int,
     number: int,
     after: str,
-    among: Collection[int] | None = None,
 ) -> bool | None:
     """True if all ranks raised; False: none did, for the function's caller has another way; None: it was not called so
-    often. Never some of them.
-
-    Args:
-        among: The ranks that share parameters with the victim, directly or through others; default: all.
-    """
+    often. Never some of them."""
     mine = victim == dist.get_rank()
     began = time.monotonic()
     wrong: BaseException | None = None
@@ -233,15 +228,10 @@ def check_all_raise(
     what = f"{place} {type(error).__name__} call {number} on rank {victim}: {type(wrong).__name__}: {wrong}"
     assert took < PROMPT, f"took {took:.1f} s, {what}"
     told = _told(wrong is not None, counted["calls"] >= number, what)
-    raised = [there for rank, (there, _) in enumerate(told) if among is None or rank in among]
-    if among is not None and dist.get_rank() not in among:
-        assert wrong is None, what
-        wrong = None
+    raised = [there for there, _ in told]
     assert len(set(raised)) == 1, f"ranks {[r for r, there in enumerate(raised) if there]} raised, {what}"
     if not raised[0]:
         return False if told[victim][1] else None
-    if wrong is None:
-        return True
     expected = type(error) if mine and isinstance(error, STAYS) else ValueError
     in_words = after != "step" and isinstance(error, Exception)  # others may be refused in its words only
     assert type(wrong) is expected or (in_words and type(wrong) is ValueError), what

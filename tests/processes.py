@@ -17,8 +17,8 @@ from pathlib import Path
 
 _FORKS = """
 import json, os, sys
-import torch, torch._dynamo, torch.distributed, torch.distributed.fsdp, torch.distributed.tensor
-import shardmuon
+import torch, torch._dynamo, torch.distributed, torch.distributed.fsdp, torch.distributed.tensor, pytest
+import shardmuon, shardmuon.testing.layouts
 
 def is_rank(folder, world, script, arguments):
     ranks = []

@@ -1,164 +1,344 @@
-"""A rank that raises or dies after all have agreed: the others end with words that say what to do, and none waits on.
+"""A rank that fails after all have agreed: the others end with words that say what to do, and none waits on.
 
-Each case runs in ranks of its own with a short time-out, since their process groups are of no use afterwards.
+Each case runs in processes of its own, with a short time-out, which end as the case says.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import pickle
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import FAMILIES, Job, Spec, as_in, replicas, unlike
+from processes import run_to_the_end
+from torch import Tensor
 
 import shardmuon.core
-import shardmuon.step.bucket
-from shardmuon import Muon
-from shardmuon.testing import RankError, RankPool
+import shardmuon.layout.bind
+import shardmuon.step.adamw
+from shardmuon import Exchange, ExchangeError, GradScaler, Muon, Storage
+from shardmuon.errors import UNCHANGED
+from shardmuon.momentum.keeper import Keeper
+from shardmuon.plan.pipeline import turns
+from shardmuon.step import bucket
+from shardmuon.step.stages import WeightSet
 
-pytestmark = [pytest.mark.ranks, pytest.mark.apart]
-
-FAMILIES = {"chain": [(0, 1), (1, 2), (2, 3)], "all": [(0, 1, 2, 3)], "nested": [(0, 1, 2, 3), (0, 1), (2, 3)]}
+NUM_BUCKETS = 4  # sixteen matrices, four owners, one matrix of each owner in a bucket
 TIMEOUT, VICTIM = 3.0, 1  # seconds
 
-
-def _optimizer(family: str) -> Muon:
-    groups: list[dict[str, Any]] = []
-    for ranks in FAMILIES[family]:
-        if dist.get_rank() in ranks:
-            named = [(f"{kind}{ranks}", torch.nn.Parameter(torch.full((6, 8), 0.5))) for kind in "abcd"]
-            groups.append({"params": named, "process_group": ranks})
-    groups.append({"params": [("bias", torch.nn.Parameter(torch.ones(5)))], "use_muon": False})
-    return Muon(groups, lr=0.1)
+# What every rank does in one step, in this order, and the start of the next step.
+ORDER = {
+    layout: [(None, "vote"), *((at, turn) for turn, at in turns([relays] * NUM_BUCKETS)), (None, "vote")]
+    for layout, relays in (("fsdp2", False), ("hsdp", True))
+}
 
 
-def _step(optimizer: Muon, seed: int) -> None:
-    torch.manual_seed(seed)
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad = torch.randn(*p.shape)
-    optimizer.step()
+def _job(layout: str) -> Job:
+    vector = {"params": [Spec("bias", (9,))], "use_muon": False}
+    if layout == "hyperball":
+        groups = [{"params": [Spec(f"w{i}", (10, 8), as_in("fsdp2")) for i in range(4)]}]
+        return Job(groups, weight_decay=0.0, variant="hyperball")
+    if layout in FAMILIES:
+        return Job([*replicas(FAMILIES[layout], frozen=False), vector])
+    matrices = [Spec(f"w{i}", (10, 8), as_in(layout)) for i in range(16)]
+    return Job([{"params": matrices}, vector], exchange=Exchange(bucket_bytes=1))
 
 
-def _fail(how: str, place: str) -> None:
-    """Make the next call of a function of the step fail on this rank."""
-    holder: Any = shardmuon.step.bucket if place != "step_adamw" else shardmuon.core
-
-    def failing(*args: Any, **kwargs: Any) -> None:
-        if how == "die":
-            os._exit(3)
-        raise {"raise": RuntimeError("it broke"), "interrupt": KeyboardInterrupt("stop")}[how]
-
-    setattr(holder, place, failing)
+# ---------------------------------------------------------------------------------------------------------- the ranks
 
 
-def _broken_off(family: str, how: str, place: str, store: str) -> None:
-    """Two steps, in the second of which something happens on one rank, and a third. Each rank writes what it saw."""
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=TIMEOUT)
-    )
-    optimizer = _optimizer(family)
-    _step(optimizer, 0)
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _hang() -> None:
+    time.sleep(2 * TIMEOUT)
+    os._exit(3)
+
+
+HOW: dict[str, Callable[[], object]] = {
+    "dies": lambda: os._exit(3),
+    "hangs": _hang,
+    "is late": lambda: time.sleep(TIMEOUT / 4),
+    "has no memory": lambda: _raise(torch.OutOfMemoryError("no more")),
+    "is interrupted": lambda: _raise(KeyboardInterrupt("stop")),
+}
+
+
+class Case(NamedTuple):
+    """A way in which one rank ends a step.
+
+    Attributes:
+        layout: What is stepped.
+        how: Of `HOW`.
+        holder, name, calls: The rank ends after so many calls of this function; 0: instead of one.
+        says: What the others say, as a pattern; where a bucket is named, any from `first` to `last` in ORDER.
+        own: What a rank that lives on says itself.
+    """
+
+    layout: str
+    how: str
+    holder: Any
+    name: str
+    calls: int
+    says: str
+    own: str = ""
+    first: int = 0
+    last: int = 0
+
+
+HALF = r"Weights and momentum may be half updated\. Start the ranks again from the last checkpoint"
+NOTHING = rf"{UNCHANGED}\. Start the ranks again from the last checkpoint"
+_BUCKET = rf"bucket \d of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\), \w+: .*{HALF}"
+_SMALL = rf"bucket \d of \d \(ranks [\d,]+: (a|b)\d+ .*\), (gather|compute|apply|finish): .*{HALF}"
+_VOTE = rf"a vote \(STEP\): (rank 1|one of ranks [\d,]+) does not answer: .*{NOTHING}"
+_NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
+
+# In the second bucket, from where to where in ORDER a survivor may notice: from the oldest exchange that the dead rank
+# may have left half sent, or the first that a survivor starts after its death, to the wait for the first that it never
+# started. "relay": it has its own results and has begun to pass none on to the other replica.
+CASES = {
+    "vote": Case("fsdp2", "dies", shardmuon.layout.bind, "vote", 0, _VOTE),
+    "pack": Case("fsdp2", "dies", bucket, "_momenta", 2, _BUCKET, "", 2, 5),
+    "gather": Case("fsdp2", "dies", bucket, "start", 2, _BUCKET, "", 2, 6),
+    "orthogonalize": Case("fsdp2", "dies", bucket, "_results", 2, _BUCKET, "", 3, 9),
+    "scatter": Case("fsdp2", "dies", bucket, "start", 5, _BUCKET, "", 3, 10),
+    "apply": Case("fsdp2", "dies", bucket, "apply_results", 2, _BUCKET, "", 5, 12),
+    "relay": Case("hsdp", "dies", bucket, "apply_results", 2, _BUCKET, "", 6, 13),
+    "hangs": Case("fsdp2", "hangs", bucket, "start", 2, _BUCKET, "", 2, 6),
+    "is late": Case("fsdp2", "is late", bucket, "_results", 1, "nothing", "nothing"),
+    "no memory": Case("all", "has no memory", bucket, "_orthogonalize", 0, _SMALL, _NO_MEMORY),
+    "interrupted": Case("nested", "is interrupted", bucket, "apply_results", 0, _SMALL, "KeyboardInterrupt: stop"),
+    "far away": Case("chain", "dies", bucket, "_orthogonalize", 0, f"nothing|{_SMALL}"),
+    "far away, lives": Case("chain", "has no memory", bucket, "_orthogonalize", 0, f"nothing|{_SMALL}", _NO_MEMORY),
+    "nobody waits": Case("chain", "dies", shardmuon.core, "step_adamw", 0, "nothing"),
+    "nobody waits, lives": Case(
+        "chain", "has no memory", shardmuon.core, "step_adamw", 0, "nothing", "OutOfMemoryError: no more"
+    ),
+    "norms": Case(
+        "hyperball", "dies", WeightSet, "squares", 0,
+        rf"norms of weights after the update \(ranks 0,1,2,3: w0, w1, w2, 1 more\): .*{HALF}",
+    ),
+    "norms, lives": Case(
+        "hyperball", "has no memory", WeightSet, "squares", 0,
+        rf"norms of weights before the update \(ranks 0,1,2,3: w0, .*\): .*{NOTHING}",
+        rf"ExchangeError: norms of weights before .*: OutOfMemoryError: no more\. {NOTHING}",
+    ),
+}  # fmt: skip
+
+
+def _arrange(case: Case) -> None:
+    original, calls = getattr(case.holder, case.name), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not case.calls:
+            HOW[case.how]()
+        result = original(*args, **kwargs)
+        calls[0] += 1
+        if calls[0] == case.calls:
+            HOW[case.how]()
+        return result
+
+    setattr(case.holder, case.name, call)
+
+
+def _join(store: str, rank: int) -> None:
+    limit = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=limit)
+
+
+def _weights(job: Job) -> list[Tensor]:
+    return [p.detach().clone() for p in job.specs]
+
+
+def _restored(job: Job, weights: list[Tensor], state: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for p, weight in zip(job.specs, weights, strict=True):
+            p.copy_(weight)
+    job.optimizer.load_state_dict(state)
+
+
+def _try(optimizer: Muon) -> tuple[float, str]:
+    began, text = time.monotonic(), "nothing"
+    try:
+        optimizer.step()
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+    return time.monotonic() - began, text
+
+
+def _until_it_ends(name: str, store: str, rank: int) -> None:
+    """A step, another in which one rank ends, and a third; then, where all live, a new group and the state before."""
+    case, job = CASES[name], _job(CASES[name].layout)
+    job.step(0)
+    weights, state = _weights(job), copy.deepcopy(job.optimizer.state_dict())
+    torch.save((weights, state), f"{store}.{rank}.pt")
+    if name == "norms, lives":
+        job.state.clear()  # norms are reduced before the update, too
     if rank == VICTIM:
-        _fail(how, place)
-    lines = []
-    for seed in (1, 2):
-        begun = time.monotonic()
-        try:
-            _step(optimizer, seed)
-            text = "nothing"
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        lines.append((time.monotonic() - begun, text, optimizer.broken))
-    Path(f"{store}.{rank}").write_bytes(pickle.dumps(lines))
+        _arrange(case)
+    job.set_gradients(1)
+    seen = [_try(job.optimizer)]
+    job.set_gradients(2)
+    seen.append(_try(job.optimizer))
+    if job.optimizer.broken:
+        seen.append(_try(copy.deepcopy(job.optimizer)))
+    Path(f"{store}.{rank}").write_bytes(pickle.dumps((seen, job.optimizer.broken)))
+    while case.own and not all(Path(f"{store}.{other}").exists() for other in range(4)):
+        time.sleep(0.02)  # a rank that lives on does not end its connections
+    if name == "is late":
+        twin = _job(case.layout)
+        for seed in range(3):
+            twin.step(seed)
+        assert unlike(job.held(), twin.held()) == []
+    if name in ("no memory", "interrupted"):
+        shardmuon.step.bucket.__dict__.update(REAL)
+        dist.destroy_process_group()
+        _join(f"{store} again", rank)
+        _restored(job, weights, state)
+        twin = _job(case.layout)
+        for seed in range(3):
+            twin.step(seed)
+            job.step(seed) if seed else None
+        assert unlike(job.held(), twin.held()) == []
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(4, timeout=60.0) as pool:
-        yield pool
+REAL = {name: getattr(bucket, name) for name in ("_orthogonalize", "apply_results")}
 
 
-class Seen(NamedTuple):
-    """Seconds and what was raised on one rank, in the fatal step and in the next one; why the optimizer is broken."""
+def _begun_again(name: str, store: str, rank: int) -> None:
+    job, twin = (_job(CASES[name].layout) for _ in range(2))
+    _restored(job, *torch.load(f"{store.removesuffix(' again')}.{rank}.pt", weights_only=False))
+    twin.step(0)
+    for one in (job, twin):
+        one.step(1)
+        one.step(2)
+    assert unlike(job.held(), twin.held()) == []
 
-    seconds: tuple[float, float]
-    raised: tuple[str, str]
-    broken: str
+
+def main(rank: int, what: str, name: str, store: str) -> None:
+    """Entry of a rank."""
+    torch.set_num_threads(1)
+    _join(store, rank)
+    {"until it ends": _until_it_ends, "begun again": _begun_again}[what](name, store, rank)
+    os._exit(0)  # without the threads of gloo
 
 
-def _seen(ranks: RankPool, store: Path, family: str, how: str, place: str) -> list[Seen]:
-    """Findings by rank, without one that has died."""
-    if how == "die":
-        with pytest.raises(RankError, match=f"rank {VICTIM}: ChildProcessError"):
-            ranks.run(_broken_off, family, how, place, str(store))
-    else:
-        ranks.run(_broken_off, family, how, place, str(store))
-    ranks.close()  # their process groups are of no use
-    found = []
+_SCRIPT = "import sys\nfrom test_broken_off import main\nmain(int(sys.argv[1]), *sys.argv[2:])"
+
+
+def _run(folder: Path, what: str, name: str, store: str) -> list[int]:
+    ended = run_to_the_end(_SCRIPT, 4, folder, what, name, store)
+    assert all(err == "" or code for code, _, err in ended), ended
+    return [code for code, *_ in ended]
+
+
+@pytest.mark.ranks
+@pytest.mark.apart
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_path: Path) -> None:
+    """The others end at once where a process has ended, after the time-out of the group where it lives on. A rank that
+    exchanges nothing with it may have all results: it completes the step, and the next vote says whom it misses."""
+    case, store = CASES[name], str(tmp_path / "store")
+    codes = _run(tmp_path, "until it ends", name, store)
+    gone = case.how in ("dies", "hangs")
+    assert codes == [3 if rank == VICTIM and gone else 0 for rank in range(4)]
     for rank in range(4):
-        path = Path(f"{store}.{rank}")
-        if path.exists():
-            (fatal, first, _), (after, second, broken) = pickle.loads(path.read_bytes())
-            found.append(Seen((fatal, after), (first, second), broken))
-    return found
+        if rank == VICTIM and gone:
+            continue
+        ((seconds, first), (later, second), *copied), broken = pickle.loads(Path(f"{store}.{rank}").read_bytes())
+        pattern = case.own if rank == VICTIM else case.says
+        assert re.match(f"nothing|ExchangeError: ({pattern})|{pattern}", first), first
+        assert first != "nothing" or "nothing" in pattern, first
+        if first == "nothing":
+            assert case.how == "is late" or re.match(f"ExchangeError: a vote .*{NOTHING}", second), second
+            assert later < TIMEOUT / 2 or name == "far away, lives"
+            continue
+        assert seconds < (TIMEOUT / 2 if case.how == "dies" and case.layout != "chain" else 3 * TIMEOUT)
+        assert second == f"ExchangeError: an earlier step was broken off: {broken}"
+        assert broken in (first.removeprefix("ExchangeError: "), f"{first}. {broken.partition('. ')[2]}")
+        assert re.search(f"({HALF}|{NOTHING})$", broken) and later < TIMEOUT / 2
+        assert copied[0][1] == second
+        if case.layout in ORDER:
+            found = re.search(r"bucket (\d) of \d \(.*?\), (\w+): ", first)
+            place = (int(found[1]), found[2]) if found else (None, "vote")
+            assert place in ORDER[case.layout][case.first : case.last + 1], first
+    if name == "scatter":
+        assert _run(tmp_path, "begun again", name, f"{store} again") == [0] * 4
 
 
-HALF = "Weights and momentum may be half updated. Start the ranks again from the last checkpoint"
+# --------------------------------------------------------------------------------------------------------- one process
+
+
+def _scaled(optimizer: Muon) -> None:
+    scaler = GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
 
 
 @pytest.mark.parametrize(
-    ("family", "how", "place"),
+    ("loop", "where", "error", "named"),
     [
-        ("chain", "raise", "_orthogonalize"),
-        ("nested", "interrupt", "apply_results"),
-        ("all", "die", "update_momentum"),
-        ("chain", "die", "_orthogonalize"),
+        (Muon.step, (bucket, "orthogonalize"), torch.OutOfMemoryError("no more"), "OutOfMemoryError: no more. "),
+        (_scaled, (bucket, "orthogonalize"), torch.OutOfMemoryError("no more"), "OutOfMemoryError: no more. "),
+        (Muon.step, (bucket, "orthogonalize"), KeyboardInterrupt(), "KeyboardInterrupt. "),
+        (Muon.step, (shardmuon.step.adamw, "functional_adamw"), ValueError("late"), "ValueError: late. "),
     ],
 )
-def test_a_rank_that_fails_in_a_bucket_ends_the_others(
-    ranks: RankPool, tmp_path: Path, family: str, how: str, place: str
+def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to_do(
+    loop: Callable[[Muon], None], where: tuple[Any, str], error: BaseException, named: str
 ) -> None:
-    """The others end at once where a process has ended, after the time-out of the group where it lives on. A rank that
-    exchanges nothing with it may have all results: it completes the step, and the next vote says whom it misses."""
-    seen = _seen(ranks, tmp_path / "store", family, how, place)
-    assert len(seen) == (3 if how == "die" else 4)
-    for number, one in enumerate(seen, start=4 - len(seen)):
-        first, second = one.raised
-        assert max(one.seconds) < 3 * TIMEOUT
-        if first == "nothing":
-            assert family == "chain" and number == 3
-            assert second.startswith("ExchangeError: a vote (STEP): rank 2 does not answer: ")
-            assert "This step has changed nothing on this rank" in second
-            continue
-        assert first.startswith(("ExchangeError: bucket ", "KeyboardInterrupt: stop"))
-        assert one.broken.endswith(HALF)
-        assert one.broken.count(HALF) == 1
-        assert second == f"ExchangeError: an earlier step was broken off: {one.broken}"
-    if family == "all":
-        assert all(one.seconds[0] < TIMEOUT / 2 for one in seen)
+    """The momentum has moved: another try would move it twice."""
+    job, twin = (Job([{"params": [Spec("a", (6, 8))]}, {"params": [Spec("v", (4,))], "use_muon": False}]) for _ in "12")
+    for one in (job, twin):
+        one.step(0)
+        one.set_gradients(1)
+    weights, state = _weights(job), copy.deepcopy(job.optimizer.state_dict())
+    for accepted in (False, True):
+        with mock.patch.object(*where, side_effect=error), contextlib.suppress(type(error)):
+            loop(job.optimizer)
+        held = job.held()
+        assert not torch.equal(job.state[job.first]["momentum_buffer"], state["state"][0]["momentum_buffer"])
+        for _ in range(2):
+            with pytest.raises(ExchangeError) as refused:
+                loop(job.optimizer)
+            assert f"broken off: {named}Weights and momentum may be half updated" in str(refused.value)
+            assert "accept them as they are: optimizer.broken = None" in str(refused.value)
+        assert unlike(held, job.held()) == []
+        if accepted:
+            job.optimizer.broken = None
+            job.step()
+        else:
+            _restored(job, weights, copy.deepcopy(state))
+            for one in (job, twin):
+                one.step()
+            assert unlike(job.held(), twin.held()) == []
 
 
-@pytest.mark.parametrize("how", ["raise", "die"])
-def test_a_rank_that_fails_when_nobody_waits_is_named_at_once_in_the_next_step(
-    ranks: RankPool, tmp_path: Path, how: str
-) -> None:
-    seen = _seen(ranks, tmp_path / "store", "chain", how, "step_adamw")
-    others = [one for one in seen if one.raised[0] == "nothing"]
-    assert len(others) == 3
-    for one in others:
-        assert one.seconds[1] < TIMEOUT / 2
-        assert re.search(r"a vote \(STEP\): (rank 1|one of ranks 0,1) does not answer", one.raised[1])
-        assert "This step has changed nothing on this rank, but the ranks are out of step" in one.raised[1]
-    if how == "raise":
-        assert seen[VICTIM].raised[0] == "RuntimeError: it broke"
-        assert seen[VICTIM].broken == f"RuntimeError: it broke. {HALF}"
+@pytest.mark.parametrize("momentum", [torch.float32, "int8", torch.bfloat16], ids=str)
+def test_a_step_without_memory_for_momentum_changes_nothing(momentum: Any) -> None:
+    job = Job([{"params": [Spec("a", (6, 128)), Spec("b", (6, 128))]}], storage=Storage(momentum_dtype=momentum))
+    job.set_gradients(0)
+    held, made, calls = job.held(), Keeper._zeros, []
+
+    def second_fails(*args: Any) -> Any:
+        calls.append(1)
+        return made(*args) if len(calls) == 1 else _raise(torch.OutOfMemoryError("no more"))
+
+    with mock.patch.object(Keeper, "_zeros", second_fails), pytest.raises(torch.OutOfMemoryError, match="no more"):
+        job.step()
+    assert len(calls) == 2
+    assert unlike(held, job.held()) == []
+    job.step()
+    assert all(p in job.state for p in job.specs)

@@ -102,8 +102,6 @@ class Phase(IntFlag):
     STEP = 4
     CLIP = 8
     QK_CLIP = 16
-    SAVE = 32
-    LOAD = 64
     AUDIT = 128
     UNSCALE = 256
 

@@ -27,15 +27,13 @@ def _step(model: nn.Module, optimizer: Muon, seed: int) -> None:
     """One step on gradients that follow from names and the seed."""
     for at, p in enumerate(model.parameters()):
         grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * seed + at))
-        if isinstance(p, DTensor):
-            grad = distribute_tensor(grad, p.device_mesh, p.placements)
-        p.grad = grad if p.requires_grad else None
+        placed = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+        p.grad = placed if p.requires_grad else None
     optimizer.step()
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    found = ((name, p.detach()) for name, p in model.named_parameters())
-    return {name: p.full_tensor() if isinstance(p, DTensor) else p.clone() for name, p in found}
+    return {n: p.full_tensor() if isinstance(p, DTensor) else p.clone() for n, p in model.state_dict().items()}
 
 
 def _unfrozen_part(shard: bool) -> list[str]:
@@ -47,21 +45,17 @@ def _unfrozen_part(shard: bool) -> list[str]:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in whole:
             fully_shard(layer, mesh=mesh)
-    part = whole[:2]
     for model in (whole, unchanged):
         model[:2].requires_grad_(False)
-    optimizer, other = Muon(whole, lr=0.03), Muon(unchanged, lr=0.03)
-    for seed in (0, 1):
-        _step(whole, optimizer, seed)
-        _step(unchanged, other, seed)
-    part.requires_grad_(True)
-    for group in param_groups(part, lr=0.03):
-        optimizer.add_param_group(group)
-    new = Muon(alone[:2], lr=0.03)
-    for seed in (2, 3):
-        _step(whole, optimizer, seed)
-        _step(unchanged, other, seed)
-        _step(alone, new, seed)
+    jobs = [(model, Muon(model, lr=0.03)) for model in (whole, unchanged)]
+    for seed in range(4):
+        if seed == 2:
+            whole[:2].requires_grad_(True)
+            for group in param_groups(whole[:2], lr=0.03):
+                jobs[0][1].add_param_group(group)
+            jobs.append((alone, Muon(alone[:2], lr=0.03)))
+        for model, optimizer in jobs:
+            _step(model, optimizer, seed)
     wanted = {**_weights(unchanged), **{n: t for n, t in _weights(alone).items() if n.startswith(("0.", "1."))}}
     return [name for name, found in _weights(whole).items() if not torch.equal(found, wanted[name])]
 

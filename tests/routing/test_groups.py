@@ -346,32 +346,6 @@ def test_norms_do_not_decay_in_whatever_shape() -> None:
         assert group_of(groups, "m.weight")["weight_decay"] == decay
 
 
-def said_of(model: nn.Module, **options: Any) -> list[str]:
-    """The warnings of routing a model."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        param_groups(model, lr=1e-3, **options)
-    return [str(warning.message) for warning in caught]
-
-
-@pytest.mark.parametrize("shape", [(8, 64, 48), (14, 14, 384), (4, 15, 15), (2, 5, 32)])
-def test_three_dims_of_which_only_the_shape_speaks_are_a_stack_with_a_warning(shape: tuple[int, int, int]) -> None:
-    """Three dims get a warning as two do: experts may be stored either way round, and tables (positions, codes,
-    prompts) look alike."""
-    num, rows, cols = shape
-    went = rf"weight \({num}x{rows}x{cols}\) .*a stack of {num} matrices, each of \(outputs, inputs\)\. "
-    settle = r'If right, write overrides=\{"weight": "muon"\}; \{"transposed": True\} if .*"adamw" if it is a table'
-    with pytest.warns(UserWarning, match=went + settle):
-        groups = param_groups(Bare(*shape), lr=1e-3)
-    (row,) = groups.rows
-    assert (row.optimizer, row.matrices) == ("Muon", ((rows, cols),) * num)
-    assert row.reason == f"stack of {num} matrices, by its shape alone"
-    assert group_of(groups, "weight")["view"] == "stack"
-    for choice in ("muon", "adamw", {"transposed": True}, {"view": "stack"}):
-        assert said_of(nn.ModuleList([Bare(*shape), Bare(*shape)]), overrides={"*.weight": choice})[1:] == []
-    assert len(said_of(nn.ModuleList([Bare(*shape), Bare(*shape)]))) == 1  # one for each kind
-
-
 class Experts(nn.Module):
     """Experts and their router, stored either way round."""
 
@@ -381,56 +355,6 @@ class Experts(nn.Module):
         self.router = nn.Linear(width, num, bias=False)
         self.w_up = nn.Parameter(torch.ones(down if inputs_first else up))
         self.w_down = nn.Parameter(torch.ones(up if inputs_first else down))
-
-
-def test_a_router_confirms_experts_and_what_the_first_of_them_reads() -> None:
-    model = nn.ModuleList([Experts(inputs_first=False)])
-    assert said_of(model) == []
-    assert routed(model)["0.w_down"].reason == "stack of 4 experts, chosen by 0.router.weight"
-    others = Experts(inputs_first=False)
-    others.router = nn.Linear(16, 5, bias=False)  # chooses from something else
-    assert len(said_of(others)) == 2
-    apart = nn.ModuleDict({"gate": nn.Linear(16, 4, bias=False), "experts": Experts(inputs_first=False)})
-    del apart["experts"].router
-    assert said_of(apart) == []  # in the module around them, as torchtitan has it
-
-
-def test_experts_whose_first_stack_has_the_routers_features_as_rows_seem_to_be_turned() -> None:
-    model = Experts(inputs_first=True)
-    (said,) = said_of(model)
-    assert "router.weight reads 16 features, and w_up (4x16x24) has as many rows" in said
-    assert 'write overrides={"w_up": {"transposed": True}, "w_down": {"transposed": True}}; "muon"' in said
-    (said,) = said_of(model, overrides={"w_down": {"transposed": True}})
-    assert 'write overrides={"w_up": {"transposed": True}}; ' in said
-    (said,) = said_of(nn.ModuleList([model, Experts(inputs_first=True)]))
-    assert 'write overrides={"*.w_up": {"transposed": True}, "*.w_down": {"transposed": True}}; ' in said
-    assert said_of(model, overrides={"w_*": "muon"}) == said_of(Experts(inputs_first=True, inner=16)) == []
-    turned = Muon(model, lr=1.0, weight_decay=0.0, overrides={"w_*": {"transposed": True}})
-    assert {group.get("transposed", False) for group in turned.param_groups if group["use_muon"]} == {True}
-
-
-@pytest.mark.parametrize("shape", [(16, 8, 2), (16, 2)])
-def test_a_last_dim_of_two_is_complex_numbers_and_no_matrix(shape: tuple[int, ...]) -> None:
-    """The message on complex parameters says to keep such ones, and how to route them."""
-    model = nn.ModuleList([Bare(*shape), nn.Linear(4, 4)])
-    (said,) = said_of(model)
-    assert f"({'x'.join(map(str, shape))}) is a parameter of Bare with a last dim of 2" in said
-    assert 'It went to AdamW. If right, write overrides={"0.weight": "adamw"}; "muon" if' in said
-    with pytest.warns(UserWarning, match="last dim of 2"):
-        row = routed(model)["0.weight"]
-    assert (row.optimizer, row.reason) == ("AdamW", "last dim of 2: pairs of numbers, as complex ones are kept")
-    assert said_of(model, overrides={"0.weight": "adamw"}) == []
-    as_matrices = routed(model, overrides={"0.weight": "muon"})["0.weight"].matrices
-    assert as_matrices == (((8, 2),) * 16 if len(shape) == 3 else ((16, 2),))
-
-
-def test_a_table_for_a_batch_or_a_stack_of_one_expert_warns() -> None:
-    model = nn.ModuleDict({"pos": Bare(1, 5, 8), "w": nn.Linear(8, 8)})
-    with pytest.warns(UserWarning, match=r"pos\.weight: a \(1, M, N\) parameter .* stack of one expert"):
-        assert routed(model)["pos.weight"].optimizer == "AdamW"
-    assert routed(model, overrides={"pos.*": "adamw"})["pos.weight"].optimizer == "AdamW"
-    stack = {"pos.*": {"use_muon": True, "view": "stack"}}
-    assert routed(model, overrides=stack)["pos.weight"].matrices == ((5, 8),)
 
 
 # -------------------------------------------------------------------------------------------------- what users say
@@ -573,29 +497,134 @@ def over_one_rank() -> nn.Module:
     return nn.ModuleDict({"m": module})
 
 
+Said = tuple[Callable[[], nn.Module], Any, dict[str, dict[str, object]], list[str]]
+
+
+def experts(*, router: int = 4, apart: bool = False, inner: int = 24, inputs_first: bool = False) -> nn.Module:
+    model = Experts(inputs_first=inputs_first, inner=inner)
+    model.router = nn.Linear(16, router, bias=False)
+    if not apart:
+        return model
+    del model.router
+    return nn.ModuleDict({"gate": nn.Linear(16, 4, bias=False), "experts": model})  # as torchtitan has it
+
+
+def three_dims(num: int, rows: int, cols: int) -> Said:
+    """Of which only the shape speaks: experts may be stored either way round, and tables look alike."""
+    went = rf"weight \({num}x{rows}x{cols}\) .*a stack of {num} matrices, each of \(outputs, inputs\)\. "
+    settle = r'If right, write overrides=\{"weight": "muon"\}; \{"transposed": True\} if .*"adamw" if it is a table'
+    reason = f"stack of {num} matrices, by its shape alone"
+    row: dict[str, object] = {"optimizer": "Muon", "matrices": ((rows, cols),) * num, "reason": reason}
+    return lambda: Bare(num, rows, cols), None, {"weight": row}, [went + settle]
+
+
+def beside(*models: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.ModuleList([*models, nn.Linear(4, 4)])
+
+
+def turned_over(*names: str) -> list[str]:
+    """What is said of experts that seem to be stored the other way round."""
+    write = ", ".join(f'"{name}": {{"transposed": True}}' for name in names)
+    return ["router.weight reads 16 features, and .* has as many rows.*" + re.escape(f"write overrides={{{write}}}; ")]
+
+
 # two query groups of four heads of 2, one key and one value head
 _QKV = {"split_sizes": [8, 2, 2], "split_groups": 2}
-# case -> model, overrides, and what the rows of some parameters say
-SAID: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, dict[str, object]]]] = {
+_COMPLEX = "last dim of 2: pairs of numbers, as complex ones are kept"
+_TURNED = {"transposed": True}
+# case -> model, overrides, what the rows of some parameters say, and the warnings
+SAID: dict[str, Said] = {
+    **{f"three dims {sizes}": three_dims(*sizes) for sizes in ((8, 64, 48), (14, 14, 384), (4, 15, 15), (2, 5, 32))},
+    "one warning for each kind": (beside(Bare(8, 64, 48), Bare(8, 64, 48)), None, {}, [r"\*?\.weight"]),
+    **{
+        f"three dims, settled by {choice}": (beside(Bare(8, 64, 48), Bare(8, 64, 48)), {"[01].weight": choice}, {}, [])
+        for choice in ("muon", "adamw", _TURNED, {"view": "stack"})
+    },
+    "a router confirms experts": (
+        beside(experts()),
+        None,
+        {"0.w_down": {"reason": "stack of 4 experts, chosen by 0.router.weight"}},
+        [],
+    ),
+    "a router of something else": (lambda: experts(router=5), None, {}, [r"w_up \(4x24x16\)", r"w_down \(4x16x24\)"]),
+    "a router in the module around them": (lambda: experts(apart=True), None, {}, []),
+    "experts that seem to be turned": (lambda: experts(inputs_first=True), None, {}, turned_over("w_up", "w_down")),
+    "one of them is settled": (lambda: experts(inputs_first=True), {"w_down": _TURNED}, {}, turned_over("w_up")),
+    "turned experts in two layers": (
+        beside(experts(inputs_first=True), experts(inputs_first=True)),
+        None,
+        {},
+        turned_over("*.w_up", "*.w_down"),
+    ),
+    "experts that are settled": (lambda: experts(inputs_first=True), {"w_*": "muon"}, {}, []),
+    "experts that are square": (lambda: experts(inputs_first=True, inner=16), None, {}, []),
+    "turned experts": (
+        lambda: experts(inputs_first=True),
+        {"w_*": _TURNED},
+        {"w_up": {"matrices": ((24, 16),) * 4}, "w_down": {"matrices": ((16, 24),) * 4}},
+        [],
+    ),
+    **{
+        f"complex numbers {sizes}": (
+            beside(Bare(*sizes)),
+            None,
+            {"0.weight": {"optimizer": "AdamW", "reason": _COMPLEX}},
+            [
+                rf"\({'x'.join(map(str, sizes))}\) is a parameter of Bare with a last dim of 2.* It went to AdamW. "
+                r'If right, write overrides=\{"0.weight": "adamw"\}; "muon" if'
+            ],
+        )
+        for sizes in ((16, 8, 2), (16, 2))
+    },
+    "complex numbers, settled": (beside(Bare(16, 8, 2)), {"0.weight": "adamw"}, {}, []),
+    "complex numbers as a stack": (
+        beside(Bare(16, 8, 2)),
+        {"0.weight": "muon"},
+        {"0.weight": {"matrices": ((8, 2),) * 16}},
+        [],
+    ),
+    "complex numbers as a matrix": (
+        beside(Bare(16, 2)),
+        {"0.weight": "muon"},
+        {"0.weight": {"matrices": ((16, 2),)}},
+        [],
+    ),
+    "a table for a batch or a stack of one expert": (
+        beside(Bare(1, 5, 8)),
+        None,
+        {"0.weight": {"optimizer": "AdamW"}},
+        [r"0\.weight: a \(1, M, N\) parameter .* stack of one expert"],
+    ),
+    "a table": (beside(Bare(1, 5, 8)), {"0.*": "adamw"}, {"0.weight": {"optimizer": "AdamW"}}, []),
+    "a stack of one expert": (
+        beside(Bare(1, 5, 8)),
+        {"0.*": {"use_muon": True, "view": "stack"}},
+        {"0.weight": {"matrices": ((5, 8),)}},
+        [],
+    ),
     "rows beside complex numbers are no biases of experts": (
         beside_complex,
         {"C": "adamw", "weight": {"view": "auto"}},
         {"weight": {"reason": "2-D parameter, override 'weight'"}},
+        [],
     ),
     "an override makes a scalar head a matrix": (
         lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),
         {"1.weight": "muon"},
         {"1.weight": {"matrices": ((1, 8),)}},
+        [],
     ),
     "a reference kept elsewhere changes nothing": (
         kept_elsewhere,
         None,
         {"a.weight": {"matrices": ((8, 12),), "reason": "convolution, 1 group, shared with conv.weight"}},
+        [],
     ),
     "an override settles a weight that modules read differently": (
         read_in_two_ways,
         {"conv.weight": {"use_muon": True, "view": "flatten"}},
         {"conv.weight": {"matrices": ((8, 8),)}},
+        [],
     ),
     "the first override that matches wins": (
         Llama,
@@ -604,31 +633,37 @@ SAID: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, dict[str, object]]
             "layers.0.wq.weight": {"optimizer": "AdamW", "reason": "override 'layers.0.*q*'"},
             "layers.1.wq.weight": {"reason": "linear, override '*.w?.weight'"},
         },
+        [],
     ),
     "an override reaches a tied weight by any of its names": (
         lambda: Tied(head_first=False),
         {"head.weight": "muon"},
         {"embed.weight": {"matrices": ((100, 8),)}},
+        [],
     ),
     "interleaved grouped-query weights split into q, k and v": (
         lambda: nn.ModuleDict({"qkv": nn.Linear(16, 24, bias=False)}),
         {"qkv.weight": _QKV},
         {"qkv.weight": {"matrices": ((16, 16), (4, 16), (4, 16))}},
+        [],
     ),
     "heads given replace default splits": (
         lambda: nn.MultiheadAttention(8, 2),
         {"in_proj_weight": {"num_heads": 6}},
         {"in_proj_weight": {"matrices": ((4, 8),) * 6}},
+        [],
     ),
     "no splits given replace default splits": (
         lambda: nn.MultiheadAttention(8, 2),
         {"in_proj_weight": {"split_sizes": None}},
         {"in_proj_weight": {"matrices": ((24, 8),)}},
+        [],
     ),
     "no heads given replace default ones": (
         lambda: nn.Conv2d(8, 8, 1, groups=2),
         {"weight": {"num_heads": None}},
         {"weight": {"matrices": ((8, 4),)}},
+        [],
     ),
     "use_muon of a parameter, below overrides": (
         marked_block,
@@ -638,31 +673,39 @@ SAID: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, dict[str, object]]
             "layers.0.wq.weight": {"optimizer": "Muon"},
             "layers.1.wk.weight": {"optimizer": "Muon"},
         },
+        [],
     ),
     "a parameter that Megatron marks as embedding": (
         megatrons_embedding,
         None,
         {"replica.weight": {"reason": "p.is_embedding_or_output_parameter"}},
+        [],
     ),
     "a placeholder counts by the shape it stands for": (
         lambda: nn.ModuleDict({"m": placeholder(nn.Linear(4, 6, bias=False), (6, 4))}),
         None,
         {"m.weight": {"optimizer": "Muon", "shape": (6, 4), "matrices": ((6, 4),)}},
+        [],
     ),
     "a placeholder of a head": (
         gathered_head,
         None,
         {"head.weight": {"reason": "output head: rows equal a vocabulary (100)"}},
+        [],
     ),
-    "a tensor-parallel layer over one rank is whole": (over_one_rank, None, {"m.weight": {"matrices": ((8, 4),)}}),
+    "a tensor-parallel layer over one rank is whole": (over_one_rank, None, {"m.weight": {"matrices": ((8, 4),)}}, []),
 }
 
 
 @pytest.mark.parametrize("case", SAID)
 def test_what_users_and_modules_say_of_a_parameter_decides(case: str) -> None:
-    model, overrides, wanted = SAID[case]
-    rows = routed(model(), overrides=overrides)
+    model, overrides, wanted, says = SAID[case]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = routed(model(), overrides=overrides)
     assert {name: {key: getattr(rows[name], key) for key in row} for name, row in wanted.items()} == wanted
+    assert len(caught) == len(says)
+    assert all(re.search(pattern, str(one.message)) for pattern, one in zip(says, caught, strict=True))
 
 
 def never(name: str, param: Tensor, module: nn.Module) -> bool:
@@ -805,9 +848,17 @@ def _rms_of_updates(model: nn.Module, optimizer: Muon) -> dict[bool, float]:
     return {kind: math.sqrt(total / count) for kind, (total, count) in squares.items()}
 
 
-@pytest.mark.parametrize("scale", [None, "match_rms_adamw", "spectral", "unit_rms_norm", "none", lambda r, c: r / c])
-@pytest.mark.parametrize("extra", [1.0, 0.3])
-@pytest.mark.parametrize("lr", [0.02, torch.tensor(0.02)])
+@pytest.mark.parametrize(
+    ("scale", "extra", "lr"),
+    [
+        (None, 1.0, 0.02),
+        ("match_rms_adamw", 0.3, torch.tensor(0.02)),
+        ("spectral", 0.3, 0.02),
+        ("unit_rms_norm", 1.0, torch.tensor(0.02)),
+        ("none", 0.3, 0.02),
+        (lambda r, c: r / c, 1.0, torch.tensor(0.02)),
+    ],
+)
 def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, extra: float, scale: Any) -> None:
     """One step of each: an orthogonalized matrix has an RMS of 1/sqrt(max(r, c)) within its schedule's band of 0.68 to
     1.14, and AdamW's first step has an RMS of lr, 1 / 0.2 times what it settles to."""
@@ -896,20 +947,12 @@ def test_groups_train_a_model_in_the_optimizer_and_keep_their_names() -> None:
     assert momenta == {row.name for row in groups.rows if row.matrices}
 
 
-def test_torch_optimizers_take_the_groups() -> None:
-    model = Llama()
-    groups = param_groups(model, lr=1e-3)
-    optimizer = torch.optim.SGD(groups)
-    named = dict(model.named_parameters())
-    for group in optimizer.param_groups:
-        assert all(named[name] is p for name, p in zip(group["param_names"], group["params"], strict=True))
-
-
-def test_groups_survive_copy_and_pickle() -> None:
+def test_groups_survive_copy_and_pickle_and_torch_optimizers_take_them() -> None:
     groups = param_groups(Llama(), lr=1e-3)
     for copied in (copy.deepcopy(groups), pickle.loads(pickle.dumps(groups))):
         assert str(copied) == str(groups)
         assert [group["param_names"] for group in copied] == [group["param_names"] for group in groups]
+    assert [g["param_names"] for g in torch.optim.SGD(groups).param_groups] == [g["param_names"] for g in groups]
 
 
 def test_the_table_shows_every_parameter_with_its_matrices_and_reason() -> None:
@@ -950,39 +993,27 @@ def test_wrappers_change_neither_names_nor_table() -> None:
     assert str(param_groups(model, lr=1e-3)) == table
 
 
-def _tables(how: str) -> tuple[str, list[list[str]], str]:
-    model = Llama()
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+def _table_of(how: str) -> tuple[str, str]:
+    model: Any = WithHook("decoder") if "says" in how else Llama()
     before = str(param_groups(model, lr=1e-3))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     if how == "ddp":
-        model = cast(Any, DistributedDataParallel(model))
-    if how == "tp":
+        model = DistributedDataParallel(model)
+    elif "fsdp1" in how:
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    elif how == "tp":
         plan = {"embed": RowwiseParallel(), "head": ColwiseParallel(), "layers.*.wq": ColwiseParallel()}
         parallelize_module(model, mesh["tp"], {**plan, "layers.*.wo": RowwiseParallel()})
     if how in ("fsdp2", "tp"):
-        axis = "tp" if how == "fsdp2" else "dp"
-        for block in model.layers:
-            fully_shard(block, mesh=mesh[axis])
-        fully_shard(model, mesh=mesh[axis])
-    groups = param_groups(model, lr=1e-3)
-    return before, [group["param_names"] for group in groups], str(groups)
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh["tp" if how == "fsdp2" else "dp"])
+    return before, str(param_groups(model, lr=1e-3))
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "tp"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "tp", "fsdp1", "fsdp1, the model says its head"])
 def test_every_rank_routes_a_sharded_model_as_the_whole_one(world2: RankPool, how: str) -> None:
-    before, names, after = zip(*world2.run(_tables, how), strict=True)
-    assert set(after) == set(before) == {before[0]}
-    assert names[0] == names[1]
-
-
-def _fsdp1(model: nn.Module) -> str:
-    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    return str(param_groups(nn.Sequential(wrapped), lr=1e-3))
-
-
-@pytest.mark.parametrize("model", [Llama(), WithHook("decoder")], ids=["by shapes", "by what the model says"])
-def test_fsdp1_is_routed_as_the_whole_model(model: nn.Module, world2: RankPool) -> None:
-    assert world2.run(_fsdp1, model) == [str(param_groups(nn.Sequential(model), lr=1e-3))] * 2
+    before, after = zip(*world2.run(_table_of, how), strict=True)
+    assert {*after} == {*before} == {before[0]}
 
 
 # ------------------------------------------------------------------------------------------------ random models
@@ -1053,7 +1084,7 @@ def test_the_example_of_the_docstring_prints_what_it_shows() -> None:
     assert doctest.testmod(groups_module) == (0, 2)
 
 
-ROUTING = Path(__file__).parents[1] / "docs" / "routing.md"
+ROUTING = Path(__file__).parents[2] / "docs" / "routing.md"
 
 
 def test_the_examples_of_the_guide_run_and_print_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,9 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+PLANTED = 'raise ValueError(f"planted on rank {rank}")'
+
+
 def wait_until(claim: Callable[[], bool], seconds: float = 20.0) -> bool:
     deadline = time.monotonic() + seconds
     while not claim() and time.monotonic() < deadline:
@@ -104,38 +108,28 @@ def wait_until(claim: Callable[[], bool], seconds: float = 20.0) -> bool:
     return claim()
 
 
-def test_results_come_in_rank_order_with_the_arguments_given(pool: RankPool) -> None:
+def test_a_call_runs_on_all_ranks_of_one_group_with_copies_of_its_arguments(pool: RankPool) -> None:
+    """The same ranks from call to call, and the same seed."""
     assert pool.run(echo, 1, key="x") == [(rank, (1,), {"key": "x"}) for rank in range(3)]
-
-
-def test_ranks_form_one_process_group(pool: RankPool) -> None:
     assert [t.item() for t in pool.run(sum_of_ranks)] == [3.0, 3.0, 3.0]
-
-
-def test_ranks_live_from_call_to_call(pool: RankPool) -> None:
     assert pool.run(os.getpid) == pool.run(os.getpid)
+    pool.run(torch.Tensor.zero_, x := torch.ones(3))
+    assert x.tolist() == [1.0, 1.0, 1.0]
+    draws = [*pool.run(torch.randn, 4), *pool.run(torch.randn, 4)]
+    assert all(torch.equal(draws[0], draw) for draw in draws)
 
 
 def test_tensors_come_back_bit_for_bit_and_outlive_the_ranks() -> None:
     with RankPool(2) as pool:
-        results = pool.run(awkward_tensors)
+        results, pids = pool.run(awkward_tensors), pool.run(os.getpid)
+        assert all(map(is_running, pids))
+    assert not any(map(is_running, pids)), "closing leaves a process"
     torch.manual_seed(0)
     for name, expected in awkward_tensors().items():
         for result in results:
             assert result[name].shape == expected.shape
             assert result[name].dtype == expected.dtype
             assert bits(result[name]) == bits(expected)
-
-
-def test_tensor_arguments_are_copies(pool: RankPool) -> None:
-    x = torch.ones(3)
-    pool.run(torch.Tensor.zero_, x)
-    assert x.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_every_call_starts_from_the_same_seed(pool: RankPool) -> None:
-    draws = [*pool.run(torch.randn, 4), *pool.run(torch.randn, 4)]
-    assert all(torch.equal(draws[0], draw) for draw in draws)
 
 
 def test_warning_filters_hold_in_the_ranks(pool: RankPool) -> None:
@@ -146,88 +140,59 @@ def test_warning_filters_hold_in_the_ranks(pool: RankPool) -> None:
         assert pool.run(warnings.warn, "careful") == [None, None, None]
 
 
-def test_a_failure_names_every_failing_rank_and_shows_its_traceback(pool: RankPool) -> None:
-    with pytest.raises(RankError, match=r"2 of 3 ranks failed in test_pool\.fail_on") as caught:
-        pool.run(fail_on, (0, 2))
-    assert [(f.rank, f.type_name, f.message) for f in caught.value.failures] == [
-        (0, "ValueError", "planted on rank 0"),
-        (2, "ValueError", "planted on rank 2"),
-    ]
-    assert 'raise ValueError(f"planted on rank {rank}")' in caught.value.failures[0].traceback
-    assert "_run_call" not in caught.value.failures[0].traceback
-    assert "--- rank 2: ValueError: planted on rank 2" in str(caught.value)
+RAISED, HUNG, DIED = ("ValueError", True), ("TimeoutError", False), ("ChildProcessError", False)
+# function and its arguments, whether exceptions are caught, then (class, returned) by rank, and words of the error
+FATAL: list[tuple[Callable[..., object], tuple[Any, ...], bool, dict[int, tuple[str, bool]], list[str]]] = [
+    (fail_on, ((0, 2),), False, {0: RAISED, 2: RAISED}, ["2 of 3 ranks failed in test_pool.fail_on", PLANTED]),
+    (fail_on, ((1,), "collective"), False, {0: HUNG, 1: RAISED, 2: HUNG}, ["after rank 1 failed", "dist.barrier()"]),
+    (sleep_on, (1,), False, {1: HUNG}, ["still running after 1 s", "time.sleep(600)"]),
+    (fail_on, ((0,), "sleep"), True, {0: RAISED, 1: HUNG, 2: HUNG}, ["still running after 1 s"]),
+    (leave_on, (1, "die"), True, {1: DIED}, ["the process ended, exit code 3"]),
+    (threading.Lock, (), False, dict.fromkeys(range(3), ("TypeError", True)), ["cannot pickle"]),
+]
 
 
-def test_a_failed_call_is_followed_by_new_ranks(pool: RankPool) -> None:
+@pytest.mark.parametrize(("fn", "args", "catching", "kinds", "says"), FATAL, ids=[row[-1][0] for row in FATAL])
+def test_a_failure_names_its_ranks_shows_where_they_stand_and_is_followed_by_new_ranks(
+    fn: Callable[..., object],
+    args: tuple[Any, ...],
+    catching: bool,
+    kinds: dict[int, tuple[str, bool]],
+    says: list[str],
+    pool: RankPool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = pool.run(os.getpid)
-    with pytest.raises(RankError):
-        pool.run(fail_on, (1,))
-    assert not pool.is_live
-    after = pool.run(os.getpid)
-    assert set(before).isdisjoint(after)
-    assert not any(is_running(pid) for pid in before)
-
-
-def test_ranks_left_alone_in_a_collective_are_reported_where_they_stand(pool: RankPool) -> None:
-    start = time.monotonic()
+    if "after 1 s" in says[0]:
+        monkeypatch.setattr(pool, "timeout", 1.0)
     with pytest.raises(RankError) as caught:
-        pool.run(fail_on, (1,), then="collective")
-    assert time.monotonic() - start < pool.timeout / 2
-    kinds = [(f.rank, f.type_name, f.returned) for f in caught.value.failures]
-    assert kinds == [(0, "TimeoutError", False), (1, "ValueError", True), (2, "TimeoutError", False)]
-    assert "after rank 1 failed" in caught.value.failures[0].message
-    assert "dist.barrier()" in caught.value.failures[0].traceback
-    assert "pool.py" not in caught.value.failures[0].traceback.replace("test_pool.py", "")
+        (pool.run_catching if catching else pool.run)(fn, *args)
+    assert {f.rank: (f.type_name, f.returned) for f in caught.value.failures} == kinds
+    assert all(words in str(caught.value) for words in says)
+    assert fn is threading.Lock or "pool.py" not in str(caught.value).replace("test_pool.py", "")
+    assert not pool.is_live
+    monkeypatch.undo()
+    assert set(before).isdisjoint(pool.run(os.getpid))
+    assert not any(map(is_running, before))
 
 
-def test_a_hang_ends_at_the_time_out_and_the_next_call_works() -> None:
-    with RankPool(2) as pool:
-        pool.run(sleep_on, -1)
-        pool.timeout = 1.0
-        with pytest.raises(RankError, match="still running after 1 s") as caught:
-            pool.run(sleep_on, 1)
-        assert [f.rank for f in caught.value.failures] == [1]
-        assert "time.sleep(600)" in caught.value.failures[0].traceback
-        pool.timeout = 60.0
-        assert pool.run(dist.get_rank) == [0, 1]
-
-
-def test_all_ranks_may_raise_and_the_pool_stays(pool: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("fn", "args", "results"),
+    [
+        (fail_on, ((0, 1, 2),), [f"ValueError: planted on rank {rank}" for rank in range(3)]),
+        (fail_on, ((1,),), [0, "ValueError: planted on rank 1", 2]),
+        (leave_on, (1, "exit"), [None, "SystemExit: 3", None]),
+    ],
+    ids=["all", "one", "exit"],
+)
+def test_ranks_may_raise_and_the_pool_stays(
+    fn: Callable[..., object], args: tuple[Any, ...], results: list[object], pool: RankPool
+) -> None:
     before = pool.run(os.getpid)
-    results = pool.run_catching(fail_on, (0, 1, 2))
-    assert [r.message for r in results if isinstance(r, RankException)] == [f"planted on rank {r}" for r in range(3)]
+    found = pool.run_catching(fn, *args)
+    assert [f"{r.type_name}: {r.message}" if isinstance(r, RankException) else r for r in found] == results
     assert pool.run(os.getpid) == before
     assert [t.item() for t in pool.run(sum_of_ranks)] == [3.0, 3.0, 3.0]
-
-
-def test_some_ranks_may_raise_while_others_return(pool: RankPool) -> None:
-    first, second, third = pool.run_catching(fail_on, (1,))
-    assert (first, third) == (0, 2)
-    assert isinstance(second, RankException)
-    assert second.type_name == "ValueError"
-
-
-def test_catching_does_not_catch_a_hang() -> None:
-    with RankPool(2) as pool:
-        pool.run(sleep_on, -1)
-        pool.timeout = 1.0
-        with pytest.raises(RankError, match="still running"):
-            pool.run_catching(fail_on, (0,), then="sleep")
-        assert not pool.is_live
-
-
-def test_a_dead_rank_is_reported_with_its_exit_code(pool: RankPool) -> None:
-    with pytest.raises(RankError, match="the process ended, exit code 3") as caught:
-        pool.run_catching(leave_on, 1, "die")
-    assert [f.rank for f in caught.value.failures] == [1]
-
-
-def test_a_rank_survives_system_exit(pool: RankPool) -> None:
-    before = pool.run(os.getpid)
-    _, left, _ = pool.run_catching(leave_on, 1, "exit")
-    assert isinstance(left, RankException)
-    assert left.type_name == "SystemExit"
-    assert pool.run(os.getpid) == before
 
 
 def test_what_cannot_be_sent_is_refused_before_any_rank_sees_it(pool: RankPool) -> None:
@@ -235,11 +200,6 @@ def test_what_cannot_be_sent_is_refused_before_any_rank_sees_it(pool: RankPool) 
     with pytest.raises(TypeError, match="Pass a function defined at the top"):
         pool.run(lambda: 1)
     assert pool.run(os.getpid) == before
-
-
-def test_a_result_that_cannot_be_pickled_is_a_failure(pool: RankPool) -> None:
-    with pytest.raises(RankError, match="cannot pickle"):
-        pool.run(threading.Lock)
 
 
 def test_an_interrupted_call_leaves_no_reply_behind(pool: RankPool) -> None:
@@ -264,13 +224,6 @@ def test_ranks_restart_before_they_run_out_of_files(pool: RankPool, monkeypatch:
     monkeypatch.setattr(pool_module, "_MAX_OPEN_FILES", 2)
     assert pool.run(os.getpid) == before
     assert set(before).isdisjoint(pool.run(os.getpid))
-
-
-def test_closing_leaves_no_process() -> None:
-    with RankPool(2) as pool:
-        pids = pool.run(os.getpid)
-        assert all(map(is_running, pids))
-    assert not any(map(is_running, pids))
 
 
 def test_a_forgotten_pool_leaves_no_process() -> None:
@@ -326,11 +279,6 @@ def test_ranks_are_forked_with_the_parents_package_and_variables(pool: RankPool)
     assert {path for path, *_ in found} == {before}
     assert {package for _, package, *_ in found} == {sys.modules["shardmuon"].__file__}
     assert all(frozen for *_, frozen in found)
-
-
-def test_shared_pools_serve_fixtures(world2: RankPool, world4: RankPool) -> None:
-    assert world2.run(dist.get_world_size) == [2, 2]
-    assert world4.run(dist.get_world_size) == [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize(("world_size", "timeout"), [(0, 1.0), (1, 0.0)])

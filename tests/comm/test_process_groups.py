@@ -1,0 +1,162 @@
+"""Process groups: those that are made, with which time-out, and those that end and begin again."""
+
+from __future__ import annotations
+
+import textwrap
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_to_the_end
+from torch import nn
+
+from shardmuon import Muon
+from shardmuon._torch import new_group_among, timeout_of
+from shardmuon.comm.groups import group_for
+from shardmuon.testing import RankPool
+
+OWN, PARENTS = timedelta(seconds=23), timedelta(seconds=17)
+
+
+def _join(store: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=OWN)
+
+
+def _own_and_destroyed(store: str) -> tuple[list[timedelta | None], str]:
+    """Time-outs of groups that are made here, and what is said of one that has been destroyed since."""
+    _join(store)
+    made = [timeout_of(dist.group.WORLD)]
+    parent = dist.new_group([0, 1], timeout=PARENTS)
+    halves = [dist.new_group([0, 1]), dist.new_group([2])]
+    if dist.get_rank() < 2:
+        made += [timeout_of(group_for((0, 1))), timeout_of(new_group_among((0, 1), 7, parent))]
+    p = nn.Parameter(torch.ones(8, 6))
+    optimizer = Muon([p], lr=0.1, process_group=halves[dist.get_rank() // 2])
+    p.grad = torch.ones(8, 6)
+    optimizer.step()
+    _join(store + " again")
+    with pytest.raises(ValueError, match="has been destroyed") as dead:
+        optimizer.prepare()
+    return made, str(dead.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.apart
+def test_own_groups_have_the_users_time_out_and_those_that_are_destroyed_are_named(tmp_path: Path) -> None:
+    with RankPool(3, timeout=60.0) as pool:
+        found = pool.run(_own_and_destroyed, str(tmp_path / "store"))
+    assert [made for made, _ in found] == [[OWN, OWN, PARENTS], [OWN, OWN, PARENTS], [OWN]]
+    for rank, (_, text) in enumerate(found):
+        assert text == (
+            f"{'ranks 0,1: ' if rank < 2 else 'rank 2: '}RuntimeError: the process group that parameters or the "
+            "optimizer were made with has been destroyed. Make a new group, and parameters and optimizer with it"
+        )
+
+
+class _Group:
+    """A default group as bound to a device by `init_process_group(device_id=...)`."""
+
+    bound_device_id: Any = torch.device("cuda", 3)
+    _device_types = ()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_group_of_some_ranks_is_not_split_off_a_bound_default_group(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ncclCommSplit` waits for all ranks of the default group; torch takes it while that is bound to a device."""
+    world, seen = _Group(), []
+
+    def new_group(ranks: list[int], **options: Any) -> str:
+        seen.append((ranks, world.bound_device_id, options["use_local_synchronization"]))
+        if fails:
+            raise RuntimeError("no store")
+        return "made"
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: world)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    if fails:
+        with pytest.raises(RuntimeError, match="no store"):
+            new_group_among((0, 2), 1)
+    else:
+        assert new_group_among((0, 2), 1) == "made"
+    assert seen == [([0, 2], None, True)]
+    assert world.bound_device_id == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(
+    ("group", "says"),
+    [
+        (dist.GroupMember.NON_GROUP_MEMBER, r"-100 is what new_group\(\) gives a rank that it leaves out"),
+        ("world", r"'world' is no process group\. Give one of torch.distributed"),
+    ],
+)
+def test_what_is_no_process_group_of_this_rank_is_named(group: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=f"process_group={says}"):
+        Muon([nn.Parameter(torch.zeros(4, 4))], lr=1e-3, process_group=group)
+
+
+_LIVES = textwrap.dedent(
+    """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from shardmuon import Muon
+
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    kept, alive, sums = [], [], []
+    for life in range(2):
+        store = dist.FileStore(f"{folder}/store{life}", 4)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+        mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+        torch.manual_seed(0)
+
+        def cut(mesh, *placements):
+            return nn.Parameter(distribute_tensor(torch.randn(9, 6), mesh, placements, src_data_rank=None))
+
+        both = cut(mesh["a", "b"], Shard(0), Shard(1))
+        row = cut(mesh["b", "c"], Shard(0), Replicate())  # two axes: no group of the mesh covers both
+        plain = nn.Parameter(torch.randn(5, 5))
+        pair = dist.new_group([0, 1] if rank < 2 else [2, 3], use_local_synchronization=True)
+        optimizer = Muon([both, row, plain], lr=0.1, process_group=pair)
+        for p in (both, row, plain):
+            p.grad = p.detach().clone()
+        optimizer.step()
+        part = nn.Parameter(torch.ones(4, 6))
+        part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, 0, 1
+        column = dist.new_group([0, 2] if rank % 2 == 0 else [1, 3], use_local_synchronization=True)
+        parallel = Muon([("w", part)], lr=1e-3, tp_group=pair, process_group=column)
+        part.grad = torch.ones(4, 6)
+        parallel.step()
+        sums.append([float(t.sum()) for t in (both.to_local(), row.to_local(), plain, part)])
+        if life == 0:
+            kept.append(optimizer)  # one optimizer outlives its groups, the other goes before them
+        alive.append(parallel)  # all of these outlive theirs
+        dist.destroy_process_group()
+    assert all(s == sums[0] for s in sums), sums
+    try:
+        alive[0].prepare()
+    except RuntimeError as error:
+        assert "torch.distributed is not initialized" in str(error), error
+        print("done")
+    """
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.apart
+def test_process_groups_may_end_and_begin_again_and_ranks_exit_cleanly(tmp_path: Path) -> None:
+    """gloo threads that outlive their group abort the process at exit: `terminate called`, exit code -6."""
+    for code, out, err in run_to_the_end(_LIVES, 4, tmp_path, str(tmp_path)):
+        assert code == 0, err
+        assert out.strip() == "done"
+        assert "terminate called" not in err

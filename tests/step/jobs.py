@@ -1,0 +1,256 @@
+"""Jobs on ranks: parameters that they share in all ways, all that a step may change of them, and a backup of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from shardmuon import Muon
+from shardmuon._torch import local_if_any
+from shardmuon.testing.layouts import LAYOUTS as TABLE
+from shardmuon.testing.layouts import mesh_of, parameters
+
+Cut = Callable[[Tensor], Tensor]  # a whole tensor -> what this rank stores of it
+Sets = Sequence[tuple[int, ...]]
+
+FAMILIES: dict[str, Sets] = {
+    "chain": [(0, 1), (1, 2), (2, 3)],
+    "ring": [(0, 1), (1, 2), (2, 3), (0, 3)],
+    "rows and columns": [(0, 1), (2, 3), (0, 2), (1, 3)],
+    "nested": [(0, 1, 2, 3), (0, 1), (2, 3)],
+    "tied stages": [(0, 1), (2, 3), (0, 3)],
+    "overlapping": [(0, 1, 2), (1, 2, 3)],
+    "apart": [(0, 1), (2, 3)],
+    "all": [(0, 1, 2, 3)],
+    "one without": [(0, 1), (1, 2)],
+    "ring of eight": [*((rank, rank + 1) for rank in range(7)), (0, 7)],
+}
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Scale(NamedTuple):
+    """An `adjust_lr_fn` that can be pickled."""
+
+    value: float
+
+    def __call__(self, rows: int, cols: int) -> float:
+        return self.value
+
+
+def rows_on(mesh: DeviceMesh, *placements: Placement) -> Cut:
+    return lambda t: distribute_tensor(t, mesh, placements or [Shard(0)], src_data_rank=None)
+
+
+def as_in(layout: str) -> Cut:
+    """The cut of a row of shardmuon.testing.layouts."""
+    case = TABLE[layout]
+    return lambda t: case.build({"t": t}, case.mesh(dist.get_world_size()))["t"]
+
+
+class Spec(NamedTuple):
+    """A parameter of a job."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Cut = torch.clone
+    frozen: bool = False
+
+
+def replicas(sets: Sets, *, frozen: bool = True) -> list[dict[str, Any]]:
+    """Two matrices and a frozen one in each of these sets."""
+    found = []
+    for ranks in sets:
+        if dist.get_rank() in ranks:
+            name = "".join(map(str, ranks))
+            specs = [Spec(f"a{name}", (6, 8)), Spec(f"b{name}", (5, 7)), Spec(f"f{name}", (4, 6), frozen=True)]
+            options = {"adjust_lr_fn": Scale(0.4), "ns_coefficients": [[3.4445, -4.7750, 2.0315] for _ in range(5)]}
+            found.append({"params": specs[: 2 + frozen], "process_group": ranks, **options})
+    return found
+
+
+def shards(layout: str) -> list[dict[str, Any]]:
+    """Matrices that are cut as in a row of shardmuon.testing.layouts."""
+    return [{"params": [Spec("rows", (10, 8), as_in(layout)), Spec("cols", (6, 10), as_in(layout))]}]
+
+
+def alone() -> list[dict[str, Any]]:
+    """An expert that each rank has of its own, and AdamW's vectors."""
+    return [
+        {"params": [Spec(f"expert{dist.get_rank()}", (6, 8))], "rank_local": True},
+        {"params": [Spec("bias", (9,)), Spec("scale", (4,))], "use_muon": False},
+    ]
+
+
+def layout_of(name: str) -> list[dict[str, Any]]:
+    """The groups of a job by the name of its layout."""
+    if name in FAMILIES:
+        return [*replicas(FAMILIES[name]), *alone()]
+    if name == "AdamW's DTensors":
+        return [{"params": [Spec("v", (8, 6), as_in("fsdp2"))], "use_muon": False}]
+    mesh_of((2, 2))  # all ranks make it; faults use it on one
+    return [*shards(name), *replicas(FAMILIES["chain"]), *alone()]
+
+
+class Job:
+    """An optimizer over a model that this rank holds parts of, with gradients that follow from a seed."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], **options: Any) -> None:
+        self.specs: dict[Tensor, Spec] = {}
+        self.model = nn.Module()
+        self.patches = contextlib.ExitStack()  # of a fault
+        self.optimizer = self.made(groups, **options)
+
+    def made(self, groups: Sequence[dict[str, Any]], **options: Any) -> Muon:
+        """An optimizer of new parameters."""
+        made = [{**group, "params": [self.parameter(spec) for spec in group["params"]]} for group in groups]
+        return Muon(made, **{"lr": 0.02, "weight_decay": 0.1, **options})
+
+    def parameter(self, spec: Spec) -> tuple[str, nn.Parameter]:
+        whole = normal(*spec.shape, seed=sum(map(ord, spec.name)))
+        (param,) = parameters({spec.name: spec.cut(whole)}).values()
+        self.specs[param] = spec
+        self.model.register_parameter(spec.name, param)
+        param.requires_grad_(not spec.frozen)
+        return spec.name, param
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    def first(self) -> Tensor:
+        found: Tensor = self.groups[0]["params"][0]
+        return found
+
+    @property
+    def adamw(self) -> Tensor:
+        found: Tensor = self.groups[-1]["params"][0]
+        return found
+
+    def replace(self, made: dict[str, nn.Parameter]) -> None:
+        """Take other tensors for parameters."""
+        self.specs = {made.get(spec.name, p): spec for p, spec in self.specs.items()}
+        for name, p in made.items():
+            self.model.register_parameter(name, p)
+
+    def set_gradients(self, seed: int) -> None:
+        for p, spec in self.specs.items():
+            p.grad = spec.cut(self.gradient(p, seed)) if p.requires_grad else None
+
+    def gradient(self, p: Tensor, seed: int) -> Tensor:
+        """The whole gradient of a parameter."""
+        spec = self.specs[p]
+        return normal(*spec.shape, seed=1000 * seed + sum(map(ord, spec.name)))
+
+    def step(self, seed: int | None = None) -> None:
+        if seed is not None:
+            self.set_gradients(seed)
+        self.optimizer.step()
+
+    def held(self, *, gradients: bool = True) -> dict[str, object]:
+        """All that a step may change."""
+        found: dict[str, object] = {"groups": len(self.groups)}
+        for at, group in enumerate(self.groups):
+            found |= {f"{at} {key}": _text(value) for key, value in group.items() if key != "params"}
+            for number, p in enumerate(group.get("params", ())):
+                kept = {"weight": p, "gradient": p.grad if gradients else None, **self.state.get(p, {})}
+                found |= {f"{at} {number} {key}": _bits(value) for key, value in kept.items()}
+        return found
+
+    def unlike_whole(self, dense: Job) -> list[str]:
+        """Names of weights and momenta that are not this rank's parts of those of a job in one process."""
+        wrong = []
+        named = {spec.name: p for p, spec in dense.specs.items()}
+        for p, spec in self.specs.items():
+            q = named[spec.name]
+            mine, theirs = ({"weight": x, **job.state.get(x, {})} for x, job in ((p, self), (q, dense)))
+            cut = {key: t if key == "step" else spec.cut(t.detach().contiguous()) for key, t in theirs.items()}
+            if unlike({k: _bits(v) for k, v in mine.items()}, {k: _bits(v) for k, v in cut.items()}):
+                wrong.append(spec.name)
+        return wrong
+
+
+def whole(groups: Sequence[dict[str, Any]]) -> Job:
+    """The same job in one process."""
+    places = ("process_group", "tp_group", "rank_local")
+    return Job(
+        [
+            {k: v for k, v in group.items() if k not in places}
+            | {"params": [spec._replace(cut=torch.clone) for spec in group["params"]]}
+            for group in groups
+        ]
+    )
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The text of the ValueError that a call raises."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("no error was raised on this rank")
+
+
+def _text(value: object) -> str:
+    return getattr(value, "__qualname__", repr(value))
+
+
+def _bits(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    local = local_if_any(value).detach()
+    return local.dtype, local.shape, None if local.is_meta else local.to_dense().contiguous().clone()
+
+
+def unlike(a: dict[str, object], b: dict[str, object]) -> list[str]:
+    """Names of what differs, tensors bit for bit."""
+
+    def same(x: object, y: object) -> bool:
+        if isinstance(x, tuple) and isinstance(y, tuple):
+            return len(x) == len(y) and all(map(same, x, y))
+        return torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else bool(x == y)
+
+    return [key for key in {**a, **b} if key not in a or key not in b or not same(a[key], b[key])]
+
+
+class Backup:
+    """Everything that a fault may have put in place of something else."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._optimizer = job, job.optimizer
+        self._groups = [(group, {**group, "params": list(group["params"])}) for group in job.groups]
+        self._params = [(p, p.data, p.grad, p.requires_grad) for group in job.groups for p in group["params"]]
+        self._grads = [(g, g.data) for _, _, g, _ in self._params if g is not None]
+        self._state = {p: dict(kept) for p, kept in job.state.items()}
+
+    def restore(self) -> None:
+        self._job.patches.close()
+        self._job.optimizer = self._optimizer
+        self._job.groups[:] = [group for group, _ in self._groups]
+        for group, kept in self._groups:
+            group.clear()
+            group.update(kept)
+        for grad, data in self._grads:
+            grad.data = data
+        for p, data, grad, requires in self._params:
+            p.grad = None
+            p.data = data
+            p.requires_grad_(requires)
+            p.grad = grad
+        self._job.state.clear()
+        self._job.state.update(self._state)

@@ -1,0 +1,517 @@
+"""What is odd, but right, changes no bit; what ranks claim of their storage is believed where it fits together."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import (
+    FAMILIES,
+    Cut,
+    Job,
+    Spec,
+    alone,
+    as_in,
+    layout_of,
+    normal,
+    refusal,
+    replicas,
+    rows_on,
+    shards,
+    unlike,
+    whole,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import shardmuon.orthogonalize
+from shardmuon import Exchange, Muon, Orthogonalizer
+from shardmuon._torch import local_if_any
+from shardmuon.plan.machines import MACHINES
+from shardmuon.step import binding
+from shardmuon.testing import RankPool
+from shardmuon.testing.layouts import mesh_of
+
+# ------------------------------------------------------------------------------------------ events beside a quiet twin
+
+Event = Callable[[Job, Job], object]  # of a job; its twin may be told of new values
+
+
+def _laid(make: Callable[[Tensor], Tensor]) -> Callable[[Job], None]:
+    def change(job: Job) -> None:
+        for p in job.specs:
+            if isinstance(p.grad, DTensor):
+                p.grad._local_tensor = make(p.grad.to_local())
+            elif p.grad is not None:
+                p.grad = make(p.grad)
+
+    return change
+
+
+def _expanded(job: Job, twin: Job) -> None:
+    """Gradients whose rows are one row in memory, as `weight.sum()` gives them."""
+    _laid(lambda t: t[:1].expand_as(t))(job)
+    _laid(lambda t: t[:1].repeat(len(t), *[1] * (t.ndim - 1)))(twin)
+
+
+def _double_default(job: Job, twin: Job) -> None:
+    job.patches.callback(torch.set_default_dtype, torch.get_default_dtype())
+    torch.set_default_dtype(torch.float64)
+
+
+def _deterministic(job: Job, twin: Job) -> None:
+    job.patches.callback(torch.use_deterministic_algorithms, False)
+    torch.use_deterministic_algorithms(True)
+
+
+def _tensor_lr(job: Job, twin: Job) -> None:
+    for mine, theirs in zip(job.groups, twin.groups, strict=True):
+        mine["lr"] = torch.tensor(float(mine["lr"]), requires_grad=True)
+        theirs["lr"] = torch.tensor(float(theirs["lr"]))
+
+
+def _in_other_words(job: Job, twin: Job) -> None:
+    lr = float(job.groups[0]["lr"])
+    job.groups[0]["lr"] = torch.tensor(lr, dtype=torch.float32 if job.groups[0]["lr"] is not lr else torch.float64)
+    job.groups[0]["ns_coefficients"] = [[3.4445, -4.7750, 2.0315]] * 5
+    job.groups[0]["betas"] = (0.5, 0.5)  # of AdamW: nothing that matrices depend on
+
+
+def _copied(make: Callable[[Any], Any]) -> Event:
+    def change(job: Job, twin: Job) -> None:
+        old = job.groups
+        job.model, job.optimizer = make((job.model, job.optimizer))
+        job.replace(dict(job.model.named_parameters()))
+        for mine, theirs in zip(job.groups, old, strict=True):  # copies have to be told their process groups
+            mine["process_group"] = theirs["process_group"]
+            for p, q in zip(mine["params"], theirs["params"], strict=True):
+                p.grad = q.grad
+
+    return change
+
+
+def _swapped(job: Job, twin: Job) -> None:
+    """Swap tensors as accelerate does: param_groups get other tensors than the optimizer was made with."""
+    for group in job.groups:
+        for at, old in enumerate(group["params"]):
+            group["params"][at] = new = nn.Parameter(old.detach().clone(), old.requires_grad)
+            new.grad = old.grad
+            job.replace({job.specs[old].name: new})
+            if old in job.state:
+                job.state[new] = job.state.pop(old)
+
+
+def _made_anew(job: Job, twin: Job) -> None:
+    """Another optimizer takes over, which has no plan."""
+    kept = job.state
+    job.optimizer = Muon([{**group, "param_names": list(group["param_names"])} for group in job.groups], lr=0.02)
+    job.state.update(kept)
+
+
+def _regrouped(job: Job, twin: Job) -> None:
+    """Matrices go to groups of their own, with another lr."""
+    keys = ("params", "param_names")
+    for one in (job, twin):
+        for old in list(one.groups):
+            new = {**old, **{key: old[key][1:] for key in keys}, "lr": 0.3}
+            if old["use_muon"]:
+                old.update({key: old[key][:1] for key in keys})
+                one.groups.append(new)
+    twin.optimizer.binding = None
+
+
+EVERYWHERE = (0, 1, 2, 3)
+EVENTS: list[tuple[str, Event, tuple[int, ...]]] = [
+    ("expanded gradients", _expanded, EVERYWHERE),
+    ("transposed gradients", lambda job, twin: _laid(lambda t: t.mT.contiguous().mT if t.ndim > 1 else t)(job), (0, 2)),
+    ("another default dtype", _double_default, EVERYWHERE),
+    ("deterministic algorithms", _deterministic, EVERYWHERE),
+    ("options in other words", _in_other_words, (1,)),
+    ("autocast", lambda job, twin: job.patches.enter_context(torch.autocast("cpu", torch.bfloat16)), EVERYWHERE),
+    ("state loaded", lambda job, twin: job.optimizer.load_state_dict(job.optimizer.state_dict()), (1,)),
+    ("swapped", _swapped, EVERYWHERE),
+    ("swapped on one rank", _swapped, (2,)),
+    ("copied", _copied(copy.deepcopy), EVERYWHERE),
+    ("copied on two ranks", _copied(copy.deepcopy), (0, 3)),
+    ("pickled", _copied(lambda both: pickle.loads(pickle.dumps(both))), EVERYWHERE),
+    ("regrouped", _regrouped, EVERYWHERE),
+    ("made anew on two ranks", _made_anew, (1, 3)),  # last but one: not where no set of ranks is all of them
+    ("a tensor as lr", _tensor_lr, EVERYWHERE),
+]
+
+
+def _eventful(layout: str) -> list[str]:
+    """Events after which something is unlike the quiet twin."""
+    job, twin = (Job(layout_of(layout)) for _ in range(2))
+    found = []
+    for number, (name, event, ranks) in enumerate(EVENTS if layout != "chain" else EVENTS[:-2] + EVENTS[-1:]):
+        for one in (job, twin):
+            one.set_gradients(number)
+        if dist.get_rank() in ranks:
+            event(job, twin)
+        job.step()
+        job.patches.close()
+        twin.step()
+        for one in (job, twin):
+            one.step(100 + number)
+        options = ("lr", "ns_coefficients", "betas")
+        found += [f"{name}: {key}" for key in unlike(job.held(), twin.held()) if not key.endswith(options)]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["all", "fsdp2", "hsdp", "chain"])
+def test_odd_events_change_no_bit(layout: str, world4: RankPool) -> None:
+    assert world4.run(_eventful, layout) == [[]] * 4
+
+
+# ----------------------------------------------------------------------------------------------- beside one process
+
+
+def _dealt(sizes: Sequence[int], dim: int, mesh_shape: tuple[int, ...]) -> Cut:
+    """Rows (or columns) as an engine might deal them."""
+    mesh = mesh_of(mesh_shape)
+    line = dist.get_rank() % mesh_shape[-1]
+    placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(dim)]
+
+    def cut(t: Tensor) -> Tensor:
+        local = t.narrow(dim, sum(sizes[:line]), sizes[line]).clone()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=t.shape, stride=t.stride())
+
+    return cut
+
+
+def _rows(cut: Callable[[], Cut], *shapes: tuple[int, int]) -> Callable[[], list[dict[str, Any]]]:
+    return lambda: [{"params": [Spec(f"w{n}", shape, cut()) for n, shape in enumerate(shapes)]}]
+
+
+CUTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    **{
+        f"dealt {sizes} of dim {dim}": _rows(lambda s=sizes, d=dim, m=mesh: _dealt(s, d, m), (9, 9), (9, 9))  # type: ignore[misc]
+        for sizes, dim, mesh in (
+            ((5, 0, 3, 1), 0, (4,)),
+            ((0, 0, 9, 0), 1, (4,)),
+            ((1, 1, 1, 6), 0, (4,)),
+            ((5, 0, 3, 1), 1, (4,)),
+            ((7, 2), 0, (2, 2)),
+        )
+    },
+    "ranks of a mesh in any order": _rows(lambda: rows_on(DeviceMesh("cpu", [3, 1, 0, 2])), (9, 8), (7, 6)),
+    "ranks that hold nothing": _rows(lambda: as_in("fsdp2"), (1, 8), (2, 8)),
+    "rank_local": lambda: [*replicas(FAMILIES["all"], frozen=False), *alone()],
+    "fsdp2": lambda: [*shards("fsdp2"), *alone()],
+    "hsdp": lambda: [*shards("hsdp"), *alone()],
+}
+
+
+def _beside_one_process(name: str) -> tuple[list[str], str, int]:
+    """What is unlike; what is said of a gradient that only the last rank lacks; elements here."""
+    groups = CUTS[name]()
+    job, dense = Job(groups), whole(groups)
+    wrong = []
+    for seed in (1, 2, 3, 4):
+        for one in (job, dense):
+            one.set_gradients(seed)
+            if seed in (1, 3):  # skipped; in its first step no state is made of it
+                one.first.grad = one.adamw.grad = None
+        before = local_if_any(job.first).detach().clone()
+        job.step()
+        dense.step()
+        wrong += [f"{seed}: {key}" for key in job.unlike_whole(dense)]
+        assert torch.equal(before, local_if_any(job.first)) == (seed in (1, 3) or not before.numel())
+        assert seed > 1 or job.first not in job.state
+    for p in job.specs:
+        p.grad = None
+    held = job.held()
+    job.step()
+    assert unlike(held, job.held()) == [], "no gradient at all"
+    job.set_gradients(5)
+    if dist.get_rank() == 3:
+        job.first.grad = None
+    return wrong, refusal(job.step), local_if_any(job.first).numel()
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_parameters_in_odd_parts_are_stepped_as_in_one_process(name: str, world4: RankPool) -> None:
+    """Skipped where no rank has a gradient, refused where one lacks it, also where that rank stores nothing."""
+    found = world4.run(_beside_one_process, name)
+    assert all(wrong == [] for wrong, *_ in found)
+    assert all("ranks [3] have no gradient" in text for _, text, _ in found)
+    assert name != "ranks that hold nothing" or [count for *_, count in found] == [8, 0, 0, 0]
+
+
+def test_skipping_is_torch_optim_muons_bit_for_bit() -> None:
+    groups = [{"params": [Spec("a", (9, 7)), Spec("b", (6, 10))]}]
+    mine, theirs = Job(groups, lr=0.1, orthogonalizer=Orthogonalizer(method="torch")), Job(groups)
+    torchs = torch.optim.Muon(list(theirs.specs), lr=0.1)
+    for seed, missing in ((1, "a"), (2, ""), (3, "b"), (4, "")):
+        for job, optimizer in ((mine, mine.optimizer), (theirs, torchs)):
+            job.set_gradients(seed)
+            for p, spec in job.specs.items():
+                p.grad = None if spec.name == missing else p.grad
+            optimizer.step()
+        for p, q in zip(mine.specs, theirs.specs, strict=True):
+            assert (p in mine.state) == (q in torchs.state)
+            assert torch.equal(p, q)
+
+
+# ----------------------------------------------------------------------------------------- gradients placed otherwise
+
+
+def _misplaced(layout: str, kind: str) -> list[str]:
+    """Equal parts of a power of two ranks add up without rounding."""
+    job, twin = (Job([*shards(layout), *alone()]) for _ in range(2))
+    for seed in (1, 2):
+        job.set_gradients(seed)
+        twin.step(seed)
+        for p in job.specs:
+            if not isinstance(p, DTensor):
+                continue
+            full, mesh = job.gradient(p, seed), p.device_mesh
+            given: Any
+            if kind == "columns":
+                given = rows_on(mesh, Shard(1))(full)
+            elif kind == "replicated":
+                given = rows_on(mesh, Replicate())(full)
+            else:
+                places = [Partial()] * mesh.ndim
+                given = DTensor.from_local(full / mesh.size(), mesh, places, run_check=False)
+            p.grad = given.redistribute(placements=p.placements, async_op=True) if kind == "on its way" else given
+        with torch.device("meta" if kind == "on its way" else "cpu"):
+            job.step()
+    return unlike(job.held(gradients=False), twin.held(gradients=False))
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        *((at, "partial") for at in ("fsdp2", "hsdp", "tp", "fsdp2+tp", "hsdp+tp", "one dim twice", "lone strided")),
+        ("fsdp2", "columns"),
+        ("fsdp2", "replicated"),
+        ("fsdp2", "on its way"),
+    ],
+)
+def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: str, kind: str, world4: RankPool) -> None:
+    """Also one that a collective has not delivered yet, in a program whose default device is another."""
+    assert world4.run(_misplaced, layout, kind) == [[]] * 4
+
+
+# ----------------------------------------------------------------------- storage that is not what the placements claim
+
+ROWS, OTHER_ROWS = [Replicate(), Shard(0)], [Shard(0), Replicate()]
+# mesh, placements (of rank 1, if they are others), the first row and the number of rows of 9 that each rank stores, and
+# what must be said
+LIES: dict[str, tuple[tuple[int, ...], list[Any], list[Any], Sequence[tuple[int, int]], str]] = {
+    "two axes": (
+        (2, 2),
+        [Shard(0)] * 2,
+        [Shard(0)] * 2,
+        ((0, 5), (5, 2), (7, 1), (8, 1)),
+        "cannot tell which elements a rank holds",
+    ),
+    "replicas cut differently": ((2, 2), ROWS, ROWS, ((0, 7), (7, 2), (0, 6), (6, 3)), "pieces overlap"),
+    "too few rows": ((4,), [Shard(0)], [Shard(0)], ((0, 5), (5, 0), (5, 2), (8, 1)), "pieces leave a gap"),
+    "too many rows": ((4,), [Shard(0)], [Shard(0)], ((0, 5), (5, 2), (6, 3), (8, 1)), "out of bounds"),
+    "replicas of part": (
+        (4,),
+        [Replicate()],
+        [Replicate()],
+        ((0, 5), (5, 0), (5, 3), (8, 1)),
+        "cannot tell which elements a rank holds",
+    ),
+    "one rank lies": ((4,), [Shard(0)], [Shard(0)], ((0, 3), (3, 3), (6, 3), (5, 4)), "out of bounds"),
+    "another replica axis": (
+        (2, 2),
+        ROWS,
+        ROWS,
+        ((0, 5), (0, 4), (4, 5), (5, 4)),
+        "liar: ranks 0 and 2 should hold replicas",
+    ),
+    "another replica axis on one rank": (
+        (2, 2),
+        OTHER_ROWS,
+        ROWS,
+        ((0, 5), (0, 5), (5, 4), (5, 4)),
+        "describe them differently",
+    ),
+}
+
+
+def _refused_at_first(groups: Sequence[dict[str, Any]], **options: Any) -> str:
+    """The error of a first step, which must change no weight and make no state."""
+    optimizer = Muon(groups, lr=0.1, **options)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [local_if_any(p).detach().clone() for p in params]
+    text = refusal(optimizer.step)
+    assert not optimizer.state
+    assert all(torch.equal(a, local_if_any(p)) for a, p in zip(before, params, strict=True))
+    return text
+
+
+def _parameter(local: Tensor, mesh: DeviceMesh, placements: list[Any], shape: tuple[int, int]) -> nn.Parameter:
+    return nn.Parameter(
+        DTensor.from_local(
+            local.clone(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+        )
+    )
+
+
+def _lie(name: str) -> str:
+    mesh_shape, placements, on_one, rows, _ = LIES[name]
+    (start, size), mesh = rows[dist.get_rank()], mesh_of(mesh_shape)
+    placed = on_one if dist.get_rank() == 1 else placements
+    liar = _parameter(normal(9, 6, seed=0)[start : start + size], mesh, placed, (9, 6))
+    honest = _parameter(normal(9, 6, seed=1), mesh, [Replicate()] * mesh.ndim, (9, 6))
+    for p in (liar, honest):
+        p.grad = torch.zeros_like(p)
+    return _refused_at_first([{"params": [("honest", honest), ("liar", liar)]}])
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_storage_that_no_layout_explains_is_refused_on_all_ranks(name: str, world4: RankPool) -> None:
+    for text in world4.run(_lie, name):
+        assert LIES[name][-1] in text and "liar: " in text
+
+
+def _cannot_follow(kind: str) -> str:
+    """Arbitrary rows with a gradient that has to be redistributed, or momentum of another block of the same shape."""
+    rank = dist.get_rank()
+    if kind == "gradient":
+        mesh, sizes = mesh_of((4,)), (3, 3, 2, 1)  # ranks 0, 1 hold what Shard(0) implies, ranks 2, 3 do not
+        start = sum(sizes[:rank])
+        p = _parameter(normal(9, 6, seed=0)[start : start + sizes[rank]], mesh, [Shard(0)], (9, 6))
+        p.grad = DTensor.from_local(normal(9, 6, seed=1), mesh, [Partial()], run_check=False)
+        return _refused_at_first([{"params": [("p", p)]}])
+    p = _parameter(torch.ones(4, 4), mesh := mesh_of((2, 2)), [Shard(0), Shard(1)], (8, 8))
+    optimizer = Muon([("p", p)], lr=0.1)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    if rank == 3:
+        local = local_if_any(optimizer.state[p]["momentum_buffer"])
+        optimizer.state[p]["momentum_buffer"] = DTensor.from_local(local, mesh, [Shard(1), Shard(0)], run_check=False)
+    return refusal(optimizer.step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("gradient", "p: its gradient is placed unlike the parameter, which stores shape ("),
+        ("momentum", "p: its momentum_buffer is a DTensor of shape (8, 8) placed (Shard(dim=1), Shard(dim=0))"),
+    ],
+)
+def test_what_cannot_follow_the_rows_of_a_parameter_is_refused_on_all_ranks(
+    kind: str, says: str, world4: RankPool
+) -> None:
+    for text in world4.run(_cannot_follow, kind):
+        assert says in text
+
+
+# ------------------------------------------------------------------------------------- machines, prices, routes, order
+
+
+def _unlike_machines(what: str, options: dict[str, Any]) -> str:
+    """Rank 1 multiplies otherwise, or has another release's table of machines, by which more buckets are cheaper."""
+    cut, rates = as_in("fsdp2"), MACHINES["cpu-gloo"]
+    params = [(f"w{i}", nn.Parameter(cut(normal(8, 6, seed=i)))) for i in range(16)]
+    for _, p in params:
+        p.grad = torch.ones_like(p)
+    if dist.get_rank() == 1:
+        rates = rates._replace(inside=0, across=0, matrix=0)
+    patch = {
+        "prices": mock.patch.object(binding, "machine_of", return_value=rates),
+        "products": mock.patch.object(
+            shardmuon.orthogonalize, "cpu_has_bf16_matmul", return_value=dist.get_rank() == 1
+        ),
+    }[what]
+    with patch:
+        if what == "products" and options:
+            Muon(params, lr=0.1, **options).step()
+            return ""
+        return _refused_at_first([{"params": params}], exchange=Exchange(dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "says"),
+    [
+        ("prices", {}, ("ranks (0, 1) hold different plans", "call optimizer.prepare() on every rank")),
+        ("products", {}, ("products=torch.float32", "products=torch.bfloat16")),
+        ("products", {"orthogonalizer": Orthogonalizer(dtype="float32")}, ()),
+        ("products", {"orthogonalizer": Orthogonalizer(method="gram")}, ()),
+        ("products", {"orthogonalizer": Orthogonalizer(method="torch")}, ()),
+    ],
+    ids=str,
+)
+def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
+    what: str, options: dict[str, Any], says: Sequence[str], world2: RankPool
+) -> None:
+    """They are no difference where the dtype of products is given."""
+    for text in world2.run(_unlike_machines, what, options):
+        assert all(words in text for words in says) and bool(text) == bool(says)
+
+
+def _no_route() -> str:
+    """route="local" is impossible for the matrix of all; the ranks of a pair must not wait for the others."""
+    job = Job([*replicas(FAMILIES["apart"]), *shards("fsdp2")], exchange=Exchange(route="local"))
+    job.set_gradients(0)
+    held = job.held()
+    text = refusal(job.step)
+    assert unlike(held, job.held()) == []
+    return text
+
+
+def test_a_plan_that_cannot_be_made_is_refused_on_all_ranks(world4: RankPool) -> None:
+    for text in world4.run(_no_route):
+        assert (
+            "rows: route='local' orthogonalizes a matrix where it is stored whole and moves nothing, but rank" in text
+        )
+
+
+def _out_of_order(layout: str, victim: int) -> tuple[list[str], list[str]]:
+    """Two optimizers, stepped the other way round on one rank; then in order, beside twins."""
+    jobs = [Job(layout_of(layout)) for _ in range(4)]
+    for one in jobs:
+        one.step(0)
+        one.set_gradients(1)
+    before, texts = [one.held() for one in jobs], []
+    for one in jobs[:2][:: -1 if dist.get_rank() == victim else 1]:
+        texts.append(refusal(one.step))
+    wrong = [f"refused: {key}" for one, held in zip(jobs, before, strict=True) for key in unlike(held, one.held())]
+    for one in jobs:
+        one.step()
+    for mine, twin in zip(jobs[:2], jobs[2:], strict=True):
+        wrong += unlike(mine.held(), twin.held())
+    return texts, wrong
+
+
+@pytest.mark.parametrize("layout", ["chain", "nested", "fsdp2"])
+def test_optimizers_that_are_stepped_in_unlike_order_are_told_so(layout: str, world4: RankPool) -> None:
+    for texts, wrong in world4.run(_out_of_order, layout, 3):
+        assert wrong == []
+        assert all("hold different plans. If there are several optimizers, step them in one order" in t for t in texts)
+
+
+def test_a_scale_is_asked_once_for_each_shape_of_a_group() -> None:
+    """A scale is asked once, so it cannot raise or return something else when the step is half done."""
+    asked: list[tuple[int, int]] = []
+
+    def scale(rows: int, cols: int) -> float:
+        asked.append((rows, cols))
+        return float(len(asked))
+
+    Job([{"params": [Spec("a", (6, 8)), Spec("b", (5, 7)), Spec("c", (6, 8))], "adjust_lr_fn": scale}]).step(0)
+    assert asked == [(6, 8), (5, 7)]
+
+
+def test_gradients_that_are_one_tensor_are_not_written_to() -> None:
+    job = Job([{"params": [Spec("a", (8, 8)), Spec("b", (8, 8))], "weight_decay_mode": "l2"}])
+    gradient = normal(8, 8, seed=3)
+    for p in job.specs:
+        p.grad = gradient
+    job.step()
+    assert torch.equal(gradient, normal(8, 8, seed=3))

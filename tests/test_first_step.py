@@ -1,0 +1,299 @@
+"""The likeliest first mistakes of a new user, and what each one is told."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardmuon import Muon, Orthogonalizer, clip_grad_norm_, param_groups
+from shardmuon.first_step import find_ddp, repeated_text
+from shardmuon.testing.pool import RankPool
+
+with warnings.catch_warnings():  # torch's own: the package compiles functional optimizers with torch.jit.script
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+    from torch.distributed.optim.post_localSGD_optimizer import averagers
+
+
+def _model(width: int = 16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.LayerNorm(width), nn.Linear(width, 8), nn.Linear(8, 12))
+
+
+def _large_model() -> nn.Sequential:
+    """Just large enough for a search of who wraps it."""
+    return _model(2**16)
+
+
+def _backward(model: nn.Module, seed: int) -> None:
+    model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+
+
+def _heard(act: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [str(item.message) for item in caught if "shardmuon" in str(item.message) or item.category is UserWarning]
+
+
+# ------------------------------------------------------------------------------------------------ what is given
+
+
+def _weights() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+
+
+def _partition() -> Muon:
+    """`zero.Init` leaves a parameter without elements, which would be a matrix of nothing."""
+    param = nn.Parameter(torch.zeros(0))
+    param.ds_shape = torch.Size((6, 4))  # type: ignore[attr-defined]
+    return Muon([("layer.w", param)], lr=0.1)
+
+
+PASS_THE_MODEL = r"(?s)1 dim\(s\).*cannot be a matrix.*Muon\(model, \.\.\.\).*\{'model': model"
+IN_PARTS = r"layer\.w: ZeRO 3 keeps it in partitions.*deepspeed\.initialize\("
+GIVEN: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "parameters": (lambda: Muon(_model().parameters(), lr=1e-3), ValueError, PASS_THE_MODEL),
+    "named parameters": (lambda: Muon(list(_model().named_parameters()), lr=1e-3), ValueError, PASS_THE_MODEL),
+    "decay groups of a trainer": (
+        lambda: Muon([{"params": list(_model().parameters()), "weight_decay": 0.1}], lr=1e-3),
+        ValueError,
+        PASS_THE_MODEL,
+    ),
+    "a group that says that it holds matrices": (
+        lambda: Muon([{"params": [nn.Parameter(torch.zeros(4))], "use_muon": True}], lr=1e-3),
+        ValueError,
+        r"^(?!.*model).*cannot be a matrix",
+    ),
+    "a set": (
+        lambda: Muon({*_weights()}, lr=1e-3),
+        TypeError,
+        r"give a list, or model.named_parameters\(\), not a set",
+    ),
+    "a frozen set": (lambda: Muon(frozenset(_weights()), lr=1e-3), TypeError, "process: give a list, or .*, not a set"),
+    "a weak set": (lambda: Muon(WeakSet(_weights()), lr=1e-3), TypeError, "process: give a list, or .*, not a set"),
+    "a group of a set": (
+        lambda: Muon([{"params": {*_weights()}}], lr=1e-3),
+        TypeError,
+        "process: give a list, not a set",
+    ),
+    "a set added": (
+        lambda: Muon(_weights(), lr=1e-3).add_param_group({"params": {*_weights()}}),
+        TypeError,
+        "process: give a list, not a set",
+    ),
+    "a set to clip": (
+        lambda: clip_grad_norm_({*_weights()}, 1.0),
+        TypeError,
+        "process: give the optimizer, or a list, not a set",
+    ),
+    "a set of overrides": (
+        lambda: param_groups(_model(), lr=1e-3, overrides={("0.weight", "adamw"), ("*", "muon")}),  # type: ignore[arg-type]
+        TypeError,
+        "give a dict, or a list of pairs, not a set",
+    ),
+    "a set of sizes": (
+        lambda: param_groups(_model(), lr=1e-3, overrides={"0.weight": {"split_sizes": {4, 12}}}),
+        ValueError,
+        r"0\.weight .*has no order, and blocks lie one after the other",
+    ),
+    "partitions of ZeRO-3 to plan": (lambda: _partition().prepare(), ValueError, IN_PARTS),
+    "partitions of ZeRO-3 to clip": (lambda: clip_grad_norm_(_partition(), 1.0), ValueError, IN_PARTS),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_is_likely_given_by_mistake_is_refused_with_what_to_write(name: str) -> None:
+    """Each process orders a set otherwise."""
+    act, kind, says = GIVEN[name]
+    with pytest.raises(kind, match=says):
+        act()
+
+
+def test_what_has_an_order_is_taken_and_keeps_it() -> None:
+    held = _weights()
+    by_name = {str(i): p for i, p in enumerate(held)}
+    for given in (by_name.values(), dict.fromkeys(held).keys(), (p for p in held), by_name.items()):
+        taken = Muon(given, lr=1e-3).param_groups[0]["params"]
+        assert [id(p) for p in taken] == [id(p) for p in held]
+    held[1].grad = torch.ones_like(held[1])
+    assert float(clip_grad_norm_(by_name.values(), 1.0)) == 4.0
+
+
+@pytest.mark.parametrize("lr", [3e-4, 1e-3])
+def test_adamws_rate_with_the_default_scale_warns_and_each_advice_ends_it(lr: float) -> None:
+    with pytest.warns(
+        UserWarning, match='write adjust_lr_fn="match_rms_adamw"; .* write lr=0.03; .*"original"'
+    ) as told:
+        Muon(_model(), lr=lr)
+    assert [Path(warning.filename).name for warning in told] == ["test_first_step.py"], "once, at the caller's line"
+    Muon(_model(), lr=lr, adjust_lr_fn="match_rms_adamw")
+    Muon(_model(), lr=lr, adjust_lr_fn="original")
+    Muon(_model(), lr=0.03)
+
+
+def test_rates_that_a_schedule_or_groups_give_do_not_warn() -> None:
+    Muon(_model(), lr=0.0)
+    Muon(_model(), lr=torch.tensor(1e-4))
+    Muon(param_groups(_model(), lr=1e-4), lr=1e-4)
+    for group in (optimizer := Muon(_model(), lr=0.03)).param_groups:
+        group["lr"] = 1e-5
+    optimizer.add_param_group({"params": [("w", nn.Parameter(torch.ones(2, 2)))], "lr": 1e-5})
+
+
+def test_a_sparse_embedding_is_stepped_by_an_optimizer_of_its_own() -> None:
+    """The rest trains as without the embedding, as the message says."""
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 16), nn.Linear(16, 8))
+    refused = Muon(model, lr=0.03)
+    model(torch.arange(4)).square().sum().backward()
+    with pytest.raises(ValueError, match=r"0\.weight: its gradient is sparse .*set requires_grad to False while Muon"):
+        refused.step()
+    model[0].requires_grad_(False)
+    optimizer = Muon(model, lr=0.03)
+    model[0].requires_grad_(True)
+    plain = Muon((twin := copy.deepcopy(model))[1:], lr=0.03)
+    for p, q in zip(model[1:].parameters(), twin[1:].parameters(), strict=True):
+        q.grad = None if p.grad is None else p.grad.clone()
+    before = model[0].weight.detach().clone()
+    own = torch.optim.SparseAdam(model[0].parameters(), lr=0.01)
+    for step in (optimizer.step, own.step, plain.step):
+        step()
+    assert (model[0].weight != before).any(dim=1).tolist() == [True] * 4 + [False] * 6
+    assert all(map(torch.equal, model[1:].parameters(), twin[1:].parameters()))
+
+
+# ------------------------------------------------------------------------------------------- a step for nothing
+
+
+def test_steps_without_any_gradient_are_said_once_and_not_after_others() -> None:
+    model = _model()
+    optimizer = Muon(model, lr=0.02)
+    (heard,) = _heard(lambda: (optimizer.step(), optimizer.step()))
+    assert heard.startswith("no parameter of this optimizer has a gradient, so this step trained nothing")
+    _backward(model, 0)
+    assert not _heard(optimizer.step)
+    optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    assert not _heard(optimizer.step)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_gradients_of_vectors_alone_are_gradients() -> None:
+    model = _model()
+    optimizer = Muon(model, lr=0.02)
+    model[1].weight.grad = torch.ones(16)
+    assert not _heard(optimizer.step)
+
+
+# ------------------------------------------------------------------------------------------ DDP, and who shares
+
+
+def _first_steps(how: str) -> tuple[list[str], list[str]]:
+    """What a rank hears in the first step, and in the second."""
+    model = _large_model()
+    options: dict[str, Any] = {"process_group": dist.group.WORLD} if how == "process_group" else {}
+    groups = [
+        {**group, **({"rank_local": True} if how == "rank_local" else {})} for group in param_groups(model, lr=0.02)
+    ]
+    optimizer: Any = Muon(groups, lr=0.02, **options)
+    if how == "before fully_shard":
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)  # type: ignore[assignment]
+    if how == "local SGD":
+        optimizer = PostLocalSGDOptimizer(optimizer, averagers.PeriodicModelAverager(period=4, warmup_steps=0))
+    _backward(model, dist.get_rank())
+    return _heard(optimizer.step), _heard(optimizer.step)
+
+
+REPEATED = (
+    "DistributedDataParallel keeps this optimizer's matrices equal on 2 ranks, and each of them orthogonalizes "
+    "all. Share the work: Muon(..., process_group=torch.distributed.group.WORLD)"
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("DDP", (REPEATED, "")),
+        ("process_group", ("", "")),
+        ("rank_local", ("", "")),
+        ("local SGD", ("", "")),  # its ranks are unequal
+        ("before fully_shard", ("make the optimizer after fully_shard()",) * 2),
+    ],
+)
+def test_ranks_that_repeat_the_work_or_train_nothing_are_told_once(
+    how: str, said: tuple[str, str], world2: RankPool
+) -> None:
+    for (first, second), words in zip(world2.run(_first_steps, how), said, strict=True):
+        assert len(first) == bool(words) and all(words in text for text in first)
+        assert second == []
+
+
+def _made_before_init() -> str:
+    model = _large_model()
+    wrapped = DistributedDataParallel(model, process_group=dist.new_group())
+    found = find_ddp(object(), model.parameters())
+    assert found is wrapped
+    assert find_ddp(object(), _model().parameters()) is None
+    return repeated_text(found, made_alone=True)
+
+
+def test_the_ddp_line_names_the_group_and_the_order(world2: RankPool) -> None:
+    for text in world2.run(_made_before_init):
+        assert "process_group=the process group that DistributedDataParallel was given" in text
+        assert text.endswith("before it, torch.distributed.group.WORLD is None")
+
+
+# ------------------------------------------------------------------------------- torch's ZeroRedundancyOptimizer
+
+
+def _zero(how: str) -> tuple[list[str], bool]:
+    """Warnings; whether parameters after three steps are those of one optimizer of all of them."""
+    model, plain = _model(), _model()
+    options: dict[str, Any] = {}
+    if how == "options":
+        options["orthogonalizer"] = Orthogonalizer(method="torch")
+        with pytest.raises(ValueError, match=r"give it functools\.partial\(Muon, orthogonalizer=\.\.\.\)"):
+            ZeroRedundancyOptimizer([model[0].weight], optimizer_class=Muon, lr=0.03, **options)
+    drop = () if how == "named" else ("param_names",)
+    mine, theirs = (param_groups(one, lr=0.02, adamw_lr=1e-3) for one in (model, plain))
+    groups = [{key: value for key, value in group.items() if key not in drop} for group in mine]
+    wrapped, made = DistributedDataParallel(model), list[Any]()
+    kind: Any = functools.partial(Muon, **options) if options else Muon
+    heard = _heard(lambda: made.append(ZeroRedundancyOptimizer(groups, optimizer_class=kind, lr=1e-3)))
+    optimizer, reference = made[0], Muon(theirs, lr=1e-3, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        _backward(wrapped, 7 * step + dist.get_rank())
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None
+            q.grad = p.grad.clone()
+        assert not _heard(optimizer.step)
+        reference.step()
+    for group in optimizer.optim.param_groups:  # it copies the names of all back into its part
+        assert how != "named" or "param_names" in group
+    optimizer.optim.prepare()
+    assert re.search(r"parameter \d of group 0", str(optimizer.optim.plan))
+    return heard, all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("how", ["named", "nameless", "options"])
+def test_zero_redundancy_optimizer_with_names_of_all_and_with_options(world2: RankPool, how: str) -> None:
+    for heard, equal in world2.run(_zero, how):
+        assert equal
+        assert bool(heard) == (how == "named")
+        assert all("No parameter keeps its name" in text for text in heard)
