@@ -4,146 +4,110 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon, Orthogonalizer, Storage
 from shardmuon.checkpoint import load_foreign, merge_ranks, to_torch_muon
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
-from shardmuon.testing.tolerances import assert_rounded
+from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 
 SHAPES = {"a": (12, 8), "b": (8, 8), "bias": (8,), "table": (10, 8)}
 MUON, ADAMW = ("a", "b"), ("bias", "table")
 MU = 0.9
+FP32 = torch.float32
+Params = dict[str, nn.Parameter]
 
 
-def tensors(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def tensors(seed: int, dtype: torch.dtype = FP32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
 
 
-def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(t) for name, t in tensors(seed, dtype).items()}
+def parameters(dtype: torch.dtype = FP32) -> Params:
+    return {name: nn.Parameter(t) for name, t in tensors(0, dtype).items()}
 
 
-def ours(params: dict[str, nn.Parameter], *, names: bool = True, **options: Any) -> Muon:
+def copied(params: Mapping[str, Tensor]) -> Params:
+    return {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
+
+
+def ours(params: Params, *, names: bool = True, muon: Any = (), **options: Any) -> Muon:
     def members(which: Sequence[str]) -> list[Any]:
-        return [(n, params[n]) if names else params[n] for n in which]
+        return [(n, params[n]) if names else params[n] for n in which if n in params]
 
     return Muon(
         [
-            {"params": members(MUON), "momentum": MU},
+            {"params": members(MUON), "momentum": MU, **dict(muon)},
             {"params": members(ADAMW), "use_muon": False, "betas": (0.8, 0.9), "lr": 0.01, "eps": 1e-8},
         ],
         **{"lr": 0.02, "orthogonalizer": Orthogonalizer(method="torch"), **options},
     )
 
 
-def set_grads(params: dict[str, nn.Parameter], seed: int) -> None:
-    for name, grad in tensors(1000 + seed).items():
-        params[name].grad = grad.to(params[name].dtype)
-
-
-def run(optimizers: Iterable[torch.optim.Optimizer], params: dict[str, nn.Parameter], seeds: Iterable[int]) -> None:
+def run(optimizers: Iterable[torch.optim.Optimizer], params: Params, seeds: Iterable[int]) -> None:
     for seed in seeds:
-        set_grads(params, seed)
+        for name, grad in tensors(1000 + seed).items():
+            params[name].grad = grad.to(params[name].dtype)
         for optimizer in optimizers:
             optimizer.step()
-
-
-def assert_same(a: dict[str, nn.Parameter], b: dict[str, nn.Parameter]) -> None:
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-
-
-FP32 = torch.float32
-PER_STEP = 4  # roundings of beta * m + (1 - beta) * g in fp32: two factors beside 1 - beta itself, and the sum
-
-
-def averages(name: str, seeds: Iterable[int], beta: float, power: int = 1, *, size: bool = False) -> Tensor:
-    """The exponential average of the gradients (or of their squares), in fp64; with `size` of their absolute values."""
-    out = torch.zeros(SHAPES[name], dtype=torch.float64)
-    for seed in seeds:
-        value = tensors(1000 + seed)[name].double() ** power
-        out = beta * out + (1 - beta) * (value.abs() if size else value)
-    return out
 
 
 # --------------------------------------------------------------------------------------- torch, there and back
 
 
-def torchs(params: dict[str, nn.Parameter]) -> tuple[torch.optim.Muon, torch.optim.AdamW]:
-    muon = torch.optim.Muon([params[n] for n in MUON], lr=0.02, momentum=MU)
-    adamw = torch.optim.AdamW(
-        [params[n] for n in ADAMW],
-        lr=0.01,
-        betas=(0.8, 0.9),
-        weight_decay=0.1,
-        fused=True,
-    )
-    return muon, adamw
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_exported_goes_on_in_torch_bit_for_bit(dtype: torch.dtype) -> None:
+def test_a_run_goes_on_in_torch_and_back_here_bit_for_bit(dtype: torch.dtype) -> None:
     here = parameters(dtype)
     mine = ours(here)
     run([mine], here, range(3))
-    there = {name: nn.Parameter(p.detach().clone()) for name, p in here.items()}
-    muon, adamw = (cls([there[n] for n in which], lr=9.0) for cls, which in _TORCH)
-    exported = to_torch_muon(mine)
-    muon.load_state_dict(exported[0])
-    adamw.load_state_dict(exported[1])
+    there = copied(here)
+    theirs = (
+        torch.optim.Muon([there[n] for n in MUON], lr=9.0),
+        torch.optim.AdamW([there[n] for n in ADAMW], lr=9.0),
+    )
+    for optimizer, saved in zip(theirs, to_torch_muon(mine), strict=True):
+        optimizer.load_state_dict(saved)
     run([mine], here, range(3, 6))
-    run([muon, adamw], there, range(3, 6))
-    assert_same(here, there)
-
-
-_TORCH: list[tuple[Callable[..., torch.optim.Optimizer], Sequence[str]]] = [
-    (torch.optim.Muon, MUON),
-    (torch.optim.AdamW, ADAMW),
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_torchs_two_optimizers_go_on_here_bit_for_bit(dtype: torch.dtype) -> None:
-    there = parameters(dtype)
-    muon, adamw = torchs(there)
-    run([muon, adamw], there, range(3))
-    here = {name: nn.Parameter(p.detach().clone()) for name, p in there.items()}
-    mine = ours(here)
-    report = load_foreign(mine, [muon.state_dict(), adamw.state_dict()])
-    assert [row.name for row in report.rows] == [*MUON, *ADAMW]
-    run([mine], here, range(3, 6))
-    run([muon, adamw], there, range(3, 6))
-    assert_same(here, there)
+    run(theirs, there, range(3, 6))
+    assert_bitwise(there, here)
+    back = copied(there)
+    again = ours(back)
+    report = load_foreign(again, [optimizer.state_dict() for optimizer in theirs])
+    assert [row.name for row in report.rows] == [*MUON, *ADAMW] and set(report.kinds) == {"torch"}
+    run([again], back, range(6, 9))
+    run([mine], here, range(6, 9))
+    run(theirs, there, range(6, 9))
+    assert_bitwise(back, there)
+    assert_bitwise(here, there)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("index", "change", "says"),
     [
-        ({"adjust_lr_fn": "spectral"}, "group 0: adjust_lr_fn='spectral' is none of those torch.optim.Muon has"),
-        ({"extra_scale_factor": 0.5}, "group 0: extra_scale_factor=0.5 is none of"),
-        ({"weight_decay_mode": "l2"}, "group 0: weight_decay_mode='l2' is none of"),
+        (0, {"adjust_lr_fn": "spectral"}, "group 0: adjust_lr_fn='spectral' is none of those torch.optim.Muon has"),
+        (0, {"extra_scale_factor": 0.5}, "group 0: extra_scale_factor=0.5 is none of"),
+        (0, {"weight_decay_mode": "l2"}, "group 0: weight_decay_mode='l2' is none of"),
+        (0, {"variant": "normuon"}, "group 0: variant='normuon' is none of those torch.optim.Muon has"),
         (
+            0,
             {"ns_coefficients": [(3.0, -4.0, 2.0), (2.0, -1.5, 0.5)]},
             "group 0: torch.optim.Muon has one ns_coefficients triple",
         ),
-        ({"num_heads": 2}, "a: torch.optim.Muon takes a 2-D parameter of shape (12, 8) as no or one matrix"),
+        (0, {"num_heads": 2}, "a: torch.optim.Muon takes a 2-D parameter of shape (12, 8) as no or one matrix"),
+        (1, {"adamw": "cautious"}, "group 1: adamw='cautious' is none that torch.optim.AdamW has"),
     ],
 )
-def test_what_torch_cannot_do_is_not_exported(change: dict[str, Any], says: str) -> None:
+def test_what_torch_cannot_do_is_not_exported(index: int, change: dict[str, Any], says: str) -> None:
     mine = ours(parameters())
-    mine.param_groups[0].update(change)
+    mine.param_groups[index].update(change)
     with pytest.raises(ValueError, match=re.escape(says)):
         to_torch_muon(mine)
 
@@ -153,288 +117,315 @@ def test_what_torch_cannot_do_is_not_exported(change: dict[str, Any], says: str)
 # A format is written here as its library writes it: the state of 3 steps on known gradients, by its own recurrence.
 
 STEPS = range(3)
+PER_STEP = 4  # roundings of beta * m + (1 - beta) * g in fp32: two factors beside 1 - beta itself, and the sum
 
 
-def _sum(name: str) -> Tensor:
+def recurrence(name: str, beta: float, *, power: int = 1, of_sum: bool = False) -> Tensor:
     out = torch.zeros(SHAPES[name])
     for seed in STEPS:
-        out.mul_(MU).add_(tensors(1000 + seed)[name])
+        value = tensors(1000 + seed)[name] ** power
+        out = out.mul_(beta).add_(value) if of_sum else out.lerp_(value, 1 - beta)
     return out
 
 
-def _average(name: str) -> Tensor:
-    out = torch.zeros(SHAPES[name])
+def averages(name: str, beta: float, power: int = 1, *, size: bool = False) -> Tensor:
+    """The exponential average of the gradients (or of their squares), in fp64; with `size` of their absolute values."""
+    out = torch.zeros(SHAPES[name], dtype=torch.float64)
     for seed in STEPS:
-        out.lerp_(tensors(1000 + seed)[name], 1 - MU)
+        value = tensors(1000 + seed)[name].double() ** power
+        out = beta * out + (1 - beta) * (value.abs() if size else value)
     return out
 
 
-def _moments(name: str) -> tuple[Tensor, Tensor]:
-    first, second = torch.zeros(SHAPES[name]), torch.zeros(SHAPES[name])
-    for seed in STEPS:
-        grad = tensors(1000 + seed)[name]
-        first.lerp_(grad, 1 - 0.8)
-        second.lerp_(grad.square(), 1 - 0.9)
-    return first, second
+class Library(NamedTuple):
+    """The names that one library has."""
+
+    kind: str
+    muon: dict[str, Any]  # options of its groups
+    adamw: dict[str, Any] | None = None  # None: one group has all
+    is_sum: bool = False
+    momentum: str = "momentum_buffer"
+    moments: tuple[str, str] = ("exp_avg", "exp_avg_sq")
+    step: str | None = "step"  # None: groups count
+    says_use_muon: bool = False  # in the state
+    optimizers: int = 1
 
 
-def _keller() -> dict[str, Any]:
-    state: dict[int, Any] = {i: {"momentum_buffer": _average(n)} for i, n in enumerate(MUON)}
-    for i, n in enumerate(ADAMW, len(MUON)):
-        state[i] = {**dict(zip(("exp_avg", "exp_avg_sq"), _moments(n), strict=True)), "step": len(STEPS)}
-    muon = {"lr": 0.02, "momentum": MU, "weight_decay": 0, "use_muon": True, "params": [0, 1]}
-    adam = {"lr": 3e-4, "betas": (0.8, 0.9), "eps": 1e-10, "weight_decay": 0, "use_muon": False, "params": [2, 3]}
-    return {"state": state, "param_groups": [muon, adam]}
-
-
-def _moonlight() -> dict[str, Any]:
-    state: dict[int, Any] = {i: {"use_muon": True, "momentum_buffer": _sum(n)} for i, n in enumerate(MUON)}
-    for i, n in enumerate(ADAMW, len(MUON)):
-        moments = dict(zip(("moment1", "moment2"), _moments(n), strict=True))
-        state[i] = {"use_muon": False, **moments, "step": len(STEPS)}
-    group = {"lr": 1e-3, "wd": 0.1, "momentum": MU, "nesterov": True, "ns_steps": 5}
-    group |= {"adamw_betas": (0.8, 0.9), "adamw_eps": 1e-8, "params": [0, 1, 2, 3]}
-    return {"state": state, "param_groups": [group]}
-
-
-def _keller2024() -> dict[str, Any]:
-    saved = _moonlight()
-    group = saved["param_groups"][0]
-    group |= {"adamw_lr_ratio": 0.15, "adamw_wd": group.pop("wd")}
-    return saved
-
-
-def _dion() -> dict[str, Any]:
-    state: dict[int, Any] = {i: {"momentum": _sum(n)} for i, n in enumerate(MUON)}
-    for i, n in enumerate(ADAMW, len(MUON)):
-        moments = dict(zip(("momentum", "variance"), _moments(n), strict=True))
-        state[i] = {**moments, "step_dev": torch.tensor(float(len(STEPS)))}
-    common = {"lr": 0.01, "mu": MU, "beta1": 0.8, "beta2": 0.9, "weight_decay": 0.01, "epsilon": 1e-8, "step": 3}
-    common |= {"cautious_wd": False, "nesterov": False, "flatten": False, "adjust_lr": "spectral_norm"}
-    groups = [{**common, "algorithm": "muon", "params": [0, 1]}, {**common, "algorithm": "adamw", "params": [2, 3]}]
-    return {"state": state, "param_groups": groups}
-
-
-def _old_dion() -> dict[str, Any]:
-    saved = _dion()
-    for entry in saved["state"].values():
-        entry.pop("step_dev", None)  # it counted in the group alone
-    return saved
-
-
-def _emerging() -> list[dict[str, Any]]:
-    """Two optimizers, as Megatron-LM chains them; its Adam counts in the group."""
-    extra = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-    muon = {"lr": 3e-4, "momentum": MU, "weight_decay": 0.01, **extra, "params": [0, 1]}
-    adam = {"lr": 3e-4, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.01, "step": 3, **extra, "params": [0, 1]}
-    moments = {i: dict(zip(("exp_avg", "exp_avg_sq"), _moments(n), strict=True)) for i, n in enumerate(ADAMW)}
-    return [
-        {"state": {i: {"momentum_buffer": _average(n)} for i, n in enumerate(MUON)}, "param_groups": [muon]},
-        {"state": moments, "param_groups": [adam]},
-    ]
-
-
-WRITERS: dict[str, tuple[Callable[[], Any], str, bool]] = {  # -> (state dict, format found, momentum is a sum)
-    "keller": (_keller, "keller", False),
-    "moonlight": (_moonlight, "moonlight", True),
-    "keller2024": (_keller2024, "keller2024", True),
-    "dion": (_dion, "dion", True),
-    "dion before step_dev": (_old_dion, "dion", True),
-    "emerging": (_emerging, "emerging", False),
+_MOONLIGHT = {"lr": 1e-3, "momentum": MU, "nesterov": True, "ns_steps": 5, "adamw_betas": (0.8, 0.9), "adamw_eps": 1e-8}
+_DION = {"lr": 0.01, "mu": MU, "beta1": 0.8, "beta2": 0.9, "weight_decay": 0.01, "epsilon": 1e-8, "step": 3}
+_DION |= {"cautious_wd": False, "nesterov": False, "flatten": False, "adjust_lr": "spectral_norm"}
+_EMERGING = {"lr": 3e-4, "weight_decay": 0.01, "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False}
+_MOMENTS = {"is_sum": True, "moments": ("moment1", "moment2"), "says_use_muon": True}
+dion = Library(
+    "dion",
+    {**_DION, "algorithm": "muon"},
+    {**_DION, "algorithm": "adamw"},
+    is_sum=True,
+    momentum="momentum",
+    moments=("momentum", "variance"),
+    step="step_dev",
+)
+keller = Library(
+    "keller",
+    {"lr": 0.02, "momentum": MU, "weight_decay": 0, "use_muon": True},
+    {"lr": 3e-4, "betas": (0.8, 0.9), "eps": 1e-10, "weight_decay": 0, "use_muon": False},
+)
+moonlight = Library("moonlight", {**_MOONLIGHT, "wd": 0.1}, **_MOMENTS)  # type: ignore[arg-type]
+LIBRARIES = {
+    "keller": keller,
+    "moonlight": moonlight,
+    "keller2024": Library("keller2024", {**_MOONLIGHT, "adamw_lr_ratio": 0.15, "adamw_wd": 0.1}, **_MOMENTS),  # type: ignore[arg-type]
+    "dion": dion,
+    "dion before step_dev": dion._replace(step=None),
+    "emerging": Library(  # as Megatron-LM chains them; its Adam counts in the group
+        "emerging",
+        {**_EMERGING, "momentum": MU},
+        {**_EMERGING, "betas": (0.8, 0.9), "eps": 1e-8, "step": 3},
+        step=None,
+        optimizers=2,
+    ),
 }
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_state_of_another_muon_becomes_the_averages_that_this_one_would_have(writer: str) -> None:
-    write, kind, is_sum = WRITERS[writer]
-    params = parameters()
-    mine, reference = ours(params), parameters()
-    expected = ours(reference)
+def write(library: Library = keller) -> Any:
+    state: dict[int, Any] = {}
+    for i, name in enumerate((*MUON, *ADAMW)):
+        if name in MUON:
+            state[i] = {library.momentum: recurrence(name, MU, of_sum=library.is_sum)}
+        else:
+            moments = recurrence(name, 0.8), recurrence(name, 0.9, power=2)
+            state[i] = dict(zip(library.moments, moments, strict=True))
+            state[i] |= {} if library.step is None else {library.step: torch.tensor(float(len(STEPS)))}
+        state[i] |= {"use_muon": name in MUON} if library.says_use_muon else {}
+    if library.adamw is None:
+        return {"state": state, "param_groups": [{**library.muon, "params": [0, 1, 2, 3]}]}
+    if library.optimizers == 2:
+        halves = {0: state[0], 1: state[1]}, {0: state[2], 1: state[3]}
+        options = library.muon, library.adamw
+        return [{"state": s, "param_groups": [{**o, "params": [0, 1]}]} for s, o in zip(halves, options, strict=True)]
+    groups = [{**library.muon, "params": [0, 1]}, {**library.adamw, "params": [2, 3]}]
+    return {"state": state, "param_groups": groups}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_state_of_another_muon_becomes_the_averages_that_this_one_would_have(name: str) -> None:
+    library = LIBRARIES[name]
+    params, reference = parameters(), parameters()
+    mine, expected = ours(params), ours(reference)
     run([expected], reference, STEPS)
-    report = load_foreign(mine, write())
-    assert set(report.kinds) == {kind}
-    for name in MUON:
-        found = mine.state[params[name]]["momentum_buffer"].double()
-        terms = averages(name, STEPS, MU, size=True)
-        assert_rounded(found, averages(name, STEPS, MU), roundings=PER_STEP * len(STEPS) + 2, dtype=FP32, scale=terms)
-        stepped = expected.state[reference[name]]["momentum_buffer"].double()
-        assert_rounded(found, stepped, roundings=2 * PER_STEP * len(STEPS) + 2, dtype=FP32, scale=terms)
-    for name in ADAMW:
-        state = mine.state[params[name]]
-        for key, beta, power in (("exp_avg", 0.8, 1), ("exp_avg_sq", 0.9, 2)):
-            terms = averages(name, STEPS, beta, power, size=True)
-            wanted, roundings = averages(name, STEPS, beta, power), PER_STEP * len(STEPS) + power
-            assert_rounded(state[key].double(), wanted, roundings=roundings, dtype=FP32, scale=terms)
-        assert state["step"] == 3 and state["step"].dtype == torch.float32
+    report = load_foreign(mine, write(library))
+    assert set(report.kinds) == {library.kind}
+    keys = (*((n, "momentum_buffer", MU, 1) for n in MUON), *((n, "exp_avg", 0.8, 1) for n in ADAMW))
+    for n, key, beta, power in (*keys, *((n, "exp_avg_sq", 0.9, 2) for n in ADAMW)):
+        found, stepped = (o.state[p[n]][key].double() for o, p in ((mine, params), (expected, reference)))
+        terms, roundings = averages(n, beta, power, size=True), PER_STEP * len(STEPS) + 2
+        assert_rounded(found, averages(n, beta, power), roundings=roundings, dtype=FP32, scale=terms)
+        assert_rounded(found, stepped, roundings=2 * roundings, dtype=FP32, scale=terms)
+    assert all(mine.state[params[n]]["step"] == 3 and mine.state[params[n]]["step"].dtype == FP32 for n in ADAMW)
     conversions = {row.name: row.conversions for row in report.rows}
-    assert conversions["a"] == (("x (1 - 0.9)",) if is_sum else ())
+    assert conversions["a"] == (("x (1 - 0.9)",) if library.is_sum else ())
     assert conversions["table"] == ()
     run([mine], params, [7])  # it goes on
 
 
 def test_the_report_says_what_came_from_where() -> None:
-    params = parameters(torch.bfloat16)
-    optimizer = ours(params, weight_decay=0.3)
-    text = str(load_foreign(optimizer, _dion()))
+    optimizer = ours(parameters(torch.bfloat16), weight_decay=0.3)
+    text = str(load_foreign(optimizer, write(dion)))
     assert text.startswith("state of 4 parameters from dion\n")
     assert "  a <- 0: momentum  (x (1 - 0.9), float32 to bfloat16)\n" in text
     assert "  table <- 3: momentum, step_dev, variance  (float32 to bfloat16)" in text
     assert optimizer.param_groups[0]["weight_decay"] == 0.3, "options stay"
 
 
-def test_names_go_before_order_in_every_spelling_of_a_state_dict() -> None:
-    saved = _keller()
-    order = ["table", "b", "bias", "a"]  # unlike ours
-    fqn = [*MUON, *ADAMW]
-    nested = {
-        "state": {f"_orig_mod.{fqn[i]}": saved["state"][i] for i in (3, 1, 2, 0)},
+def assert_taken(mine: Muon, params: Params, saved: Any) -> None:
+    for at, (name, key) in enumerate(zip(SHAPES, ("momentum_buffer",) * 2 + ("exp_avg",) * 2, strict=True)):
+        assert_bitwise(mine.state[params[name]][key], saved["state"][at][key])
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_names_go_before_order(named: bool) -> None:
+    saved, names, order = write(), [*MUON, *ADAMW], ["table", "b", "bias", "a"]  # unlike ours
+    given = {
+        "state": {f"_orig_mod.{names[i]}": saved["state"][i] for i in (3, 1, 2, 0)},
         "param_groups": [
-            {**g, "params": [f"_orig_mod.{n}" for n in order if fqn.index(n) in g["params"]]}
+            {**g, "params": [f"_orig_mod.{n}" for n in order if names.index(n) in g["params"]]}
             for g in saved["param_groups"]
         ],
     }
-    flat = {f"state.{fqn[i]}.{key}": value for i, s in saved["state"].items() for key, value in s.items()}
-    flat |= {
-        f"param_groups.{fqn[i]}.{key}": v for g in saved["param_groups"] for i in g["params"] for key, v in g.items()
-        if key != "params"
-    }  # fmt: skip
-    for given in (nested, flat):
-        for named in (True, False):
-            params = parameters()
-            mine = ours(params, names=named)
-            with_names = None if named else params
-            load_foreign(mine, given, params=with_names)
-            for name in MUON:
-                assert torch.equal(mine.state[params[name]]["momentum_buffer"], _average(name))
-            for name in ADAMW:
-                assert torch.equal(mine.state[params[name]]["exp_avg"], _moments(name)[0])
-    with pytest.raises(ValueError, match=r"give params=dict\(model\.named_parameters\(\)\)"):
-        load_foreign(ours(parameters(), names=False), nested)
+    params = parameters()
+    mine = ours(params, names=named)
+    if not named:
+        with pytest.raises(ValueError, match=r"give params=dict\(model\.named_parameters\(\)\)"):
+            load_foreign(mine, given)
+    load_foreign(mine, given, params=None if named else params)
+    assert_taken(mine, params, saved)
 
 
 def test_an_order_may_be_given() -> None:
-    saved = _keller()
+    saved, params = write(), parameters()
     saved["param_groups"][0]["params"], saved["param_groups"][1]["params"] = [1, 0], [3, 2]
-    params = parameters()
     mine = ours(params, names=False)
     with pytest.raises(
         ValueError, match=re.escape("parameter 0 of group 0: its momentum_buffer is a Tensor of shape (8, 8)")
     ):
         load_foreign(mine, saved)
     load_foreign(mine, saved, params=[params[n] for n in ("b", "a", "table", "bias")])
-    assert torch.equal(mine.state[params["b"]]["momentum_buffer"], _average("b"))
+    assert_taken(mine, params, saved)
 
 
 def test_what_each_rank_kept_is_put_together() -> None:
-    whole = _keller()
-    parts = []
-    for rank in range(2):
-        part = copy.deepcopy(whole)
+    whole, params = write(), parameters()
+    mine, parts = ours(params), [copy.deepcopy(whole) for _ in range(2)]
+    for rank, part in enumerate(parts):
         del part["state"][1 - rank]  # momentum of matrix 0 on rank 0, of matrix 1 on rank 1; AdamW's on both
-        parts.append(part)
-    params = parameters()
-    mine = ours(params)
     with pytest.raises(ValueError, match=r"b: no state for it \(1 such parameters\)\. .*merge_ranks"):
         load_foreign(mine, parts[0])
     load_foreign(mine, merge_ranks(parts))
-    assert torch.equal(mine.state[params["b"]]["momentum_buffer"], _average("b"))
+    assert_taken(mine, params, whole)
     parts[1]["param_groups"][0]["params"] = [1, 0]
     with pytest.raises(ValueError, match="list different parameters"):
         merge_ranks(parts)
 
 
 def test_parameters_may_start_afresh_if_one_says_so() -> None:
-    saved = _keller()
+    saved, params = write(), parameters()
     del saved["state"][3]
-    params = parameters()
     mine = ours(params)
     report = load_foreign(mine, saved, allow_missing=True)
-    assert report.fresh == ("table",)
-    assert "table starts afresh" in str(report)
+    assert report.fresh == ("table",) and "table starts afresh" in str(report)
     assert not mine.state.get(params["table"])
 
 
-def _changed(change: Callable[[dict[str, Any]], Any], write: Callable[[], Any] = _keller) -> Callable[[], Any]:
-    def make() -> Any:
-        saved = write()
-        return change(saved) or saved
-
-    return make
-
-
-def _sgd() -> Any:
+def _sgd(saved: dict[str, Any]) -> None:
     params = parameters()
     optimizer = torch.optim.SGD(params.values(), lr=0.1, momentum=0.9)
     run([optimizer], params, STEPS)
-    return optimizer.state_dict()
+    saved |= optimizer.state_dict()
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+def state(key: int, **values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda saved: saved["state"][key].update(values)
+
+
+def groups(index: int | slice, **values: Any) -> Callable[[dict[str, Any]], Any]:
+    at = slice(index, index + 1) if isinstance(index, int) else index
+    return lambda saved: [g.update(values) for g in saved["param_groups"][at]]
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "SGD": (_sgd, "cannot tell which optimizer saved this: its groups have ['dampening'"),
     "a fork of unknown convention": (
-        _changed(lambda s: [g.update(nesterov=True, ns_steps=5) for g in s["param_groups"]] and None),
+        groups(slice(None), nesterov=True, ns_steps=5),
         "may be a sum or an average. Give kind=, one of 'torch'",
     ),
     "shape": (
-        _changed(lambda s: s["state"][1].update(momentum_buffer=torch.zeros(4, 16))),
+        state(1, momentum_buffer=torch.zeros(4, 16)),
         "b: its momentum_buffer is a Tensor of shape (4, 16), the parameter stores shape (8, 8)",
     ),
     "second moment of AdaMuon": (
-        _changed(lambda s: s["state"][1].update(moment2_buffer=torch.zeros(8, 8))),
+        state(1, moment2_buffer=torch.zeros(8, 8)),
         "b: its state in the checkpoint is ['moment2_buffer', 'momentum_buffer'], Muon's is ['momentum_buffer']",
     ),
     "routed otherwise": (
-        _changed(lambda s: s["state"].update({1: s["state"][2]})),
+        lambda s: s["state"].update({1: s["state"][2]}),
         "b: its state is AdamW's (['exp_avg', 'exp_avg_sq', 'step']), but here it is Muon's",
     ),
-    "lion": (
-        _changed(lambda s: s["param_groups"][1].update(algorithm="lion"), _dion),
-        "bias: its state is lion's",
+    "dion: lion": (groups(1, algorithm="lion"), "bias: its state is lion's"),
+    "dion: dion2": (groups(0, algorithm="dion2"), "a: its state is dion2's"),
+    "dion: normuon": (groups(0, algorithm="normuon"), "a: its state is NorMuon's"),
+    "state nobody lists": (lambda s: s["state"].update({9: {}}), "has state for 9, which none of its groups"),
+    "too few": (
+        lambda s: (s["param_groups"].pop(), s["state"].pop(2), s["state"].pop(3)),
+        "the state dict lists 2 parameters, 4 are to take them",
     ),
-    "dion2": (
-        _changed(lambda s: s["param_groups"][0].update(algorithm="dion2"), _dion),
-        "a: its state is dion2's",
+    "before the first step": (lambda s: s["state"].clear(), "it was saved before the first step"),
+    "not an optimizer's": (
+        lambda s: (s.clear(), s.update(model={}, optimizer={})),
+        "Megatron-LM keeps it under 'optimizer'",
     ),
-    "state nobody lists": (_changed(lambda s: s["state"].update({9: {}})), "has state for 9, which none of its groups"),
-    "too few": (_changed(lambda s: s["param_groups"].pop() and s["state"].pop(2) and s["state"].pop(3) and None),
-                "the state dict lists 2 parameters, 4 are to take them"),
-    "before the first step": (_changed(lambda s: s["state"].clear()), "it was saved before the first step"),
-    "not an optimizer's": (lambda: {"model": {}, "optimizer": {}}, "Megatron-LM keeps it under 'optimizer'"),
-    "step": (_changed(lambda s: s["state"][2].update(step=-1)), "bias: its step in the checkpoint is -1"),
-    "no step": (_changed(lambda s: s["state"][2].pop("step") and None), "bias: its state in the checkpoint is"),
+    "step": (state(2, step=-1), "bias: its step in the checkpoint is -1"),
+    "no step": (lambda s: s["state"][2].pop("step"), "bias: its state in the checkpoint is"),
     "integers": (
-        _changed(lambda s: s["state"][0].update(momentum_buffer=torch.zeros(12, 8, dtype=torch.int32))),
+        state(0, momentum_buffer=torch.zeros(12, 8, dtype=torch.int32)),
         "a: its momentum_buffer in the checkpoint is of dtype torch.int32, not a floating-point tensor",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_mapped_is_refused_and_changes_nothing(case: str) -> None:
-    make, says = REFUSED[case]
     params = parameters()
     mine = ours(params)
     run([mine], params, [50])
-    before = copy.deepcopy(mine.state_dict())
-    with pytest.raises(ValueError, match=re.escape(says)):
-        load_foreign(mine, make())
+    before, saved = copy.deepcopy(mine.state_dict()), write(dion if case.startswith("dion") else keller)
+    REFUSED[case][0](saved)
+    with pytest.raises(ValueError, match=re.escape(REFUSED[case][1])):
+        load_foreign(mine, saved)
     after = mine.state_dict()
     assert after["param_groups"] == before["param_groups"]
-    for key, state in before["state"].items():
-        assert after["state"][key].keys() == state.keys()
-        assert all(torch.equal(value, after["state"][key][k]) for k, value in state.items())
+    assert_bitwise(after["state"], before["state"])
+
+
+def test_codes_are_not_exported() -> None:
+    params = parameters()
+    mine = ours(params, storage=Storage("int8"), orthogonalizer=Orthogonalizer())
+    run([mine], params, [0])
+    with pytest.raises(ValueError, match=r"a: its momentum is 8-bit codes, which torch\.optim\.Muon cannot read"):
+        to_torch_muon(mine)
+
+
+# ------------------------------------------------------------------------------------- what stages of variants keep
+
+
+@pytest.mark.parametrize("of_normuon", [True, False])
+def test_averages_of_dions_normuon_start_anew_and_its_momentum_does_not(of_normuon: bool) -> None:
+    """Its own are of rows, ours of rows or columns."""
+    params, saved = parameters(), write(dion)
+    if of_normuon:
+        saved["param_groups"][0]["algorithm"] = "normuon"
+        for number, n in enumerate(MUON):
+            saved["state"][number]["variance_neuron"] = torch.rand(SHAPES[n][0], 1)
+    mine = ours(params, muon={"variant": "normuon"})
+    report = load_foreign(mine, saved)
+    for number, n in enumerate(MUON):
+        kept = mine.state[params[n]]
+        assert_bitwise(kept["momentum_buffer"], saved["state"][number]["momentum"] * (1 - MU))
+        assert_bitwise(kept["second_moment"], torch.zeros(1, max(SHAPES[n])))
+        assert "second_moment starts from zeros" in report.rows[number].conversions
+    run([mine], params, [7])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "here"),
+    [
+        ("normuon", "normuon"),
+        ("hyperball", "hyperball"),
+        ("normuon+hyperball", "normuon+hyperball"),
+        ("normuon", "normuon+hyperball"),
+    ],
+)
+@pytest.mark.parametrize("shape", [(6, 4), (1, 1)])  # (1, 1): averages and norms have one shape
+def test_what_a_variant_keeps_loads_by_name(theirs: str, here: str, shape: tuple[int, int]) -> None:
+    made = []
+    for variant in (theirs, here):
+        param = nn.Parameter(torch.ones(shape))
+        made.append((param, Muon([("w", param)], lr=0.02, variant=variant, weight_decay=0.0)))
+    (param, first), (other, second) = made
+    param.grad = torch.rand(shape, generator=torch.Generator().manual_seed(0)) + 1
+    first.step()
+    (row,) = load_foreign(second, first.state_dict()).rows
+    kept = dict(second.state[other])
+    anew = {} if theirs == here else {"weight_radius": torch.zeros(1, 1)}
+    assert row.conversions == tuple(f"{key} starts from zeros" for key in anew)
+    assert_bitwise(dict(sorted(kept.items())), dict(sorted({**first.state[param], **anew}.items())))
 
 
 # ------------------------------------------------------------------------------- from AdamW for everything
 
 
-def _adamw_for_all(params: dict[str, nn.Parameter]) -> torch.optim.AdamW:
+def _adamw_for_all(params: Mapping[str, Tensor]) -> torch.optim.AdamW:
     groups = [{"params": [params[n] for n in ("table", "a", "b")]}, {"params": [params["bias"]], "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, fused=True)
-
-
-def _order(params: dict[str, nn.Parameter]) -> list[nn.Parameter]:
-    return [params[n] for n in ("table", "a", "b", "bias")]
 
 
 def test_a_run_of_adamw_goes_on_with_muon_for_its_matrices() -> None:
@@ -442,111 +433,104 @@ def test_a_run_of_adamw_goes_on_with_muon_for_its_matrices() -> None:
     there = parameters()
     adamw = _adamw_for_all(there)
     run([adamw], there, STEPS)
-    here = {name: nn.Parameter(p.detach().clone()) for name, p in there.items()}
-    fresh = {name: nn.Parameter(p.detach().clone()) for name, p in there.items()}
+    here, fresh = copied(there), copied(there)
     mine, new = ours(here), ours(fresh)
     mine.param_groups[1]["params"], mine.param_groups[1]["param_names"] = [here["table"]], ["table"]
     mine.add_param_group(
         {"params": [("bias", here["bias"])], "use_muon": False, "lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.0}
     )
-    with pytest.raises(ValueError, match=r"a: its state is AdamW's .*, but here it is Muon's. Give skip_matrices=True"):
-        load_foreign(mine, adamw.state_dict(), params=_order(here))
-    report = load_foreign(mine, adamw.state_dict(), params=_order(here), skip_matrices=True)
+    order = [here[n] for n in ("table", "a", "b", "bias")]
+    for given, skips, says in (
+        (order, False, r"a: its state is AdamW's .*, but here it is Muon's. Give skip_matrices=True"),
+        (None, True, r"Give the order it had: params=list\(model\.parameters\(\)\)"),
+        (
+            [order[i] for i in (0, 2, 1, 3)],
+            True,
+            r"b: the state to leave out has shape \(12, 8\), the parameter \(8, 8\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=says):
+            load_foreign(mine, adamw.state_dict(), params=given, skip_matrices=skips)
+        assert not mine.state
+    report = load_foreign(mine, adamw.state_dict(), params=order, skip_matrices=True)
     assert report.skipped == ("a", "b") and report.fresh == ()
     assert [row.name for row in report.rows] == ["table", "bias"]
     assert "  b is a matrix: its state there was left out, its momentum starts from zero" in str(report)
-    run([mine], here, range(3, 6))
-    run([new], fresh, range(3, 6))
-    run([adamw], there, range(3, 6))
-    assert_same({n: here[n] for n in ADAMW}, {n: there[n] for n in ADAMW})
-    assert_same({n: here[n] for n in MUON}, {n: fresh[n] for n in MUON})
-
-
-def test_an_order_that_skipped_matrices_would_hide_is_refused() -> None:
-    there, here = parameters(), parameters()
-    adamw = _adamw_for_all(there)
-    run([adamw], there, STEPS)
-    mine = ours(here)
-    with pytest.raises(ValueError, match=r"Give the order it had: params=list\(model\.parameters\(\)\)"):
-        load_foreign(mine, adamw.state_dict(), skip_matrices=True)
-    wrong = [here[n] for n in ("table", "b", "a", "bias")]
-    with pytest.raises(ValueError, match=r"b: the state to leave out has shape \(12, 8\), the parameter \(8, 8\)"):
-        load_foreign(mine, adamw.state_dict(), params=wrong, skip_matrices=True)
-    assert not mine.state
-
-
-def _adamw_goes_on_with_muon(by_name: bool) -> list[str]:
-    """Go on with Muon on FSDP2, against one process that does the same."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    full = tensors(0)
-
-    def gone_on(cut: Callable[[Tensor], Tensor]) -> dict[str, nn.Parameter]:
-        model = nn.ParameterDict({n: nn.Parameter(cut(t)) for n, t in full.items()})
-        params = dict(model.items())
-
-        def steps(optimizer: torch.optim.Optimizer, seeds: Iterable[int]) -> None:
-            for seed in seeds:
-                for name, grad in tensors(1000 + seed).items():
-                    params[name].grad = cut(grad)
-                optimizer.step()
-
-        adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
-        steps(adamw, STEPS)
-        mine = ours(params)
-        saved = get_optimizer_state_dict(model, adamw) if by_name else adamw.state_dict()
-        report = load_foreign(mine, saved, params=None if by_name else list(model.parameters()), skip_matrices=True)
-        assert set(report.skipped) == {*MUON}
-        steps(mine, range(3, 6))
-        return params
-
-    one = gone_on(torch.clone)
-    shards = gone_on(lambda t: distribute_tensor(t, mesh, [Shard(0)]))
-    return [n for n in full if not torch.equal(shards[n].full_tensor(), one[n])]  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_run_of_adamw_goes_on_with_muon_on_shards(by_name: bool, world2: RankPool) -> None:
-    assert world2.run(_adamw_goes_on_with_muon, by_name) == [[]] * 2
+    for optimizer, params in ((mine, here), (new, fresh), (adamw, there)):
+        run([optimizer], params, range(3, 6))
+    assert_bitwise({n: here[n] for n in ADAMW}, {n: there[n] for n in ADAMW})
+    assert_bitwise({n: here[n] for n in MUON}, {n: fresh[n] for n in MUON})
 
 
 # --------------------------------------------------------------------------------------------- onto shards
 
 
-def _onto(layout: str) -> list[str]:
-    row = LAYOUTS[layout]
-    mesh = row.mesh(4)
-    full = {n: t for n, t in tensors(0).items() if n != "bias"}  # builders cut the last two dims
-    params = {n: nn.Parameter(t) for n, t in row.build(full, mesh).items()}
-    optimizer = Muon(
-        [
-            {"params": [("a", params["a"]), ("b", params["b"])]},
-            {"params": [("table", params["table"])], "use_muon": False},
-        ],
-        lr=1e-3,
+def _cut(layout: str, seed: int) -> dict[str, Tensor]:
+    """Builders cut the last two dims."""
+    row, full = LAYOUTS[layout], {n: t for n, t in tensors(seed).items() if n != "bias"}
+    return row.build(full, row.mesh(dist.get_world_size()))
+
+
+def _adamw_goes_on_with_muon(by_name: bool) -> None:
+    """Go on with Muon on FSDP2, against one process that does the same."""
+    made: dict[str, dict[str, Tensor]] = {}
+    for layout in ("single", "fsdp2"):
+        model = nn.ParameterDict({n: nn.Parameter(t) for n, t in _cut(layout, 0).items()})
+        params, listed = dict(model.items()), list(model.parameters())
+        adamw, mine = torch.optim.AdamW(listed, lr=0.01), ours(params)
+        for optimizer, seeds in ((adamw, STEPS), (mine, range(3, 6))):
+            if optimizer is mine:
+                saved = get_optimizer_state_dict(model, adamw) if by_name else adamw.state_dict()
+                load_foreign(mine, saved, params=None if by_name else listed, skip_matrices=True)
+            for seed in seeds:
+                for name, grad in _cut(layout, 1000 + seed).items():
+                    params[name].grad = grad
+                optimizer.step()
+        made[layout] = {n: p.full_tensor() if layout == "fsdp2" else p for n, p in params.items()}  # type: ignore[operator]
+    assert_bitwise(
+        {n: t.detach() for n, t in made["fsdp2"].items()}, {n: t.detach() for n, t in made["single"].items()}
     )
-    saved = _moonlight()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_run_of_adamw_goes_on_with_muon_on_shards(by_name: bool, world2: RankPool) -> None:
+    world2.run(_adamw_goes_on_with_muon, by_name)
+
+
+def _onto(layout: str) -> None:
+    """Whole tensors onto shards; then what those keep, variants too, onto a second optimizer as it is placed."""
+    params = {n: nn.Parameter(t) for n, t in _cut(layout, 0).items()}
+    first, second = (
+        ours(params, muon={"variant": variant}, weight_decay=0.0) for variant in (None, "normuon+hyperball")
+    )
+    saved = write(moonlight)
     del saved["state"][2]
     saved["param_groups"][0]["params"] = [0, 1, 3]
     if dist.get_rank() == 0:
-        report = load_foreign(optimizer, saved)  # alone: a collective would hang
+        report = load_foreign(first, saved)  # alone: a collective would hang
     dist.barrier()
     if dist.get_rank() > 0:
-        report = load_foreign(optimizer, saved)
+        report = load_foreign(first, saved)
     assert all("cut to this rank's part" in r.conversions for r in report.rows)
-    want = {"a": _sum("a") * (1 - MU), "b": _sum("b") * (1 - MU), "table": _moments("table")[1]}
-    cut = row.build(want, mesh)
-    wrong = []
-    for name, key in (("a", "momentum_buffer"), ("b", "momentum_buffer"), ("table", "exp_avg_sq")):
-        found = optimizer.state[params[name]][key]
-        assert found.placements == params[name].placements  # type: ignore[attr-defined]
-        if not torch.equal(found.to_local(), cut[name].to_local()):  # type: ignore[attr-defined]
-            wrong.append(name)
-    for p in params.values():
+    want = {n: recurrence(n, MU, of_sum=True) * (1 - MU) for n in MUON} | {"table": recurrence("table", 0.9, power=2)}
+    cut = LAYOUTS[layout].build(want, LAYOUTS[layout].mesh(dist.get_world_size()))
+    for name, p in params.items():
+        found: Any = first.state[p]["exp_avg_sq" if name == "table" else "momentum_buffer"]
+        assert found.placements == p.placements  # type: ignore[attr-defined]
+        assert_bitwise(found.to_local(), cut[name].to_local())  # type: ignore[attr-defined]
         p.grad = torch.ones_like(p)
-    optimizer.step()
-    return wrong
+    first.step()
+    second.step()
+    third = ours(params, muon={"variant": "normuon+hyperball"}, weight_decay=0.0)
+    load_foreign(third, second.state_dict())
+    for p in params.values():
+        for key, there in second.state[p].items():
+            here: Any = third.state[p][key]
+            assert here is not there and getattr(here, "placements", None) == getattr(there, "placements", None)
+            assert_bitwise(*(getattr(t, "_local_tensor", t) for t in (here, there)))
+    third.step()
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "fsdp2+tp", "two dims", "lone strided", "replicate"])
-def test_whole_tensors_are_cut_to_each_ranks_part_without_communication(layout: str, world4: RankPool) -> None:
-    assert world4.run(_onto, layout) == [[]] * 4
+@pytest.mark.parametrize("layout", ["hsdp", "fsdp2+tp", "two dims", "lone strided"])
+def test_state_is_cut_to_each_ranks_part_without_communication(layout: str, world4: RankPool) -> None:
+    world4.run(_onto, layout)
