@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from shardmuon import Muon, Orthogonalizer, Storage
 from shardmuon.checkpoint import load_foreign, merge_ranks, to_torch_muon
@@ -210,17 +209,15 @@ def write(library: Library = keller) -> Any:
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_state_of_another_muon_becomes_the_averages_that_this_one_would_have(name: str) -> None:
     library = LIBRARIES[name]
-    params, reference = parameters(), parameters()
-    mine, expected = ours(params), ours(reference)
-    run([expected], reference, STEPS)
+    params = parameters()
+    mine = ours(params)
     report = load_foreign(mine, write(library))
     assert set(report.kinds) == {library.kind}
     keys = (*((n, "momentum_buffer", MU, 1) for n in MUON), *((n, "exp_avg", 0.8, 1) for n in ADAMW))
     for n, key, beta, power in (*keys, *((n, "exp_avg_sq", 0.9, 2) for n in ADAMW)):
-        found, stepped = (o.state[p[n]][key].double() for o, p in ((mine, params), (expected, reference)))
+        found = mine.state[params[n]][key].double()
         terms, roundings = averages(n, beta, power, size=True), PER_STEP * len(STEPS) + 2
         assert_rounded(found, averages(n, beta, power), roundings=roundings, dtype=FP32, scale=terms)
-        assert_rounded(found, stepped, roundings=2 * roundings, dtype=FP32, scale=terms)
     assert all(mine.state[params[n]]["step"] == 3 and mine.state[params[n]]["step"].dtype == FP32 for n in ADAMW)
     conversions = {row.name: row.conversions for row in report.rows}
     assert conversions["a"] == (("x (1 - 0.9)",) if library.is_sum else ())
@@ -258,18 +255,6 @@ def test_names_go_before_order(named: bool) -> None:
         with pytest.raises(ValueError, match=r"give params=dict\(model\.named_parameters\(\)\)"):
             load_foreign(mine, given)
     load_foreign(mine, given, params=None if named else params)
-    assert_taken(mine, params, saved)
-
-
-def test_an_order_may_be_given() -> None:
-    saved, params = write(), parameters()
-    saved["param_groups"][0]["params"], saved["param_groups"][1]["params"] = [1, 0], [3, 2]
-    mine = ours(params, names=False)
-    with pytest.raises(
-        ValueError, match=re.escape("parameter 0 of group 0: its momentum_buffer is a Tensor of shape (8, 8)")
-    ):
-        load_foreign(mine, saved)
-    load_foreign(mine, saved, params=[params[n] for n in ("b", "a", "table", "bias")])
     assert_taken(mine, params, saved)
 
 
@@ -469,32 +454,6 @@ def _cut(layout: str, seed: int) -> dict[str, Tensor]:
     """Builders cut the last two dims."""
     row, full = LAYOUTS[layout], {n: t for n, t in tensors(seed).items() if n != "bias"}
     return row.build(full, row.mesh(dist.get_world_size()))
-
-
-def _adamw_goes_on_with_muon(by_name: bool) -> None:
-    """Go on with Muon on FSDP2, against one process that does the same."""
-    made: dict[str, dict[str, Tensor]] = {}
-    for layout in ("single", "fsdp2"):
-        model = nn.ParameterDict({n: nn.Parameter(t) for n, t in _cut(layout, 0).items()})
-        params, listed = dict(model.items()), list(model.parameters())
-        adamw, mine = torch.optim.AdamW(listed, lr=0.01), ours(params)
-        for optimizer, seeds in ((adamw, STEPS), (mine, range(3, 6))):
-            if optimizer is mine:
-                saved = get_optimizer_state_dict(model, adamw) if by_name else adamw.state_dict()
-                load_foreign(mine, saved, params=None if by_name else listed, skip_matrices=True)
-            for seed in seeds:
-                for name, grad in _cut(layout, 1000 + seed).items():
-                    params[name].grad = grad
-                optimizer.step()
-        made[layout] = {n: p.full_tensor() if layout == "fsdp2" else p for n, p in params.items()}  # type: ignore[operator]
-    assert_bitwise(
-        {n: t.detach() for n, t in made["fsdp2"].items()}, {n: t.detach() for n, t in made["single"].items()}
-    )
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_run_of_adamw_goes_on_with_muon_on_shards(by_name: bool, world2: RankPool) -> None:
-    world2.run(_adamw_goes_on_with_muon, by_name)
 
 
 def _onto(layout: str) -> None:

@@ -25,7 +25,7 @@ from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 from shardmuon.testing.tolerances import assert_bitwise
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "kept.md"
 
 # -------------------------------------------------------------------------------------------------- the table is whole
