@@ -258,27 +258,20 @@ def test_names_go_before_order(named: bool) -> None:
     assert_taken(mine, params, saved)
 
 
-def test_what_each_rank_kept_is_put_together() -> None:
+def test_what_each_rank_kept_is_put_together_or_starts_afresh_if_one_says_so() -> None:
     whole, params = write(), parameters()
     mine, parts = ours(params), [copy.deepcopy(whole) for _ in range(2)]
     for rank, part in enumerate(parts):
         del part["state"][1 - rank]  # momentum of matrix 0 on rank 0, of matrix 1 on rank 1; AdamW's on both
     with pytest.raises(ValueError, match=r"b: no state for it \(1 such parameters\)\. .*merge_ranks"):
         load_foreign(mine, parts[0])
+    report = load_foreign(mine, parts[0], allow_missing=True)
+    assert report.fresh == ("b",) and "b starts afresh" in str(report) and not mine.state.get(params["b"])
     load_foreign(mine, merge_ranks(parts))
     assert_taken(mine, params, whole)
     parts[1]["param_groups"][0]["params"] = [1, 0]
     with pytest.raises(ValueError, match="list different parameters"):
         merge_ranks(parts)
-
-
-def test_parameters_may_start_afresh_if_one_says_so() -> None:
-    saved, params = write(), parameters()
-    del saved["state"][3]
-    mine = ours(params)
-    report = load_foreign(mine, saved, allow_missing=True)
-    assert report.fresh == ("table",) and "table starts afresh" in str(report)
-    assert not mine.state.get(params["table"])
 
 
 def _sgd(saved: dict[str, Any]) -> None:

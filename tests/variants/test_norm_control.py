@@ -54,42 +54,31 @@ def _hyperball(w: Tensor, o: Tensor, lr: float, first: Tensor) -> Tensor:
     return radius * moved / moved.norm()
 
 
-@pytest.mark.parametrize("scale", [0.05, 1.0, 30.0])
-def test_weights_are_those_of_the_formula_in_fp64(scale: float) -> None:
-    params, steps = _weights(scale), 6
-    optimizer = _muon(params, variant="hyperball")
+@pytest.mark.parametrize(("scale", "clips"), [(0.05, False), (30.0, False), (1.0, True)])
+def test_weights_are_those_of_the_formula_in_fp64_also_after_qk_clip(scale: float, clips: bool) -> None:
+    """The norm of before a clip would scale the clipped weights up again."""
+    params = _weights(scale)
+    named = list(zip("qvk", params, strict=True))
+    optimizer = _muon(named, variant="hyperball")  # type: ignore[arg-type]
+    layer = Attention("layer", 4, 2, (Rows("q", (("q", 12),)), Rows("k", (("k", 6),))))
+    logits = torch.tensor([400.0, 30.0, 20.0, 225.0])  # the first group of keys is scaled by 1/4, the second by 4/9
+    factors = {0: [0.5] * 6 + [2 / 3] * 6, 2: [0.5] * 3 + [2 / 3] * 3}
     expected = [p.detach().clone() for p in params]
-    first = [w.clone() for w in expected]
-    for number, of_step in enumerate(_results(steps)):
+    first = list(expected)
+    for number, of_step in enumerate(_results(6)):
+        audited = audit(optimizer)
         _step(optimizer, params, number)
+        assert audited.report.findings == ()
         plain = [w - 0.1 * o for w, o in zip(expected, of_step, strict=True)]
         expected = [_hyperball(w, o, 0.1, f) for w, o, f in zip(expected, of_step, first, strict=True)]
         assert all(float((a - b).norm()) > 1e-5 * float(b.norm()) for a, b in zip(plain, expected, strict=True))
         for p, w in zip(params, expected, strict=True):
             # a norm is rounded to fp32 each step, as it is kept and as it is told; products of fp64 beside
-            assert_rounded(p, w, roundings=4 * (number + 1), dtype=torch.float32, scale=float(w.abs().max()))
-
-
-def test_after_qk_clip_the_norm_is_that_of_the_clipped_weights() -> None:
-    """The norm of before would scale them up again."""
-    params = _weights()
-    optimizer = _muon([("q", params[0]), ("v", params[1]), ("k", params[2])], variant="hyperball")  # type: ignore[list-item]
-    layer = Attention("layer", 4, 2, (Rows("q", (("q", 12),)), Rows("k", (("k", 6),))))
-    logits = torch.tensor([400.0, 30.0, 20.0, 225.0])  # the first group of keys is scaled by 1/4, the second by 4/9
-    factors = {"q": [0.5] * 6 + [2 / 3] * 6, "k": [0.5] * 3 + [2 / 3] * 3}
-    expected = [p.detach().clone() for p in params]
-    first = [w.clone() for w in expected]
-    for number, of_step in enumerate(_results(4)):
-        audited = audit(optimizer)
-        _step(optimizer, params, number)
-        assert audited.report.findings == ()
-        expected = [_hyperball(w, o, 0.1, f) for w, o, f in zip(expected, of_step, first, strict=True)]
-        for p, w in zip(params, expected, strict=True):
             assert_rounded(p, w, roundings=6 * (number + 1), dtype=torch.float32, scale=float(w.abs().max()))
-        if number % 2 == 0:  # and a step without a clip keeps what it has
+        if clips and number % 2 == 0:  # and a step without a clip keeps what it has
             qk_clip(optimizer, {"layer": logits}, layers=[layer])
-            for at, name in ((0, "q"), (2, "k")):
-                expected[at] = first[at] = expected[at] * torch.tensor(factors[name], dtype=torch.float64)[:, None]
+            for at, of_rows in factors.items():
+                expected[at] = first[at] = expected[at] * torch.tensor(of_rows, dtype=torch.float64)[:, None]
 
 
 @pytest.mark.filterwarnings("ignore:.*zero before the first step")
