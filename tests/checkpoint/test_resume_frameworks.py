@@ -22,7 +22,8 @@ from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool
 from shardmuon.testing.frameworks import Fsdp1Run, ZeroRun, quiet
 
-SHAPES: dict[str, tuple[int, ...]] = {"matrix": (6, 8), "embedding": (9, 8), "bias": (5,), "scale": (7,)}
+# Of FSDP1's units each of two ranks holds a part of the matrix.
+SHAPES: dict[str, tuple[int, ...]] = {"embedding": (3, 8), "matrix": (6, 8), "bias": (5,), "scale": (7,)}
 # With this beta no sum of gradients that are eighths, of two or three steps, is zero: its sign would hang on rounding.
 OPTIONS: dict[str, Any] = {"lr": 0.125, "betas": (0.83, 0.9), "eps": 1e-6, "weight_decay": 2.0}
 STEPS = 3

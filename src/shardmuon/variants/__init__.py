@@ -21,18 +21,20 @@ class Variant(NamedTuple):
     """A row of the table.
 
     Attributes:
-        stages: Function from the options of a group, rows of `VARIANT_OPTIONS`, to its stages.
+        stages: The options that it reads, in the order of `options` -> its stages.
+        options: Keys of a group, rows of `VARIANT_OPTIONS`.
         decays: True if weight decay has a meaning beside it.
     """
 
-    stages: Callable[[Mapping[str, float]], Stages]
+    stages: Callable[..., Stages]
+    options: tuple[str, ...] = ()
     decays: bool = True
 
 
 VARIANTS: dict[str, Variant] = {
-    "muon_eq": Variant(lambda options: (MuonEq(),)),
-    "normuon": Variant(lambda options: (NorMuon(options["beta2"]),)),
-    "hyperball": Variant(lambda options: (HyperballUpdate(), HyperballWeight()), decays=False),
+    "muon_eq": Variant(lambda: (MuonEq(),)),
+    "normuon": Variant(lambda beta2: (NorMuon(beta2),), ("beta2",)),
+    "hyperball": Variant(lambda: (HyperballUpdate(), HyperballWeight()), decays=False),
 }
 
 
@@ -48,8 +50,9 @@ VARIANT_OPTIONS: dict[str, VariantOption] = {
     "beta2": VariantOption(0.95, "a number from 0 to below 1", lambda value: 0.0 <= value < 1.0),
 }
 
-_DEFAULTS = {key: option.default for key, option in VARIANT_OPTIONS.items()}
-_STAGES = [stage for row in VARIANTS.values() for stage in row.stages(_DEFAULTS)]
+_STAGES = [
+    stage for row in VARIANTS.values() for stage in row.stages(*(VARIANT_OPTIONS[k].default for k in row.options))
+]
 KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # all names of state that any stage has
 WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # of these, norms of weights
 
@@ -102,8 +105,9 @@ def stages_of(group: Mapping[str, Any]) -> Stages:
     variant = group.get("variant")
     if variant is None:
         return ()
-    options = {key: float(group.get(key, default)) for key, default in _DEFAULTS.items()}
-    found = [stage for name in names_in(variant) for stage in VARIANTS[name].stages(options)]
+    options = {key: float(group.get(key, option.default)) for key, option in VARIANT_OPTIONS.items()}
+    rows = [VARIANTS[name] for name in names_in(variant)]
+    found = [stage for row in rows for stage in row.stages(*(options[key] for key in row.options))]
     places = (BeforeStage, AfterStage, WeightStage)
     return tuple(stage for place in places for stage in found if isinstance(stage, place))
 
