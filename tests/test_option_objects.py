@@ -34,22 +34,15 @@ def _two_groups(**options: Any) -> Muon:
 
 
 @pytest.mark.parametrize("key", OPTION_OBJECTS)
-def test_an_object_prints_what_differs_from_its_defaults_and_can_be_read_back(key: str) -> None:
+def test_an_object_prints_what_differs_from_its_defaults_and_does_not_change(key: str) -> None:
     kind, other = OPTION_OBJECTS[key], OTHERS[key]
     assert repr(kind()) == f"{kind.__name__}()"
-    names = {"torch": torch, kind.__name__: kind}
-    assert eval(repr(other), names) == other
+    assert eval(repr(other), {"torch": torch, kind.__name__: kind}) == pickle.loads(pickle.dumps(other)) == other
+    assert hash(other) == hash(copy.deepcopy(other))
     for field in fields(kind):
         assert (f"{field.name}=" in repr(other)) == (getattr(other, field.name) != field.default)
-
-
-@pytest.mark.parametrize("key", OPTION_OBJECTS)
-def test_an_object_does_not_change_after_it_has_checked_itself(key: str) -> None:
-    field = fields(OPTION_OBJECTS[key])[0].name
-    with pytest.raises(FrozenInstanceError):
-        setattr(OTHERS[key], field, None)
-    assert hash(OTHERS[key]) == hash(copy.deepcopy(OTHERS[key]))
-    assert pickle.loads(pickle.dumps(OTHERS[key])) == OTHERS[key]
+        with pytest.raises(FrozenInstanceError):
+            setattr(other, field.name, None)
 
 
 @pytest.mark.parametrize("key", OPTION_OBJECTS)
@@ -170,41 +163,34 @@ def test_an_adamw_group_given_an_option_of_matrices_is_refused(key: str) -> None
 )
 def test_a_scheduler_that_writes_momentum_into_every_group_cycles_muons_only(make: Callable[..., Any]) -> None:
     """AdamW's betas stay as they are; what the scheduler left in its group does nothing there, and is kept."""
-    optimizer, plain = _two_groups(), _two_groups()
+    optimizer, plain, momenta = _two_groups(), _two_groups(), set[float]()
     scheduler = make(optimizer)
-    momenta, betas = [], []
     for _ in range(6):
-        for ours in (optimizer, plain):
-            for group in ours.param_groups:
-                for p in group["params"]:
-                    p.grad = torch.linspace(-1.0, 1.0, p.numel()).view_as(p)
-        momenta.append(optimizer.param_groups[0]["momentum"])
-        betas.append(optimizer.param_groups[1]["betas"])
-        for ours, group in ((plain, optimizer.param_groups[1]),):
-            ours.param_groups[1]["lr"] = group["lr"]
+        momenta.add(optimizer.param_groups[0]["momentum"])
+        assert optimizer.param_groups[1]["betas"] == (0.9, 0.95)
+        plain.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"]
+        for p in (p for ours in (optimizer, plain) for group in ours.param_groups for p in group["params"]):
+            p.grad = torch.linspace(-1.0, 1.0, p.numel()).view_as(p)
         optimizer.step()
         plain.step()
         scheduler.step()
-    assert len(set(momenta)) > 3
-    assert set(betas) == {(0.9, 0.95)}
+    assert len(momenta) > 3
     assert torch.equal(optimizer.param_groups[1]["params"][0], plain.param_groups[1]["params"][0])
     saved = optimizer.state_dict()
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[1]["momentum"] == saved["param_groups"][1]["momentum"]
 
 
-@pytest.mark.parametrize("starts", [True, False])
-def test_a_group_that_changes_its_kind_gets_the_options_of_the_new_one(starts: bool) -> None:
+@pytest.mark.parametrize(
+    ("starts", "key", "value"), [(True, "betas", (0.9, 0.95)), (False, "momentum", 0.5), (False, "view", "auto")]
+)
+def test_a_group_that_changes_its_kind_gets_the_options_of_the_new_one(starts: bool, key: str, value: Any) -> None:
     weight = nn.Parameter(torch.ones(4, 6))
     optimizer = Muon([{"params": [("w", weight)], "use_muon": starts}], lr=0.02, momentum=0.5)
     optimizer.param_groups[0]["use_muon"] = not starts
     weight.grad = torch.linspace(-1.0, 1.0, 24).view(4, 6)
     optimizer.step()
-    group = optimizer.param_groups[0]
-    if starts:
-        assert group["betas"] == (0.9, 0.95)
-    else:
-        assert group["momentum"] == 0.5 and group["view"] == "auto"
+    assert optimizer.param_groups[0][key] == value
 
 
 # -------------------------------------------------------------------------------------------------------------- repr
@@ -235,14 +221,7 @@ def test_repr_shows_the_options_that_apply() -> None:
 
 
 def test_repr_shows_what_was_set_and_what_others_keep() -> None:
-    weight = nn.Parameter(torch.ones(4, 6))
-    group = {"params": [("w", weight)], "num_heads": 2, "initial_lr": 0.3}
-    text = repr(Muon([group], lr=0.02, orthogonalizer=Orthogonalizer("torch"), ns_steps=3))
-    for line in (
-        "    num_heads: 2",
-        "    initial_lr: 0.3",
-        "    eps: 1e-07",
-        "    ns_steps: 3",
-    ):
-        assert line in text.splitlines()
-    assert "split_sizes" not in text
+    group = {"params": [("w", nn.Parameter(torch.ones(4, 6)))], "num_heads": 2, "initial_lr": 0.3}
+    lines = repr(Muon([group], lr=0.02, orthogonalizer=Orthogonalizer("torch"), ns_steps=3)).splitlines()
+    assert {"    num_heads: 2", "    initial_lr: 0.3", "    eps: 1e-07", "    ns_steps: 3"} <= {*lines}
+    assert not any("split_sizes" in line for line in lines)

@@ -1,4 +1,4 @@
-"""Stages of variants on simulated and on real ranks: weights, and what stages keep, have the bits of one process."""
+"""Stages of variants on simulated ranks: weights, and what stages keep, have the bits of one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from dense_step import DenseMuon
 from simulated import (
     CPU,
@@ -31,27 +30,20 @@ from simulated import (
 from torch import Tensor
 
 from shardmuon import Muon
-from shardmuon.comm.groups import Traffic, group_for
 from shardmuon.layout.table import replicated
 from shardmuon.layout.views import kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec, make_plan
-from shardmuon.plan.program import KeptLoad, make_program
+from shardmuon.plan.program import KeptLoad
 from shardmuon.step import stages as weights_module
-from shardmuon.step.binding import groups_of
-from shardmuon.step.bucket import Bound, Buckets, Kernel, Work, run_buckets
 from shardmuon.step.options import settings_of
 from shardmuon.step.stages import (
     BatchStages,
     KeptSide,
     Result,
-    ZeroWatch,
-    begin_weights,
     finish,
-    finish_weights,
     weight_sets,
 )
-from shardmuon.testing import RankPool
 from shardmuon.variants import VARIANTS, BeforeStage, Stages, keeping, stages_of
 
 ORDERS = [names for count in range(1, len(VARIANTS) + 1) for names in itertools.permutations(VARIANTS, count)]
@@ -124,74 +116,6 @@ def _assert_same(ranks: SimulatedRanks, dense: DenseMuon, stages: Sequence[Stage
         for found, expected in pairs:
             for rank, storage in expected.items():
                 assert torch.equal(found[rank], storage), (spec.name, rank)
-
-
-# ------------------------------------------------------------------------------------------------------- real ranks
-
-EVERYTHING = "muon_eq+normuon+hyperball"
-
-
-def _three_steps(names: Sequence[str]) -> dict[str, tuple[list[Tensor], list[list[Tensor]]]]:
-    """Return this rank's weights and variant state after three steps on real ranks, by layout."""
-    rank, found = dist.get_rank(), {}
-    for name in names:
-        torch.manual_seed(4)
-        views = [make() for make in VIEWS.values()]
-        layouts = [LAYOUTS[name](view) for view in views]
-        group = group_of(**given(EVERYTHING))
-        settings = settings_of(group)
-        plan = planned(layouts, [group] * len(views), Chooser("auto", None))
-        weights = [cut(layout, torch.randn(view.shape)).get(rank) for layout, view in zip(layouts, views, strict=True)]
-        shapes = [() if w is None else tuple(w.shape) for w in weights]
-        shared = {i: settings.stages for i, layout in enumerate(layouts) if rank in layout.ranks}
-        mine = [bucket for bucket in plan.buckets if rank in bucket.ranks]
-        for ranks in groups_of(mine, weight_sets(plan, shared, rank, shapes)):  # before the first exchange
-            group_for(ranks)
-        momenta = [None if w is None else torch.zeros_like(w) for w in weights]
-        kept = [
-            [cut(k.layout, torch.zeros(k.layout.view.shape)).get(rank, torch.empty(0)) for k in spec.kept]
-            for spec in plan.specs
-        ]
-        for step in range(3):
-            missing = {1} if step == 1 else set()
-            grads = [
-                cut(layout, torch.randn(view.shape)).get(rank) for layout, view in zip(layouts, views, strict=True)
-            ]
-            grads = [None if i in missing else grad for i, grad in enumerate(grads)]
-            bounds = [Bound(plan, make_program(plan, bucket, rank, missing), shapes) for bucket in mine]
-            stepped = {i: stages for i, stages in shared.items() if i not in missing}
-            work = Work(weights, grads, momenta, [settings] * len(views), kept)
-            if step == 0:
-                begin_weights(weight_sets(plan, stepped, rank, shapes), work, Traffic(), ZeroWatch())
-            run_buckets(Buckets.of(bounds), work, Kernel(), Traffic())
-            finish_weights(weight_sets(plan, stepped, rank, shapes), work, Traffic())
-        found[name] = [torch.empty(0) if w is None else w for w in weights], kept
-    return found
-
-
-def test_real_ranks_give_the_bits_of_one_process(world4: RankPool) -> None:
-    """All stages at once over gloo, every layout, two buckets in flight: what is kept comes by scatters and relays."""
-    everyone = world4.run(_three_steps, list(LAYOUTS))
-    for name, layout_of in LAYOUTS.items():
-        torch.manual_seed(4)
-        views = [make() for make in VIEWS.values()]
-        whole = [torch.randn(view.shape).requires_grad_() for view in views]
-        groups = [{"params": [p], **OPTIONS[v]} for v, p in zip(VIEWS, whole, strict=True)]
-        optimizer = Muon(groups, lr=0.05, **given(EVERYTHING))
-        for step in range(3):
-            for number, p in enumerate(whole):
-                grad = torch.randn(p.shape)
-                p.grad = None if step == 1 and number == 1 else grad
-            optimizer.step()
-        plan = planned([layout_of(view) for view in views], optimizer.param_groups, Chooser("auto", None))
-        for number, (spec, p) in enumerate(zip(plan.specs, whole, strict=True)):
-            for rank, storage in cut(spec.layout, p.detach()).items():
-                assert torch.equal(everyone[rank][name][0][number], storage), (name, number, rank)
-            keys = [stage.key for stage in keeping(settings_of(optimizer.param_groups[0]).stages)]
-            assert keys == ["second_moment", "weight_radius"]
-            for at, (key, kept) in enumerate(zip(keys, spec.kept, strict=True)):
-                for rank, storage in cut(kept.layout, optimizer.state[p][key]).items():
-                    assert torch.equal(everyone[rank][name][1][number][at], storage), (name, number, key, rank)
 
 
 # ------------------------------------------------------------------------------------------------------------ parts

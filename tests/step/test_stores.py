@@ -188,47 +188,45 @@ def same(found: Tensor, expected: Tensor) -> bool:
     return not found.numel() or (alike and torch.equal(found, expected))
 
 
-@pytest.mark.parametrize(("case", "layout"), in_both(in_turn(CASES, every=4)))
-def test_whatever_is_stored_has_the_bits_of_one_process(case: str, layout: str) -> None:
-    assert_like_one_process(CASES[case], layout, VIEWS, OPTIONS)
+def compare(case: str, layout: str, **places: Any) -> None:
+    """Codes on wide views, of which none has a block cut."""
+    cut_blocks = ("kernel",) if layout == "last dim" else ()
+    wide = {name: make for name, make in WIDE.items() if name not in cut_blocks}
+    views, options = (wide, WIDE_OPTIONS) if case in CODED else (VIEWS, OPTIONS)
+    assert_like_one_process((CASES | CODED | ON_DEVICE)[case], layout, views, options, **places)
 
 
 @pytest.mark.parametrize(
     ("case", "layout"),
-    in_both(in_turn(CODED, [name for name in LAYOUTS if name != "flat"], 2)),  # refused: it cuts blocks
+    in_both(
+        in_turn(CASES, every=4) + in_turn(CODED, [name for name in LAYOUTS if name != "flat"], 2)
+    ),  # flat: refused, it cuts blocks
 )
-def test_codes_have_the_bits_of_one_process(case: str, layout: str) -> None:
-    uncut = {name: make for name, make in WIDE.items() if (layout, name) != ("last dim", "kernel")}
-    assert_like_one_process(CODED[case], layout, uncut, WIDE_OPTIONS)
+def test_whatever_is_stored_has_the_bits_of_one_process(case: str, layout: str) -> None:
+    compare(case, layout)
 
 
 ON_DEVICE: dict[str, Case] = {
     "momentum on the CPU": Case(Storage(momentum_device="cpu"), MIXED, L2),
     "bf16 momentum on the CPU": Case(Storage(BF16, "cpu", stochastic_rounding=True), MIXED),
-    "lr is a tensor": Case(dtypes=MIXED, options=CAUTIOUS, lr=torch.tensor),
-    "torch, lr is a tensor": Case(dtypes=MIXED, method="torch", lr=torch.tensor),
+    "cautious, lr is a tensor": Case(dtypes=MIXED, options=CAUTIOUS, lr=torch.tensor),
+    "torch, lr is a float tensor": Case(dtypes=MIXED, method="torch", lr=torch.tensor),
 }
 
 
-@pytest.mark.parametrize(("case", "layout"), in_turn(ON_DEVICE, ["hsdp crossed", "flat"], 2))
-def test_momentum_and_lr_may_lie_elsewhere(case: str, layout: str) -> None:
-    """Weights are on a device that stands in for CUDA: it refuses operations on tensors of two devices."""
+@pytest.mark.parametrize(
+    ("case", "layout", "places"),
+    [
+        *((case, layout, {"device": "cuda:0"}) for case, layout in in_turn(ON_DEVICE, ["hsdp crossed", "flat"], 2)),
+        ("int8, l2, mixed", "last dim", {"device": "cuda:0"}),
+        *((case, "hsdp crossed", {"buffers": "cuda:0"}) for case in ("random both", "mixed, l2")),
+    ],
+    ids=str,
+)
+def test_momentum_weights_and_lr_may_lie_elsewhere(case: str, layout: str, places: dict[str, str]) -> None:
+    """Weights or buffers are on a device that stands in for CUDA: it refuses operations on tensors of two devices."""
     with CudaShape():
-        assert_like_one_process(ON_DEVICE[case], layout, VIEWS, OPTIONS, "cuda:0")
-
-
-@pytest.mark.parametrize("layout", ["last dim"])
-def test_codes_may_lie_elsewhere(layout: str) -> None:
-    uncut = {name: make for name, make in WIDE.items() if name != "kernel"}
-    with CudaShape():
-        assert_like_one_process(CODED["int8, l2, mixed"], layout, uncut, WIDE_OPTIONS, "cuda:0")
-
-
-@pytest.mark.parametrize("case", ["random both", "mixed, l2"])
-def test_weights_may_lie_elsewhere(case: str) -> None:
-    """Weights may lie on the CPU, with buffers on the device."""
-    with CudaShape():
-        assert_like_one_process(CASES[case], "hsdp crossed", VIEWS, OPTIONS, buffers="cuda:0")
+        compare(case, layout, **places)
 
 
 def _inner(view: MatrixView) -> ParamLayout:

@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import is_dtensor
-from shardmuon.checkpoint.state import ADAMW_KEYS, clean_name, init_missing, kept_keys, placed_like, read_param
+from shardmuon.checkpoint.state import (
+    ADAMW_KEYS,
+    clean_name,
+    init_missing,
+    kept_keys,
+    parts_of,
+    placed_like,
+    read_param,
+)
 from shardmuon.layout.engines.base import name_of
 from shardmuon.momentum.keeper import BUFFER, SCALE, Keeper
 from shardmuon.options import per_step
@@ -131,10 +139,10 @@ class _Entry(NamedTuple):
 
 def _entries(saved: _StateDict, form: _Format) -> list[_Entry]:
     """All parameters of a state dict, in its order."""
-    found = []
-    for group in saved["param_groups"]:
+    found, (states, groups) = list[_Entry](), parts_of(saved)
+    for group in groups:
         for key, name in zip(group["params"], group.get("param_names") or group["params"], strict=False):
-            state = {k: value for k, value in saved["state"].get(key, {}).items() if k not in form.ignored}
+            state = {k: value for k, value in states.get(key, {}).items() if k not in form.ignored}
             source = sorted(map(str, state))
             if any(form.adamw.get(k, k) == "exp_avg_sq" for k in state):
                 counted = {"step": group["step"]} if "step" in group else {}
@@ -142,7 +150,7 @@ def _entries(saved: _StateDict, form: _Format) -> list[_Entry]:
             elif form.momentum in state:
                 state[BUFFER] = state.pop(form.momentum)
             found.append(_Entry(name, key, state, group, source))
-    unknown = list(saved["state"].keys() - {entry.key for entry in found})
+    unknown = list(states.keys() - {entry.key for entry in found})
     if unknown:
         raise ValueError(f"the state dict has state for {unknown[0]!r}, which none of its groups lists: it is damaged")
     return found
@@ -180,8 +188,8 @@ def load_foreign(
     Raises:
         ValueError: Something cannot be mapped; says the parameter's name and what to do. Nothing has changed.
     """
-    dicts = [_nested(d) for d in ([state_dict] if isinstance(state_dict, Mapping) else state_dict)]
-    kinds = [_kind(d) if kind == "auto" else kind for d in dicts]
+    dicts = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
+    kinds = [_kind(parts_of(d)[1]) if kind == "auto" else kind for d in dicts]
     if not FORMATS.keys() >= {*kinds}:
         raise ValueError(f"kind={kind!r} is not one of auto, {', '.join(FORMATS)}")
     groups = enumerate(optimizer.param_groups)
@@ -239,9 +247,9 @@ def merge_ranks(state_dicts: Sequence[_StateDict]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ formats
 
 
-def _kind(saved: _StateDict) -> str:
+def _kind(groups: Sequence[Mapping[str, Any]]) -> str:
     """The format of a state dict, told by its groups' options."""
-    keys = set().union(*(g.keys() for g in saved["param_groups"])) - {"params", "param_names", "initial_lr", "use_muon"}
+    keys = set().union(*(g.keys() for g in groups)) - {"params", "param_names", "initial_lr", "use_muon"}
     for kind, form in FORMATS.items():
         if any(marks <= keys for marks in form.marks):
             return kind
@@ -252,25 +260,6 @@ def _kind(saved: _StateDict) -> str:
         "sum or an average. Give kind=, one of "
         + "; ".join(f"{kind!r} ({f.about}: {'sum' if f.is_sum else 'average'})" for kind, f in FORMATS.items())
     )
-
-
-def _nested(saved: Any) -> dict[str, Any]:
-    """{"state", "param_groups"}, also from the flat form of torch.distributed.checkpoint."""
-    if isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys():
-        return dict(saved)
-    if not isinstance(saved, Mapping) or not any(str(key).startswith("state.") for key in saved):
-        found = sorted(map(str, saved))[:6] if isinstance(saved, Mapping) else type(saved).__name__
-        raise ValueError(
-            f"an optimizer's state dict has the keys 'state' and 'param_groups', found {found}. Give that part of the "
-            "checkpoint (Megatron-LM keeps it under 'optimizer')"
-        )
-    parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
-    for key, value in saved.items():
-        part, _, rest = str(key).partition(".")
-        name, _, option = rest.rpartition(".")
-        parts[part].setdefault(name, {})[option] = value
-    groups = [{**options, "params": [name]} for name, options in parts["param_groups"].items()]
-    return {"state": parts["state"], "param_groups": groups}
 
 
 # ----------------------------------------------------------------------------------------------------- matching

@@ -102,7 +102,7 @@ def read_state(
     Raises:
         ValueError: The state dict does not fit; says the parameter's name, what was found and what is allowed.
     """
-    entries, theirs = _parts(saved)
+    entries, theirs = parts_of(saved)
     entries = with_carried(entries, theirs)
     if len(theirs) != len(groups):
         raise ValueError(
@@ -135,12 +135,18 @@ def read_state(
     return state, merged
 
 
-def _parts(saved: Mapping[str, Any]) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
+def parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
+    """State by parameters' keys and the groups of a state dict.
+
+    Raises:
+        ValueError: It is none of an optimizer.
+    """
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
         found = sorted(map(str, saved))[:6] if isinstance(saved, Mapping) else type(saved).__name__
         raise ValueError(
-            f"a state dict has the keys 'state' and 'param_groups', found {found}. Give what optimizer.state_dict() or "
-            "torch.distributed.checkpoint returned"
+            f"an optimizer's state dict has the keys 'state' and 'param_groups', found {found}. Give what "
+            "optimizer.state_dict() or torch.distributed.checkpoint returned, not flattened (Megatron-LM keeps it "
+            "under 'optimizer')"
         )
     entries, groups = saved["state"], saved["param_groups"]
     dicts = isinstance(entries, Mapping) and isinstance(groups, (list, tuple))

@@ -24,8 +24,9 @@ from shardmuon import Muon
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 from shardmuon.testing.tolerances import assert_bitwise
+from shardmuon.variants import KEPT_KEYS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "kept.md"
 
 # -------------------------------------------------------------------------------------------------- the table is whole
@@ -83,10 +84,12 @@ class Pair(nn.Module):
         self.gain = nn.Parameter(_normal(9, seed=3))
 
 
-def _pair(**options: Any) -> tuple[Pair, Muon]:
+def _pair(variant: str | None, sharded: bool = False) -> tuple[Pair, Muon]:
     model = Pair()
-    matrices = [("wide", model.wide), ("tall", model.tall)]
-    groups = [{"params": matrices, **options}, {"params": [("gain", model.gain)], "use_muon": False}]
+    if sharded:
+        fully_shard(model, mesh=mesh_of((2,)))
+    params = list(model.named_parameters())
+    groups = [{"params": params[:2], "variant": variant}, {"params": params[2:], "use_muon": False}]
     return model, Muon(groups, lr=0.05, weight_decay=0.0)
 
 
@@ -110,50 +113,38 @@ def _all(model: nn.Module, optimizer: Muon) -> dict[str, Tensor]:
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in sorted(found.items())}
 
 
-def _off_and_on(variant: str, between: str | None, sharded: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A variant that another one takes turns with, and the same where its state is taken away by hand."""
-    found = []
-    for by_hand in (False, True):
-        model, optimizer = _pair(variant=variant)
-        if sharded:
-            model = fully_shard(model, mesh=mesh_of((2,)))
-            params = dict(model.named_parameters())
-            groups = [{"params": [(n, params[n]) for n in ("wide", "tall")], "variant": variant}]
-            groups += [{"params": [("gain", params["gain"])], "use_muon": False}]
-            optimizer = Muon(groups, lr=0.05, weight_decay=0.0)
-        _steps(model, optimizer, 0, 1)
-        optimizer.param_groups[0]["variant"] = between
-        _steps(model, optimizer, 2, 3)
-        kept = {key for state in optimizer.state.values() for key in state}
-        if by_hand:
-            for p in (model.wide, model.tall):
-                for key in ("second_moment", "weight_radius"):
-                    optimizer.state[p].pop(key, None)
-        elif between is None:
-            assert kept == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
-        optimizer.param_groups[0]["variant"] = variant
-        _steps(model, optimizer, 4, 5)
-        found.append(_all(model, optimizer))
-    return found[0], found[1]
+def _off_and_on(variant: str, between: str | None, sharded: bool = False, by_hand: bool = False) -> dict[str, Tensor]:
+    """A variant that another one takes turns with; `by_hand`: whose state is taken away by hand meanwhile."""
+    model, optimizer = _pair(variant, sharded)
+    _steps(model, optimizer, 0, 1)
+    optimizer.param_groups[0]["variant"] = between
+    _steps(model, optimizer, 2, 3)
+    states = optimizer.state.values()
+    if between is None:
+        assert {key for of_one in states for key in of_one} == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
+    for of_one in states if by_hand else ():
+        for key in KEPT_KEYS:
+            of_one.pop(key, None)
+    optimizer.param_groups[0]["variant"] = variant
+    _steps(model, optimizer, 4, 5)
+    return _all(model, optimizer)
 
 
 @pytest.mark.parametrize("between", [None, "muon_eq"])
 @pytest.mark.parametrize("variant", ["normuon", "hyperball", "normuon+hyperball"])
 def test_a_variant_that_was_off_begins_anew(variant: str, between: str | None) -> None:
-    found, wanted = _off_and_on(variant, between, sharded=False)
-    assert_bitwise(found, wanted)
+    assert_bitwise(_off_and_on(variant, between), _off_and_on(variant, between, by_hand=True))
 
 
-def _off_and_on_in_shards() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    return [_off_and_on(variant, None, sharded=True) for variant in ("normuon", "hyperball")]
+def _on_shards(variant: str) -> None:
+    found, alone = _off_and_on(variant, None, sharded=True), _off_and_on(variant, None)
+    assert_bitwise(found, _off_and_on(variant, None, sharded=True, by_hand=True))
+    assert_bitwise({name: found[name] for name in ("wide", "tall")}, {name: alone[name] for name in ("wide", "tall")})
 
 
 def test_nor_does_it_remember_on_shards(world2: RankPool) -> None:
-    for found in world2.run(_off_and_on_in_shards):
-        for variant, (one, other) in zip(("normuon", "hyperball"), found, strict=True):
-            assert_bitwise(one, other)
-            alone, _ = _off_and_on(variant, None, sharded=False)
-            assert_bitwise({name: one[name] for name in ("wide", "tall")}, {n: alone[n] for n in ("wide", "tall")})
+    for variant in ("normuon", "hyperball"):
+        world2.run(_on_shards, variant)
 
 
 def _refuse(model: Pair, optimizer: Muon) -> None:
@@ -252,8 +243,8 @@ EVENTS: list[Callable[[Pair, Muon], None]] = [
 @pytest.mark.parametrize("variant", [None, "normuon+hyperball"])
 @pytest.mark.parametrize("event", EVENTS)
 def test_an_event_leaves_nothing_that_the_next_steps_feel(event: Callable[..., None], variant: str | None) -> None:
-    model, optimizer = _pair(variant=variant)
-    quiet, other = _pair(variant=variant)
+    model, optimizer = _pair(variant)
+    quiet, other = _pair(variant)
     _steps(model, optimizer, 0, 1)
     _steps(quiet, other, 0, 1)
     event(model, optimizer)

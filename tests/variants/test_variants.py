@@ -1,4 +1,4 @@
-"""Variants of Muon: stages against formulas written here in fp64, options, plans, state, simulated ranks."""
+"""Variants of Muon: stages against formulas written here in fp64, options, plans, state."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+<<<<<<< HEAD:tests/test_variants.py
 from drawn import models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import SimulatedRanks, cut, planned, spec
 from simulated import fully_sharded as sharded
+=======
+from simulated import sharded, spec
+>>>>>>> w-state:tests/variants/test_variants.py
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.layout.table import replicated
-from shardmuon.layout.views import kept_view
-from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.layout.views import kept_view, matrix_view
 from shardmuon.plan.plan import Kept, Policy, make_plan
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon.variants import AfterStage, gram_fault, scaled_, stages_of
@@ -78,122 +81,49 @@ def test_muon_eq_gives_rows_one_norm_at_any_scale(shape: tuple[int, int], scale:
 
 
 @pytest.mark.parametrize("shape", [(2, 300, 500), (1, 3, 70_000), (1, 70_000, 3)])  # summed in parts, on CPUs
-def test_muon_eq_sums_large_matrices_as_small_ones(shape: tuple[int, ...]) -> None:
+def test_muon_eq_sums_large_matrices_as_small_ones_and_leaves_rows_of_zeros(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 15, shape[1])[:, None]
+    x[0, 2] = 0
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
     factor = norms.square().mean(-2, keepdim=True).sqrt() / norms
     assert_bitwise(run("muon_eq", x.clone()), x * factor.clamp(max=2.0**120).float())
 
 
-def test_muon_eq_leaves_rows_of_zeros() -> None:
-    x = torch.randn(1, 4, 6)
-    x[0, 2] = 0
-    found = run("muon_eq", x)
-    assert_bitwise(found[0, 2], torch.zeros(6))
-    assert bool(found.isfinite().all())
-
-
 # ----------------------------------------------------------------------------------------------------- whole steps
 
 
-def dense_step(
-    w: Tensor, g: Tensor, b: Tensor, v: Tensor, *, lr: float, beta2: float, coefficients: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of muon_eq+normuon in fp64, from the formulas."""
-    b = 0.95 * b + 0.05 * g
-    n = 0.95 * b + 0.05 * g
-    rows = n.norm(dim=1, keepdim=True)
-    x = n * (n.norm() / math.sqrt(len(n))) / rows
-    x = x / x.norm()
-    x = x.T if w.shape[0] > w.shape[1] else x
-    for a, c, d in coefficients:
-        gram = x @ x.T
-        x = a * x + (c * gram + d * gram @ gram) @ x
-    x = x.T if w.shape[0] > w.shape[1] else x
-    x, v = normuon_formula(x, v, beta2)
-    return w * (1 - lr * 0.1) - lr * math.sqrt(max(1, w.shape[0] / w.shape[1])) * x, b, v
-
-
-@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (8, 8)])
-def test_steps_in_fp64_are_the_formulas(shape: tuple[int, int]) -> None:
-    """fp64 but for v, which is kept in fp32: its roots are off by half a rounding of fp32 for each step."""
-    generator = torch.Generator().manual_seed(4)
-    w = torch.randn(shape, generator=generator, dtype=torch.float64)
-    param = nn.Parameter(w.clone())
-    optimizer = Muon(
-        [param],
-        lr=0.02,
-        variant="muon_eq+normuon",
-        beta2=0.8,
-        orthogonalizer=Orthogonalizer(method="standard", dtype=torch.float64),
-    )
-    b, v = torch.zeros_like(w), torch.zeros(max(shape), dtype=torch.float64)
-    for step in range(1, 4):
-        g = torch.randn(shape, generator=generator, dtype=torch.float64)
-        param.grad = g.clone()
-        optimizer.step()
-        w, b, v = dense_step(w, g, b, v, lr=0.02, beta2=0.8, coefficients=((3.4445, -4.7750, 2.0315),) * 5)
-        # v: its mean is rounded to fp32, then product, difference and sum, in each step so far; its root halves that,
-        # and the norm that is restored hangs on all of v alike. An update's entries are at most lr * scale * 1.3 large.
-        assert_rounded(optimizer.state[param]["second_moment"][0], v, roundings=4 * step, dtype=torch.float32)
-        size = torch.full_like(w, step * 0.02 * math.sqrt(max(1, shape[0] / shape[1])) * 1.3)
-        assert_rounded(param.detach(), w, roundings=2 * 4 * step, dtype=torch.float32, scale=size)
-
-
-def test_without_a_variant_nothing_is_kept_and_with_one_the_update_differs() -> None:
-    updates = {}
-    for variant in (None, "normuon", "muon_eq", "muon_eq+normuon"):
-        torch.manual_seed(0)
-        param = nn.Parameter(torch.randn(12, 7))
-        optimizer = Muon([param], lr=0.02, variant=variant, orthogonalizer=FP32)
-        for _ in range(2):
-            param.grad = torch.randn(12, 7)
-            optimizer.step()
-        updates[variant] = param.detach()
-        kept = {"second_moment"} if variant and "normuon" in variant else set()
-        assert set(optimizer.state[param]) == {"momentum_buffer", *kept}
-        assert optimizer.param_groups[0]["variant"] == variant
-    for first in updates:
-        for second in updates:
-            assert first == second or not torch.equal(updates[first], updates[second]), (first, second)
-
-
-def test_a_matrix_without_gradient_keeps_what_its_stage_keeps() -> None:
-    torch.manual_seed(0)
-    params = [nn.Parameter(torch.randn(5, 4)) for _ in range(2)]
-    optimizer = Muon(params, lr=0.02, variant="normuon")
-    for p in params:
-        p.grad = torch.randn(5, 4)
-    optimizer.step()
-    before = optimizer.state[params[0]]["second_moment"].clone()
-    params[0].grad = None
-    params[1].grad = torch.randn(5, 4)
-    optimizer.step()
-    assert_bitwise(optimizer.state[params[0]]["second_moment"], before)
-    assert not torch.equal(optimizer.state[params[1]]["second_moment"], before)
-
-
-def test_groups_of_different_variants_share_no_batch_and_each_has_its_own_rule() -> None:
-    """Two matrices of one shape beside each other, plain and NorMuon, step as they would alone."""
-    torch.manual_seed(0)
-    start, grads = torch.randn(2, 6, 6), torch.randn(3, 2, 6, 6)
-    alone = []
-    for i, variant in enumerate((None, "normuon")):
-        param = nn.Parameter(start[i].clone())
-        optimizer = Muon([param], lr=0.02, variant=variant, orthogonalizer=FP32)
-        for grad in grads:
-            param.grad = grad[i].clone()
-            optimizer.step()
-        alone.append(param.detach())
-    params = [nn.Parameter(t.clone()) for t in start]
-    groups = [{"params": [params[0]], "variant": None}, {"params": [params[1]]}]
-    both = Muon(groups, lr=0.02, variant="normuon", orthogonalizer=FP32)
+def steps(variants: list[str | None], grads: Tensor, **options: Any) -> tuple[list[Tensor], Muon]:
+    """Two matrices of one shape, each with its variant; gradients that are NaN are none."""
+    start = torch.randn(2, 12, 7, generator=torch.Generator().manual_seed(0))
+    params = [nn.Parameter(w.clone()) for w in start[: len(variants)]]
+    groups = [{"params": [p], "variant": variant} for p, variant in zip(params, variants, strict=True)]
+    optimizer = Muon(groups, lr=0.02, orthogonalizer=FP32, **options)
     for grad in grads:
-        for p, g in zip(params, grad, strict=True):
-            p.grad = g.clone()
-        both.step()
-    assert_bitwise([p.detach() for p in params], alone)
-    assert "variant: normuon" in repr(both)
+        for p, g in zip(params, grad, strict=False):
+            p.grad = None if g.isnan().any() else g.clone()
+        optimizer.step()
+    return [p.detach() for p in params], optimizer
+
+
+def test_variants_side_by_side_share_no_batch_and_each_keeps_what_it_needs() -> None:
+    """Of two matrices of one shape each steps as it would alone; without a gradient it keeps what it has."""
+    grads = torch.randn(3, 2, 12, 7, generator=torch.Generator().manual_seed(1))
+    found, alone = list[Tensor](), dict[str | None, Tensor]()
+    for variant in (None, "normuon", "muon_eq", "muon_eq+normuon"):
+        (alone[variant], _), optimizer = steps([variant, None], grads)
+        kept = {"second_moment"} if variant and "normuon" in variant else set()
+        state = [optimizer.state[p] for g in optimizer.param_groups for p in g["params"]]
+        assert [set(of_one) for of_one in state] == [{"momentum_buffer", *kept}, {"momentum_buffer"}]
+        (single,), _ = steps([variant], grads)
+        assert_bitwise(alone[variant], single)
+        assert all(not torch.equal(alone[variant], other) for other in found)
+        found.append(alone[variant])
+    assert "variant: muon_eq+normuon" in repr(optimizer)
+    missing = grads.clone()
+    missing[2, 0] = math.nan
+    before, after = (steps(["normuon", "normuon"], g)[1] for g in (grads[:2], missing))
+    kept = [[o.state[p]["second_moment"] for g in o.param_groups for p in g["params"]] for o in (before, after)]
+    assert torch.equal(kept[0][0], kept[1][0]) and not torch.equal(kept[0][1], kept[1][1])
 
 
 def test_an_option_that_a_schedule_changes_holds_from_the_next_step() -> None:
@@ -224,47 +154,11 @@ def test_what_has_no_meaning_is_refused(options: dict[str, Any], message: str) -
         Muon([nn.Parameter(torch.ones(3, 3))], lr=0.02, **options)
 
 
-# ------------------------------------------------------------------------------------------------- simulated ranks
-
-
-@settings(max_examples=60)
-@given(model=models(), seed=st.integers(0, 2**16), bucket_bytes=st.sampled_from([1, 200, 1 << 20]))
-def test_simulated_ranks_equal_one_process_bitwise(
-    model: list[tuple[Any, dict[str, object]]], seed: int, bucket_bytes: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    layouts = [layout for layout, _ in model]
-    weights = [torch.randn(layout.view.shape, generator=generator) for layout in layouts]
-    dense = [nn.Parameter(w.clone()) for w in weights]
-    groups = [{"params": [p], **options} for p, (_, options) in zip(dense, model, strict=True)]
-    optimizer = Muon(groups, lr=0.02, orthogonalizer=FP32, variant="muon_eq+normuon")
-    chooser = Chooser("standard", torch.float32)
-    plan = planned(layouts, optimizer.param_groups, chooser, Policy(bucket_bytes=bucket_bytes))
-    simulated = SimulatedRanks(plan, weights)
-    for _ in range(2):
-        grads = [torch.randn(w.shape, generator=generator) for w in weights]
-        for p, g in zip(dense, grads, strict=True):
-            p.grad = g
-        optimizer.step()
-        simulated.step(grads, optimizer.param_groups)
-    assert_bitwise(simulated.full_weights(), [p.detach() for p in dense])
-    for s, kept, p in zip(plan.specs, simulated.kept, dense, strict=True):
-        for rank, expected in cut(s.kept[0].layout, optimizer.state[p]["second_moment"]).items():
-            assert_bitwise(kept[0][rank], expected)
-
-
-def test_statistics_of_shards_would_be_another_update() -> None:
-    """The negative control: the stage run on each half of the rows, as dion does on sharded matrices."""
-    generator = torch.Generator().manual_seed(5)
-    o = torch.linalg.qr(torch.randn(12, 12, generator=generator, dtype=torch.float64))[0][:, :6].float()
-    o = o * torch.linspace(0.1, 2.0, 12)[:, None]  # rows that differ, as momentum's do
-    whole = run("normuon", o[None])
-    halves = torch.cat([run("normuon", half[None]) for half in o.split(6)], 1)
-    assert float((whole - halves).norm() / whole.norm()) > 0.1
+# ------------------------------------------------------------------------------------------------- whole matrices
 
 
 def test_the_gram_route_is_left_to_plain_muon() -> None:
-    layout = sharded((64, 8), 2)
+    layout = sharded(matrix_view((64, 8)), [range(2)], 0)
     fault = gram_fault(stages_of({"variant": "normuon"}))
     with pytest.raises(ValueError, match=r"w: route='gram' is impossible .* NorMuon needs the whole matrix"):
         make_plan([spec("w", layout, gram_fault=fault)], Policy("gram"))
@@ -273,7 +167,7 @@ def test_the_gram_route_is_left_to_plain_muon() -> None:
 
 
 def test_route_local_is_refused_where_others_keep_a_copy() -> None:
-    layout = sharded((1, 8), 2)  # all of it on one rank
+    layout = sharded(matrix_view((1, 8)), [range(2)], 0)  # all of it on one rank
     kept = (Kept(replicated(kept_view(layout.view, [8]), layout.ranks), True),)
     keeping = spec("w", layout)._replace(kept=kept)
     with pytest.raises(ValueError, match=r"rank 1 keeps what its stages keep"):

@@ -20,7 +20,6 @@ from shardmuon.momentum.keeper import offloaded_from
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, mesh_of
 from shardmuon.testing.pool import RankPool, get_pool
-from shardmuon.testing.tolerances import assert_same_update
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MIB = 2**20
@@ -75,10 +74,8 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
     ("layout", "world", "options"),
     [
         ("fsdp2", 2, {}),
-        ("fsdp2", 2, {"storage": Storage(momentum_dtype=BF16)}),
         ("fsdp2", 2, {"storage": Storage(momentum_dtype="int8")}),
         ("ddp", 2, {}),
-        ("fsdp2", 4, {}),
         ("hsdp", 4, {}),
         ("fsdp2", 2, {"method": "gram"}),
     ],
@@ -109,23 +106,6 @@ def _params() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(64, 384, generator=generator)) for _ in range(3)]
 
 
-@pytest.mark.parametrize("dtype", [None, FP32, BF16, "int8"])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_momentum_on_the_cpu_gives_the_same_bits(dtype: Any, nesterov: bool) -> None:
-    found = []
-    for place in (None, "cpu"):
-        params = [nn.Parameter(p.detach().to(BF16)) for p in _params()]
-        optimizer = Muon(params, lr=0.02, nesterov=nesterov, ns_steps=2, storage=Storage(dtype, place))
-        for number in range(3):
-            generator = torch.Generator().manual_seed(number)
-            for p in params:
-                p.grad = torch.randn(p.shape, generator=generator).to(BF16)
-            optimizer.step()
-        found.append([*params, *(value for p in params for _, value in sorted(optimizer.state[p].items()))])
-    assert len(found[0]) == len(found[1])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 @pytest.mark.parametrize("given", ["gpu", "disk:/some/folder", 3])
 def test_an_unknown_place_or_dtype_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"momentum_device=.* is not one of None, 'cpu'"):
@@ -147,32 +127,24 @@ class _Net(nn.Module):
         return self.second(self.first(x).relu())
 
 
-def _fsdp(policy: dict[str, Any], options: dict[str, Any]) -> list[tuple[Tensor, Tensor, bool]]:
-    """Three steps; per parameter the whole weight, what one process makes of the same gradients, and whether weights,
-    gradients and momentum are fp32 on the CPU."""
-    net = _Net()
+def _fsdp(policy: dict[str, Any], options: dict[str, Any]) -> None:
+    """Three steps beside one process that is given the same gradients; all are fp32 on the CPU."""
+    net, twin = _Net(), _Net()
     fully_shard(net, mesh=mesh_of((dist.get_world_size(),)), **policy)
-    twin = _Net()
     ours = Muon(list(net.named_parameters()), lr=0.02, **options)
     dense = Muon(list(twin.named_parameters()), lr=0.02)
-    good = True
     for number in range(3):
         x = torch.randn(16, 24, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
         net(x).square().mean().backward()
         for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-            assert isinstance(p.grad, DTensor)
-            q.grad = p.grad.full_tensor()
-            good &= p.dtype == p.grad.dtype == FP32 and p.device.type == p.grad.device.type == "cpu"
+            q.grad = p.grad.full_tensor()  # type: ignore[union-attr]
         ours.step()
         dense.step()
+        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+            kept = p, p.grad, ours.state[p]["momentum_buffer"]
+            assert all(isinstance(t, DTensor) and (t.dtype, t.device.type) == (FP32, "cpu") for t in kept)
+            assert torch.equal(p.full_tensor(), q)  # type: ignore[attr-defined]
         net.zero_grad()
-    out = []
-    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-        assert isinstance(p, DTensor)
-        momentum = ours.state[p]["momentum_buffer"]
-        good &= isinstance(momentum, DTensor) and momentum.dtype == FP32 and momentum.device.type == "cpu"
-        out.append((p.full_tensor().detach(), q.detach(), good))
-    return out
 
 
 @pytest.mark.parametrize(
@@ -189,10 +161,7 @@ def _fsdp(policy: dict[str, Any], options: dict[str, Any]) -> list[tuple[Tensor,
     ids=["offload", "offload, all on the CPU", "bf16 compute", "bf16 compute and reduction"],
 )
 def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: Any, options: Any, world2: RankPool) -> None:
-    for found in world2.run(_fsdp, policy, options):
-        for weight, expected, good in found:
-            assert torch.equal(weight, expected)
-            assert good
+    world2.run(_fsdp, policy, options)
 
 
 def _offloaded_state() -> tuple[str, str, str]:
@@ -239,47 +208,6 @@ def test_buffers_live_where_the_group_can_move_them(
     assert groups.wire_device(cpu, there, (0,)) == (there or cpu)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_parameters_on_the_cpu_are_orthogonalized_on_the_accelerator() -> None:
-    offloaded, there = _params(), [nn.Parameter(p.detach().cuda()) for p in _params()]
-    one = Muon(
-        offloaded,
-        lr=0.02,
-        orthogonalizer=Orthogonalizer(device="cuda", dtype=FP32),
-        exchange=Exchange(dtype=FP32),
-    )
-    two = Muon(
-        there,
-        lr=0.02,
-        orthogonalizer=Orthogonalizer(dtype=FP32),
-        exchange=Exchange(dtype=FP32),
-        storage=Storage(momentum_device="cpu"),
-    )
-    torch.cuda.reset_peak_memory_stats()
-    for number in range(2):
-        before = [p.detach().clone() for p in offloaded]
-        generator = torch.Generator().manual_seed(number)
-        for p in offloaded:
-            p.grad = torch.randn(p.shape, generator=generator)
-        one.step()
-        for p, q, start in zip(offloaded, there, before, strict=True):
-            q.data.copy_(start)  # each step from the same weights: nothing of an earlier one's rounding is left
-            q.grad = p.grad.cuda()  # type: ignore[union-attr]
-        two.step()
-        for p, q, start in zip(offloaded, there, before, strict=True):
-            kept = two.state[q]["momentum_buffer"]
-            assert kept.device.type == "cpu"
-            assert p.grad is not None
-            pushed = p.grad.lerp(kept, 0.95)
-            assert_same_update(p, q, before=start, lr=0.02, weight_decay=0.1, dtype=FP32, matrix=pushed)
-    assert torch.cuda.max_memory_allocated() > 0
-
-
-def _nccl_only() -> bool:
-    with RankPool(1, backend="nccl") as pool:
-        return pool.run(_offloaded_over_nccl)[0]
-
-
 def _offloaded_over_nccl() -> bool:
     """FSDP2 keeps shards on the CPU in a job whose only backend is NCCL."""
     net = _Net().cuda()
@@ -296,4 +224,5 @@ def _offloaded_over_nccl() -> bool:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_offloaded_shards_are_stepped_over_nccl_alone() -> None:
-    assert _nccl_only()
+    with RankPool(1, backend="nccl") as pool:
+        assert pool.run(_offloaded_over_nccl) == [True]

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from demo_script import train
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage
 from shardmuon.layout.mesh import Shard, readings
@@ -25,10 +20,10 @@ from shardmuon.momentum.keeper import tiles_cut
 from shardmuon.momentum.stores import BLOCK, NEAREST, Stream, decode, encode, round_by, round_patch, scale_shape
 from shardmuon.step import update as update_module
 from shardmuon.step.update import apply_, momentum_into_
-from shardmuon.testing.compare import Comparison, compare_with_dense
-from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, mesh_of, parameters
+from shardmuon.testing.compare import compare_with_dense
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, groups_of, parameters
 from shardmuon.testing.pool import RankPool
-from shardmuon.testing.tolerances import KELLER, relative_bound, roundoff
+from shardmuon.testing.tolerances import KELLER, assert_bitwise, relative_bound, roundoff
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -41,10 +36,7 @@ BLOCKED: dict[str, ParamCase] = {
     "experts": ParamCase((4, 6, 512), "a stack", {"view": "stack"}),
     "qkv": ParamCase((24, 512), "blocks of rows that end inside shards", {"split_sizes": (8, 2, 2), "split_groups": 2}),
 }
-KERNEL = {
-    "conv": ParamCase((10, 16, 4, 8), "512 columns in three dims"),
-    "small": ParamCase((6, 4, 3, 3), "36 columns"),
-}
+KERNEL = {"conv": ParamCase((10, 16, 4, 8), "512 columns in three dims")}
 
 
 def _stored(p: Tensor, optimizer: Muon, key: str = "momentum_buffer") -> Tensor:
@@ -155,7 +147,7 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
 # -------------------------------------------------------------------------------------------- what it does to momentum
 
 
-@pytest.mark.parametrize(("dtype", "low", "high"), [(FP32, 0, 1e-4), (BF16, 1e-5, 0.006), ("int8", 1e-3, 0.02)])
+@pytest.mark.parametrize(("dtype", "low", "high"), [(BF16, 1e-5, 0.006), ("int8", 1e-3, 0.02)])
 def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, high: float) -> None:
     # Rounding to nearest stops 4% to 8% short in bf16: every step is then smaller than half the spacing.
     w = nn.Parameter(torch.zeros(64, 256))
@@ -195,71 +187,71 @@ def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: int) -> No
     assert found == size * elements + 4 * (blocks + counts)  # a scale in fp32 for each block
 
 
-@pytest.mark.parametrize("dtype", [BF16, "int8"])
+def _run(optimizer: Muon, params: list[nn.Parameter], numbers: range) -> None:
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+def _after(num_steps: int, dtype: torch.dtype, nesterov: bool, storage: Storage) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(64, 384, generator=generator).to(dtype)) for _ in range(3)]
+    optimizer = Muon(params, lr=0.02, nesterov=nesterov, ns_steps=2, storage=storage)
+    _run(optimizer, params, range(num_steps))
+    kept = {f"{i} {key}": t for i, p in enumerate(params) for key, t in sorted(optimizer.state[p].items())}
+    return {f"{i}": p.detach() for i, p in enumerate(params)} | kept
+
+
+@pytest.mark.parametrize("stored", [None, FP32, BF16, "int8"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_momentum_is_computed_in_fp32_whatever_it_is_stored_as(dtype: Any, nesterov: bool) -> None:
-    grad = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
-    first = []
-    for stored in (FP32, dtype):
-        w = nn.Parameter(torch.zeros(32, 256))
-        w.grad = grad.clone()
-        Muon([w], lr=1.0, storage=Storage(momentum_dtype=stored), nesterov=nesterov).step()
-        first.append(w.detach())
-    assert torch.equal(*first)  # the first step starts from zero, which every dtype holds exactly
+def test_momentum_is_computed_in_fp32_and_has_the_same_bits_on_the_cpu(stored: Any, nesterov: bool) -> None:
+    here, there = (_after(3, BF16, nesterov, Storage(stored, place)) for place in (None, "cpu"))
+    assert_bitwise(there, here)
+    # the first step starts from zero, which every dtype holds exactly
+    once, wide = (_after(1, FP32, nesterov, Storage(dtype)) for dtype in (stored, FP32))
+    assert_bitwise([once[name] for name in "012"], [wide[name] for name in "012"])
 
 
 # ---------------------------------------------------------------------------------------------------- layouts
 
 
-def _int8(layout: str, table: dict[str, ParamCase]) -> Comparison:
-    return compare_with_dense(
-        layout, table=table, lr=0.02, steps=2, storage=Storage(momentum_dtype="int8"), remember=True
-    )
+INT8, ROUNDED = (Storage(dtype, stochastic_rounding=True) for dtype in ("int8", BF16))
+CUT_ANYWHERE = [name for name in LAYOUTS if name.startswith("mcore")]  # refused in 8 bit, see below
+STORED = [
+    *((name, "blocked", INT8) for name in LAYOUTS if name not in CUT_ANYWHERE),
+    *((name, "conv", INT8) for name in ("hsdp", "fsdp2 dim 1")),
+    *((name, "plain", ROUNDED) for name in ("fsdp2 dim 1", *CUT_ANYWHERE)),
+]
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("mcore")])  # refused, see below
-def test_int8_gives_the_same_bits_on_every_layout(layout: str, world4: RankPool) -> None:
-    for found in world4.run(_int8, layout, BLOCKED):
-        assert found.bitwise, found.worst
-        assert found.max_difference == 0.0
+def _compared(layout: str, table: str, storage: Storage) -> tuple[bool, float, str]:
+    cases = {"blocked": BLOCKED, "conv": KERNEL, "plain": PARAMS}[table]
+    found = compare_with_dense(layout, table=cases, dtype=BF16, lr=0.02, steps=2, storage=storage, remember=True)
+    return found.bitwise, found.max_difference, found.worst
+
+
+@pytest.mark.parametrize(("layout", "table", "storage"), STORED, ids=str)
+def test_codes_and_random_rounding_give_the_same_bits_on_every_layout(
+    layout: str, table: str, storage: Storage, world4: RankPool
+) -> None:
+    assert world4.run(_compared, layout, table, storage) == [(True, 0.0, "")] * 4
 
 
 @pytest.mark.parametrize("dtype", [BF16, "int8"])
 def test_experts_of_one_stack_may_be_in_different_buckets(dtype: Any) -> None:
-    start = torch.randn(4, 6, 200, generator=torch.Generator().manual_seed(0))
-    stacks, states = [], []
+    start, found = torch.randn(4, 6, 200, generator=torch.Generator().manual_seed(0)), list[dict[str, Tensor]]()
+    # 6 x 200 elements of 4 bytes on the wire: 4,800 in a bucket of 5,000
     for bucket_bytes, count in ((32 * 2**20, 1), (5000, 4)):
         w = nn.Parameter(start.clone())
-        # 6 x 200 elements of 4 bytes on the wire: 4,800 in a bucket of 5,000
-        options: dict[str, Any] = {
-            "lr": 0.02,
-            "storage": Storage(momentum_dtype=dtype),
-            "exchange": Exchange(bucket_bytes=bucket_bytes),
-            "orthogonalizer": Orthogonalizer(dtype=FP32),
-        }
-        optimizer = Muon([{"params": [("w", w)], "view": "stack"}], **options)
+        fixed: dict[str, Any] = {"storage": Storage(dtype), "orthogonalizer": Orthogonalizer(dtype=FP32)}
+        group = {"params": [("w", w)], "view": "stack"}
+        optimizer = Muon([group], lr=0.02, exchange=Exchange(bucket_bytes=bucket_bytes), **fixed)
         _run(optimizer, [w], range(3))
         assert len(optimizer.plan.buckets) == count
-        stacks.append(w.detach())
-        states.append(optimizer.state[w])
-    assert torch.equal(*stacks)
-    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
-
-
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2 dim 1", "hsdp"])
-def test_int8_takes_convolution_kernels(layout: str, world4: RankPool) -> None:
-    table = KERNEL if layout != "fsdp2 dim 1" else {"conv": KERNEL["conv"]}
-    assert all(found.bitwise for found in world4.run(_int8, layout, table))
-
-
-def _rounded(layout: str) -> Comparison:
-    options: dict[str, Any] = {"storage": Storage(momentum_dtype=BF16, stochastic_rounding=True)}
-    return compare_with_dense(layout, dtype=BF16, lr=0.02, steps=2, remember=True, **options)
-
-
-@pytest.mark.parametrize("layout", list(LAYOUTS)[1::3])  # in exact arithmetic on the others, too: test_golden.py
-def test_random_rounding_gives_the_same_bits_on_layouts_of_every_kind(layout: str, world4: RankPool) -> None:
-    assert all(found.bitwise for found in world4.run(_rounded, layout))
+        found.append({"weight": w.detach(), **optimizer.state[w]})
+    assert_bitwise(*found)
 
 
 def _refusal(layout: str, shape: tuple[int, ...]) -> str:
@@ -298,123 +290,6 @@ def test_scales_are_cut_where_torch_would_cut_a_tensor_of_their_shape(num_ranks:
             expected = [of_rank for _, of_rank in readings(scale_shape(shape, 1), (num_ranks,), (Shard(1),))[0]]
             assert [scale_shape(of_rank, 1) for of_rank in stored] == expected
     assert accepted >= num_ranks
-
-
-# ------------------------------------------------------------------------------------------------- checkpoints
-
-
-class _Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.a = nn.Parameter(torch.randn(33, 300, generator=generator).to(BF16))
-        self.b = nn.Parameter(torch.randn(128, 64, generator=generator).to(BF16))
-
-
-def _resume(folder: str, dtype: Any, saves: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """Three steps, a checkpoint, two steps; or the checkpoint and the two steps. Returns whole weights and momentum."""
-    module = _Two()
-    mesh = mesh_of((dist.get_world_size(),))
-    fully_shard(module, mesh=mesh)
-    storage = Storage(momentum_dtype=dtype, stochastic_rounding=True)
-    optimizer = Muon(list(module.named_parameters()), lr=0.02, storage=storage)
-
-    def step(number: int) -> None:
-        generator = torch.Generator().manual_seed(number)
-        for p in module.parameters():
-            assert isinstance(p, DTensor)
-            grad = torch.randn(p.shape, generator=generator).to(BF16)
-            p.grad = distribute_tensor(grad, mesh, p.placements, src_data_rank=None)
-        optimizer.step()
-
-    if saves:
-        for number in range(3):
-            step(number)
-    model = dict(module.named_parameters())
-    state = {"optimizer": get_optimizer_state_dict(module, optimizer), "model": model}
-    if saves:
-        dcp.save(state, checkpoint_id=folder)
-    else:
-        dcp.load(state, checkpoint_id=folder)
-        set_optimizer_state_dict(module, optimizer, state["optimizer"])
-    for number in (3, 4):
-        step(number)
-    whole = {}
-    for name, p in module.named_parameters():
-        assert isinstance(p, DTensor)
-        whole[name] = p.full_tensor().detach()
-        for key, value in optimizer.state[p].items():
-            whole[f"{name} {key}"] = value.full_tensor() if isinstance(value, DTensor) else value
-    kinds = sorted({str(value.dtype) for key, value in whole.items() if "momentum_buffer" in key})
-    return whole, kinds
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, "int8"])
-def test_a_run_goes_on_with_the_same_bits_on_another_world_size(
-    dtype: Any, world4: RankPool, world2: RankPool, tmp_path: Path
-) -> None:
-    expected, kinds = world4.run(_resume, str(tmp_path), dtype, True)[0]
-    assert kinds == ["torch.int8" if dtype == "int8" else str(dtype)]
-    found, _ = world2.run(_resume, str(tmp_path), dtype, False)[0]
-    assert set(found) == set(expected) and ("a momentum_scale" in expected) == (dtype == "int8")
-    for key in expected:
-        assert torch.equal(found[key], expected[key]), key
-
-
-def _run(optimizer: Muon, params: list[nn.Parameter], numbers: range) -> None:
-    for number in numbers:
-        generator = torch.Generator().manual_seed(number)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, "int8"])
-def test_load_state_dict_keeps_every_bit_of_a_low_precision_parameters_momentum(dtype: Any) -> None:
-    # torch casts loaded state to the parameter's dtype: fp32 momentum, or a scale, would lose 16 bits
-    start = torch.randn(20, 300, generator=torch.Generator().manual_seed(9)).to(BF16)
-    first, second = [nn.Parameter(start.clone())], [nn.Parameter(start.clone())]
-    options: dict[str, Any] = {"storage": Storage(momentum_dtype=dtype, stochastic_rounding=True), "lr": 0.02}
-    one, two = Muon(first, **options), Muon(second, **options)
-    _run(one, first, range(3))
-    saved = {"state": {0: {k: v.clone() for k, v in one.state[first[0]].items()}}}
-    saved["param_groups"] = one.state_dict()["param_groups"]
-    second[0].data.copy_(first[0].data)
-    two.load_state_dict(saved)
-    _run(one, first, range(3, 5))
-    _run(two, second, range(3, 5))
-    assert torch.equal(first[0], second[0])
-    for key, value in one.state[first[0]].items():
-        assert torch.equal(value, two.state[second[0]][key]), key
-
-
-@pytest.mark.parametrize("saved", [FP32, BF16, "int8"])
-@pytest.mark.parametrize("wanted", [None, FP32, BF16, "int8"])
-def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: Any, wanted: Any) -> None:
-    params = [nn.Parameter(torch.zeros(20, 300))]
-    one = Muon(params, lr=0.0, storage=Storage(momentum_dtype=saved))
-    _run(one, params, range(4))
-    state = one.state[params[0]]
-    before = state["momentum_buffer"].float()
-    if saved == "int8":
-        before = decode(state["momentum_buffer"], state["momentum_scale"])
-    before = before.clone()
-    other = [nn.Parameter(torch.zeros(20, 300))]
-    two = Muon(
-        other, lr=0.0, momentum=1.0, storage=Storage(momentum_dtype=wanted)
-    )  # momentum=1: a step leaves it as it is
-    two.load_state_dict(one.state_dict())
-    two.param_groups[0]["momentum"] = 1.0
-    _run(two, other, range(1))
-    state = two.state[other[0]]
-    dtype = FP32 if wanted is None else wanted  # None: torch's rule, the parameter's dtype
-    assert state["momentum_buffer"].dtype == (torch.int8 if dtype == "int8" else dtype)
-    found = state["momentum_buffer"].float()
-    if wanted == "int8":
-        found = decode(state["momentum_buffer"], state["momentum_scale"])
-    allowed = {None: 0.0, FP32: 0.0, BF16: 2.0**-8, "int8": 0.03}[wanted]
-    assert float((found - before).norm() / before.norm()) <= allowed
-    assert ("momentum_scale" in state) == (dtype == "int8")
 
 
 def test_codes_without_their_scale_are_an_error_that_changes_nothing() -> None:
@@ -467,69 +342,59 @@ def _unnamed() -> str:
     own = nn.Parameter(torch.ones(4, 4, dtype=BF16))
     groups = [{"params": [own], "rank_local": True}, {"params": [nn.Parameter(shared)]}]
     optimizer = Muon(groups[dist.get_rank() :], lr=1e-3, storage=Storage(stochastic_rounding=True))
-    with pytest.raises(ValueError, match="share parameters but") as caught:
+    with pytest.raises(
+        ValueError, match=r"share parameters but (.*different names|.*describe them differently)"
+    ) as said:
         optimizer.prepare()
-    return str(caught.value)
+    return str(said.value)
+
+
+def _other_count() -> str:
+    """One rank has lost its state: it would round its replicas by the bits of step 1, the others by those of step 3."""
+    whole = {"w": torch.ones(6, 8, dtype=BF16)}
+    w, grad = (LAYOUTS["replicate"].build(whole, (dist.get_world_size(),))["w"] for _ in range(2))
+    w = nn.Parameter(w)
+    optimizer = Muon([("w", w)], lr=1e-3, storage=Storage(stochastic_rounding=True))
+    w.grad = grad
+    optimizer.step()
+    optimizer.step()
+    if dist.get_rank() == 1:
+        optimizer.state.clear()
+    before = w.to_local().detach().clone()  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"about to step with different options.*step=") as said:
+        optimizer.step()
+    assert torch.equal(before, w.to_local())  # type: ignore[operator]
+    return str(said.value)
 
 
 def test_ranks_that_would_round_replicas_differently_are_told(world2: RankPool) -> None:
-    for text in world2.run(_unnamed):
-        assert "different names" in text or "describe them differently" in text
-
-
-def _other_count() -> tuple[str, bool]:
-    """One rank has lost its state: it would round its replicas by the bits of step 1, the others by those of step 3."""
-    world = (dist.get_world_size(),)
-    start = torch.ones(6, 8, dtype=BF16)
-    w = nn.Parameter(LAYOUTS["replicate"].build({"w": start}, world)["w"])
-    optimizer = Muon([("w", w)], lr=1e-3, storage=Storage(stochastic_rounding=True))
-    for _ in range(2):
-        w.grad = LAYOUTS["replicate"].build({"w": start}, world)["w"]
-        optimizer.step()
-    if dist.get_rank() == 1:
-        optimizer.state.clear()
-    assert isinstance(w, DTensor)
-    before = w.to_local().detach().clone()
-    with pytest.raises(ValueError, match="about to step with different options") as caught:
-        optimizer.step()
-    return str(caught.value), torch.equal(before, w.to_local())
-
-
-def test_replicas_that_have_counted_different_steps_are_refused(world2: RankPool) -> None:
-    for text, unchanged in world2.run(_other_count):
-        assert "step=2" in text and "step=0" in text and unchanged
+    world2.run(_unnamed)
+    assert all("step=2" in text and "step=0" in text for text in world2.run(_other_count))
 
 
 # ------------------------------------------------------------------------------------------------- training
 
 
-@pytest.fixture(scope="module")
-def text() -> Any:
-    return train.read_text()[0]
-
-
-def _train(text: Any, seed: int, dtype: Any, steps: int) -> float:
-    """Mean loss of the last ten steps of a tiny language model."""
-    config = train.Config(dim=64, layers=1, hidden=128, seq_len=64, batch=4, steps=steps, warmup=10, seed=seed)
-    model = train.Model(config)
-    optimizer = Muon(model, lr=config.lr, adjust_lr_fn="match_rms_adamw", storage=Storage(momentum_dtype=dtype))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: train.lr_factor(step, config))
-    losses = []
-    for step in range(steps):
-        loss = train.loss_of(model, train.train_rows(text, config, step))
-        loss.backward()
+def _loss(stored: Any) -> float:
+    """Mean loss of the last of 150 steps that find a matrix from noisy samples of it, as lr goes to 0."""
+    generator = torch.Generator().manual_seed(0)
+    wanted, w, losses = torch.randn(24, 256, generator=generator), nn.Parameter(torch.zeros(24, 256)), list[float]()
+    optimizer = Muon([w], lr=0.2, weight_decay=0.0, storage=Storage(stored))
+    for step in range(150):
+        x = torch.randn(64, 256, generator=generator)
+        loss = ((x @ (w - wanted).T).square().mean(1) + torch.randn(64, generator=generator)).mean()
+        (w.grad,) = torch.autograd.grad(loss, w)
+        optimizer.param_groups[0]["lr"] = 0.2 * (1 - step / 150)
         optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
         losses.append(float(loss.detach()))
-    return sum(losses[-10:]) / 10
+    return sum(losses[-20:]) / 20
 
 
-def test_momentum_dtypes_train_alike(text: Any) -> None:
-    loss, other_seed = (_train(text, seed, FP32, 60) for seed in (0, 1))
-    assert max(loss, other_seed) < 3.2  # from 5.5: it does learn
-    for other in (BF16, "int8"):  # as near as another seed, or as a hundredth of what was learned
-        assert abs(_train(text, 0, other, 60) - loss) < max(abs(loss - other_seed), (5.5 - loss) / 100)
+def test_momentum_dtypes_train_alike() -> None:
+    loss = _loss(FP32)
+    assert loss < 64  # from 256: it does learn
+    for stored in (BF16, "int8"):  # to a thousandth of what was learned
+        assert abs(_loss(stored) - loss) < (256 - loss) / 1000
 
 
 # -------------------------------------------------------------------------------------------------------- slabs

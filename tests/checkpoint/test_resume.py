@@ -1,0 +1,396 @@
+"""Jobs that are saved on one layout and resumed on another, with equal bits: layouts x storages x variants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from shardmuon import Muon, Storage, checkpoint
+from shardmuon.layout.engines import engine_of
+from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing.compare import rows_stored
+from shardmuon.testing.layouts import LAYOUTS, parameters
+
+Tensors = Mapping[str, Tensor]
+
+# Nothing divides: shards are uneven, and some are strided on top of that (fsdp2+tp cuts rows twice).
+SHAPES = {
+    "squarish": (14, 15),
+    "tall": (35, 11),
+    "experts": (7, 6, 10),
+    "wide": (13, 133),  # 8-bit momentum has two blocks of columns
+    "table": (21, 6),  # AdamW's
+    "late": (7, 5),  # has its first gradient after the checkpoint
+    "frozen": (4, 4),
+}
+GROUPS: list[dict[str, Any]] = [
+    {"names": ["squarish", "tall", "late", "frozen"], "lr": 0.03, "weight_decay": 0.2},
+    {"names": ["experts"], "view": "stack", "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"},
+    {"names": ["wide"], "split_sizes": (5, 8), "ns_coefficients": ((3.0, -4.0, 2.0), (1.5, -0.5, 0.0))},
+    {"names": ["table"], "use_muon": False, "lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6},
+]
+VARIANTS = ("normuon+hyperball", "normuon", "hyperball")  # of the groups of matrices
+KEPT = ("second_moment", "weight_radius")  # by these
+
+
+class Kind(NamedTuple):
+    """A way in which a job keeps its state. With variants "late" has state before it has taken a step."""
+
+    dtype: torch.dtype = torch.float32  # of the weights
+    storage: Storage = Storage()
+    variants: bool = False
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+KINDS = {
+    "plain": Kind(),
+    "variants": Kind(variants=True),
+    "fp32": Kind(BF16, Storage(FP32, stochastic_rounding=True)),
+    "bf16": Kind(BF16, Storage(BF16, stochastic_rounding=True)),
+    "int8": Kind(BF16, Storage("int8", stochastic_rounding=True), variants=True),
+}
+# torch says so whenever one process saves or loads
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+    pytest.mark.ranks,
+]
+SAVED_AFTER, RESUMED_UNTIL = 3, 5
+
+
+class Bag(nn.Module):
+    """Parameters by name."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__()
+        for name, param in parameters(tensors).items():  # with the marks of tensor-parallel shards
+            self.register_parameter(name, param.requires_grad_(name != "frozen"))
+
+
+def values(seed: int) -> dict[str, Tensor]:
+    """Full tensors that depend on nothing but the seed and the name."""
+    return {
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + i))
+        for i, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+@dataclass
+class Job:
+    """A model and its optimizer on one layout."""
+
+    layout: str
+    kind: str = "plain"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.world, kind = dist.get_world_size() if dist.is_initialized() else 1, KINDS[self.kind]
+        self.model = Bag(self.cut(values(self.seed)))
+        params = dict(self.model.named_parameters())
+        groups = [
+            {**{k: v for k, v in g.items() if k != "names"}, "params": [(n, params[n]) for n in g["names"]]}
+            for g in GROUPS
+        ]
+        for group, variant in zip(groups, VARIANTS if kind.variants else (), strict=False):
+            group |= {"variant": variant, "weight_decay": 0.0 if "hyperball" in variant else 0.1}
+        self.optimizer = Muon(groups, lr=1e-3, storage=kind.storage, **LAYOUTS[self.layout].options(self.world))
+
+    def cut(self, tensors: Tensors) -> dict[str, Tensor]:
+        row = LAYOUTS[self.layout]
+        return row.build({n: t.to(KINDS[self.kind].dtype) for n, t in tensors.items()}, row.mesh(self.world))
+
+    def run(self, steps: range) -> None:
+        for step in steps:
+            for name, grad in self.cut(values(1000 + step)).items():
+                missing = name == "frozen" or (name == "late" and step < SAVED_AFTER)
+                self.model.get_parameter(name).grad = None if missing else grad
+            self.optimizer.step()
+
+    def snapshot(self) -> dict[str, dict[str, Tensor]]:
+        """Weights and state that are here, by state key and name."""
+        out: dict[str, dict[str, Tensor]] = {"weights": {n: p.detach() for n, p in self.model.named_parameters()}}
+        for name, p in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(p, {}).items():
+                out.setdefault(key, {})[name] = value
+        return {key: {name: local(t).clone() for name, t in of_key.items()} for key, of_key in out.items()}
+
+    def differences(self, expected: Mapping[str, Tensors]) -> list[str]:
+        """Names of what differs in any bit here from one process, which has full tensors."""
+        found, row = list[str](), LAYOUTS[self.layout]
+        for key, full in expected.items():
+            # builders go by position, and take numbers that may have gradients
+            whole = {n: full.get(n, torch.zeros(s)).float() for n, s in SHAPES.items()}
+            cut = full if key in ("step", *KEPT) else row.build(whole, row.mesh(self.world))
+            for name, of_one in full.items():
+                param = self.model.get_parameter(name)
+                here = param if key == "weights" else self.optimizer.state[param][key]
+                wanted = rows_stored(of_one, here) if key in KEPT else local(cut[name])
+                stored = local(here).flatten()
+                if stored.dtype != of_one.dtype or not torch.equal(stored, wanted.flatten().to(of_one.dtype)):
+                    found.append(f"{key} of {name}")
+        return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    return engine_of(tensor).storage(tensor).detach()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> Callable[[str], dict[str, dict[str, Tensor]]]:
+    """Everything after all steps on one process, once for each kind."""
+    made: dict[str, Any] = {}
+
+    def get(kind: str) -> dict[str, dict[str, Tensor]]:
+        if kind not in made:
+            job = Job("single", kind)
+            job.run(range(RESUMED_UNTIL))
+            made[kind] = job.snapshot()
+        return made[kind]
+
+    return get
+
+
+def on(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    return [function(*args)] if world == 1 else get_pool(world).run(function, *args)
+
+
+# ------------------------------------------------------------------------------------- one layout to another
+
+
+def _state(job: Job, form: str) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+    optim = get_optimizer_state_dict(job.model, job.optimizer, options=options)
+    return {"model": get_model_state_dict(job.model), "optim": optim}
+
+
+def _save(layout: str, path: str, form: str, kind: str) -> None:
+    job = Job(layout, kind)
+    job.run(range(SAVED_AFTER))
+    if form == "ours":
+        checkpoint.save(path, job.model, job.optimizer)
+    elif form == "async":
+        own = dist.new_group(backend="gloo")  # torch's rule: steps use the default group meanwhile
+        future = dcp.async_save(_state(job, form), checkpoint_id=path, process_group=own)
+        job.run(range(SAVED_AFTER, 20))
+        future.result()
+    else:
+        dcp.save(_state(job, form), checkpoint_id=path)
+
+
+def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str, Tensors]) -> list[str]:
+    job = Job(layout, kind, seed=7)
+    for group in job.optimizer.param_groups:
+        wrong = {"lr": 9.0, "momentum": 0.1, "betas": (0.1, 0.2), "adjust_lr_fn": "spectral", "nesterov": False}
+        group.update({key: value for key, value in wrong.items() if key in group})
+    if form == "flat" or kind == "variants":
+        job.run(range(50, 52))  # a plan, momentum and counters to be forgotten
+    if form == "ours":
+        checkpoint.load(path, job.model, job.optimizer)
+    else:
+        state = _state(job, form)
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(job.model, state["model"])
+        options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+        set_optimizer_state_dict(job.model, job.optimizer, state["optim"], options=options)
+    job.run(range(SAVED_AFTER, RESUMED_UNTIL))
+    return job.differences(expected)
+
+
+# Layouts and ranks. A file knows its source by the pieces in it alone, so each source meets one process and other cuts.
+ONE, TWO, FOUR, HSDP = ("single", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)
+GRID, EXPERTS, DIMS = ("fsdp2+tp", 4), ("ep+fsdp", 4), ("two dims", 4)
+# of plain tensor-parallel shards only shardmuon's own functions know which part of the whole they are
+COLUMN, ROW, STRIDED, CROSS = ("tp column", 2), ("tp row", 3), ("tp stride 2", 2), ("tp x dp", 4)
+# Saved on, loaded on; by torch's functions, their flat form, while steps go on, or shardmuon's own; kind. 8-bit
+# momentum stands on layouts that cut no block of it.
+RESUMES = [
+    *((*pair, "torch", "plain") for pair in ((ONE, HSDP), (FOUR, DIMS), (HSDP, ONE), (GRID, TWO), (EXPERTS, GRID))),
+    *((*pair, "torch", "variants") for pair in ((ONE, EXPERTS), (EXPERTS, ONE), (GRID, EXPERTS), (EXPERTS, HSDP))),
+    *((*pair, "torch", "variants") for pair in ((HSDP, GRID), (TWO, DIMS))),
+    *((*pair, "flat", "plain") for pair in ((GRID, HSDP), (ONE, TWO))),
+    *((*pair, "ours", "plain") for pair in ((CROSS, COLUMN), (("tp stride 2", 4), TWO), (GRID, STRIDED), (ONE, ROW))),
+    *((*pair, "ours", "variants") for pair in ((FOUR, GRID), (COLUMN, COLUMN), (GRID, CROSS), (ROW, CROSS))),
+    *((*pair, "torch", "int8") for pair in ((FOUR, TWO), (EXPERTS, HSDP))),
+    *((*pair, "ours", "int8") for pair in ((HSDP, ONE), (COLUMN, TWO), (ONE, COLUMN))),
+    *((*pair, "torch", "bf16") for pair in ((ONE, FOUR), (GRID, HSDP))),
+    (TWO, TWO, "async", "plain"),
+    *((TWO, EXPERTS, "ours", "bf16"), (HSDP, GRID, "torch", "fp32"), (FOUR, TWO, "ours", "fp32")),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The folder in which a job was saved on some ranks, once for all who load it."""
+    made: dict[Any, str] = {}
+
+    def get(source: tuple[str, int], form: str, kind: str) -> str:
+        key = (source, form, kind)
+        if key not in made:
+            made[key] = str(tmp_path_factory.mktemp("saved"))
+            on(source[1], _save, source[0], made[key], form, kind)
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize(("source", "target", "form", "kind"), RESUMES, ids=str)
+def test_a_run_resumed_on_another_layout_equals_the_uninterrupted_one(
+    source: tuple[str, int], target: tuple[str, int], form: str, kind: str, saved: Any, uninterrupted: Any
+) -> None:
+    path, expected = saved(source, form, kind), uninterrupted(kind)
+    assert set(KEPT) <= set(expected) or not KINDS[kind].variants
+    assert on(target[1], _resume, target[0], path, form, kind, expected) == [[]] * target[1]
+
+
+def _run_and_compare(layout: str, kind: str, seed: int, steps: range, expected: Any) -> list[str]:
+    job = Job(layout, kind, seed)
+    job.run(steps)
+    return job.differences(expected)
+
+
+def test_the_comparison_sees_a_single_number_that_is_off_and_all_of_a_run_that_loads_nothing(
+    uninterrupted: Any,
+) -> None:
+    expected = uninterrupted("plain")
+    found = _run_and_compare("single", "plain", 7, range(SAVED_AFTER, RESUMED_UNTIL), expected)
+    assert len(found) == sum(map(len, expected.values())) - len(["momentum_buffer of late"])
+    off = {key: dict(of_key) for key, of_key in uninterrupted("int8").items()}
+    last = {key: "experts" if "experts" in of_key else list(of_key)[-1] for key, of_key in off.items()}
+    for key, name in last.items():
+        off[key][name] = off[key][name].clone()
+        off[key][name].view(-1)[-1] += 1
+    found = on(4, _run_and_compare, "fsdp2", "int8", 0, range(RESUMED_UNTIL), off)
+    assert {one for of_rank in found for one in of_rank} == {f"{key} of {name}" for key, name in last.items()}
+
+
+def _full(layout: str, path: str | None, broadcast: bool, expected: Any) -> Any:
+    """Save a full state dict from rank 0 with torch.save, or load one, on rank 0 alone if it is to be broadcast."""
+    job = Job(layout, seed=0 if path is None else 7)
+    if path is None:
+        job.run(range(SAVED_AFTER))
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_optimizer_state_dict(job.model, job.optimizer, options=options)
+        return get_model_state_dict(job.model, options=options), state
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    whole = torch.load(path, weights_only=True) if dist.get_rank() == 0 or not broadcast else ({}, {})
+    set_model_state_dict(job.model, whole[0], options=options)
+    set_optimizer_state_dict(job.model, job.optimizer, whole[1], options=options)
+    job.run(range(SAVED_AFTER, RESUMED_UNTIL))
+    return job.differences(expected)
+
+
+def test_a_full_state_dict_in_one_file_resumes_on_any_layout(
+    world4: RankPool, tmp_path: Path, uninterrupted: Any
+) -> None:
+    torch.save(world4.run(_full, "fsdp2+tp", None, False, None)[0], tmp_path / "full.pt")
+    for layout, broadcast in (("hsdp", False), ("ep+fsdp", True), ("hsdp", True)):
+        found = world4.run(_full, layout, str(tmp_path / "full.pt"), broadcast, uninterrupted("plain"))
+        assert found == [[]] * 4, (layout, broadcast)
+
+
+# ------------------------------------------------------------------------------------ state before loading
+
+
+def _made(layout: str, how: str) -> None:
+    """State that checkpoint code makes before it loads: zeros, of all but what is frozen; weights stay as they are."""
+    job = Job(layout, "variants" if how == "asked" else "plain")
+    before = job.snapshot()["weights"]
+    if how == "asked":
+        job.optimizer.param_groups[1]["weight_decay_mode"] = "independent"  # would decay even with lr=0
+        get_optimizer_state_dict(job.model, job.optimizer)
+    else:  # by hand: a step on zeros
+        for group in job.optimizer.param_groups:
+            group["lr"] = 0.0
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+        job.optimizer.step()
+    found = job.snapshot()
+    weights, counts = found.pop("weights"), found.pop("step")
+    assert [name for name, w in before.items() if not torch.equal(weights[name], w)] == []
+    assert [key for key, of_key in found.items() for value in of_key.values() if value.any()] == []
+    assert set(found) == {"momentum_buffer", "exp_avg", "exp_avg_sq", *(KEPT if how == "asked" else ())}
+    assert counts["table"] == (how == "stepped")  # of a first step at lr=0 torch counts as of others
+    assert (job.optimizer.traffic.exchanges == 0) == (how == "asked" or job.world == 1)
+    assert len(job.optimizer.state) == len(SHAPES) - len(["frozen"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "how"),
+    [("single", 1, "asked"), ("fsdp2+tp", 4, "asked"), ("single", 1, "stepped"), ("ep+fsdp", 4, "stepped")],
+)
+def test_state_that_is_made_before_loading_is_zeros_and_moves_no_weight(layout: str, world: int, how: str) -> None:
+    on(world, _made, layout, how)
+
+
+def test_state_for_parameters_without_gradients_is_listed_as_soon_as_there_is_any() -> None:
+    job = Job("single")
+    assert job.optimizer.state_dict()["state"] == {}
+    job.run(range(1))
+    state = job.optimizer.state_dict()["state"]
+    names = [n for g in GROUPS for n in g["names"]]
+    assert {names[i] for i in state} == set(SHAPES) - {"frozen"}
+    assert not state[names.index("late")]["momentum_buffer"].any()
+
+
+# ------------------------------------------------------------------------------------------- what does not fit
+
+
+def _of_another_layout() -> str:
+    job, other = Job("fsdp2"), Job("two dims")
+    job.run(range(1))
+    other.run(range(1))
+    before = other.snapshot()
+    with pytest.raises(ValueError, match=r"Load it through torch\.distributed\.checkpoint") as caught:
+        other.optimizer.load_state_dict(job.optimizer.state_dict())
+    assert _same(other.snapshot(), before)
+    return str(caught.value)
+
+
+def _same(found: Mapping[str, Tensors], wanted: Mapping[str, Tensors]) -> bool:
+    assert {key: list(of_key) for key, of_key in found.items()} == {key: list(of) for key, of in wanted.items()}
+    return all(torch.equal(found[key][name], t) for key, of_key in wanted.items() for name, t in of_key.items())
+
+
+def test_state_of_another_layout_is_refused_by_name(world4: RankPool) -> None:
+    assert all(text.startswith("squarish: its momentum_buffer is a DTensor") for text in world4.run(_of_another_layout))
+
+
+def _damaged(path: str, layout: str, num_cut: int) -> bool:
+    """Cut the largest file short, by most of it or by the last bytes, then load."""
+    job = Job(layout)
+    job.run(range(2))
+    checkpoint.save(path, job.model, job.optimizer)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        largest = max(Path(path).glob("*.distcp"), key=lambda p: p.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[:-num_cut])
+    if dist.is_initialized():
+        dist.barrier()
+    job.run(range(20, 22))
+    before = job.snapshot()
+    with pytest.raises(CheckpointException):
+        checkpoint.load(path, job.model, job.optimizer)
+    unchanged = _same(job.snapshot(), before)
+    job.run(range(22, 23))
+    return unchanged
+
+
+@pytest.mark.parametrize(("layout", "world", "num_cut"), [("single", 1, 2000), ("fsdp2", 4, 30), ("fsdp2", 4, 2000)])
+def test_a_file_cut_short_is_an_error_on_every_rank_and_changes_nothing(
+    layout: str, world: int, num_cut: int, tmp_path: Path
+) -> None:
+    assert on(world, _damaged, str(tmp_path), layout, num_cut) == [True] * world

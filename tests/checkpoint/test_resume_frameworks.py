@@ -1,0 +1,182 @@
+"""Frameworks that keep weights and state in flat tensors: cautious decay of AdamW, and what stages keep, for which
+their files have no place, against one process. Both after a resume, too."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_gpt import clean, gpt, half, megatron, needs_megatron, optimizer_config, shards_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from shardmuon import Muon
+from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
+from shardmuon.frameworks.megatron import get_megatron_optimizer
+from shardmuon.testing import RankPool
+from shardmuon.testing.frameworks import Fsdp1Run, ZeroRun, quiet
+
+# Of FSDP1's units each of two ranks holds a part of the matrix.
+SHAPES: dict[str, tuple[int, ...]] = {"embedding": (3, 8), "matrix": (6, 8), "bias": (5,), "scale": (7,)}
+# With this beta no sum of gradients that are eighths, of two or three steps, is zero: its sign would hang on rounding.
+OPTIONS: dict[str, Any] = {"lr": 0.125, "betas": (0.83, 0.9), "eps": 1e-6, "weight_decay": 2.0}
+STEPS = 3
+pytestmark = pytest.mark.ranks
+
+
+def full(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def make(params: Mapping[str, Tensor], options: Mapping[str, Any], adamw: str = "cautious") -> Muon:
+    matrix = {"params": [("matrix", params["matrix"])], "variant": "normuon"}
+    others = {"params": [(n, p) for n, p in params.items() if n != "matrix"], "use_muon": False, **OPTIONS}
+    return Muon([matrix, others], lr=0.02, adamw=adamw, **options)
+
+
+def compare(run: Any, start: Mapping[str, Tensor]) -> None:
+    """Three steps beside one process, which has other weights without the caution."""
+    dense, plain = ({n: nn.Parameter(t.clone()) for n, t in run.start(start).items()} for _ in range(2))
+    optimizers = (dense, make(dense, {})), (plain, make(plain, {}, "adamw"))
+    for step in range(1, STEPS + 1):
+        grads = run.gradients(full(step))
+        run.step({name: g.to(start[name].dtype) for name, g in grads.items()})
+        for params, optimizer in optimizers:
+            for name, g in grads.items():
+                params[name].grad = g.clone()
+            optimizer.step()
+    found = run.weights()
+    assert [name for name in SHAPES if not torch.equal(found[name], dense[name])] == []
+    assert [name for name in SHAPES if torch.equal(plain[name], dense[name])] == ["matrix"]
+
+
+def step_on(run: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Whole weights after two more steps."""
+    for seed in (8, 9):
+        run.step({name: g.to(dtype) for name, g in run.gradients(full(seed)).items()})
+    return run.weights()  # type: ignore[no-any-return]
+
+
+# As in test_fsdp1.py: on CPUs torch 2.13 gives all kinds of state one memory with offload_to_cpu=True.
+_WHOLE = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
+
+
+def _saved_by_fsdp1(file: str) -> dict[str, Tensor]:
+    run = Fsdp1Run("fsdp1", full(0), make)
+    compare(run, full(0))
+    weights = run.weights()
+    with quiet(), FSDP.state_dict_type(run._model, StateDictType.FULL_STATE_DICT, *_WHOLE):
+        saved = FSDP.optim_state_dict(run._model, run.optimizer)
+    if dist.get_rank() == 0:
+        torch.save((weights, saved), file)
+    return step_on(run)
+
+
+def _resumed_by_fsdp1(file: str, lost: bool) -> dict[str, Tensor]:
+    weights, saved = torch.load(file, weights_only=True)
+    for group in saved["param_groups"] if lost else ():
+        group.pop("kept_state", None)
+    run = Fsdp1Run("fsdp1", {name: weights[name] for name in SHAPES}, make)
+    with quiet(), FSDP.state_dict_type(run._model, StateDictType.FULL_STATE_DICT, *_WHOLE):
+        run.optimizer.load_state_dict(FSDP.optim_state_dict_to_load(run._model, run.optimizer, saved))
+    found = step_on(run)
+    assert all("kept_state" not in group for group in run.optimizer.param_groups)
+    return found
+
+
+def test_fsdp1s_full_state_resumes_on_any_number_of_ranks_or_is_refused_where_it_lost_what_stages_keep(
+    world2: RankPool, world4: RankPool, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "full.pt")
+    wanted = world2.run(_saved_by_fsdp1, file)[0]
+    for pool in (world2, world4):
+        for found in pool.run(_resumed_by_fsdp1, file, False):
+            assert [name for name in SHAPES if not torch.equal(found[name], wanted[name])] == []
+    for error in world2.run_catching(_resumed_by_fsdp1, file, True):
+        assert "second_moment" in str(error) and "variant='normuon' keeps" in str(error), error
+
+
+def _under_zero(row: str, dtype: torch.dtype, folder: str, lost: bool) -> list[str]:
+    start = full(0, dtype)
+    run = ZeroRun(row, start, make, dtype)
+    compare(run, start)
+    run._engine.save_checkpoint(folder, tag="here")
+    dist.barrier()
+    other = ZeroRun(row, {name: torch.zeros_like(t) for name, t in start.items()}, make, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other._engine.load_checkpoint(folder, tag="here")
+    if lost:
+        other.optimizer.hosts.find(DeepSpeedHost)._carried = {}  # type: ignore[union-attr]
+    wanted, found = step_on(run, dtype), step_on(other, dtype)
+    run.close()
+    other.close()
+    return [name for name in SHAPES if not torch.equal(found[name], wanted[name])]
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype"),
+    [("zero0", torch.float32), ("zero1", torch.float32), ("zero2", torch.float32), ("zero3", torch.bfloat16)],
+)
+def test_zero_has_the_bits_of_one_process_and_resumes(
+    row: str, dtype: torch.dtype, deepspeed_pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    pytest.importorskip("deepspeed")
+    assert deepspeed_pools[2].run(_under_zero, row, dtype, str(tmp_path), False) == [[]] * 2
+
+
+def test_a_checkpoint_of_deepspeed_that_lost_what_stages_keep_is_an_error_at_the_first_step(
+    deepspeed_pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    pytest.importorskip("deepspeed")
+    for error in deepspeed_pools[2].run_catching(_under_zero, "zero2", torch.float32, str(tmp_path), True):
+        assert "its momentum was loaded, and not second_moment" in str(error), error
+
+
+def _under_megatron() -> bool:
+    """bf16 weights, of which the distributed optimizer steps fp32 shards."""
+    with megatron():
+        from megatron.core import parallel_state
+
+        ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dtype, sharded = half(torch.bfloat16), {"use_distributed_optimizer": True}
+        model = gpt(0, ddp=sharded, calculate_per_token_loss=True, **dtype)
+        config = optimizer_config(clip_grad=0.0, adam_beta1=0.83, adam_beta2=0.9, weight_decay=2.0, **sharded, **dtype)
+        optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.125, adamw="cautious")
+        groups = {
+            n: g for part in optimizer.chained_optimizers for g in part.optimizer.param_groups for n in g["param_names"]
+        }
+        params = {clean(name): p for name, p in model.named_parameters()}
+        dense = {n: nn.Parameter(p.detach().float()) for n, p in params.items() if not groups[n]["use_muon"]}
+        said = ("lr", "betas", "eps", "weight_decay")
+        listed = [{"params": [p], "use_muon": False, **{k: groups[n][k] for k in said}} for n, p in dense.items()]
+        one = Muon(listed, lr=0.125, adamw="cautious")
+        for step in range(STEPS):
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            for name, p in params.items():
+                grad = torch.randint(-16, 17, p.shape, generator=generator) / 8
+                p.main_grad.copy_(grad if ranks.rank() == 0 else torch.zeros_like(grad))
+                if name in dense:
+                    dense[name].grad = grad
+            model.finish_grad_sync()
+            optimizer.step()
+            one.step()
+        shards = [
+            (dense[name].flatten()[slice(*part)], shard) for name, part, shard in shards_of(optimizer) if name in dense
+        ]
+        assert all(torch.equal(wanted, shard.flatten()) for wanted, shard in shards)
+        return sum(shard.numel() for _, shard in shards) > 0
+
+
+@needs_megatron
+def test_megatrons_distributed_optimizer_has_the_bits_of_one_process(world2: RankPool) -> None:
+    assert world2.run(_under_megatron) == [True] * 2

@@ -1,0 +1,458 @@
+"""State dicts and files of one process: what they bring back, and what does not fit is refused whole."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+
+from shardmuon import ExchangeError, Muon, Storage, checkpoint, core
+from shardmuon.momentum.stores import decode_whole
+from shardmuon.testing.tolerances import assert_bitwise
+
+# torch says so whenever one process saves or loads
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def pair(dtype: torch.dtype = FP32, **options: Any) -> tuple[Muon, list[nn.Parameter]]:
+    """A small optimizer: a Muon parameter w, an AdamW parameter b."""
+    w, b = (nn.Parameter(torch.full(shape, 0.5, dtype=dtype)) for shape in ((4, 3), (3,)))
+    groups = [{"params": [("w", w)], "lr": 0.1}, {"params": [("b", b)], "use_muon": False, "lr": 0.2}]
+    return Muon(groups, lr=1e-3, **options), [w, b]
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], seeds: range) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+def options_of(optimizer: Muon) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def kept_by(optimizer: Muon, params: Any) -> list[dict[str, Tensor]]:
+    kept = [{"weight": p.detach(), **optimizer.state.get(p, {})} for p in params]
+    return [{key: of_one[key].clone() for key in sorted(of_one)} for of_one in kept]
+
+
+# ------------------------------------------------------------------------------------------------- momentum's dtype
+
+STORED = {
+    "gradient's": Storage(),
+    "fp32": Storage(FP32, stochastic_rounding=True),
+    "bf16": Storage(BF16, stochastic_rounding=True),
+    "int8": Storage("int8", stochastic_rounding=True),
+}
+
+
+def _decoded(state: Mapping[str, Tensor]) -> Tensor:
+    buffer = state["momentum_buffer"]
+    return decode_whole(buffer, state["momentum_scale"]) if buffer.dtype == torch.int8 else buffer.float()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("wanted", STORED)
+@pytest.mark.parametrize("saved", STORED)
+def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted: str, dtype: torch.dtype) -> None:
+    """Every bit of it where the two are alike: torch would cast fp32 momentum, or a scale, to the parameter's dtype."""
+    start = torch.randn(20, 300, generator=torch.Generator().manual_seed(9)).to(dtype)
+    first, second = [nn.Parameter(start.clone())], [nn.Parameter(start.clone())]
+    one, two = (Muon(p, lr=0.0, storage=STORED[s]) for p, s in ((first, saved), (second, wanted)))
+    train(one, first, range(3))
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    if saved == wanted:
+        one.param_groups[0]["lr"] = two.param_groups[0]["lr"] = 0.1
+        train(one, first, range(3, 5))
+        train(two, second, range(3, 5))
+        assert_bitwise(kept_by(two, second), kept_by(one, first))
+    two.param_groups[0].update(momentum=1.0, lr=0.0)  # a step leaves it as it is
+    train(two, second, range(5, 6))
+    state = two.state[second[0]]
+    kind = {"gradient's": dtype, "fp32": FP32, "bf16": BF16, "int8": torch.int8}[wanted]
+    assert state["momentum_buffer"].dtype == kind and ("momentum_scale" in state) == (wanted == "int8")
+    found, before = _decoded(state), _decoded(one.state[first[0]])
+    allowed = 0.0 if saved == wanted or kind == FP32 else {BF16: 2.0**-8, torch.int8: 0.03}[kind]
+    assert float((found - before).norm() / before.norm()) <= allowed
+
+
+def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwise() -> None:
+    (old, (w, _)), (new, (v, _)) = pair(BF16), pair(BF16)
+    w.grad_dtype = v.grad_dtype = None  # gradients accumulate in fp32
+    w.grad = torch.randn(4, 3)
+    old.step()
+    new.load_state_dict(old.state_dict())
+    assert_bitwise(new.state[v]["momentum_buffer"], old.state[w]["momentum_buffer"])
+    v.grad = torch.randn(4, 3).bfloat16()
+    new.step()
+    assert new.state[v]["momentum_buffer"].dtype == BF16
+
+
+# --------------------------------------------------------------------------------------------- what is brought back
+
+
+def test_every_option_and_the_schedule_survive() -> None:
+    (old, old_params), (new, params) = pair(variant="normuon"), pair()
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 10) for o in (old, new)]
+    old.param_groups[0].update(momentum=0.7, adjust_lr_fn="spectral", ns_coefficients=[(3.0, -4.0, 2.0)] * 2)
+    old.param_groups[1].update(betas=(0.1, 0.2), eps=1e-3, weight_decay=torch.tensor(0.5), adamw="cautious")
+    for seed in range(4):
+        train(old, old_params, range(seed, seed + 1))
+        schedules[0].step()
+    new.load_state_dict(copy.deepcopy(old.state_dict()))  # loading shares tensors, by torch's own rule
+    schedules[1].load_state_dict(schedules[0].state_dict())
+    assert options_of(new) == options_of(old)
+    with torch.no_grad():
+        for p, q in zip(params, old_params, strict=True):
+            p.copy_(q)
+    for optimizer, ps, schedule in ((old, old_params, schedules[0]), (new, params, schedules[1])):
+        train(optimizer, ps, range(4, 5))
+        schedule.step()
+        train(optimizer, ps, range(5, 6))
+    assert_bitwise(kept_by(new, params), kept_by(old, old_params))
+
+
+@dataclass(frozen=True)
+class File:
+    """A file, and the optimizer that loads it."""
+
+    options: tuple[tuple[str, Any], ...] = ()  # of the one that loads
+    tied: bool = False  # its two matrices are one
+    frozen: bool = False  # the first layer
+    empty_at: int | None = None  # a group without parameters, and where
+    busy: str | None = None  # gradients are there, so torch makes no state to load into; a step was broken off
+
+
+FILES = [
+    File(),
+    File((("variant", "normuon"),), empty_at=0),
+    File((("variant", "muon_eq"), ("adamw_lr", 0.5), ("weight_decay", 0.0)), empty_at=1),
+    File(tied=True, empty_at=2),
+    File(frozen=True),
+    File(busy=""),
+    File(busy="a rank died"),
+]
+
+
+def two(file: File = File(), **options: Any) -> tuple[nn.Module, Muon]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    if file.tied:
+        model[1].weight = model[0].weight
+    optimizer = Muon(model, lr=0.02, **options)
+    if file.empty_at is not None:
+        optimizer.param_groups.insert(file.empty_at, {**optimizer.param_groups[0], "params": [], "param_names": []})
+    return model, optimizer
+
+
+def run(model: nn.Module, optimizer: Muon, seeds: range) -> None:
+    for seed in seeds:
+        optimizer.zero_grad()
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        model(x).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_file_brings_back_options_and_state_whatever_the_optimizer_was_made_with(file: File, tmp_path: Path) -> None:
+    model, old = two(file, variant="normuon", beta2=0.5, adamw="cautious", momentum=0.9)
+    run(model, old, range(2))
+    model[0].requires_grad_(not file.frozen)
+    checkpoint.save(tmp_path, model, old)
+    other, new = two(file, **dict(file.options))
+    other[0].requires_grad_(not file.frozen)
+    new.param_groups.reverse()
+    if file.busy is not None:
+        other(torch.ones(1, 8)).sum().backward()
+        new.broken = file.busy or None
+    grads = [p.grad for p in other.parameters()]
+    checkpoint.load(tmp_path, other, new)
+    assert new.broken is None and all(p.grad is g for p, g in zip(other.parameters(), grads, strict=True))
+    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
+    new.param_groups.reverse()
+    assert options_of(new) == options_of(old)
+    assert_bitwise(kept_by(new, other.parameters()), kept_by(old, model.parameters()))
+    run(model, old, range(2, 4))
+    run(other, new, range(2, 4))
+    assert_bitwise(kept_by(new, other.parameters()), kept_by(old, model.parameters()))
+
+
+def test_state_that_was_made_before_the_first_step_takes_the_norm_of_that_step() -> None:
+    """Hyperball's R was the norm after it, another one than without a checkpoint."""
+    weights = []
+    for made in (False, True):
+        optimizer, params = pair(variant="hyperball", weight_decay=0.0)
+        if made:
+            optimizer.complete_state()
+            optimizer.load_state_dict(optimizer.state_dict())
+        train(optimizer, params, range(2))
+        weights.append(params[0].detach())
+    assert_bitwise(*weights)
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_state_of_a_frozen_parameter_whose_group_changed_its_kind_is_not_saved(use_muon: bool) -> None:
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    optimizer = Muon([{"params": params, "use_muon": use_muon}], lr=0.02)
+    train(optimizer, params, range(1))
+    params[1].requires_grad_(False).grad = None
+    optimizer.param_groups[0]["use_muon"] = not use_muon
+    train(optimizer, params[:1], range(1, 2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    assert not optimizer.state.get(params[1])
+    assert_bitwise(optimizer.state[params[0]], saved["state"][0])
+
+
+def test_an_entry_that_is_empty_on_purpose_starts_afresh() -> None:
+    (old, old_params), (new, params) = pair(), pair()
+    train(old, old_params, range(2))
+    saved = old.state_dict()
+    saved["state"][0] = {}
+    new.load_state_dict(saved)
+    assert not new.state.get(params[0])
+    assert new.state[params[1]]["step"] == 2
+
+
+# ------------------------------------------------------------------------------------------------- broken, under way
+
+
+def test_a_broken_step_is_not_saved_until_it_is_accepted(tmp_path: Path) -> None:
+    model, optimizer = two()
+    run(model, optimizer, range(1))
+    optimizer.broken = "planted"
+    with pytest.raises(ExchangeError, match="its state is half moved: planted"):
+        optimizer.state_dict()
+    with pytest.raises(ValueError, match="half moved: planted"):
+        checkpoint.save(tmp_path / "one", model, optimizer)
+    assert not (tmp_path / "one").exists()
+    optimizer.broken = None
+    checkpoint.save(tmp_path / "two", model, optimizer)
+
+
+def test_a_save_in_the_middle_of_a_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = two()
+    said, whole = [], core.run_buckets
+
+    def interrupted(*args: Any) -> None:
+        for save in (optimizer.state_dict, lambda: checkpoint.save(tmp_path / "one", model, optimizer)):
+            with pytest.raises(ExchangeError, match="a step is under way"):
+                save()
+            said.append(True)
+        whole(*args)
+
+    monkeypatch.setattr(core, "run_buckets", interrupted)
+    run(model, optimizer, range(1))
+    assert said == [True, True]
+    optimizer.state_dict()
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+Edit = Callable[[dict[str, Any]], Any]
+
+
+def state(key: int, **values: Any) -> Edit:
+    return lambda saved: saved["state"][key].update(values)
+
+
+def group(index: int, **values: Any) -> Edit:
+    return lambda saved: saved["param_groups"][index].update(values)
+
+
+def _sgd(saved: dict[str, Any]) -> None:
+    params = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(3))]
+    optimizer = torch.optim.SGD([{"params": [p]} for p in params], lr=0.1, momentum=0.9)
+    train(optimizer, params, range(1))
+    saved.clear()
+    saved |= optimizer.state_dict()
+    saved["state"][0]["second_moment"] = torch.zeros(1, 4)
+
+
+def _no_variant(saved: dict[str, Any]) -> None:
+    """As torch.optim.Muon's, whose groups know no variant."""
+    del saved["state"][0]["second_moment"]
+    for of_one in saved["param_groups"]:
+        of_one.pop("variant", None)
+
+
+MOMENT = "w: its second_moment in the checkpoint is "
+REFUSED: dict[str, tuple[Edit, str]] = {
+    "momentum missing": (
+        lambda s: s["state"].pop(0),
+        "w: the state dict has no state for it (key 0), although it has for 1 other parameters",
+    ),
+    "key missing": (
+        lambda s: s["state"][1].pop("exp_avg_sq"),
+        "b: its state in the checkpoint is ['exp_avg', 'step'], AdamW's is ['exp_avg', 'exp_avg_sq', 'step']",
+    ),
+    "key of another optimizer": (
+        state(0, moment2_buffer=torch.zeros(4, 3)),
+        "w: its state in the checkpoint is ['moment2_buffer', 'momentum_buffer', 'second_moment'], Muon's is ",
+    ),
+    "state of a parameter that is not listed": (
+        lambda s: s["state"].update({7: {"momentum_buffer": torch.zeros(4, 3)}}),
+        "in the state dict 7 has state and is listed nowhere",
+    ),
+    "a parameter more": (
+        group(0, params=[0, 9], param_names=["w", "v"]),
+        "group 0: the state dict lists 2 parameters, the optimizer 1, beginning with w",
+    ),
+    "a parameter twice": (group(1, params=[0]), "in the state dict 0 is listed 2 times"),
+    "shape": (
+        state(0, momentum_buffer=torch.zeros(3, 4)),
+        "w: its momentum_buffer is a Tensor of shape (3, 4), the parameter stores shape (4, 3)",
+    ),
+    "a group less": (
+        lambda s: s["param_groups"].pop(),
+        "the state dict has 1 parameter groups, the optimizer 2",
+    ),
+    "other names": (group(0, param_names=["v"]), "w: parameter 0 of group 0 is called 'v' in the state dict"),
+    "groups swapped": (
+        lambda s: s["param_groups"].reverse(),
+        "w: parameter 0 of group 0 is called 'b' in the state dict",
+    ),
+    "SGD's, with the same state key": (
+        _sgd,
+        "w: the checkpoint's group has no 'ns_coefficients' (it has ['dampening'",
+    ),
+    "routed otherwise": (
+        group(1, use_muon=True),
+        "group 1: the checkpoint's group is Muon's (use_muon=True), the optimizer's AdamW's (use_muon=False)",
+    ),
+    "an option without a meaning": (group(0, lr=float("nan")), "group 0: lr=nan must be finite and at least 0"),
+    "a view that does not fit": (group(0, num_heads=3), "w: num_heads=3 does not divide the 4 rows"),
+    "a count that is none": (
+        state(1, step=torch.tensor(float("nan"))),
+        "b: its step in the checkpoint is tensor(nan), not a whole number",
+    ),
+    "integers": (
+        state(0, momentum_buffer=torch.zeros(4, 3, dtype=torch.int64)),
+        "w: its momentum_buffer in the checkpoint is of dtype torch.int64, not a floating-point tensor",
+    ),
+    "a variant that begins in silence": (
+        group(0, variant=None),
+        "group 0: the checkpoint was saved with variant=None, the optimizer has 'normuon'",
+    ),
+    "a variant that nobody names": (_no_variant, "lacks ['second_moment'], which variant='normuon' keeps"),
+    "a variant's state of another shape": (
+        state(0, second_moment=torch.zeros(1, 3)),
+        MOMENT + "a Tensor of shape (1, 3), not a tensor of shape (1, 4)",
+    ),
+    "a variant's state in integers": (
+        state(0, second_moment=torch.zeros(1, 4, dtype=torch.int64)),
+        MOMENT + "a Tensor, not a floating-point tensor of shape (1, 4)",
+    ),
+    "a variant's state that is none": (state(0, second_moment=None), "not a floating-point tensor"),
+    "a function": (group(0, adjust_lr_fn="callable: f"), "group 0: adjust_lr_fn was a function when the checkpoint"),
+    "a state dict of a model": (
+        lambda s: (s.clear(), s.update(w=torch.zeros(4, 3))),
+        "has the keys 'state' and 'param_groups', found ['w']",
+    ),
+    "no dict at all": (lambda s: [], "found list"),
+    "groups without parameters": (
+        lambda s: s["param_groups"][0].pop("params"),
+        "its 'param_groups' dicts that list 'params'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_state_dict_that_does_not_fit_is_refused_whole(case: str) -> None:
+    (old, old_params), (new, params) = pair(variant="normuon"), pair(variant="normuon")
+    train(old, old_params, range(2))
+    train(new, params, range(5, 7))
+    before = options_of(new), kept_by(new, params)
+    saved = copy.deepcopy(old.state_dict())
+    changed = REFUSED[case][0](saved)
+    with pytest.raises(ValueError, match=re.escape(REFUSED[case][1])):
+        new.load_state_dict(changed if case == "no dict at all" else saved)
+    assert options_of(new) == before[0]
+    assert_bitwise(kept_by(new, params), before[1])
+    train(new, params, range(7, 8))
+
+
+def test_a_variant_that_the_file_lacks_is_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:
+    model, old = two()
+    run(model, old, range(2))
+    checkpoint.save(tmp_path, model, old)
+    other, new = two(variant="normuon")
+    run(other, new, range(5, 6))
+    kept, groups = new.state, new.param_groups
+    before = options_of(new), kept_by(new, other.parameters())
+    with pytest.raises(ValueError, match=r"group 0: .* variant=None, .* 'normuon'\. Load it with variant=None"):
+        checkpoint.load(tmp_path, other, new)
+    assert new.state is kept and new.param_groups is groups and options_of(new) == before[0]
+    assert_bitwise(kept_by(new, other.parameters()), before[1])
+    old.param_groups[0]["variant"] = "normuon"  # what the message says to do
+    run(model, old, range(2, 3))
+    assert old.state[model[0].weight]["second_moment"].shape == (1, 8)
+
+
+# --------------------------------------------------------------------------------------------- files run no code
+
+
+class _Malicious:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def _half(rows: int, cols: int) -> float:
+    return 0.5
+
+
+def test_a_state_dict_needs_no_code_to_load_and_a_file_with_code_is_refused(tmp_path: Path) -> None:
+    old, params = pair()
+    old.param_groups[0]["adjust_lr_fn"] = _half
+    train(old, params, range(2))
+    torch.save(old.state_dict(), tmp_path / "good.pt")
+    saved = torch.load(tmp_path / "good.pt", weights_only=True)
+    assert saved["param_groups"][0]["adjust_lr_fn"].startswith("callable: ")
+    new, _ = pair()
+    new.param_groups[0]["adjust_lr_fn"] = _half
+    new.load_state_dict(saved)
+    assert new.param_groups[0]["adjust_lr_fn"] is old.param_groups[0]["adjust_lr_fn"] is _half
+    saved["state"][0]["momentum_buffer"] = _Malicious(tmp_path / "ran")
+    torch.save(saved, tmp_path / "bad.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "bad.pt", weights_only=True)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("place", ["metadata", "option"])
+def test_a_checkpoint_folder_with_code_is_refused_and_the_code_never_runs(place: str, tmp_path: Path) -> None:
+    folder, ran = tmp_path / "saved", tmp_path / "ran"
+    (model, old), (other, new) = two(), two()
+    run(model, old, range(1))
+    if place == "option":
+        old.param_groups[0]["initial_lr"], new.param_groups[0]["initial_lr"] = _Malicious(ran), 0.1
+    checkpoint.save(folder, model, old)
+    if place == "metadata":
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        metadata.planner_data = _Malicious(ran)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    before = options_of(new), kept_by(new, other.parameters())
+    with pytest.raises(CheckpointException, match=r"not read: (it names|Unsupported global: GLOBAL) "):
+        checkpoint.load(folder, other, new)
+    assert not ran.exists()
+    assert options_of(new) == before[0]
+    assert_bitwise(kept_by(new, other.parameters()), before[1])
+    if place == "metadata":
+        dcp.FileSystemReader(folder).read_metadata()
+        assert ran.exists()  # what torch alone runs

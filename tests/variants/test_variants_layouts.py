@@ -1,0 +1,89 @@
+"""Variants on every layout: the update, and what stages keep, bit for bit those of one process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardmuon import Muon
+from shardmuon.step import stages
+from shardmuon.testing.compare import compare_with_dense
+from shardmuon.testing.frameworks import FSDP1_ROWS
+from shardmuon.testing.layouts import LAYOUTS
+from shardmuon.testing.pool import RankPool, get_pool
+
+ALL = "muon_eq+normuon+hyperball"
+
+
+def _compared(layout: str, variant: str) -> tuple[bool, float, str]:
+    """Compare two steps or three: in the second one stages find what the first one kept."""
+    steps = 3 if dist.get_world_size() == 4 else 2
+    given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0 if "hyperball" in variant else 0.1, "beta2": 0.9}
+    found = compare_with_dense(layout, variant=variant, steps=steps, remember=True, **given)
+    return found.bitwise, found.max_difference, found.worst
+
+
+@pytest.mark.parametrize(
+    ("world", "variant", "layout"),
+    [
+        *((3, "hyperball", name) for name in list(LAYOUTS)[::3]),
+        *((4, ALL, name) for name in LAYOUTS),
+        *((4, "normuon", name) for name in ("ddp", "hsdp+tp", "ep+fsdp", "mcore buffers+tp")),
+        *((4, variant, name) for variant, name in zip((ALL, "normuon") * 2, FSDP1_ROWS, strict=True)),
+    ],
+)
+def test_stages_have_the_bits_of_one_process_on_every_layout(world: int, variant: str, layout: str) -> None:
+    assert get_pool(world).run(_compared, layout, variant) == [(True, 0.0, "")] * world
+
+
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [("zero0", "normuon"), ("zero1", ALL), ("zero2", "normuon"), ("zero2+offload", ALL), ("zero3", ALL)],
+)
+def test_stages_have_the_bits_of_one_process_under_deepspeed(
+    layout: str, variant: str, deepspeed_pools: dict[int, RankPool]
+) -> None:
+    pytest.importorskip("deepspeed")
+    assert deepspeed_pools[3].run(_compared, layout, variant) == [(True, 0.0, "")] * 3
+
+
+def _summed_by_each_alone() -> bool:
+    with mock.patch.object(stages, "_summed", lambda values, ranks, traffic: values), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*zero before the first step")  # of ranks that store nothing of a matrix
+        return compare_with_dense("fsdp2", variant="hyperball", steps=2, lr=0.02, weight_decay=0.0).bitwise
+
+
+def test_norms_of_shards_give_other_weights(world4: RankPool) -> None:
+    assert not all(world4.run(_summed_by_each_alone))
+
+
+def _lost_on_one_rank(key: str, left: Any) -> None:
+    case = LAYOUTS["fsdp2"]
+    full = {f"w{i}": torch.randn(6 + i, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)}
+    params, grads = (list(case.build(full, case.mesh(2)).values()) for _ in range(2))
+    for p, g in zip(params, grads, strict=True):
+        p.requires_grad_().grad = g
+    optimizer = Muon(params, lr=0.02, weight_decay=0.0, variant="normuon+hyperball")
+    optimizer.step()
+    kept = optimizer.state[params[1]][key]
+    if dist.get_rank() == 1:
+        optimizer.state[params[1]][key] = left
+    before = [p.detach().to_local().clone() for p in params]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=f"parameter 1 of group 0.*{key}"):
+        optimizer.step()
+    assert all(torch.equal(p.detach().to_local(), b) for p, b in zip(params, before, strict=True))  # type: ignore[attr-defined]
+    optimizer.state[params[1]][key] = kept
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("key", "left"), [("second_moment", None), ("weight_radius", None), ("second_moment", torch.zeros(1, 3))]
+)
+def test_what_one_rank_alone_has_lost_or_changed_is_an_error_on_all(key: str, left: Any, world2: RankPool) -> None:
+    """A lost copy of what travels began a reduction of norms that the other ranks did not join."""
+    world2.run(_lost_on_one_rank, key, left)
