@@ -64,6 +64,7 @@ from shardmuon.step.options import Settings
 _Measure = Callable[[Tensor], float]
 _FIRST, ALL = 2, 16  # shaken runs: those that are always made, and those before anything is called a fault
 _TIMES = 3.0  # how many times the largest of the shaken differences is allowed
+_HARDLY = 0.1  # of a wrong norm may be left over by its explanation: the update is rounded otherwise
 _BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
 _FEW = 4  # elements that another order of sums may take to the next value where that weighs most
 _LONGER = 1 / 16  # by how much the norm is enlarged at most
@@ -327,11 +328,14 @@ class Evidence:
 
     def spread(self, count: int) -> tuple[_Measure, float]:
         """`_beside` the updates of so many steps in another order. No direction is settled better than the largest
-        weight: to its next value."""
+        weight, to its next value, nor than numbers that stages keep in fp32, whatever the products are: each is rounded
+        four times, and scales a line of the result by its root, so by an eps."""
         spacing = torch.finfo(self.arithmetic.weight_dtype).eps * float(self.step.after.abs().amax())
         factor = 1.0 if self.step.factor is None else float(self.step.factor.abs().amin())
-        shaken = [step.lengths for step in self.in_other_orders(count)]
-        return self._beside(shaken, self.seen(self.arrived), spacing / abs(self.settings.lr * self.scale) / factor)
+        expected, least = self.seen(self.arrived), spacing / abs(self.settings.lr * self.scale) / factor
+        if self.step.kept:
+            least = max(least, _EPS * float(_lengths(expected).amax()))
+        return self._beside([step.lengths for step in self.in_other_orders(count)], expected, least)
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
         """`_beside` so many shaken errors."""
@@ -453,7 +457,8 @@ def _judge_norm_after(e: Evidence) -> bool:
         return False
     times = size / max(target, 1e-300)
     text = f"the norm of its weights after the step is {size:.7g}, {times:.4g} times that of the rule"
-    fitting = (guess for guess in other_norms(e) if abs(float(guess.after.norm()) - size) <= allowed)
+    left = max(allowed, _HARDLY * abs(size - target))  # by a guess that fits
+    fitting = (guess for guess in other_norms(e) if abs(float(guess.after.norm()) - size) <= left)
     guess = next(fitting, Guess("norm_wrong", "nothing known leads to that", e.after))
     e.say(guess.name, f"{text}: {guess.found}", f"{allowed:.1e}")
     return True

@@ -467,7 +467,7 @@ class StepAudit:
         stages, specs = keeping(self._proposal.settings[number].stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
             value = storage(state[stage.key]) if stage.key in state else None
-            yield f"{one.name}, {stage.key}", kept.layout, "state", value
+            yield one.name, kept.layout, stage.key, value
 
     def _prints(self, table: Table, numbers: Sequence[int]) -> _Prints:
         """Fingerprints of all that has replicas and of which this rank holds something."""
