@@ -80,9 +80,9 @@ class Job:
         return step_of(self.optimizer, samples)
 
 
-def step_of(optimizer: Muon, samples: int = 8, routing: Any = None) -> AuditReport:
+def step_of(optimizer: Muon, samples: int = 8) -> AuditReport:
     """An audited step's report."""
-    check = audit(optimizer, samples, routing=routing)
+    check = audit(optimizer, samples)
     optimizer.step()
     return check.report
 

@@ -156,21 +156,26 @@ def test_sound_steps_drawn_at_random_give_no_finding(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "seed"),
+    ("dtype", "seed", "variant"),
     [
-        ("bf16", 50170),
-        ("fp16", 807),
-        ("fp16", 969),
-        ("fp16", 300030),
-        ("fp16", 300794),
-        ("fp16", 301809),
-        ("bf16", 1000729),
+        ("bf16", 50170, None),
+        ("fp16", 807, None),
+        ("fp16", 969, None),
+        ("fp16", 300030, None),
+        ("fp16", 300794, None),
+        ("fp16", 301809, None),
+        ("bf16", 1000729, None),
+        ("fp16", 7000019, "normuon+hyperball"),
+        ("fp16", 7000129, "normuon"),
+        ("fp32", 7000075, "muon_eq+normuon"),
+        ("fp32", 7000267, "muon_eq+normuon"),
     ],
 )
-def test_sound_steps_that_rounding_moves_most_give_no_finding(dtype: str, seed: int) -> None:
+def test_sound_steps_that_rounding_moves_most_give_no_finding(dtype: str, seed: int, variant: str | None) -> None:
     """Sound steps that rounding moves by one direction: at a maximum of p (bf16, fp16 standard), by noise of an empty
-    direction (fp16 Gram form), or where the first step nearly cancels the largest value (the last one)."""
-    findings, statuses, _, drawn = healthy(dtype, seed, 32)
+    direction (fp16 Gram form), or where the first step nearly cancels the largest value (1000729). Stages that see
+    results before they are rounded to the wire (fp16), and matrices of ones, whose elements MuonEq rounds alike."""
+    findings, statuses, _, drawn = healthy(dtype, seed, 32 if variant is None else 40, variant=variant)
     assert findings == [], drawn
     assert statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn
 
@@ -299,7 +304,7 @@ def test_the_singular_values_that_are_shown_are_those_of_the_applied_update(
     assert [f"{row.sigma_min:.3f}", f"{row.sigma_max:.3f}"] == [f"{float(applied[at]):.3f}" for at in (0, -1)]
 
 
-# ---------------------------------------------------------------------------------------------- routing and idleness
+# ------------------------------------------------------------------------------------------------------------ routing
 
 
 @pytest.mark.parametrize(
@@ -312,24 +317,15 @@ def test_the_singular_values_that_are_shown_are_those_of_the_applied_update(
 def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding: str, where: set[str]) -> None:
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 12), nn.Linear(12, 8, bias=False), nn.Linear(8, 50))
     groups = param_groups(model, lr=0.02)
-    first = {key: groups[0][key] for key in ("params", "param_names")}
-    optimizer = Muon([{**first, "use_muon": False}, *groups[1:]] if moved else groups[:1], lr=1e-3)
+    optimizer = Muon(groups, lr=1e-3)
+    if moved:
+        optimizer.param_groups[0]["use_muon"] = False
+    else:
+        del optimizer.param_groups[1:]
     model(torch.arange(20).view(4, 5)).square().mean().backward()
-    report = step_of(optimizer, routing=groups)
+    report = step_of(optimizer)
     assert {(f.name, f.where) for f in report.findings} == {(finding, name) for name in where}
     assert ("goes to AdamW" in str(report)) == moved
-
-
-def test_a_matrix_without_a_gradient_for_three_audits_is_a_warning() -> None:
-    weights = {name: nn.Parameter(torch.randn(4, 6)) for name in ("used", "unused")}
-    optimizer = Muon(weights.items(), lr=0.02, audit=Audit(every=1))
-    for step in range(3):
-        weights["used"].grad = torch.randn(4, 6)
-        if step < 2:
-            optimizer.step()
-    with pytest.warns(AuditWarning, match="unused: idle: it has no gradient, in 3 audits in a row") as warned:
-        optimizer.step()
-    assert [w.filename for w in warned] == [__file__]
 
 
 # ------------------------------------------------------------------------------------------------- during training
@@ -346,20 +342,22 @@ def scheduled(action: str) -> list[str]:
             warnings.simplefilter("always")
             try:
                 job.step(step)
-                log.append(f"{step} passed {len(seen)}")
+                log.append(f"{step} passed {[Path(w.filename).name for w in seen if w.category is AuditWarning]}")
             except AuditError as error:
                 complete = "The step is complete" in str(error) and not torch.equal(before, local(job.params["a"]))
                 log.append(f"{step} raised {len(error.report.findings)} {error.report.step} {complete}")
     return log
 
 
-@pytest.mark.parametrize(("action", "last"), [("raise", "7 raised 2 7 True"), ("warn", "7 passed 2")])
+@pytest.mark.parametrize(
+    ("action", "last"), [("raise", "7 raised 2 7 True"), ("warn", "7 passed ['planted.py', 'planted.py']")]
+)
 def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank(
     world2: RankPool, action: str, last: str
 ) -> None:
     logs = world2.run(scheduled, action)
-    assert [log[:-1] for log in logs] == [[f"{step} passed 0" for step in range(1, 7)]] * 2
-    assert logs[0][-1] == last and (action == "warn" or logs[1][-1] == last)  # whose matrices they were warns
+    assert [log[:-1] for log in logs] == [[f"{step} passed []" for step in range(1, 7)]] * 2
+    assert [log[-1] for log in logs] == [last, last]
 
 
 def changed_before_a_step_that_is_not_audited() -> bool:

@@ -10,8 +10,9 @@
     The same arithmetic runs on other versions of the same input, and how far the results lie apart is what rounding
     explains of this very matrix. No theory of dtype, method, schedule or spectrum is needed.
 
-    Beside the live step: rows and columns in another order, which is that of the sums, and a few elements off by a
-    spacing. Each result is put into the weights as the step would, so what stages of a variant and coarse weights add
+    Beside the live step: rows and columns in another order, which is that of the sums, a few elements off by a spacing,
+    and all of them together by a few of fp32: a live stage divides once by norms where the dense one does it twice, and
+    elements that are all alike (a matrix of ones) are rounded all alike. Each result is put into the weights as the step would, so what stages of a variant and coarse weights add
     is in the spread, too.
 
     Beside exact arithmetic: each element off by up to a spacing, so that every product is rounded anew, and one more
@@ -66,7 +67,9 @@ _FIRST, ALL = 2, 16  # shaken runs: those that are always made, and those before
 _TIMES = 3.0  # how many times the largest of the shaken differences is allowed
 _HARDLY = 0.1  # of a wrong norm may be left over by its explanation: the update is rounded otherwise
 _BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
-_FEW = 4  # elements that another order of sums may take to the next value where that weighs most
+_FEW = (
+    4  # elements that another order of sums may take to the next value where that weighs most; values for all of them
+)
 _LONGER = 1 / 16  # by how much the norm is enlarged at most
 _TOGETHER = 1 << 22  # elements of shaken runs in one call
 _OWN = 1e-9  # error of the reference, of its largest direction: its Gram matrix squares what is small
@@ -282,6 +285,8 @@ class Evidence:
                 few = torch.randint(x.numel(), (_FEW,), generator=generator)
                 signs = torch.randint(2, (_FEW,), generator=generator) * 2 - 1
                 x.view(-1)[few.to(x.device)] *= (1 + self._eps * signs).to(x.device, x.dtype)
+                together = int(torch.randint(-_FEW, _FEW + 1, (), generator=generator))
+                x *= 1 + together * torch.finfo(self._wide).eps
                 orders.append([torch.randperm(n, generator=generator).to(x.device) for n in x.shape])
                 made.append(x[orders[-1][0]][:, orders[-1][1]])
             results = self.orthogonalized(torch.stack(made), nudged=True)
