@@ -10,10 +10,10 @@
     The same arithmetic runs on other versions of the same input, and how far the results lie apart is what rounding
     explains of this very matrix. No theory of dtype, method, schedule or spectrum is needed.
 
-    Beside the live step: rows and columns in another order, which is that of the sums, a few elements off by a spacing,
-    and all of them together by a few of fp32: a live stage divides once by norms where the dense one does it twice, and
-    elements that are all alike (a matrix of ones) are rounded all alike. Each result is put into the weights as the step would, so what stages of a variant and coarse weights add
-    is in the spread, too.
+    Beside the live step: rows and columns in another order, which is that of the sums, a few elements off by a
+    spacing, and all of them together by a few of fp32: a live stage divides once by norms where the dense one does it
+    twice, and elements that are all alike (a matrix of ones) are rounded all alike. Each result is put into the
+    weights as the step would, so what stages of a variant and coarse weights add is in the spread, too.
 
     Beside exact arithmetic: each element off by up to a spacing, so that every product is rounded anew, and one more
     row and column that are zero but for their corner. That enlarges the norm by up to `_LONGER`, so that elements
@@ -67,9 +67,7 @@ _FIRST, ALL = 2, 16  # shaken runs: those that are always made, and those before
 _TIMES = 3.0  # how many times the largest of the shaken differences is allowed
 _HARDLY = 0.1  # of a wrong norm may be left over by its explanation: the update is rounded otherwise
 _BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
-_FEW = (
-    4  # elements that another order of sums may take to the next value where that weighs most; values for all of them
-)
+_FEW = 4  # elements that another order of sums may take to the next value, and spacings that all of them may move
 _LONGER = 1 / 16  # by how much the norm is enlarged at most
 _TOGETHER = 1 << 22  # elements of shaken runs in one call
 _OWN = 1e-9  # error of the reference, of its largest direction: its Gram matrix squares what is small
