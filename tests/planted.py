@@ -269,7 +269,7 @@ def _stage_by_halves(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
 
 def _other_dim(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
     """Mean squares along the longer dim, one for each of the shorter one."""
-    own = torch.zeros(len(x), min(x.shape[1:]))
+    own = torch.zeros(len(x), min(x.shape[1:]), device=x.device)
     dim = -2 if x.shape[1] >= x.shape[2] else -1
     own.lerp_(x.float().square().mean(dim), 1 - self.beta2)
     scaled = x.float() * own.rsqrt().unsqueeze(dim)
@@ -309,8 +309,8 @@ def _norm_of_half(job: Job) -> AbstractContextManager[object]:
     real = HyperballUpdate.factor
 
     def factor(self: Any, of_updates: Norms, kept: Tensor) -> Tensor:
-        ((_, *shape),) = of_updates.cut.shapes  # on a CPU one batch
-        return real(self, of_updates, torch.full_like(kept, float(norms[torch.Size(shape)])))
+        of_halves = [norms[torch.Size(shape)] for count, *shape in of_updates.cut.shapes for _ in range(count)]
+        return real(self, of_updates, torch.stack(of_halves).to(kept).view_as(kept))
 
     return mock.patch.object(HyperballUpdate, "factor", factor)
 

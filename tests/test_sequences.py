@@ -143,6 +143,7 @@ GROUPS = [
     (("head.weight",), VECTOR),
 ]
 SIDE = [(("side.weight",), MATRIX)]
+VARIANTS = (None, "normuon", "hyperball")
 
 
 def make_model(sharded: bool) -> Net:
@@ -361,10 +362,13 @@ class Job:
         self._set(at, **{key: options[key] * self.chance.choice((0.5, 0.9))})
 
     def change_the_variant(self) -> None:
-        if self._matrix_groups():
-            variant = self.chance.choice([None, "normuon", "hyperball"])
-            decay = 0.0 if variant == "hyperball" else 0.1
-            self._set(self.chance.choice(self._matrix_groups()), variant=variant, weight_decay=decay)
+        """Change to one, to another and back: what the first kept is gone then."""
+        if not self._matrix_groups():
+            return
+        at, (first, other) = self.chance.choice(self._matrix_groups()), self.chance.sample(VARIANTS, 2)
+        for variant in (first, other, first):
+            self._set(at, variant=variant, weight_decay=0.0 if variant == "hyperball" else 0.1)
+            self.train()
 
     def freeze_or_unfreeze(self) -> None:
         name = self.chance.choice(self._names())

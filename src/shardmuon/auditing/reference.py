@@ -145,7 +145,10 @@ def weights_after(
     """Weights after this update: decayed, updated and rounded as the step does it."""
     weights, alpha = before.to(a.weight_dtype), s.lr * scale
     if BACKENDS[a.method].like_torch and rounding is None and s.weight_decay_mode == "decoupled":
-        return weights.mul(1 - s.lr * s.weight_decay).add_(update.to(weights.device), alpha=-alpha)
+        update = update.to(weights.device, a.wire_dtype)
+        if update.shape[0] > update.shape[1]:  # as its iteration returns it: half precision is added otherwise then
+            update = update.mT.contiguous().mT
+        return weights.mul(1 - s.lr * s.weight_decay).add_(update, alpha=-alpha)
     half = a.weight_dtype in _HALF
     wide = weights.float() if half else weights.clone()
     update = update.to(wide.device, wide.dtype)
