@@ -2,7 +2,7 @@
 
 Healthy steps draw everything at random: shapes and how many matrices of each, spectrum and scale of the gradients,
 momentum's options, weight decay, method, schedule, dtype of the weights. Several matrices of one shape run as a batch
-in the live step and alone in the audit. The faults are those of tests/test_audit.py.
+in the live step and alone in the audit. The faults are those of tests/planted.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import common
 from shardmuon.testing.pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import test_audit
 from healthy_steps import DTYPES, healthy
+from planted import FAULTS, PRODUCTS, caught_all, check_caught
 
 
 def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[list[str], dict[str, Any]]:
@@ -41,16 +41,16 @@ def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[li
 
 def count_named(rows: list[int], device: str) -> tuple[list[str], dict[str, Any]]:
     """The table of planted faults."""
-    products = {name: test_audit.PRODUCTS[name] for name in DTYPES}
+    products = {name: PRODUCTS[name] for name in DTYPES}
     heads = [f"{name} {size}" for name in products for size in rows]
-    data: dict[str, dict[str, str]] = {name: {} for name in test_audit.FAULTS}
+    data: dict[str, dict[str, str]] = {name: {} for name in FAULTS}
     with RankPool(2, timeout=1800) as pool:
         for product, options in products.items():
             for size in rows:
-                first, second = pool.run(test_audit.caught_all, size, options, tuple(test_audit.FAULTS), device)
-                for name in test_audit.FAULTS:
+                found = pool.run(caught_all, size, options, tuple(FAULTS), device)
+                for name in FAULTS:
                     try:
-                        test_audit.check_caught(name, [first[name], second[name]])
+                        check_caught(name, [of_rank[name] for of_rank in found])
                         data[name][f"{product} {size}"] = "named"
                     except AssertionError as error:
                         data[name][f"{product} {size}"] = "NOT"

@@ -37,10 +37,13 @@ def gradient(kind: str, rows: int, cols: int, generator: torch.Generator) -> Ten
     return (u * values) @ vh
 
 
-def healthy(dtype: str, seed: int, largest: int, device: str = "cpu") -> tuple[list[str], list[str], int, str]:
+def healthy(
+    dtype: str, seed: int, largest: int, device: str = "cpu", variant: str | None = None
+) -> tuple[list[str], list[str], int, str]:
     """Two steps of a random optimizer, the second audited: findings, statuses, matrices, and what was drawn.
 
-    Seeds are pinned in test_audit: a list from which is drawn must not grow. Draw new options from a second `Random`.
+    Seeds are pinned in auditing/test_audit.py: a list from which is drawn must not grow. Draw new options from a second
+    `Random`.
     """
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -62,6 +65,8 @@ def healthy(dtype: str, seed: int, largest: int, device: str = "cpu") -> tuple[l
     weights = draw.choice([torch.float32, torch.bfloat16])
     rounds = weights == torch.bfloat16 and draw.random() < 0.5
     options["storage"] = Storage(momentum_dtype=momentum_dtype, stochastic_rounding=rounds)
+    if variant is not None:
+        options |= {"variant": variant} | ({"weight_decay": 0.0} if "hyperball" in variant else {})
     shapes = [(draw.randint(1, largest), draw.randint(1, largest)) for _ in range(draw.randint(1, 3))]
     shapes = [shape for shape in shapes for _ in range(draw.randint(1, 4))]
     names = [f"w{i}" for i in range(len(shapes))]

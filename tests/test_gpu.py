@@ -14,7 +14,7 @@ import pytest
 import torch
 from cuda_shape import CUDA, CudaShape, Refused
 from healthy_steps import DTYPES, healthy
-from test_audit import FAULTS, PRODUCTS, caught_all, check_caught
+from planted import FAULTS, PRODUCTS, caught_all, check_caught
 
 from shardmuon import Orthogonalizer
 from shardmuon.orthogonalize import batch_size
@@ -123,9 +123,9 @@ def test_every_variant_on_ranks_that_share_a_device(layout: str, variant: str) -
 @on_gpu
 @pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
 def test_planted_faults_are_named_on_a_device(products: str) -> None:
-    first, second = get_pool(2).run(caught_all, 256, PRODUCTS[products], tuple(FAULTS), "cuda")
+    found = get_pool(2).run(caught_all, 256, PRODUCTS[products], tuple(FAULTS), "cuda")
     for name in FAULTS:
-        check_caught(name, [first[name], second[name]])
+        check_caught(name, [of_rank[name] for of_rank in found])
 
 
 @on_gpu

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import os
 import pickle
 import random
 from collections.abc import Callable
@@ -28,15 +27,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardmuon import Exchange, GradScaler, Muon, Orthogonalizer, audit, checkpoint, clip_grad_norm_
+from shardmuon import Exchange, Muon, Orthogonalizer, audit, checkpoint, clip_grad_norm_
 from shardmuon.testing import RankPool
-from shardmuon.testing.tolerances import assert_rounded
-from shardmuon_qkclip import QKClip, qk_clip
-from shardmuon_qkclip.layers import attention_layers
+from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 
 FP64 = torch.float64
-HEADS, SIZE, WIDTH, TOKENS = 2, 4, 8, 7
-TAU = 2.0
+WIDTH, TOKENS = 8, 7
 KELLER = (3.4445, -4.7750, 2.0315)
 FIXED: dict[str, Any] = {
     "orthogonalizer": Orthogonalizer("standard", FP64),
@@ -45,32 +41,24 @@ FIXED: dict[str, Any] = {
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized",
-    "ignore:Detected call of `lr_scheduler.step",
 )
 
 
 class Net(nn.Module):
-    """One block of attention and a feed-forward part; `side` is trained by another optimizer."""
+    """A few layers; `side` is trained by another optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.head_dim = SIZE
         self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.first, self.second, self.third, self.fourth = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH, bias=False)
         self.side = nn.Linear(WIDTH, WIDTH, bias=False)
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
-        self.largest: list[Tensor] | None = None  # a list is filled with the largest logit of each head
 
     def forward(self, tokens: Tensor, noise: Tensor) -> Tensor:
         x = self.embedding(tokens) + noise
-        q, k, v = (
-            part(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.largest is not None:
-            self.largest.append((q @ k.mT / math.sqrt(SIZE)).detach().amax((0, 2, 3)))
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + self.o_proj(mixed)
+        for layer in (self.first, self.second, self.third, self.fourth):
+            x = x + layer(x).tanh()
         x = x + self.down(F.gelu(self.up(x))) + self.side(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
 
@@ -139,14 +127,6 @@ class Dense:
         decayed = self.weights[name] * (1 - group["lr"] * group["weight_decay"])
         self.weights[name] = decayed - group["lr"] * mean / (1 - first**count) / root
 
-    def clip(self, largest: Tensor) -> None:  # (HEADS,)
-        gain = (TAU / largest).clamp(max=1.0).sqrt().repeat_interleave(SIZE)[:, None]
-        if bool((gain < 1).any()):
-            for name in ("q_proj.weight", "k_proj.weight"):
-                self.weights[name] = self.weights[name] * gain
-                if "radius" in self.state.get(name, {}):
-                    self.state[name]["radius"] = self.weights[name].norm()
-
     def copy(self) -> Dense:
         return copy.deepcopy(self)
 
@@ -156,24 +136,21 @@ class Dense:
 MATRIX = {"use_muon": True, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "variant": None, "beta2": 0.9}
 VECTOR = {"use_muon": False, "lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.1}
 GROUPS = [
-    (("q_proj.weight", "k_proj.weight"), MATRIX),
-    (("v_proj.weight", "o_proj.weight"), MATRIX),
+    (("first.weight", "second.weight"), MATRIX),
+    (("third.weight", "fourth.weight"), MATRIX),
     (("up.weight", "down.weight"), MATRIX),
     (("embedding.weight", "up.bias"), VECTOR),
     (("head.weight",), VECTOR),
 ]
 SIDE = [(("side.weight",), MATRIX)]
-# what the docs say a group gets whose kind is changed, and that has none of its own
-ADAMW = {"use_muon": False, "betas": (0.9, 0.95), "eps": 1e-8}
-MUON = {"use_muon": True, "momentum": 0.95, "variant": None, "beta2": 0.95}
-NO_LOGIT = torch.zeros(HEADS, dtype=FP64)
+VARIANTS = (None, "normuon", "hyperball")
 
 
 def make_model(sharded: bool) -> Net:
     model = Net().double()
     made = torch.Generator().manual_seed(0)
-    for name, p in model.named_parameters():
-        p.data.copy_(torch.randn(p.shape, generator=made, dtype=FP64) * (0.6 if name[:2] in ("q_", "k_") else 0.3))
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=made, dtype=FP64) * 0.3)
     return fully_shard(model) if sharded else model
 
 
@@ -189,8 +166,8 @@ def make_optimizer(model: Net, groups: Any, **changed: Any) -> Muon:
 class Job:
     """A model with its optimizers and, beside it, the reference, to which all events happen alike."""
 
-    def __init__(self, seed: int, folder: Path, sharded: bool, clips: bool) -> None:
-        self.chance, self.folder, self.sharded, self.clips = random.Random(seed), folder, sharded, clips
+    def __init__(self, seed: int, folder: Path, sharded: bool) -> None:
+        self.chance, self.folder, self.sharded = random.Random(seed), folder, sharded
         self.groups = [(list(names), dict(options)) for names, options in GROUPS]
         self.away: list[tuple[list[str], dict[str, Any]]] = []  # groups that were taken out
         self.frozen: set[str] = set()
@@ -198,7 +175,6 @@ class Job:
         whole = {name: _whole(p).clone() for name, p in self.model.named_parameters()}
         self.dense = Dense(whole, self._options())
         self.dense_side = Dense({}, {"side.weight": dict(MATRIX)})
-        self.twin = make_model(False)
         self.saved: Saved | None = None
         self.moment = 0
         self.save()
@@ -207,7 +183,6 @@ class Job:
         self.model = model
         self.optimizer = make_optimizer(model, self.groups, **changed)
         self.side = make_optimizer(model, SIDE)
-        self.clip = QKClip(model, self.optimizer, tau=TAU) if self.clips else None
         for name, p in model.named_parameters():
             p.requires_grad_(name not in self.frozen)
 
@@ -223,11 +198,6 @@ class Job:
 
     def _names(self) -> list[str]:
         return [name for names, _ in self.groups for name in names]
-
-    def _trained(self) -> str:
-        """A parameter of the optimizer; not a frozen one if there is another."""
-        names = self._names()
-        return self.chance.choice([name for name in names if name not in self.frozen] or names)
 
     def _all(self) -> Any:
         return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
@@ -245,31 +215,21 @@ class Job:
         if backward:
             loss.backward()
 
-    def backward(self, batches: int = 1, missing: bool = False) -> tuple[dict[str, Tensor], Tensor]:
-        """Gradients of the job, and those of the reference with its largest logits."""
-        made = [self.batch(self.chance.choice((0.5, 1.0, 2.0))) for _ in range(batches)]
-        with torch.no_grad():
-            for name, p in self.twin.named_parameters():
-                p.copy_(self.dense.weights[name])
-        self.twin.zero_grad()
-        self.twin.largest = []
-        for batch in made:
-            self.model(*batch).backward()
-            self.twin(*batch).backward()
+    def backward(self, batches: int = 1, missing: bool = False) -> dict[str, Tensor]:
+        """Gradients of the job, whole."""
+        for _ in range(batches):
+            self.model(*self.batch(self.chance.choice((0.5, 1.0, 2.0)))).backward()
         names = sorted(set(self.dense.weights) - self.frozen)
         without = set(self.chance.sample(names, self.chance.randrange(1, 4))) if missing else set()
-        for name, p in self.model.named_parameters():
-            if name in without:
-                p.grad = None
-        grads = {name: p.grad for name, p in self.twin.named_parameters() if name in set(names) - without}
-        return {name: grad for name, grad in grads.items() if grad is not None}, torch.stack(self.twin.largest).amax(0)
+        for name in without:
+            self.model.get_parameter(name).grad = None
+        named = self.model.named_parameters()
+        return {name: _whole(p.grad).clone() for name, p in named if p.grad is not None and name in names}
 
-    def stepped(self, grads: dict[str, Tensor], largest: Tensor) -> None:
+    def stepped(self, grads: dict[str, Tensor]) -> None:
         """The reference's step."""
         self.dense.options = self._options()
         self.dense.step({name: grad for name, grad in grads.items() if name != "side.weight"})
-        if self.clips:
-            self.dense.clip(largest)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -279,28 +239,28 @@ class Job:
 
     # Events.
 
-    def step(self, grads: dict[str, Tensor], largest: Tensor) -> None:
+    def step(self, grads: dict[str, Tensor]) -> None:
         """A step of both."""
         self.optimizer.step()
         self.zero_grad()
-        self.stepped(grads, largest)
+        self.stepped(grads)
 
     def train(self) -> None:
-        self.step(*self.backward(self.chance.choice((1, 1, 2))))
+        self.step(self.backward(self.chance.choice((1, 1, 2))))
 
     def train_without_some_gradients(self) -> None:
-        self.step(*self.backward(missing=True))
+        self.step(self.backward(missing=True))
 
     def train_the_side(self) -> None:
         """The other optimizer's step on the same model."""
-        grads, _ = self.backward()
+        grads = self.backward()
         self.side.step()
         self.zero_grad()
         self.dense_side.weights = self.dense.weights
         self.dense_side.step({"side.weight": grads["side.weight"]} if "side.weight" in grads else {})
 
     def forward_without_a_step(self) -> None:
-        """A batch of large logits, in evaluation or not, or one that is not finite; nothing is stepped."""
+        """A large batch, in evaluation or not, or one that is not finite; nothing is stepped."""
         self.model.train(self.chance.random() < 0.7)
         self.forward(backward=self.chance.random() < 0.5)
         if self.chance.random() < 0.3:
@@ -313,16 +273,16 @@ class Job:
             raise RuntimeError("of a hook")
 
         handle = self.optimizer.register_step_post_hook(fail)
-        grads, largest = self.backward()
+        grads = self.backward()
         with pytest.raises(RuntimeError, match="of a hook"):
             self.optimizer.step()
         handle.remove()
         self.zero_grad()
-        self.stepped(grads, largest)
+        self.stepped(grads)
 
     def interrupt_a_step(self) -> None:
         """Ctrl-C at a random operation. Either nothing has changed, or the job must be rolled back."""
-        grads, largest = self.backward()
+        grads = self.backward()
         before = [_whole(p).clone() for p in self.model.parameters()]
         done: list[bool] = []
         hook = self.optimizer.register_step_post_hook(lambda *_: done.append(True))
@@ -331,7 +291,7 @@ class Job:
         hook.remove()
         if done:  # it had fewer operations, or torch's wrapper was interrupted behind it
             self.zero_grad()
-            self.stepped(grads, largest)
+            self.stepped(grads)
             return
         if self.optimizer.broken is None:
             assert all(torch.equal(_whole(p), old) for p, old in zip(self.model.parameters(), before, strict=True))
@@ -391,24 +351,9 @@ class Job:
         self._load()
 
     def copy_the_job(self) -> None:
-        """Copy the job, or pickle it without the QK-clip, which is made anew."""
-        pickled = self.chance.random() < 0.5
-        if pickled and self.clip is not None:
-            self.clip.close()
-            self.forward()  # measured by nobody
         job = self.model, self.optimizer, self.side
+        pickled = self.chance.random() < 0.5
         self.model, self.optimizer, self.side = pickle.loads(pickle.dumps(job)) if pickled else copy.deepcopy(job)
-        self.clip = QKClip(self.model, self.optimizer, tau=TAU) if self.clips else None
-
-    def fork_a_worker(self) -> None:
-        """Fork as a data loader does: the child drops what it got, and ends."""
-        child = os.fork()
-        if not child:
-            try:
-                del self.model, self.optimizer, self.side, self.clip
-            finally:
-                os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
 
     def change_options(self) -> None:
         at = self.chance.randrange(len(self.groups))
@@ -417,20 +362,21 @@ class Job:
         self._set(at, **{key: options[key] * self.chance.choice((0.5, 0.9))})
 
     def change_the_variant(self) -> None:
-        if self._matrix_groups():
-            variant = self.chance.choice([None, "normuon", "hyperball"])
-            decay = 0.0 if variant == "hyperball" else 0.1
-            self._set(self.chance.choice(self._matrix_groups()), variant=variant, weight_decay=decay)
+        """Change to one, to another and back: what the first kept is gone then."""
+        if not self._matrix_groups():
+            return
+        at, (first, other) = self.chance.choice(self._matrix_groups()), self.chance.sample(VARIANTS, 2)
+        for variant in (first, other, first):
+            self._set(at, variant=variant, weight_decay=0.0 if variant == "hyperball" else 0.1)
+            self.train()
 
     def freeze_or_unfreeze(self) -> None:
         name = self.chance.choice(self._names())
-        if self.clips and name[:2] in ("q_", "k_"):
-            return
         self.frozen ^= {name}
         self.model.get_parameter(name).requires_grad_(name not in self.frozen)
 
     def take_a_group_out(self) -> None:
-        if len(self.groups) < 3 or self.clips:
+        if len(self.groups) < 3:
             return
         at = self.chance.randrange(len(self.groups))
         del self.optimizer.param_groups[at]
@@ -470,7 +416,7 @@ class Job:
 
     def clip_the_gradients(self) -> None:
         """Clip by one norm over all groups but one that is kept out; then a step or none."""
-        grads, largest = self.backward()
+        grads = self.backward()
         out = self.chance.choice([-1, *range(len(self.groups))])
         if out >= 0:
             self.optimizer.param_groups[out]["clip_grad"] = False
@@ -484,63 +430,13 @@ class Job:
         clipped = {name: grad * factor if name in counted else grad for name, grad in grads.items()}
         if self.chance.random() < 0.6:
             self.optimizer.step()
-            self.stepped(clipped, largest)
+            self.stepped(clipped)
         self.zero_grad()
         self.optimizer.param_groups[out]["clip_grad"] = True
 
-    def scale_the_loss(self) -> None:
-        """Scale by torch's scaler or shardmuon's, with or without clipping; what is not finite skips the step."""
-        ours, clips, overflows = (self.chance.random() < 0.5 for _ in range(3))
-        scaler = (GradScaler if ours else torch.amp.GradScaler)("cpu", init_scale=8.0)
-        grads, largest = self.backward()
-        own = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        for grad in own:
-            grad.mul_(8.0)
-        if overflows:
-            self.chance.choice(own).fill_(self.chance.choice((math.inf, math.nan)))
-        scaler.scale(torch.ones(()))  # it is in use
-        if clips and ours:
-            scaler.unscale_(self.optimizer)
-            factor = min(1.0, 0.1 / (float(clip_grad_norm_(self.optimizer, 0.1)) + 1e-6))
-            grads = {name: grad * factor for name, grad in grads.items()}
-        scaler.step(self.optimizer)
-        scaler.update()
-        self.zero_grad()
-        assert scaler.get_scale() == (4.0 if overflows else 8.0)
-        if not overflows:
-            self.stepped(grads, largest)
-
-    def follow_a_schedule_and_go_back(self) -> None:
-        """A scheduler of torch, of which a state dict is loaded two steps later, with the optimizer's."""
-        for group in self.optimizer.param_groups:
-            group.pop("initial_lr", None)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda epoch: 0.8**epoch)
-        first = [options["lr"] for _, options in self.groups]
-
-        def train(epoch: int) -> None:
-            self.train()
-            scheduler.step()
-            for (_, options), lr in zip(self.groups, first, strict=True):
-                options["lr"] = lr * 0.8**epoch
-
-        train(1)
-        model, optimizer = self._all()
-        schedule, dense = copy.deepcopy(scheduler.state_dict()), self.dense.copy()
-        train(2)
-        train(3)
-        self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
-        scheduler.load_state_dict(schedule)
-        self.dense = dense
-        for (_, options), lr in zip(self.groups, first, strict=True):
-            options["lr"] = lr * 0.8
-        self.compare("going back with a schedule")
-        train(2)
-
     def write_to_a_weight(self) -> None:
         """The norm that Hyperball keeps stays behind, until it is deleted."""
-        queries = [names for names, _ in self.groups if "q_proj.weight" in names] if self.clips else []
-        at = self.chance.choice([i for i in self._matrix_groups() if self.groups[i][0] not in queries] or [-1])
+        at = self.chance.choice(self._matrix_groups() or [-1])
         if at < 0:
             return
         self._set(at, variant="hyperball", weight_decay=0.0)
@@ -554,178 +450,24 @@ class Job:
             del self.optimizer.state[p]["weight_radius"]
             del self.dense.state[name]["radius"]
 
-    def let_one_start_afresh(self) -> None:
-        """Let a parameter start afresh by an empty entry of a state dict."""
-        self.train()
-        name = self._trained()
-        state = copy.deepcopy(self.optimizer.state_dict())
-        state["state"][self._names().index(name)] = {}
-        self.optimizer.load_state_dict(state)
-        self.dense.state.pop(name, None)
-
-    def _refused(self, error: type[BaseException], act: Callable[[], Any]) -> None:
-        """Nothing changes: neither weights, state and options, nor what the gradients at hand lead to."""
-        grads, largest = self.backward()
-        before = self._all()
-        with pytest.raises(error):
-            act()
-        assert same(self._all(), before), "something has changed"
-        self.step(grads, largest)
-
-    def load_what_does_not_fit(self) -> None:
-        self.train()
-        state = copy.deepcopy(self.optimizer.state_dict())
-        for entry in state["state"].values():
-            for value in entry.values():
-                value.mul_(2.0) if value.is_floating_point() else None
-        names = self._names()
-        key = names.index(self._trained())
-        group = self.chance.choice(state["param_groups"])
-        matrix = "momentum_buffer" if "momentum_buffer" in state["state"].get(key, {}) else "exp_avg"
-        fault = self.chance.choice(("shape", "missing", "unknown", "group", "option", "names", "kind"))
-        if fault == "shape" and key in state["state"]:
-            state["state"][key][matrix] = torch.zeros(3, 5, dtype=FP64)
-        elif fault == "missing" and key in state["state"]:
-            del state["state"][key]
-        elif fault == "unknown":
-            state["state"][len(names) + 3] = {"momentum_buffer": torch.zeros(2, 2)}
-        elif fault == "option":
-            group["weight_decay"] = self.chance.choice((-1.0, math.nan, "much"))
-        elif fault == "names" and len(group["param_names"]) > 1:
-            group["param_names"] = group["param_names"][::-1]
-        elif fault == "kind":
-            group["use_muon"] = not group["use_muon"]
-        else:
-            state["param_groups"].pop()
-        self._refused(ValueError, lambda: self.optimizer.load_state_dict(state))
-
-    def load_a_damaged_checkpoint(self) -> None:
-        path = self.folder / f"damaged{self.moment}"
-        self.moment += 1
-        checkpoint.save(path, self.model, self.optimizer)
-        self.train()
-        data = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
-        damage = self.chance.choice(("cut", "gone", "no metadata"))
-        if damage == "cut":
-            data.write_bytes(data.read_bytes()[: int(data.stat().st_size * self.chance.choice((0.3, 0.9)))])
-        else:
-            (data if damage == "gone" else path / ".metadata").unlink()
-        self._refused(CheckpointException, lambda: checkpoint.load(path, self.model, self.optimizer))
-
-    def change_the_kind_and_back(self) -> None:
-        """Change a group's kind; parameters start afresh at a step with another kind; until then nothing is lost."""
-        heads = [i for i, (names, _) in enumerate(self.groups) if names == ["head.weight"]]
-        at = self.chance.choice(self._matrix_groups() + heads)
-        options, group = self.groups[at][1], self.optimizer.param_groups[at]
-        old, other = dict(options), ADAMW if options["use_muon"] else MUON
-        before = copy.deepcopy(self.optimizer.state_dict())
-        eps = group["eps"]
-        group.update(use_muon=other["use_muon"], eps=other.get("eps", eps))
-        with pytest.raises(ValueError, match=r"use_muon"):
-            self.optimizer.load_state_dict(before)
-        if self.chance.random() < 0.7:
-            options.update(other)
-            self.train()
-            options.clear()
-            options.update(old)
-        group.update(use_muon=old["use_muon"], eps=eps)
-
-    def count_gradients_of_zeros(self) -> None:
-        """Left by zero_grad(set_to_none=False): a real step, which at lr=0 changes no weight but counts."""
-        self.train()
-        grads, _ = self.backward()
-        self.optimizer.zero_grad(set_to_none=False)
-        rates = [options["lr"] for _, options in self.groups]
-        still = self.chance.random() < 0.5
-        for at in range(len(rates) if still else 0):
-            self._set(at, lr=0.0)
-        before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        self.optimizer.step()
-        self.stepped({name: torch.zeros_like(grad) for name, grad in grads.items()}, NO_LOGIT)
-        self.zero_grad()
-        for at, lr in enumerate(rates if still else []):
-            self._set(at, lr=lr)
-            if self.groups[at][1].get("variant") != "hyperball":  # its norm is set anew, in fp32
-                for name in self.groups[at][0]:
-                    assert torch.equal(self.model.get_parameter(name), before[name]), name
-
-    def load_another_muons_state(self) -> None:
-        """Load state of torch.optim.Muon and AdamW after two steps of theirs; what a variant keeps starts afresh."""
-        if self.frozen:
-            return
-        made = torch.Generator().manual_seed(self.chance.randrange(1 << 30))
-        dense, theirs = {}, []
-        for use_muon in (True, False):
-            names = [name for names, options in self.groups if options["use_muon"] == use_muon for name in names]
-            twins = [torch.nn.Parameter(self.dense.weights[name].clone()) for name in names]
-            if not names:
-                continue
-            kind: Any = torch.optim.Muon if use_muon else torch.optim.AdamW
-            optimizer = kind(twins, lr=1e-3, **({"momentum": 0.7} if use_muon else {"betas": (0.7, 0.8)}))
-            for count in (1, 2):
-                for name, p in zip(names, twins, strict=True):
-                    g = p.grad = torch.randn(p.shape, generator=made, dtype=FP64)
-                    old = dense.get(name, {})
-                    if use_muon:
-                        dense[name] = {"buffer": 0.7 * old.get("buffer", 0.0) + 0.3 * g}
-                    else:
-                        mean, square = 0.7 * old.get("mean", 0.0) + 0.3 * g, 0.8 * old.get("square", 0.0) + 0.2 * g * g
-                        dense[name] = {"count": count, "mean": mean, "square": square}
-                optimizer.step()
-            theirs.append(optimizer.state_dict())
-        checkpoint.load_foreign(self.optimizer, theirs)
-        self.dense.state = dense
-
-    def step_by_a_closure(self) -> None:
-        self.forward(backward=True)
-        told: list[tuple[dict[str, Tensor], Tensor]] = []
-
-        def closure() -> Tensor:
-            self.zero_grad()
-            told.append(self.backward(2))
-            return torch.tensor(1.5)
-
-        with torch.no_grad():
-            assert float(self.optimizer.step(closure)) == 1.5
-        self.zero_grad()
-        assert len(told) == 1
-        self.stepped(*told[0])
-
     def refuse_a_step(self) -> None:
-        """Refuse a step by an option without a meaning; the same gradients make one afterwards."""
+        """Refuse a step by an option without a meaning: weights, state and options stay, and the same gradients make
+        a step afterwards."""
         at = self.chance.randrange(len(self.groups))
         wrong = [("lr", math.nan), ("weight_decay", -1.0)]
         if self.groups[at][1]["use_muon"]:
             wrong += [("momentum", 1.5), ("variant", "none such")]
         key, value = self.chance.choice(wrong)
-        group, good = self.optimizer.param_groups[at], self.groups[at][1][key]
-
-        def step() -> None:
-            group[key] = value
-            try:
-                self.optimizer.step()
-            finally:
-                group[key] = good
-
-        self._refused(ValueError, step)
-
-    def clip_attention_by_hand(self) -> None:
-        """Clip by hand: through the optimizer norms follow; through another one they stay behind."""
-        away = {name for names, _ in self.away for name in names}
-        if {"q_proj.weight", "k_proj.weight"} & (self.frozen | away):
-            return
-        layers = attention_layers(self.model)
-        logits = torch.tensor([self.chance.choice((1.0, 3.0, math.inf, math.nan)), 5.0], dtype=FP64)
-        by_optimizer = self.clips or self.chance.random() < 0.5
-        optimizer = self.optimizer if by_optimizer else torch.optim.SGD(self.model.named_parameters(), lr=0.0)
-        qk_clip(optimizer, {layers[0].name: logits}, layers=layers, tau=TAU)
-        state = copy.deepcopy(self.dense.state)
-        self.dense.clip(logits.where(logits.isfinite(), torch.ones(())))
-        if not by_optimizer:
-            self.dense.state = state
+        grads, before = self.backward(), self._all()
+        self.optimizer.param_groups[at][key] = value
+        with pytest.raises(ValueError, match=key):
+            self.optimizer.step()
+        self.optimizer.param_groups[at][key] = self.groups[at][1][key]
+        assert_bitwise(self._all(), before)
+        self.step(grads)
 
     def compare(self, event: str) -> None:
-        bound = 1e-5  # norms are kept, and logits measured, in fp32
+        bound = 1e-5  # what variants keep is fp32
         for name, p in self.model.named_parameters():
             found, wanted = _whole(p), self.dense.weights[name]
             error = float((found - wanted).norm() / wanted.norm())
@@ -762,23 +504,11 @@ def _whole(p: Tensor) -> Tensor:
     return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
-def same(x: Any, y: Any) -> bool:
-    """Equal in every bit and entry."""
-    if isinstance(x, Tensor):
-        return isinstance(y, Tensor) and x.dtype == y.dtype and torch.equal(_whole(x), _whole(y))
-    if isinstance(x, dict):
-        return x.keys() == y.keys() and all(same(x[key], y[key]) for key in x)
-    if isinstance(x, list | tuple):
-        return len(x) == len(y) and all(map(same, x, y))
-    return bool(x == y)
-
-
 ANYWHERE: list[Callable[[Job], None]] = [
     Job.train,
     Job.train_without_some_gradients,
     Job.train_the_side,
     Job.forward_without_a_step,
-    Job.scale_the_loss,
     Job.fail_in_a_hook_after_the_step,
     Job.save,
     Job.roll_back,
@@ -794,20 +524,10 @@ ALONE: list[Callable[[Job], None]] = [
     *ANYWHERE,
     Job.interrupt_a_step,
     Job.copy_the_job,
-    Job.fork_a_worker,
     Job.audit_a_step,
     Job.clip_the_gradients,
-    Job.follow_a_schedule_and_go_back,
     Job.write_to_a_weight,
-    Job.let_one_start_afresh,
-    Job.load_what_does_not_fit,
-    Job.load_a_damaged_checkpoint,
-    Job.change_the_kind_and_back,
-    Job.count_gradients_of_zeros,
-    Job.load_another_muons_state,
-    Job.step_by_a_closure,
     Job.refuse_a_step,
-    Job.clip_attention_by_hand,
 ]
 
 
@@ -815,9 +535,9 @@ def run(seeds: range, folder: Path, sharded: bool = False) -> None:
     """Sequences of six events, the first of them each event in turn; a step follows each."""
     known = ANYWHERE if sharded else ALONE
     for seed in seeds:
-        job, told = Job(seed, folder / str(seed), sharded, clips=seed % 2 == 1), list[str]()
+        job, told = Job(seed, folder / str(seed), sharded), list[str]()
         for number in range(6):
-            for event in (job.chance.choice(known) if number else known[seed // 2 % len(known)], Job.train):
+            for event in (job.chance.choice(known) if number else known[seed % len(known)], Job.train):
                 told.append(event.__name__)
                 try:
                     event(job)
@@ -827,7 +547,7 @@ def run(seeds: range, folder: Path, sharded: bool = False) -> None:
 
 
 @pytest.mark.stated
-@pytest.mark.parametrize("first", range(0, 60, 10))
+@pytest.mark.parametrize("first", range(0, 40, 10))
 def test_no_event_leaves_anything_that_a_later_step_feels(first: int, tmp_path: Path) -> None:
     run(range(first, first + 10), tmp_path)
 

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-<<<<<<< HEAD:tests/test_variants.py
-from drawn import models
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from simulated import SimulatedRanks, cut, planned, spec
-from simulated import fully_sharded as sharded
-=======
 from simulated import sharded, spec
->>>>>>> w-state:tests/variants/test_variants.py
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer

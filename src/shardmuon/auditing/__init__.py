@@ -7,24 +7,19 @@ arithmetic and in exact one, `judge` compares and says what rounding explains, `
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardmuon.auditing.schedule import AuditError, AuditWarning, PendingAudit
-
-if TYPE_CHECKING:
-    from shardmuon.routing.groups import ParamGroups
 
 __all__ = ["AuditError", "AuditWarning", "PendingAudit", "audit"]
 
 
-def audit(optimizer: Any, samples: int = 8, *, routing: ParamGroups | None = None) -> PendingAudit:
+def audit(optimizer: Any, samples: int = 8) -> PendingAudit:
     """Check the next step against a dense reference. Every rank that shares parameters must call it.
 
     Args:
         optimizer: The `shardmuon.Muon` whose next `step()` is audited. It raises nothing for what the audit finds.
         samples: Matrices compared in each group of ranks that shares parameters. Later audits take others.
-        routing: The table that parameters should follow. Default: the one the optimizer was made from, if it was given
-            a model or `param_groups(model)`.
 
     Returns:
         The audit; its `report` is there after the step, the same on every rank.
@@ -50,6 +45,6 @@ def audit(optimizer: Any, samples: int = 8, *, routing: ParamGroups | None = Non
         raise ValueError(
             "under DeepSpeed write Muon(..., audit=Audit(every=N)): it audits each set of groups that is stepped"
         )
-    request = PendingAudit(samples, None if routing is None else routing.rows)
+    request = PendingAudit(samples)
     optimizer.audits.request(request)
     return request

@@ -10,9 +10,10 @@
     The same arithmetic runs on other versions of the same input, and how far the results lie apart is what rounding
     explains of this very matrix. No theory of dtype, method, schedule or spectrum is needed.
 
-    Beside the live step: rows and columns in another order, which is that of the sums, and a few elements off by a
-    spacing. Each result is put into the weights as the step would, so what stages of a variant and coarse weights add
-    is in the spread, too.
+    Beside the live step: rows and columns in another order, which is that of the sums, a few elements off by a
+    spacing, and all of them together by a few of fp32: a live stage divides once by norms where the dense one does it
+    twice, and elements that are all alike (a matrix of ones) are rounded all alike. Each result is put into the
+    weights as the step would, so what stages of a variant and coarse weights add is in the spread, too.
 
     Beside exact arithmetic: each element off by up to a spacing, so that every product is rounded anew, and one more
     row and column that are zero but for their corner. That enlarges the norm by up to `_LONGER`, so that elements
@@ -64,8 +65,9 @@ from shardmuon.step.options import Settings
 _Measure = Callable[[Tensor], float]
 _FIRST, ALL = 2, 16  # shaken runs: those that are always made, and those before anything is called a fault
 _TIMES = 3.0  # how many times the largest of the shaken differences is allowed
+_HARDLY = 0.1  # of a wrong norm may be left over by its explanation: the update is rounded otherwise
 _BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
-_FEW = 4  # elements that another order of sums may take to the next value where that weighs most
+_FEW = 4  # elements that another order of sums may take to the next value, and spacings that all of them may move
 _LONGER = 1 / 16  # by how much the norm is enlarged at most
 _TOGETHER = 1 << 22  # elements of shaken runs in one call
 _OWN = 1e-9  # error of the reference, of its largest direction: its Gram matrix squares what is small
@@ -281,6 +283,8 @@ class Evidence:
                 few = torch.randint(x.numel(), (_FEW,), generator=generator)
                 signs = torch.randint(2, (_FEW,), generator=generator) * 2 - 1
                 x.view(-1)[few.to(x.device)] *= (1 + self._eps * signs).to(x.device, x.dtype)
+                together = int(torch.randint(-_FEW, _FEW + 1, (), generator=generator))
+                x *= 1 + together * torch.finfo(self._wide).eps
                 orders.append([torch.randperm(n, generator=generator).to(x.device) for n in x.shape])
                 made.append(x[orders[-1][0]][:, orders[-1][1]])
             results = self.orthogonalized(torch.stack(made), nudged=True)
@@ -327,11 +331,14 @@ class Evidence:
 
     def spread(self, count: int) -> tuple[_Measure, float]:
         """`_beside` the updates of so many steps in another order. No direction is settled better than the largest
-        weight: to its next value."""
+        weight, to its next value, nor than numbers that stages keep in fp32, whatever the products are: each is rounded
+        four times, and scales a line of the result by its root, so by an eps."""
         spacing = torch.finfo(self.arithmetic.weight_dtype).eps * float(self.step.after.abs().amax())
         factor = 1.0 if self.step.factor is None else float(self.step.factor.abs().amin())
-        shaken = [step.lengths for step in self.in_other_orders(count)]
-        return self._beside(shaken, self.seen(self.arrived), spacing / abs(self.settings.lr * self.scale) / factor)
+        expected, least = self.seen(self.arrived), spacing / abs(self.settings.lr * self.scale) / factor
+        if self.step.kept:
+            least = max(least, _EPS * float(_lengths(expected).amax()))
+        return self._beside([step.lengths for step in self.in_other_orders(count)], expected, least)
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
         """`_beside` so many shaken errors."""
@@ -453,7 +460,8 @@ def _judge_norm_after(e: Evidence) -> bool:
         return False
     times = size / max(target, 1e-300)
     text = f"the norm of its weights after the step is {size:.7g}, {times:.4g} times that of the rule"
-    fitting = (guess for guess in other_norms(e) if abs(float(guess.after.norm()) - size) <= allowed)
+    left = max(allowed, _HARDLY * abs(size - target))  # by a guess that fits
+    fitting = (guess for guess in other_norms(e) if abs(float(guess.after.norm()) - size) <= left)
     guess = next(fitting, Guess("norm_wrong", "nothing known leads to that", e.after))
     e.say(guess.name, f"{text}: {guess.found}", f"{allowed:.1e}")
     return True

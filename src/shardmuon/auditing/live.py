@@ -26,7 +26,7 @@ from shardmuon.auditing.judge import Evidence, judge
 from shardmuon.auditing.naming import name_fault
 from shardmuon.auditing.reference import FORMULAS, Arithmetic
 from shardmuon.auditing.report import AuditReport, Finding, MatrixRow
-from shardmuon.auditing.schedule import PATIENCE, AuditNotes, AuditSchedule
+from shardmuon.auditing.schedule import AuditNotes, AuditSchedule
 from shardmuon.comm.groups import Ranks, my_rank
 from shardmuon.comm.vote import Fault, gather
 from shardmuon.errors import Refused, ranks_text
@@ -118,8 +118,6 @@ class StepAudit:
         if samples:
             with self._guarded("the routing"):
                 self._look_at_routing()
-            with self._guarded("parameters without a gradient"):
-                self._look_for_idle()
         sampling = any(gather(samples, binding.component))  # ranks that share nothing need not sample alike
         for use_muon in (True, False) if sampling else ():
             table = self._described(use_muon)
@@ -159,9 +157,7 @@ class StepAudit:
 
     def _look_at_routing(self) -> None:
         """Find parameters whose place contradicts the routing table, if there is one."""
-        asked = self._schedule.asked
-        rows = self._optimizer.routing if asked is None or asked.rows is None else asked.rows
-        table = {row.name: row for row in rows if row.optimizer != "frozen"}
+        table = {row.name: row for row in self._optimizer.routing if row.optimizer != "frozen"}
         for index, group in enumerate(self._optimizer.param_groups):
             goes = "Muon" if group["use_muon"] else "AdamW"
             for name, _ in named_params(group, index):
@@ -180,20 +176,6 @@ class StepAudit:
                 "no group holds it, so it never changes",
                 f"{row.optimizer}, as param_groups decided ({row.reason})",
             )
-
-    def _look_for_idle(self) -> None:
-        """Find matrices that could not change in several audits in a row, and count these."""
-        idle = self._schedule.kept.idle
-        for index, group in enumerate(self._optimizer.param_groups):
-            for name, p in named_params(group, index) if group["use_muon"] else ():
-                why = "lr is 0" if float(group["lr"]) == 0.0 else ""
-                if p.grad is None and not p.requires_grad:
-                    why = "requires_grad is False"
-                elif p.grad is None and engine_of(p).storage(p).numel():  # where nothing is stored, none may be made
-                    why = "it has no gradient"
-                idle[name] = idle.get(name, 0) + 1 if why else 0
-                if why and idle[name] % PATIENCE == 0:
-                    self._say("idle", name, f"{why}, in {idle[name]} audits in a row", f"fewer than {PATIENCE}")
 
     # ---------------------------------------------------------------------------------- before the step: the layouts
 
@@ -467,7 +449,7 @@ class StepAudit:
         stages, specs = keeping(self._proposal.settings[number].stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
             value = storage(state[stage.key]) if stage.key in state else None
-            yield f"{one.name}, {stage.key}", kept.layout, "state", value
+            yield one.name, kept.layout, stage.key, value
 
     def _prints(self, table: Table, numbers: Sequence[int]) -> _Prints:
         """Fingerprints of all that has replicas and of which this rank holds something."""
@@ -504,5 +486,4 @@ class StepAudit:
             name = self._binding.members[sample.row.order[0]].name
             watched[sample.row.order[0]] = name, sample.param, fingerprint(self._stored_momentum(sample.param))
         step = self._schedule.num_steps if self._samples else -1  # the same on all ranks, whatever they have
-        notes = tuple(watched.values()), self._optimizer.state, step, self._schedule.kept.idle
-        self._schedule.kept = AuditNotes(*notes)
+        self._schedule.kept = AuditNotes(tuple(watched.values()), self._optimizer.state, step)

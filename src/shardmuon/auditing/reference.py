@@ -111,7 +111,7 @@ def orthogonalized(
     *,
     nudged: bool = False,  # the values lie between those that can travel: they are not rounded to the wire
 ) -> Tensor:  # (B, rows, cols)
-    """Orthogonalize whole matrices in the live arithmetic; rounded as they travel."""
+    """Orthogonalize whole matrices in the live arithmetic; rounded as they travel, or as stages after it get them."""
     # stages before the orthogonalizer run where it does, on what has travelled
     staged = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
     dtype = torch.promote_types(a.travels, torch.float32) if staged else a.travels
@@ -119,7 +119,8 @@ def orthogonalized(
     if a.by_gram:
         return _by_gram(x, s).to(values.device)
     out = orthogonalize(x, s.coefficients, method=a.method, eps=s.eps, dtype=a.ns_dtype, kernel=a.kernel, alone=a.alone)
-    return out.to(a.wire_dtype).to(values.device)
+    after = any(isinstance(stage, AfterStage) for stage in s.stages)  # which run before anything travels
+    return (out if after else out.to(a.wire_dtype)).to(values.device)
 
 
 def _by_gram(x: Tensor, s: Settings) -> Tensor:
@@ -144,7 +145,10 @@ def weights_after(
     """Weights after this update: decayed, updated and rounded as the step does it."""
     weights, alpha = before.to(a.weight_dtype), s.lr * scale
     if BACKENDS[a.method].like_torch and rounding is None and s.weight_decay_mode == "decoupled":
-        return weights.mul(1 - s.lr * s.weight_decay).add_(update.to(weights.device), alpha=-alpha)
+        update = update.to(weights.device, a.wire_dtype)
+        if update.shape[0] > update.shape[1]:  # as its iteration returns it: half precision is added otherwise then
+            update = update.mT.contiguous().mT
+        return weights.mul(1 - s.lr * s.weight_decay).add_(update, alpha=-alpha)
     half = a.weight_dtype in _HALF
     wide = weights.float() if half else weights.clone()
     update = update.to(wide.device, wide.dtype)
@@ -303,11 +307,6 @@ class Reference:
             square = (self.sigmas / longer * ratios).square()
             ratios = ratios * (a + b * square + c * square.square())
         return ratios / longer
-
-    def update(self, longer: float = 1.0) -> Tensor:  # (rows, cols)
-        """The result of all steps. `longer`: see `ratios`."""
-        out = self.vectors @ (self.ratios(longer).unsqueeze(1) * self.coords)
-        return out.T if self.tall else out
 
     def settles(self, eps: float) -> bool:
         """True if rounding leaves at least half of the largest singular value's result: each step may move that value

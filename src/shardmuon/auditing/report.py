@@ -25,7 +25,6 @@ _REMEDIES = {
     "gradient_missing": "Set the missing gradients to zeros",
     "gradient_replicas_differ": "Reduce gradients over all ranks that hold replicas, in every micro-batch that counts",
     "gradient_written": "Neither the step nor the orthogonalizer may write to its input",
-    "idle": "Leave it out of the optimizer if it is meant to be frozen",
     "kept_wrong": "Look for what replaces the stage, or writes to optimizer.state; load a checkpoint from before",
     "momentum_changed_outside": "Nothing but step() may write to optimizer.state; look for code that loads, casts or "
     "averages it",
@@ -61,7 +60,7 @@ _REMEDIES = {
     "wrong_matrix": "Pieces or results of others were mixed in: check that all ranks list the same parameters in one "
     "order",
 }
-_WARNINGS = ("idle", "update_lost_to_rounding")  # may be meant so
+_MAY_BE_MEANT = "update_lost_to_rounding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class Finding:
     @classmethod
     def of(cls, name: str, where: str, found: str, allowed: str) -> Finding:
         """A finding with the remedy and the severity of its name."""
-        return cls(name, where, found, allowed, _REMEDIES[name], "warning" if name in _WARNINGS else "error")
+        return cls(name, where, found, allowed, _REMEDIES[name], "warning" if name == _MAY_BE_MEANT else "error")
 
     def __str__(self) -> str:
         return f"{self.where}: {self.name}: {self.found}. Allowed: {self.allowed}. {self.remedy}"

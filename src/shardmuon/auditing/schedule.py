@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,7 +14,6 @@ from shardmuon.options import AuditAction
 
 if TYPE_CHECKING:
     from shardmuon.auditing.report import AuditReport
-    from shardmuon.routing.groups import RoutingRow
 
 NEVER = sys.maxsize
 
@@ -39,13 +38,11 @@ class AuditNotes:
         watched: Name, parameter and fingerprint of momentum that must be the same when the next step begins.
         state: The optimizer's state at that time; loading a checkpoint replaces it.
         step: The audited step.
-        idle: Parameter -> audits in a row in which it could not change.
     """
 
     watched: tuple[tuple[str, Tensor, int], ...] = ()
     state: Any = None
     step: int = -1
-    idle: dict[str, int] = field(default_factory=dict)
 
 
 class AuditSchedule:
@@ -109,9 +106,6 @@ class AuditSchedule:
         return {**self.__dict__, "kept": AuditNotes(), "asked": None}
 
 
-PATIENCE = 3  # audits in a row without a gradient before that is reported: a warm-up starts with lr=0
-
-
 class PendingAudit:
     """An audit that the next step will carry out.
 
@@ -119,8 +113,8 @@ class PendingAudit:
         samples: Matrices compared in each group of ranks that shares parameters.
     """
 
-    def __init__(self, samples: int, rows: tuple[RoutingRow, ...] | None = None) -> None:
-        self.samples, self.rows = samples, rows
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
         self.found: AuditReport | None = None
 
     @property

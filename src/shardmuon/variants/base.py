@@ -36,7 +36,7 @@
        Without one the audit says which matrices it does not check.
     5. Tests. `VARIANTS` brings it into test_stages.py and test_cuda_shape.py of tests/step. Its own: the formula,
        zeros, `compare_with_dense`, a row in `test_a_matrix_has_the_same_bits_alone_and_among_others`, in `VARIANTS` of
-       tests/checkpoint/test_resume.py, and an audit (tests/test_variants_audit.py).
+       tests/checkpoint/test_resume.py, and an audit (tests/planted.py).
     No step, plan, checkpoint or `shardmuon verify` names a variant: they read what a stage declares.
 """
 

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -58,24 +59,6 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, row: LayoutRow) -
     assert (alone.collectives, alone.bytes_per_rank) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"bitwise": False},
-        {"torch_bitwise": False},
-        {"max_difference": torch.finfo(torch.float64).tiny},
-        {"max_difference": math.nan},
-    ],
-)
-def test_a_row_that_falls_short_fails_the_command(
-    row: LayoutRow, fault: dict[str, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = {"fsdp2": replace(row, **fault), "hsdp": row}  # type: ignore[arg-type]
-    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, ranks: rows[name])
-    assert verify.run(arguments("--ranks", "1", "--layout", "fsdp2", "--layout", "hsdp")) == 1
-    assert "1 of 2 layouts keep the contract" in capsys.readouterr().out
-
-
 def _not_a_number(layout: str, rank: int, **options: Any) -> Comparison:
     """`compare_with_dense`; on one rank the first matrix is lost."""
     apply_, calls = pipeline.apply_, []
@@ -99,16 +82,6 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
     assert not replace(row, max_difference=verify._worst(c.max_difference for c in found)).ok
 
 
-def test_json_is_one_object_a_layout(
-    row: LayoutRow, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, ranks: row)
-    assert verify.run(arguments("--ranks", "1", "--layout", "fsdp2", "--json")) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert found["ok"] is True
-    assert found["bitwise"] is True
-
-
 @pytest.fixture(scope="module")
 def deepspeed_pool(deepspeed_pools: dict[int, RankPool]) -> RankPool:
     return deepspeed_pools[3]
@@ -125,24 +98,46 @@ def test_rows_of_deepspeed_keep_the_contract(deepspeed_pool: RankPool, layout: s
     assert row.bytes_per_rank > 1000
 
 
-def test_an_engine_has_its_rows_and_says_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+TWO = ("--layout", "fsdp2", "--layout", "hsdp")
+
+
+@pytest.mark.parametrize(
+    ("words", "fault", "code", "says"),
+    [
+        (TWO, {}, 0, "2 of 2 layouts keep the contract"),
+        (TWO, {"bitwise": False}, 1, "1 of 2 layouts keep the contract"),
+        (TWO, {"torch_bitwise": False}, 1, "1 of 2 layouts keep the contract"),
+        (TWO, {"max_difference": torch.finfo(torch.float64).tiny}, 1, "1 of 2 layouts keep the contract"),
+        (TWO, {"max_difference": math.nan}, 1, "1 of 2 layouts keep the contract"),
+        (("--ranks", "0"), {}, 2, "must be at least 1"),
+        (("--engine", "all"), {}, 2, "pip install 'shardmuon[deepspeed]'"),
+    ],
+)
+def test_the_command_fails_by_a_row_that_falls_short_and_says_what_it_needs(
+    row: LayoutRow,
+    words: tuple[str, ...],
+    fault: dict[str, Any],
+    code: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked: list[str] = []
-
-    def remember(pool: RankPool, name: str, ranks: int) -> LayoutRow:
-        asked.append(name)
-        return LayoutRow(name, ranks, 1, 0.0, True, True, 1, 1, 1)
-
-    monkeypatch.setattr(verify, "verify_layout", remember)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert verify.run(arguments("--ranks", "1", "--engine", "deepspeed")) == 0
-    assert asked == list(ZERO_ROWS)
+    rows = {"fsdp2": replace(row, **fault), "hsdp": row}
+    monkeypatch.setattr(verify, "RankPool", nullcontext)
+    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, ranks: rows[name])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert verify.run(arguments("--ranks", "1", "--engine", "all")) == 2
-    assert "pip install 'shardmuon[deepspeed]'" in capsys.readouterr().err
+    assert verify.run(arguments(*words)) == code
+    shown = capsys.readouterr()
+    assert says in shown.out + shown.err
 
 
-def test_no_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify.run(arguments("--ranks", "0")) == 2
-    assert "must be at least 1" in capsys.readouterr().err
+def test_json_is_one_object_for_each_row_of_an_engine(
+    row: LayoutRow, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "RankPool", nullcontext)
+    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, ranks: replace(row, layout=name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert verify.run(arguments("--engine", "deepspeed", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["layout"] for one in found] == list(ZERO_ROWS)
+    assert all(one["ok"] is True and one["bitwise"] is True for one in found)

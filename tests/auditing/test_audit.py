@@ -1,0 +1,541 @@
+"""An audit finds nothing in a sound optimizer on any layout, and catches and names every fault of `planted.py`.
+
+Reports are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from healthy_steps import DTYPES, healthy
+from planted import (
+    FAULTS,
+    PRODUCTS,
+    Job,
+    buffer_of,
+    caught_all,
+    check_caught,
+    local,
+    names_of,
+    now,
+    step_of,
+    updates,
+)
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from shardmuon import (
+    Audit,
+    AuditError,
+    AuditWarning,
+    Exchange,
+    Muon,
+    Orthogonalizer,
+    Storage,
+    audit,
+    param_groups,
+)
+from shardmuon.auditing.live import choose
+from shardmuon.auditing.reference import FORMULAS
+from shardmuon.auditing.report import AuditReport
+from shardmuon.layout import table
+from shardmuon.layout.pieces import Held, Tile
+from shardmuon.layout.views import MatrixView
+from shardmuon.step import bucket, update
+from shardmuon.step.binding import fingerprint
+from shardmuon.testing import RankPool
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, mesh_of, parameters
+from shardmuon.variants.normuon import NorMuon
+
+# ------------------------------------------------------------------------------------------------- sound optimizers
+
+VARIANTS = ("normuon", "muon_eq", "hyperball", "muon_eq+normuon", "muon_eq+hyperball", "normuon+hyperball")
+ON_LAYOUTS = (None, "muon_eq+normuon", "normuon+hyperball", "muon_eq+hyperball")
+METHODS = ("auto", "standard", "gram")
+
+
+def sound(layout: str) -> tuple[AuditReport, int]:
+    """The second step's report. Layouts take variants and methods in turn: what an audit reads of a layout does not
+    depend on the method."""
+    case, world, number = LAYOUTS[layout], dist.get_world_size(), list(LAYOUTS).index(layout)
+    generator = torch.Generator().manual_seed(0)
+
+    def build() -> dict[str, Tensor]:
+        full = {name: torch.randn(case.shape, generator=generator) for name, case in PARAMS.items()}
+        return case.build(full, case.mesh(world))
+
+    params = parameters(build())
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, "variant": ON_LAYOUTS[number % len(ON_LAYOUTS)]}
+    options |= {"orthogonalizer": Orthogonalizer(method=METHODS[number % len(METHODS)])} | case.options(world)
+    optimizer = Muon(groups_of(params, PARAMS), **options)
+    for _ in range(2):
+        for name, grad in build().items():
+            params[name].grad = grad
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*zero before the first step")  # a shard that stores nothing of a matrix
+            report = step_of(optimizer)
+    return report
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=[] if at % 8 == 4 else [pytest.mark.stated]) for at, n in enumerate(LAYOUTS)]
+)
+def test_a_sound_optimizer_gives_no_finding(world4: RankPool, layout: str) -> None:
+    reports = world4.run(sound, layout)
+    for report in reports:
+        assert report.ok, report
+        assert len(report.matrices) >= 8
+        assert {row.status for row in report.matrices} == {"ok"}
+        assert max(row.difference / row.allowed for row in report.matrices) < 0.6  # 0 where live and dense round alike
+        assert layout not in ("ddp", "replicate", "hsdp", "hsdp+tp", "tp x dp") or report.num_compared == len(PARAMS)
+        assert layout == "single" or report == reports[0]
+
+
+def sound_with(dtype: torch.dtype, options: dict[str, Any]) -> AuditReport:
+    job = Job("fsdp2", dtype, **options)
+    job.step(1)
+    return job.audited(2)
+
+
+POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250)]
+IN_FP64 = {"orthogonalizer": Orthogonalizer("standard", torch.float64), "exchange": Exchange(dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {"weight_decay_mode": "l2"}),
+        (torch.float32, {"weight_decay_mode": "independent", "weight_decay": 0.01}),
+        (torch.float32, {"weight_decay_mode": "cautious", "weight_decay": 0.5}),
+        (torch.float32, {"nesterov": False, "momentum": 0.5}),
+        (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
+        (torch.float32, {"orthogonalizer": Orthogonalizer(dtype=torch.bfloat16)}),
+        (torch.float32, {"orthogonalizer": Orthogonalizer(method="reference")}),
+        (torch.float32, {"orthogonalizer": Orthogonalizer(method="torch")}),
+        (torch.float64, {"orthogonalizer": Orthogonalizer(dtype=torch.float64)}),
+        (torch.float64, IN_FP64),
+        *((torch.float64, {**IN_FP64, "variant": name, "weight_decay": 0.0}) for name in ("normuon", "hyperball")),
+        (torch.bfloat16, {"orthogonalizer": Orthogonalizer(method="torch")}),
+        (torch.bfloat16, {}),
+        (torch.float32, {"storage": Storage(momentum_dtype=torch.bfloat16)}),
+        (torch.float32, {"storage": Storage(momentum_dtype="int8")}),
+        (torch.bfloat16, {"storage": Storage(momentum_dtype=torch.float32, momentum_device="cpu")}),
+        (torch.float32, {"orthogonalizer": Orthogonalizer(method="gram", dtype=torch.float16)}),
+        (torch.float32, {"ns_coefficients": "polar_express", "ns_steps": 5}),
+    ],
+    ids=str,
+)
+def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """What stages keep is fp32 also where weights, wire and products are fp64."""
+    for report in world2.run(sound_with, dtype, options):
+        assert report.ok, report
+        assert {row.status for row in report.matrices} == {"ok"}
+        assert max(row.difference / row.allowed for row in report.matrices) < 0.8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sound_steps_drawn_at_random_give_no_finding(dtype: str) -> None:
+    """benchmarks/audit_sharpness.py takes 1,000 of them."""
+    variants = itertools.cycle([*VARIANTS, *[None] * len(VARIANTS)])
+    for seed, variant in zip(range(24), variants, strict=False):
+        findings, statuses, _, drawn = healthy(dtype, seed, 40, variant=variant)
+        assert findings == [], drawn
+        assert set(statuses) <= {"ok", "inconclusive", "zero"}, drawn
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seed", "variant"),
+    [
+        ("bf16", 50170, None),
+        ("fp16", 807, None),
+        ("fp16", 969, None),
+        ("fp16", 300030, None),
+        ("fp16", 300794, None),
+        ("fp16", 301809, None),
+        ("bf16", 1000729, None),
+        ("fp16", 7000019, "normuon+hyperball"),
+        ("fp16", 7000129, "normuon"),
+        ("fp32", 7000075, "muon_eq+normuon"),
+        ("fp32", 7000267, "muon_eq+normuon"),
+        ("bf16", 8500193, "hyperball"),
+    ],
+)
+def test_sound_steps_that_rounding_moves_most_give_no_finding(dtype: str, seed: int, variant: str | None) -> None:
+    """Sound steps that rounding moves by one direction: at a maximum of p (bf16, fp16 standard), by noise of an empty
+    direction (fp16 Gram form), or where the first step nearly cancels the largest value (1000729). Stages that see
+    results before they are rounded to the wire (fp16), matrices of ones, whose elements MuonEq rounds alike, and
+    bf16 weights that torch's own addition updates (8500193)."""
+    findings, statuses, _, drawn = healthy(dtype, seed, 32 if variant is None else 40, variant=variant)
+    assert findings == [], drawn
+    assert statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn
+
+
+@pytest.mark.filterwarnings("ignore:.*zero before the first step")
+def test_matrices_of_zeros_and_gradients_of_zeros_are_sound() -> None:
+    weights = [nn.Parameter(torch.zeros(8, 6)), nn.Parameter(torch.eye(6, 8))]
+    optimizer = Muon(weights, lr=0.1, weight_decay=0.0, variant="hyperball")
+    for step in range(4):
+        for at, weight in enumerate(weights):
+            made = torch.Generator().manual_seed(step + 10 * at)
+            weight.grad = torch.randn(weight.shape, generator=made) if step < 3 else torch.zeros_like(weight)
+        if step == 3:
+            optimizer = Muon(weights, lr=0.1, weight_decay=0.0, variant="hyperball")
+        report = step_of(optimizer)
+        assert report.ok, f"{step}: {report}"
+        assert {row.status for row in report.matrices} == {"ok" if step < 3 else "zero"}
+
+
+def test_a_stage_without_a_formula_is_said_to_be_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(FORMULAS, NorMuon)
+    weight = nn.Parameter(torch.eye(4, 6))
+    weight.grad = torch.ones(4, 6)
+    assert [row.status for row in step_of(Muon([weight], lr=0.1, variant="normuon")).matrices] == [
+        "not checked: NorMuon"
+    ]
+
+
+def test_a_matrix_of_one_element_of_any_stride_is_audited_by_its_value() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        strided = torch.arange(1, 9, dtype=dtype).view(2, 4)[1:, 1:2].as_strided((1, 1), (2, 2), 5)
+        assert strided.stride() == (2, 2)
+        assert fingerprint(strided) == fingerprint(torch.full((1, 1), 6, dtype=dtype))
+        weight = nn.Parameter(torch.ones(1, 1, dtype=dtype))
+        weight.grad = strided
+        assert step_of(Muon([weight], lr=0.1)).ok
+
+
+# ---------------------------------------------------------------------------------------------------- planted faults
+
+
+def _cases() -> Iterator[Any]:
+    """Every fault once in the default arithmetic, once in large matrices, once in fp16, and some where matrices are
+    orthogonalized elsewhere; benchmarks/audit_sharpness.py takes all pairs."""
+    for name in FAULTS:
+        yield pytest.param({}, None, (name,), id=name)
+    inexact = tuple(name for name, fault in FAULTS.items() if not fault.exact)
+    for products, rows, names in (
+        ("fp32", 1024, inexact[::2]),
+        ("bf16", 1024, inexact[1::2]),
+        ("fp16", 32, inexact[1::2]),
+        ("fp16 gram", 32, inexact[::2]),
+        ("torch", 32, tuple(name for name in FAULTS if not name.startswith("orthogonalizer"))[1::2]),
+    ):
+        yield pytest.param(PRODUCTS[products], rows, names, id=f"{products} {rows}", marks=pytest.mark.stated)
+    no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    for products, device in itertools.product(("fp32", "bf16"), ("cpu", "cuda")):
+        options = {"orthogonalizer": replace(PRODUCTS[products]["orthogonalizer"], device=device)}
+        names = ("half a matrix", "clipped after, by norm", "scale of the shard")
+        marks = [pytest.mark.stated, *([no_cuda] if device == "cuda" else [])]
+        yield pytest.param(options, None, names, id=f"{products} on {device}", marks=marks)
+
+
+@pytest.mark.parametrize(("options", "rows", "names"), [*_cases()])
+def test_a_planted_fault_is_caught_and_named(
+    world2: RankPool, options: dict[str, Any], rows: int | None, names: tuple[str, ...]
+) -> None:
+    found = world2.run(caught_all, rows, options, names)
+    for name in names:
+        check_caught(name, [of_rank[name] for of_rank in found])
+
+
+@pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
+def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) -> None:
+    """Rounding in half precision moves such a result by more than its length, in all the other directions."""
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 128, generator=generator))
+    optimizer = Muon([("w", weight)], lr=0.02, weight_decay_mode="independent", **PRODUCTS[products])
+    found = []
+    for length in (1.0, 0.7):
+        weight.grad = torch.randn(64, 1, generator=generator) @ torch.randn(1, 128, generator=generator)
+        with updates(lambda u, length=length: u * length)(None):  # type: ignore[misc, arg-type]
+            found.append(names_of(step_of(optimizer)))
+    assert found == [set(), {"clipped_update"}]
+
+
+def stacked() -> AuditReport:
+    """The second step of experts whose rows are cut. The step's tiles of the lower rows of the first two experts are
+    taken for each other's, on all ranks alike."""
+    original = table.tiles_of
+
+    def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
+        numbers = (1, 0, 2) if held.piece.offset[1] else (0, 1, 2)  # type: ignore[union-attr]
+        found = [tile._replace(matrix=numbers[tile.matrix]) for tile in original(held, view)]
+        return tuple(sorted(found, key=lambda tile: tile.matrix))
+
+    mesh = mesh_of((2,))["a0"]
+    full = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(0))
+    weight = nn.Parameter(distribute_tensor(full, mesh, [Shard(1)], src_data_rank=None))
+    optimizer = Muon([{"params": [("experts", weight)], "view": "stack"}], lr=0.02)
+    with mock.patch.object(table, "tiles_of", tiles_of):
+        for step in range(2):
+            weight.grad = distribute_tensor(full.sin() + step, mesh, [Shard(1)], src_data_rank=None)
+            report = step_of(optimizer)
+    return report
+
+
+def test_tiles_that_are_wrong_are_found(world2: RankPool) -> None:
+    """An audit puts matrices together from what ranks hold."""
+    for report in world2.run(stacked):
+        assert {f.where for f in report.findings} == {"experts[0]", "experts[1]"}
+        assert {row.status for row in report.matrices if row.name == "experts[2]"} == {"ok"}
+
+
+@pytest.mark.parametrize("method", ["standard", "gram", "reference"])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=str)
+def test_the_singular_values_that_are_shown_are_those_of_the_applied_update(
+    method: str, shape: tuple[int, int]
+) -> None:
+    weight, grad = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    p = nn.Parameter(weight.clone())
+    p.grad = grad
+    options = {"orthogonalizer": Orthogonalizer(method=method), "adjust_lr_fn": "original", "weight_decay": 0.0}
+    (row,) = step_of(Muon([p], lr=0.5, **options)).matrices
+    applied = torch.linalg.svdvals((weight.double() - p.detach()) / (0.5 * row.expected_scale)).flip(0)
+    assert [f"{row.sigma_min:.3f}", f"{row.sigma_max:.3f}"] == [f"{float(applied[at]):.3f}" for at in (0, -1)]
+
+
+# ------------------------------------------------------------------------------------------------------------ routing
+
+
+@pytest.mark.parametrize(
+    ("moved", "finding", "where"),
+    [
+        (True, "wrong_group", {"1.weight", "2.weight"}),
+        (False, "not_in_optimizer", {"0.weight", "1.bias", "3.weight", "3.bias"}),
+    ],
+)
+def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding: str, where: set[str]) -> None:
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 12), nn.Linear(12, 8, bias=False), nn.Linear(8, 50))
+    groups = param_groups(model, lr=0.02)
+    optimizer = Muon(groups, lr=1e-3)
+    if moved:
+        optimizer.param_groups[0]["use_muon"] = False
+    else:
+        del optimizer.param_groups[1:]
+    model(torch.arange(20).view(4, 5)).square().mean().backward()
+    report = step_of(optimizer)
+    assert {(f.name, f.where) for f in report.findings} == {(finding, name) for name in where}
+    assert ("goes to AdamW" in str(report)) == moved
+
+
+# ------------------------------------------------------------------------------------------------- during training
+
+
+def scheduled(action: str) -> list[str]:
+    """Six steps audited every third; the fifth is faulty, the fourth's follow-up is a look at the momentum only."""
+    job = Job("fsdp2", audit=Audit(every=3, samples=2, action=action))
+    log = []
+    for step in range(1, 8):
+        before = local(job.params["a"]).clone()
+        plant = FAULTS["clipped after, by norm"].plant if step in (5, 7) else now(lambda job: None)
+        with plant(job), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            try:
+                job.step(step)
+                log.append(f"{step} passed {[Path(w.filename).name for w in seen if w.category is AuditWarning]}")
+            except AuditError as error:
+                complete = "The step is complete" in str(error) and not torch.equal(before, local(job.params["a"]))
+                log.append(f"{step} raised {len(error.report.findings)} {error.report.step} {complete}")
+    return log
+
+
+@pytest.mark.parametrize(
+    ("action", "last"), [("raise", "7 raised 2 7 True"), ("warn", "7 passed ['planted.py', 'planted.py']")]
+)
+def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank(
+    world2: RankPool, action: str, last: str
+) -> None:
+    logs = world2.run(scheduled, action)
+    assert [log[:-1] for log in logs] == [[f"{step} passed []" for step in range(1, 7)]] * 2
+    assert [log[-1] for log in logs] == [last, last]
+
+
+def changed_before_a_step_that_is_not_audited() -> bool:
+    job = Job("fsdp2", audit=Audit(every=5, samples=6))
+    job.step(1)
+    if dist.get_rank() == 0:
+        buffer_of(job, "d").zero_()
+    with pytest.raises(AuditError, match="d: momentum_changed_outside: on rank 0 the momentum is not what step 1 left"):
+        job.step(2)
+    job.step(3)
+    return job.optimizer.audits.at == 6
+
+
+def loaded_between() -> bool:
+    job = Job("fsdp2")
+    job.audited(1)
+    saved = copy.deepcopy(job.optimizer.state_dict())
+    for state in saved["state"].values():
+        state.get("momentum_buffer", torch.ones(1)).mul_(2.0)
+    job.optimizer.load_state_dict(saved)
+    return job.audited(2).ok
+
+
+@pytest.mark.parametrize("act", [changed_before_a_step_that_is_not_audited, loaded_between])
+def test_the_momentum_is_looked_at_again_before_the_next_step_unless_it_was_loaded(
+    world2: RankPool, act: Callable[[], bool]
+) -> None:
+    assert world2.run(act) == [True, True]
+
+
+def asked_on_one_rank() -> str:
+    job = Job("fsdp2")
+    job.step(1)
+    job.gradients(2)
+    if dist.get_rank() == 1:
+        audit(job.optimizer)
+    with pytest.raises(ValueError, match="about to step with different options") as caught:
+        job.optimizer.step()
+    return str(caught.value)
+
+
+def test_an_audit_asked_for_on_one_rank_only_is_refused_before_anything_changes(world2: RankPool) -> None:
+    for text in world2.run(asked_on_one_rank):
+        assert "audit(step=2, asked=8" in text
+
+
+def asked_where_nothing_is_shared() -> tuple[int, int, set[str] | None]:
+    """Experts of each rank's own: only their process group connects the ranks."""
+    weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())))
+    optimizer = Muon([{"params": [("w", weight)], "rank_local": True}], lr=0.02, process_group=dist.group.WORLD)
+    check = None
+    for step in range(3):
+        weight.grad = weight.detach().sin()
+        if dist.get_rank() == 0 and step == 1:
+            check = audit(optimizer)
+        optimizer.step()
+    binding = optimizer.binding
+    assert binding is not None
+    return len(binding.table.component), optimizer.audits.num_steps, check and names_of(check.report)
+
+
+def test_a_rank_that_shares_nothing_need_not_be_asked(world2: RankPool) -> None:
+    assert world2.run(asked_where_nothing_is_shared) == [(2, 3, set()), (2, 3, None)]
+
+
+def pipelined() -> tuple[int, str | None, list[int]]:
+    """Two stages of two ranks with models of their own; the fault is in the second."""
+    rank = dist.get_rank()
+    mesh = mesh_of((2, 2))["a1"]
+    shapes = [(8, 6)] if rank < 2 else [(6, 8), (10, 4), (4, 4)]
+    full = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(shapes)]
+    params = [nn.Parameter(distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None)) for t in full]
+    optimizer = Muon(params, lr=0.02, audit=Audit(every=1))
+    error, runs = None, list[int]()
+    for step in range(3):
+        for p, t in zip(params, full, strict=True):
+            p.grad = distribute_tensor(t.sin() + step, mesh, [Shard(0)], src_data_rank=None)
+        faulty = step == 1 and rank >= 2
+        change = (lambda x, *a, **k: x.clone()) if faulty else bucket.orthogonalize
+        with mock.patch.object(bucket, "orthogonalize", change):
+            try:
+                optimizer.step()
+            except AuditError as caught:
+                error, runs = caught.report.findings[0].name, sorted(caught.report.runs)
+    return optimizer.audits.num_steps, error, runs
+
+
+def test_pipeline_stages_do_not_wait_for_each_other(world4: RankPool) -> None:
+    sound, faulty = (3, None, []), (3, "not_orthogonalized", [2, 3])
+    assert world4.run(pipelined) == [sound, sound, faulty, faulty]
+
+
+def chained(drifts: bool) -> AuditReport:
+    """Each rank shares one matrix with the rank before it, and one with the rank after."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pairs = [pair for pair in ((rank - 1, rank), (rank, rank + 1)) if pair[0] >= 0 and pair[1] < world]
+    full = {pair: torch.randn(8, 6, generator=torch.Generator().manual_seed(pair[0])) for pair in pairs}
+    params = {pair: nn.Parameter(t.clone()) for pair, t in full.items()}
+    groups = [{"params": [(f"of {pair}", params[pair])], "process_group": pair} for pair in pairs]
+    optimizer = Muon(groups, lr=0.02)
+    for step in range(2):
+        for pair, t in full.items():
+            params[pair].grad = t.sin() + step
+        if step and drifts and rank == world - 1:
+            params[pairs[-1]].data.add_(1e-3)
+        report = step_of(optimizer, 2)
+    return report
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+def test_every_rank_of_a_chain_hears_of_a_fault_at_its_end(world4: RankPool, drifts: bool) -> None:
+    reports = world4.run(chained, drifts)
+    assert all(report == reports[0] for report in reports)
+    assert sorted(reports[0].runs) == [0, 1, 2, 3]
+    assert [row.name for row in reports[0].matrices] == ["of (0, 1)", "of (1, 2)", "of (2, 3)"]
+    assert {(f.name, f.where) for f in reports[0].findings} == ({("replica_drift", "of (2, 3)")} if drifts else set())
+
+
+@pytest.mark.parametrize(("every", "begun"), [(4, [1, 2, 5, 6, 9]), (None, [])])
+def test_steps_between_audits_only_compare_a_number_and_a_copy_goes_on(
+    monkeypatch: pytest.MonkeyPatch, every: int | None, begun: list[int]
+) -> None:
+    optimizer, found = Muon([nn.Parameter(torch.randn(4, 6))], lr=0.02, audit=Audit(every=every)), list[int]()
+    original = type(optimizer.audits).begin
+
+    def begin(self: Any, *args: Any) -> Any:
+        found.append(self.num_steps)
+        return original(self, *args)
+
+    monkeypatch.setattr(type(optimizer.audits), "begin", begin)
+    for step in range(9):
+        if step == 3:
+            optimizer = pickle.loads(pickle.dumps(optimizer))
+        optimizer.param_groups[0]["params"][0].grad = torch.randn(4, 6)
+        optimizer.step()
+    assert found == begun
+
+
+@pytest.mark.parametrize(("count", "samples"), [(1, 2), (7, 2), (24, 8), (100, 3)])
+def test_the_rotation_takes_every_matrix_in_turn(count: int, samples: int) -> None:
+    taken = [choose(count, samples, number) for number in range(-(-count // min(samples, count)))]
+    assert all(len(set(t)) == len(t) == min(samples, count) for t in taken)
+    assert set().union(*taken) == set(range(count))
+
+
+def _optimizer() -> Muon:
+    return Muon([nn.Parameter(torch.zeros(2, 2))], lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "says"),
+    [
+        (lambda: Audit(every=0), ValueError, "Audit.every=0 must be None or a whole number"),
+        (lambda: Audit(every=2, samples=0), ValueError, "Audit.samples=0 must be a whole number"),
+        (lambda: Audit(every=2, action="log"), ValueError, "Audit.action='log' is not one of 'raise', 'warn'"),
+        (lambda: audit(_optimizer(), samples=0), ValueError, "samples=0 must be a whole number"),
+        (lambda: audit(_optimizer()).report, RuntimeError, r"call optimizer.step\(\)"),
+    ],
+)
+def test_options_without_a_meaning_and_reports_before_the_step_are_refused(
+    act: Callable[[], object], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        act()
+
+
+def test_json_holds_all_of_the_report(tmp_path: Path) -> None:
+    weights = {name: nn.Parameter(torch.randn(6, 9)) for name in ("first", "second")}
+    for weight in weights.values():
+        weight.grad = torch.randn(6, 9)
+    with mock.patch.object(update, "apply_", lambda p, u, *a, **k: p[0].sub_(u[0], alpha=0.03)):
+        report = step_of(Muon(weights.items(), lr=0.02))
+    text = report.to_json(tmp_path / "audit.json")
+    found = json.loads((tmp_path / "audit.json").read_text())
+    assert found == json.loads(text)
+    assert found["ok"] is False
+    assert "most loaded rank" in found["plan"]
+    assert {f["name"] for f in found["findings"]} == names_of(report)
+    assert [m["name"] for m in found["matrices"]] == ["first", "second"]

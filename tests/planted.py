@@ -1,0 +1,652 @@
+"""Faults that other optimizers are known to have had, each with its job and all that an audit must say of it.
+
+Each is planted inside the ranks, by replacing a function of the step or by damaging what a rank holds, and undone
+afterwards. benchmarks/audit_sharpness.py and tests of devices plant them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardmuon import Muon, Orthogonalizer, audit, core
+from shardmuon.auditing import live
+from shardmuon.auditing.live import choose
+from shardmuon.auditing.report import AuditReport
+from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict
+from shardmuon.layout import bind
+from shardmuon.layout.engines import engine_of
+from shardmuon.orthogonalize import BACKENDS
+from shardmuon.step import bucket, stages, update
+from shardmuon.step.options import Scales
+from shardmuon.step.stages import WeightSet
+from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on, parameters
+from shardmuon.variants.muon_eq import MuonEq
+from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
+from shardmuon.variants.norms import Norms
+from shardmuon.variants.normuon import NorMuon
+
+Shapes = Mapping[str, tuple[int, int]]
+SHAPES: Shapes = {"a": (24, 16), "b": (24, 16), "c": (24, 16), "d": (24, 16), "square": (16, 16), "wide": (12, 40)}
+VARIED: Shapes = {"tall": (96, 32), "wide": (32, 48), "square": (40, 40)}
+TABLE = "table"  # AdamW's
+
+
+def shapes_of(rows: int | None) -> Shapes:
+    """SHAPES, or the like of them with four matrices of so many rows."""
+    if rows is None:
+        return SHAPES
+    return dict.fromkeys("abcd", (rows, 24)) | {"square": (32, 32), "wide": (12, 40)}
+
+
+class Job:
+    """A small model in a layout. Gradients are not random alone: momentum, gradient and update must differ."""
+
+    def __init__(
+        self, layout: str, dtype: torch.dtype = torch.float32, shapes: Shapes = SHAPES, **options: Any
+    ) -> None:
+        self.case, self.dtype, self.shapes = LAYOUTS[layout], dtype, {**shapes, TABLE: (16, 12)}
+        world = dist.get_world_size()
+        self.mesh = self.case.mesh(world)
+        full = {name: 0.05 * t for name, t in self._draw(0).items()}
+        self.params = parameters(self.case.build(full, self.mesh))
+        matrices = [(name, p) for name, p in self.params.items() if name != TABLE]
+        groups = [{"params": matrices}, {"params": [(TABLE, self.params[TABLE])], "use_muon": False}]
+        options = {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw"} | self.case.options(world) | options
+        self.optimizer = Muon(groups, **options)
+
+    def _draw(self, seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = {name: torch.randn(shape, generator=generator) for name, shape in self.shapes.items()}
+        return {name: t.to(mesh_kind(), self.dtype) for name, t in drawn.items()}
+
+    def gradients(self, seed: int) -> None:
+        for name, t in self.case.build(self._draw(seed), self.mesh).items():
+            self.params[name].grad = t
+
+    def step(self, seed: int) -> None:
+        self.gradients(seed)
+        self.optimizer.step()
+
+    def audited(self, seed: int, samples: int = 8) -> AuditReport:
+        self.gradients(seed)
+        return step_of(self.optimizer, samples)
+
+
+def step_of(optimizer: Muon, samples: int = 8) -> AuditReport:
+    """An audited step's report."""
+    check = audit(optimizer, samples)
+    optimizer.step()
+    return check.report
+
+
+def names_of(report: AuditReport) -> set[str]:
+    return {finding.name for finding in report.findings}
+
+
+def local(tensor: Tensor) -> Tensor:
+    return engine_of(tensor).storage(tensor)
+
+
+def buffer_of(job: Job, name: str) -> Tensor:
+    return local(job.optimizer.state[job.params[name]]["momentum_buffer"])
+
+
+# ------------------------------------------------------------------------------------------------------- how to plant
+
+Plant = Callable[[Job], AbstractContextManager[object]]
+
+
+def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int | None = None) -> Plant:
+    """Replace a function of the step by `make(the original)`, on one rank or on all."""
+
+    def plant(job: Job) -> AbstractContextManager[object]:
+        original = getattr(on, name)
+        return mock.patch.object(on, name, make(original) if rank is None or rank == dist.get_rank() else original)
+
+    return plant
+
+
+def now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
+    """Damage something once, before the step."""
+
+    @contextmanager
+    def plant(job: Job) -> Iterator[None]:
+        if rank in (None, dist.get_rank()):
+            damage(job)
+        yield
+
+    return plant
+
+
+def _inputs(change: Callable[[Tensor], Tensor]) -> Plant:
+    """Instead of orthogonalizing."""
+    return replaced("orthogonalize", lambda original: lambda x, *a, **k: change(x))
+
+
+def updates(change: Callable[[Tensor], Tensor]) -> Plant:
+    """Change updates after orthogonalization, on the way to the weights."""
+    return replaced(
+        "apply_", lambda original: lambda p, u, *a, **k: original(p, [change(x) for x in u], *a, **k), update
+    )
+
+
+def _results(change: Callable[[Tensor], Tensor]) -> Plant:
+    """Change the results of each batch, (B, rows, cols), where they lie."""
+
+    def make(original: Any) -> Any:
+        def orthogonalize(bound: Any, work: Any, kernel: Any, batches: Tensor) -> None:
+            original(bound, work, kernel, batches)
+            for one in bound.program.batches:
+                place = batches.as_strided(one.shape, (one.stride, one.shape[2], 1), one.start)
+                place.copy_(change(place.clone()))
+
+        return orthogonalize
+
+    return replaced("_orthogonalize", make)
+
+
+Tensors = Sequence[Tensor]
+
+
+def _momentum(damage: Callable[[Tensors, Tensors, Tensors], object], rank: int | None = None) -> Plant:
+    """Damage what is to be orthogonalized, gradients or momentum when the momentum of some tiles has been updated."""
+
+    @contextmanager
+    def plant(job: Job) -> Iterator[None]:
+        into, alone = update.momentum_into_, update.momentum_
+
+        def momentum_into_(out: Tensors, grads: Tensors, buffers: Tensors, **options: Any) -> None:
+            with mock.patch.object(update, "momentum_", alone):  # which it may call: damaged once
+                into(out, grads, buffers, **options)
+            damage(out, grads, buffers)
+
+        def momentum_(grads: Tensors, buffers: Tensors, **options: Any) -> Tensors:
+            updates = alone(grads, buffers, **options)
+            damage((), grads, buffers)
+            return updates
+
+        if rank in (None, dist.get_rank()):
+            with mock.patch.multiple(update, momentum_into_=momentum_into_, momentum_=momentum_):
+                yield
+        else:
+            yield
+
+    return plant
+
+
+def _each(change: Callable[[Tensor], object], tensors: Tensors) -> None:
+    for tensor in tensors:
+        change(tensor)
+
+
+def _broken(change: Callable[[Tensor], Tensor]) -> Plant:
+    """Every orthogonalizer wrong in itself: the live step and the audit's dense run call the same one."""
+
+    def wrong(iteration: Any) -> Any:
+        return lambda y, **given: change(iteration(y, **given))
+
+    made = {n: replace(b, iteration=wrong(b.iteration)) for n, b in BACKENDS.items() if b.iteration is not None}
+    return lambda job: mock.patch.dict(BACKENDS, made)
+
+
+def _fails(*args: Any) -> Any:
+    raise ArithmeticError("no convergence")
+
+
+def _by_halves(original: Any) -> Any:
+    return lambda x, *a, **k: torch.cat([original(half, *a, **k) for half in x.chunk(2, dim=-2)], dim=-2)
+
+
+def _clamped(update: Tensor) -> Tensor:
+    """Below the root mean square of an orthogonal matrix, whose rows lie on two ranks in halves."""
+    limit = 0.8 / max(2 * update.shape[0], update.shape[1]) ** 0.5
+    return update.clamp(-limit, limit)
+
+
+@contextmanager
+def _other_tensor(job: Job) -> Iterator[None]:
+    """A framework swaps a parameter, and the optimizer does not notice."""
+    old = job.params["a"]
+    new = nn.Parameter(old.detach().clone())
+    new.grad = old.grad
+    job.optimizer.param_groups[0]["params"][0] = new
+    looks = core.StepCall.is_current
+    with mock.patch.object(core.StepCall, "is_current", lambda call, kept: looks(call, kept) or True):
+        yield
+
+
+def _of_another_layout(job: Job) -> None:
+    """The plan has it that ranks hold each other's pieces of one matrix, as ranks that once stored more might."""
+    plan = job.optimizer.binding.plan  # type: ignore[union-attr]
+    first, *others = plan.specs
+    first = first._replace(layout=replace(first.layout, held=first.layout.held[::-1]))
+    job.optimizer.binding.plan = replace(plan, specs=(first, *others))  # type: ignore[union-attr]
+
+
+@contextmanager
+def _swapped_alone(job: Job) -> Iterator[None]:
+    job.optimizer.audits.num_audits = next(n for n in range(6) if choose(6, 1, n) == [0])
+    with _results(lambda o: o.roll(-1, 0))(job):
+        yield
+
+
+@contextmanager
+def _without_agreement(job: Job) -> Iterator[None]:
+    """One holder lost its gradient, and the vote before the step did not see it."""
+    if dist.get_rank() == 1:
+        job.params["a"].grad = None
+    agreed, real = Verdict(Phase.STEP, Flag.AUDIT, alike=True, presence=0), bind.vote
+
+    def vote(ballot: Ballot, ranks: Sequence[int]) -> Verdict:
+        return agreed if ballot.phase == Phase.STEP else real(ballot, tuple(ranks))
+
+    with mock.patch.object(bind, "vote", vote), mock.patch.object(core, "run_buckets"):
+        yield
+
+
+# ----------------------------------------------------------------------------------------------------- of variants
+
+_NORMUON, _MUON_EQ = NorMuon.run, MuonEq.run
+
+
+def _stage_by_halves(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
+    """The norm restored for each half of the rows, as on shards."""
+    if x.shape[1] < 2 * x.shape[2]:
+        return _NORMUON(self, x, kept)
+    halves = [(part, k.clone()) for part, k in zip(x.chunk(2, 1), kept.chunk(2, 1), strict=True)]
+    out = torch.cat([_NORMUON(self, part, k) for part, k in halves], 1)
+    kept.copy_(torch.cat([k for _, k in halves], 1))
+    return out
+
+
+def _other_dim(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
+    """Mean squares along the longer dim, one for each of the shorter one."""
+    own = torch.zeros(len(x), min(x.shape[1:]), device=x.device)
+    dim = -2 if x.shape[1] >= x.shape[2] else -1
+    own.lerp_(x.float().square().mean(dim), 1 - self.beta2)
+    scaled = x.float() * own.rsqrt().unsqueeze(dim)
+    return scaled * (x.float().norm(dim=(1, 2), keepdim=True) / scaled.norm(dim=(1, 2), keepdim=True))
+
+
+def _rows_left(self: MuonEq, x: Tensor, kept: Tensor) -> Tensor:
+    out = _MUON_EQ(self, x, kept)
+    out[:, 0] = x[:, 0] * 3
+    return out
+
+
+def _one_by_one(stages: Sequence[Any], xs: Sequence[Tensor], kept: Mapping[str, Sequence[Tensor]]) -> None:
+    for stage in stages:
+        for at, x in enumerate(matrix for batch in xs for matrix in batch.split(1)):
+            x.copy_(stage.run(x, kept[stage.key][at].unsqueeze(0) if stage.key else x.new_empty(1, 0)))
+
+
+def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
+    """A live step calls `run` in the stage's place: stages' passes are not shared then."""
+
+    @contextmanager
+    def plant(job: Job) -> Iterator[None]:
+        with (
+            mock.patch.object(stage, "run", run),
+            mock.patch.object(stages, "scaled_", _one_by_one),
+            mock.patch.object(MuonEq, "unit", return_value=None),
+        ):
+            yield
+
+    return plant
+
+
+def _norm_of_half(job: Job) -> AbstractContextManager[object]:
+    """The norm of the upper half of the rows of what is kept is taken for the whole's."""
+    norms = {p.shape: p.detach()[: len(p) // 2].double().norm() for p in job.params.values()}
+    real = HyperballUpdate.factor
+
+    def factor(self: Any, of_updates: Norms, kept: Tensor) -> Tensor:
+        of_halves = [norms[torch.Size(shape)] for count, *shape in of_updates.cut.shapes for _ in range(count)]
+        return real(self, of_updates, torch.stack(of_halves).to(kept).view_as(kept))
+
+    return mock.patch.object(HyperballUpdate, "factor", factor)
+
+
+def _factors(change: Callable[[Tensor], Tensor]) -> Plant:
+    """Multiply weights with other factors than the stage's."""
+    return replaced(
+        "foreach_mul_", lambda real: lambda tiles, numbers: real(tiles, [change(n) for n in numbers]), stages
+    )
+
+
+def _each_half(job: Job) -> AbstractContextManager[object]:
+    """Each half of the rows keeps its own norm, as where shards take theirs for the whole's."""
+    before = {p.shape: [half.double().norm() for half in p.detach().split(len(p) // 2)] for p in job.params.values()}
+
+    def products(tiles: Any, numbers: Any) -> None:
+        for weight in tiles:  # one process: each is all of its matrix
+            for half, norm in zip(weight.split(len(weight) // 2), before[weight.shape], strict=True):
+                half.mul_((norm / half.double().norm()).float())
+
+    return mock.patch.object(stages, "foreach_mul_", products)
+
+
+def _wrong_rule(self: HyperballWeight, norm: Tensor, kept: Tensor) -> Tensor:
+    """Half of a change of the norm is let through."""
+    target = kept[:, 0].double().lerp(norm, 0.5)
+    kept[:, 0] = target.float()
+    return target / norm
+
+
+def _kept(job: Job, key: str) -> list[Tensor]:
+    return [local(state[key]) for state in job.optimizer.state.values() if key in state]
+
+
+# --------------------------------------------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, the job that it is planted in, and all that the audit must say of it (nothing else)."""
+
+    plant: Plant
+    names: set[str]
+    where: set[str] | None = None  # parameters named; None: any
+    layout: str = "fsdp2"
+    says: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    also: set[str] = field(default_factory=set)  # what may be said besides, depending on who owns what
+    follows: bool = False  # it shows beside what an audit of the step before has kept
+    exact: bool = False  # it shows in bits and counts, or in the products of `options`: others are not tried
+    samples: int = 8
+    dtype: torch.dtype = torch.float32
+    shapes: Shapes | None = None
+
+
+_LENGTH = ("wrong_matrix",)  # rows of an update have other lengths
+
+
+def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (), **more: Any) -> Fault:
+    options = {"variant": variant, "lr": 0.1, "weight_decay": 0.0, **more.pop("options", {})}
+    more = {"layout": "single", "shapes": VARIED, **more}
+    return Fault(plant, {name}, options=options, also=set(also), **more)
+
+
+PRODUCTS: dict[str, dict[str, Any]] = {
+    "fp32": {"orthogonalizer": Orthogonalizer(dtype=torch.float32)},
+    "bf16": {"orthogonalizer": Orthogonalizer(dtype=torch.bfloat16)},
+    "fp16": {"orthogonalizer": Orthogonalizer("standard", torch.float16)},
+    "fp16 gram": {"orthogonalizer": Orthogonalizer("gram", torch.float16)},
+    # in another mode weights would be updated by torch itself
+    "torch": {"orthogonalizer": Orthogonalizer("torch"), "weight_decay_mode": "independent"},
+}
+
+ALL, FOUR = set(SHAPES), {"a", "b", "c", "d"}
+FAULTS = {
+    "plain SGD on the momentum": Fault(_inputs(lambda x: x), {"not_orthogonalized"}, ALL, says="plain SGD"),
+    "normalized momentum": Fault(
+        _inputs(lambda x: x / x.norm(dim=(-2, -1), keepdim=True)), {"not_orthogonalized"}, ALL, says="plain SGD"
+    ),
+    "sign of the momentum": Fault(_inputs(torch.sign), {"not_orthogonalized"}, ALL, says="sign of the momentum"),
+    "half a matrix": Fault(replaced("orthogonalize", _by_halves), {"orthogonalized_by_shard"}, ALL),
+    "clipped after, by norm": Fault(updates(lambda u: u * 0.36), {"clipped_update"}, ALL, says="0.36 of its length"),
+    "clipped after, by value": Fault(updates(_clamped), {"clipped_update"}, ALL, says="elements are clamped at"),
+    "scale of the shard": Fault(
+        replaced("__getitem__", lambda original: lambda self, shape: original(self, (shape[0] // 2, shape[1])), Scales),
+        {"scale_from_shard_shape"},
+        FOUR,  # the largest size of the others is not cut
+        says=" shard, not ",
+    ),
+    "scaled twice": Fault(
+        replaced("__getitem__", lambda original: lambda *a: 2 * original(*a), Scales),
+        {"scale_wrong"},
+        ALL,
+        says="2 times",
+    ),
+    "results of matrices swapped": Fault(
+        _results(lambda o: o.roll(-1, 0)), {"results_swapped"}, FOUR, says="it is the update of"
+    ),
+    "results swapped, the other not sampled": Fault(
+        _swapped_alone, {"wrong_matrix"}, {"a"}, samples=1, follows=True, exact=True
+    ),
+    "transposed": Fault(_results(lambda o: o.mT if o.shape[-1] == o.shape[-2] else o), {"transposed"}, {"square"}),
+    "fragments swapped": Fault(
+        _results(lambda o: o.roll(o.shape[1] // 2, 1)), {"fragments_swapped"}, ALL, says="block 0 of its 2"
+    ),
+    "momentum ignored": Fault(
+        _momentum(lambda fed, grads, _: [f.copy_(g) for f, g in zip(fed, grads, strict=False)]),
+        {"wrong_input"},
+        ALL,
+        says="the gradient alone",
+    ),
+    "momentum wrong on one rank": Fault(
+        _momentum(lambda fed, grads, buffers: _each(lambda b: b[..., 0].add_(1.0), buffers), rank=1),
+        {"momentum_wrong"},
+        ALL,
+        exact=True,
+    ),
+    "momentum normalized in place": Fault(
+        _momentum(lambda fed, grads, buffers: _each(lambda b: b.div_(b.norm()), buffers)),
+        {"momentum_written_in_place"},
+        ALL,
+        layout="ddp",
+        exact=True,
+    ),
+    "momentum written between steps": Fault(
+        now(lambda job: buffer_of(job, "c").mul_(1.5), rank=1),
+        {"momentum_changed_outside"},
+        {"c"},
+        says="on rank 1",
+        follows=True,
+        exact=True,
+    ),
+    "gradient written": Fault(
+        _momentum(lambda fed, grads, buffers: _each(lambda g: g.mul_(0.5), grads)),
+        {"gradient_written"},
+        ALL,
+        exact=True,
+    ),
+    "gradient on only some holders": Fault(
+        _without_agreement, {"gradient_missing"}, also={"frozen", "momentum_wrong", "orthogonalized_count"}, exact=True
+    ),
+    "weights never written": Fault(
+        replaced("apply_", lambda original: lambda *a, **k: None, update), {"frozen"}, ALL, exact=True
+    ),
+    "stale plan": Fault(_other_tensor, {"stale_plan", "frozen", "momentum_wrong"}, {"a"}, exact=True),
+    "plan for another layout": Fault(
+        now(_of_another_layout),
+        {"stale_plan"},
+        {"a"},
+        says="its pieces lie on other ranks than the plan says",
+        exact=True,
+    ),
+    "run twice": Fault(
+        replaced("run_buckets", lambda original: lambda *a: (original(*a), original(*a))[0], on=core),
+        {"orthogonalized_count", "momentum_wrong"},
+        {*ALL, "rank 0", "rank 1"},
+        says="ran on 12 matrices on 2 rank(s), planned 6",
+        also={"update_differs", "scale_wrong"},  # where the second step goes the same way
+    ),
+    "weights of one replica": Fault(
+        now(lambda job: job.params["b"].data.add_(1e-3), rank=1),
+        {"replica_drift"},
+        {"b"},
+        "ddp",
+        "the weights",
+        exact=True,
+    ),
+    "weights of one replica, sharded": Fault(
+        now(lambda job: local(job.params["b"]).add_(1e-3), rank=1),
+        {"replica_drift"},
+        {"b"},
+        "hsdp",
+        "the weights",
+        exact=True,
+    ),
+    "momentum of one replica": Fault(
+        now(lambda job: buffer_of(job, "wide")[0, 0].add_(1.0), rank=1),
+        {"replica_drift", "momentum_changed_outside"},
+        {"wide"},
+        "ddp",
+        "the momentum on rank(s) 1",
+        also={"wrong_matrix", "update_differs"},  # if rank 1 owns it: replicas report rank 0's momentum
+        follows=True,
+        exact=True,
+    ),
+    "AdamW's state of one replica": Fault(
+        now(lambda job: _kept(job, "exp_avg")[0].add_(1e-3), rank=1), {"replica_drift"}, {TABLE}, "hsdp", exact=True
+    ),
+    "gradient of one replica": Fault(
+        now(lambda job: job.params["a"].grad.mul_(2.0), rank=1),  # type: ignore[union-attr]
+        {"gradient_replicas_differ", "replica_drift"},
+        {"a"},
+        "ddp",
+        "the gradient on rank(s) 1",
+        also={"wrong_matrix", "update_differs"},
+        exact=True,
+    ),
+    "not finite": Fault(
+        now(lambda job: job.params["a"].grad.fill_(float("nan"))),  # type: ignore[union-attr]
+        {"not_finite"},
+        {"a"},
+        exact=True,
+    ),
+    "weights too coarse": Fault(
+        now(lambda job: job.optimizer.param_groups[0].update(lr=1e-6)),
+        {"update_lost_to_rounding"},
+        options={"orthogonalizer": Orthogonalizer("torch"), "weight_decay": 0.0},
+        dtype=torch.bfloat16,
+        exact=True,
+    ),
+    "orthogonalizer at 0.7 of its length": Fault(_broken(lambda y: 0.7 * y), {"orthogonalizer_wrong"}),
+    "orthogonalizer mirrored": Fault(_broken(lambda y: y.flip(-1)), {"orthogonalizer_wrong"}),
+    "orthogonalizer of norm 1": Fault(_broken(lambda y: y / y.norm()), {"orthogonalizer_wrong"}),
+    "a check fails on one rank": Fault(
+        replaced("judge", lambda original: _fails, live, rank=1),
+        {"audit_failed"},
+        {"rank 1"},
+        says="no convergence",
+        exact=True,
+    ),
+    # it still sends as many elements as others expect
+    "reading fails on one rank": Fault(
+        replaced("_read_after", lambda original: _fails, live.StepAudit, rank=1),
+        {"audit_failed", "not_finite"},
+        {*ALL, "rank 1"},
+        says="no convergence",
+        exact=True,
+    ),
+    "NorMuon: no stage": _of_variant(
+        "normuon", _running(NorMuon, lambda self, x, kept: x.float()), "kept_wrong", _LENGTH
+    ),
+    "NorMuon: by halves": _of_variant(
+        "normuon", _running(NorMuon, _stage_by_halves), "wrong_matrix", exact=True, options=PRODUCTS["fp32"]
+    ),
+    "NorMuon: the other dim": _of_variant("normuon", _running(NorMuon, _other_dim), "kept_wrong", _LENGTH),
+    "NorMuon: norm not restored": _of_variant(
+        "normuon", _running(NorMuon, lambda *given: _NORMUON(*given) * 1.25), "scale_wrong"
+    ),
+    "NorMuon: nothing kept": _of_variant(
+        "normuon", _running(NorMuon, lambda self, x, kept: _NORMUON(self, x, kept.clone())), "kept_wrong"
+    ),
+    "NorMuon: average off": _of_variant(
+        "normuon", _running(NorMuon, lambda self, x, kept: _NORMUON(self, x, kept.mul_(1.5))), "kept_wrong", _LENGTH
+    ),
+    "NorMuon: its state of one replica": Fault(
+        now(lambda job: [v.mul_(1.25) for v in _kept(job, "second_moment")], rank=1),
+        {"kept_wrong"},  # where rank 1 is the owner; of others it hears what is right
+        layout="ddp",
+        options={"variant": "muon_eq+normuon"},
+        exact=True,
+    ),
+    "MuonEq: a row left out": _of_variant("muon_eq", _running(MuonEq, _rows_left), "variant_wrong"),
+    "Hyperball: O not on the sphere": _of_variant(
+        "hyperball",
+        replaced("factor", lambda real: lambda self, norms, kept: torch.ones_like(norms.whole), HyperballUpdate),
+        "variant_wrong",
+    ),
+    "Hyperball: R of a part": _of_variant("hyperball", _norm_of_half, "norm_of_shard"),
+    "Hyperball: update too long": _of_variant(
+        "hyperball", replaced("factor", lambda real: lambda *given: real(*given) * 1.25, HyperballUpdate), "scale_wrong"
+    ),
+    "Hyperball: weights not restored": _of_variant("hyperball", _factors(torch.ones_like), "norm_not_restored"),
+    "Hyperball: other factor": _of_variant("hyperball", _factors(lambda total: total * 1.01), "norm_wrong"),
+    "Hyperball: other factor, bf16 weights": _of_variant(
+        "hyperball", _factors(lambda total: total * 0.97), "norm_wrong", dtype=torch.bfloat16
+    ),
+    "Hyperball: norms of halves": _of_variant(
+        "hyperball", _each_half, "norm_of_shard", exact=True, options=PRODUCTS["fp32"]
+    ),
+    "Hyperball: norms of shards": _of_variant(
+        "hyperball",
+        replaced("_summed", lambda real: lambda values, ranks, traffic: values, stages),
+        "norm_of_shard",
+        layout="fsdp2",
+    ),
+    "Hyperball: weights loaded": _of_variant(
+        "hyperball", now(lambda job: [p.data.mul_(1.5) for p in job.params.values()]), "norm_stale"
+    ),
+    "Hyperball: stale R": _of_variant(
+        "hyperball",
+        now(lambda job: [r.mul_(0.8) for r in _kept(job, "weight_radius")]),
+        "norm_stale",
+        says="del optimizer.state[param]",
+    ),
+    "Hyperball: R not kept": _of_variant(
+        "hyperball",
+        replaced("_write", lambda real: lambda self, work, values: real(self, work, values * 1.25), WeightSet),
+        "kept_wrong",
+    ),
+    "Hyperball: other rule": _of_variant(
+        "hyperball", replaced("factor", lambda real: _wrong_rule, HyperballWeight), "norm_wrong", ["kept_wrong"]
+    ),
+}
+
+
+_SOUND: dict[str, set[str]] = {}  # a model and its options -> what was found in its sound second step
+
+
+def caught(name: str, rows: int | None = None, **options: Any) -> tuple[set[str], AuditReport]:
+    """Two steps, the second audited and sound; then the same with the fault. The second step of one model with one set
+    of options has the same bits every time, so it is audited once."""
+    fault = FAULTS[name]
+    options = options | fault.options
+    job = Job(fault.layout, fault.dtype, fault.shapes or shapes_of(rows), **options)
+    job.step(1)
+    key = repr((fault.layout, fault.dtype, mesh_kind(), job.shapes, sorted(options.items(), key=str)))
+    if fault.follows or key not in _SOUND:
+        _SOUND[key] = names_of(job.audited(2))
+    else:
+        job.step(2)
+    job.gradients(3)
+    with fault.plant(job):
+        return _SOUND[key], step_of(job.optimizer, fault.samples)
+
+
+def caught_all(
+    rows: int | None, options: dict[str, Any], names: Sequence[str] = tuple(FAULTS), device: str = "cpu"
+) -> dict[str, tuple[set[str], AuditReport]]:
+    with meshes_on(device):
+        return {name: caught(name, rows, **options) for name in names}
+
+
+def check_caught(name: str, found: Sequence[tuple[set[str], AuditReport]]) -> None:
+    """Check what `caught` found on each rank."""
+    fault = FAULTS[name]
+    reports = [report for _, report in found]
+    assert all(before == set() for before, _ in found), "the sound step before was blamed"
+    assert fault.layout == "single" or all(report == reports[0] for report in reports), "ranks disagree"
+    for report in reports:
+        names, where = names_of(report), {finding.where for finding in report.findings}
+        assert names and fault.names <= names <= fault.names | fault.also, f"{name}: {names}"
+        if name == "results of matrices swapped":  # an owner of just one of them has nothing to swap
+            assert len(where) >= 2 and where <= FOUR
+        elif fault.where is not None:
+            assert where == fault.where
+        assert fault.says in str(report)
+        assert all(f.found and f.allowed and f.remedy for f in report.findings)
+        statuses = {row.status for row in report.matrices}
+        assert "inconclusive" not in statuses or names <= {"update_lost_to_rounding", "orthogonalizer_wrong"}
