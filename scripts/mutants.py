@@ -65,7 +65,7 @@ OF_FOLDER = {
     ),
     "momentum": ("step/test_stores", "test_momentum", "test_memory", "test_equality"),
     "comm": ("test_vote", "test_faults", "test_first_contact", "test_kill"),
-    "gradients": ("test_clip", "test_hostile_norm_clip"),
+    "gradients": ("gradients/test_clip",),
 }
 MOST_NAMING = 5  # test files that are run because they name something
 TIMEOUT = 1800  # seconds for all tests of one mutant
