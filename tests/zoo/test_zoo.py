@@ -1,8 +1,8 @@
 """Claims about well-known models, made from tiny configs by the libraries themselves: what goes to Muon, as which
 matrices, what is said, and that the parts of fused weights are what the table calls them.
 
-Needs transformers, timm, torchvision and peft: `make zoo`. Without them, tests/routing/test_routing.py has the same shapes as
-plain modules.
+Needs transformers, timm, torchvision and peft: `make zoo`. Without them, tests/routing/test_routing.py has the same
+shapes as plain modules.
 """
 
 from __future__ import annotations
