@@ -154,8 +154,9 @@ def test_weights_follow_the_rule_written_out_in_fp64(name: str, dtype: torch.dty
     shapes = {n: (5, len(f)) if turned else (len(f), 5) for n, f in factors.items()}
     params = {n: nn.Parameter(_normal(*shape, seed=i).to(dtype)) for i, (n, shape) in enumerate(shapes.items())}
     before = {n: p.detach().clone() for n, p in params.items()}
-    most = 100.0 / torch.tensor(gain).repeat_interleave(layer.num_heads // layer.num_groups)
-    most -= torch.arange(layer.num_heads) % (layer.num_heads // layer.num_groups)  # the largest of a group counts
+    share = layer.num_heads // layer.num_groups
+    most = 100.0 / torch.tensor(gain).repeat_interleave(share)
+    most -= (torch.arange(layer.num_heads) + 1) % share  # the largest of a group counts, here the last
     scaled = qk_clip(Muon([{"params": list(params.items())}], lr=1e-3), {"a": most}, layers=[layer], alpha=alpha)
     assert scaled["a"].gains.tolist() == list(gain)
     for n, found in params.items():
