@@ -73,7 +73,7 @@ OF_FOLDER = {
     ),
     "momentum": ("step/test_stores", "momentum/test_momentum", "step/test_memory", "step/test_equality"),
     "comm": ("comm/test_vote", "comm/test_process_groups", "step/test_all_or_nothing", "step/test_broken_off"),
-    "gradients": ("test_clip", "test_hostile_norm_clip"),
+    "gradients": ("gradients/test_clip",),
 }
 MOST_NAMING = 5  # test files that are run because they name something
 TIMEOUT = 1800  # seconds for all tests of one mutant

@@ -4,25 +4,23 @@
     The logit of a query and a key is their product times the softmax scale, where the mask lets the query see the key.
     A bias that a mask adds is no part of it: no weight of q or k makes it. Products are made of fp32 values (fp64 of
     fp64), so what half-precision kernels round away is not seen. Nothing larger than a chunk of the matrix of all
-    logits is kept. `bound` is cheaper, the largest |q| times the largest |k| times the scale (Cauchy-Schwarz): never
-    less than the largest logit and often much more, so that clipping by it clips more.
+    logits is kept.
 
 [Note: where it is measured]
     Inside of a layer's forward a `TorchFunctionMode` sees `scaled_dot_product_attention`, by whatever name it was
     imported, with the queries and keys that it is given: rotated, cached, repeated. Attention that is written out ends
     in a softmax over the logits themselves (transformers' "eager"): there they are read off. torch's
     MultiheadAttention has paths that call neither, so its queries and keys are made once more from its inputs. Kernels
-    that are no torch functions (flash-attn's) are seen where transformers looks them up (`_watch_interface`).
+    that are no torch functions (flash-attn's) are not seen.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -34,10 +32,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from shardmuon._torch import Later, creates_state_only, is_dtensor, local_if_any, never_compiled, on_zero_grad
+from shardmuon._torch import creates_state_only, is_dtensor, local_if_any, never_compiled, on_zero_grad
 from shardmuon.comm.groups import GroupRef, my_rank
 from shardmuon.errors import level_of_the_caller, made_public
-from shardmuon.host import Hosts
 from shardmuon_qkclip.layers import Attention, Holder, find_layers, modules_of
 from shardmuon_qkclip.scaling import Measure, Scaled, Scaler, check_numbers, host_of
 
@@ -140,13 +137,11 @@ class LogitReport:
         step: The last measured step, counted from 1; 0 before it.
         tau: Largest logit that is allowed.
         layers: Each layer in it.
-        history: (step, the largest logit of all layers) of every measured step.
     """
 
     step: int
     tau: float
     layers: tuple[LayerLogits, ...]
-    history: tuple[tuple[int, float], ...]
 
     @property
     def max_logit(self) -> float:
@@ -169,8 +164,6 @@ class LogitReport:
 
 # -------------------------------------------------------------------------------------------------------------- class
 
-_MANY = 64  # maxima of a layer that are kept one by one, before they become one
-
 
 class QKClip:
     """Hooks that measure the largest logit of each head in forward passes, and scale queries and keys by `qk_clip`.
@@ -191,7 +184,6 @@ class QKClip:
         layers: What is measured and scaled; a layer's name is its module's. Default: all that `attention_layers` finds.
         logits: A function that returns layer -> maxima, (num_heads,), in place of measuring by hooks: for kernels that
             give them (TransformerEngine's max_logit) and compiled models.
-        bound: Measure an upper bound without any product of queries and keys, max |q| max |k| scale: it clips more.
         process_group: See `qk_clip`.
 
     Attributes:
@@ -223,7 +215,6 @@ class QKClip:
         every: int = 1,
         layers: Iterable[Attention] | None = None,
         logits: Measure | None = None,
-        bound: bool = False,
         process_group: Any = None,
     ) -> None:
         check_numbers(tau, alpha)
@@ -235,17 +226,16 @@ class QKClip:
             )
         self.layers = tuple(layer for layer, _ in found)
         _refuse_normed(self.layers, tau)
-        self.tau, self.alpha, self.every, self._bound = tau, alpha, every, bound
+        self.tau, self.alpha, self.every = tau, alpha, every
         self._optimizer, self._measure = _inner(optimizer, self.layers), logits or self._maxima
         params = {place.name: param for _, holder in found for param, place in holder.weights.values()}
         self._scaler = Scaler(self._optimizer, self.layers, process_group, params)
         if host_of(self._optimizer) is None:
             self._scaler.find(strictly=True)
-        self._pending: dict[str, list[Tensor]] = {}  # of forward passes whose backward pass has come, see `reset`
+        self._pending: dict[str, Tensor] = {}  # of forward passes whose backward pass has come, see `reset`
         # of the step under way; of a training step whose weights are stepped in several calls until its last one
         self._has_reduced = False
         self._num_steps, self._measured, self._last = 0, 0, dict[str, Scaled]()
-        self._history, self._arriving = list[tuple[int, float]](), list[tuple[int, Later]]()
         self._handles: list[Any] = []
         for layer, holder in found if logits is None else ():
             self._hook(layer, holder)
@@ -288,20 +278,24 @@ class QKClip:
             if called is not module:  # a copy has these hooks, too
                 return
             passes.append(ExitStack())
-            if self._is_measured and torch.is_grad_enabled() and not isinstance(module, nn.MultiheadAttention):
-                passes[-1].enter_context(_watch_interface(module, found, self._bound))
-                passes[-1].enter_context(_Watch(found, self._bound))
+            if self._is_seen and not isinstance(module, nn.MultiheadAttention):
+                passes[-1].enter_context(_Watch(found))
 
         @never_compiled
         def after(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if called is module and passes:
-                passes.pop().close()
-                seen = self._is_measured and torch.is_grad_enabled() and output is not None
-                if seen and isinstance(module, nn.MultiheadAttention):
-                    found(_of_multihead_attention(module, args, kwargs, bound=self._bound), output[0])
+            if called is not module or not passes:
+                return
+            passes.pop().close()
+            if isinstance(module, nn.MultiheadAttention) and self._is_seen and output is not None:
+                found(_of_multihead_attention(module, args, kwargs), output[0])
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    @property
+    def _is_seen(self) -> bool:
+        """True if a forward pass may be one of a step that is measured."""
+        return self._is_measured and torch.is_grad_enabled()
 
     @property
     def _is_measured(self) -> bool:
@@ -310,14 +304,12 @@ class QKClip:
 
     def _count(self, name: str, maxima: Tensor, grad: Tensor) -> None:
         """Note that a backward pass has come through a layer: its forward pass is one of the next step's."""
-        seen = self._pending.setdefault(name, [])
-        seen.append(maxima)
-        if len(seen) > _MANY:
-            seen[:] = [_largest(torch.stack(seen))]
+        seen = self._pending.get(name)
+        self._pending[name] = maxima if seen is None else _largest(torch.stack([seen, maxima]))
 
     def _maxima(self) -> dict[str, Tensor]:
         """Maxima over all forward passes that count."""
-        return {name: _largest(torch.stack(seen)) for name, seen in self._pending.items()}
+        return self._pending
 
     def reset(self) -> None:
         """Drop what has been measured since the last step: the gradients of those batches are dropped, too.
@@ -359,25 +351,15 @@ class QKClip:
 
     # ---------------------------------------------------------------------------------------------------- stepping
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Settle with the other ranks what `optimizer.step()` will end with, while nothing has changed: all that can be
-        wrong is raised here. A closure makes the gradients, so it is done when that returns. An active host's tensors
-        are not there before it has stepped them."""
+        wrong is raised here. A closure has yet to make the gradients, and an active host's tensors are not there before
+        it has stepped them: then that is done after the step."""
         if creates_state_only() or getattr(optimizer, "broken", None) is not None or host_of(optimizer) is not None:
-            return None
+            return
         self._has_reduced = False  # of a step that was refused
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+        if (*args, *kwargs.values())[1:] in ((), (None,)):
             self._reduce()
-        elif isinstance(getattr(optimizer, "hosts", None), Hosts):  # others may call it between changes
-
-            def then_reduce() -> Any:
-                loss = closure()
-                self._reduce()
-                return loss
-
-            return args[:1], {**kwargs, "closure": then_reduce}
-        return None
 
     def _reduce(self) -> None:
         if self._is_measured:
@@ -412,9 +394,6 @@ class QKClip:
             if not self._measured:
                 self._warn_unmeasured()
             self._last, self._measured = done, self._num_steps
-            largest = torch.stack([one.maxima.max() for one in done.values()]).max()
-            self._arriving.append((self._measured, Later(largest)))
-            self._past()
         self.reset()
 
     def _warn_unmeasured(self) -> None:
@@ -429,21 +408,14 @@ class QKClip:
                 stacklevel=level_of_the_caller(),
             )
 
-    def _past(self) -> tuple[tuple[int, float], ...]:
-        """(step, largest logit) of the measured steps whose values have arrived."""
-        while self._arriving and self._arriving[0][1].has_arrived():
-            step, value = self._arriving.pop(0)
-            self._history.append((step, float(value.value())))
-        return tuple(self._history)
-
     @property
     def report(self) -> LogitReport:
-        """The last measured step, and the maxima over time. Waits for the accelerator."""
+        """The last measured step. Waits for the accelerator."""
         rows = []
         for name, (maxima, gain) in self._last.items():
             gains = gain.tolist()
             rows.append(LayerLogits(name, tuple(maxima.tolist()), sum(g < 1.0 for g in gains), min(gains)))
-        return LogitReport(self._measured, self.tau, tuple(rows), self._past())
+        return LogitReport(self._measured, self.tau, tuple(rows))
 
 
 def _largest(seen: Tensor) -> Tensor:  # (forward passes, H) -> (H,)
@@ -482,7 +454,6 @@ def largest_logits(
     scale: float | None = None,
     attn_mask: Tensor | None = None,  # broadcasts to (.., H, L, S); False or -inf: not seen
     is_causal: bool = False,
-    bound: bool = False,
     chunk: int = CHUNK,
 ) -> Tensor:  # (H,), fp32; -inf for a head that sees nothing
     """The largest logit of each head over batch and positions.
@@ -493,7 +464,6 @@ def largest_logits(
         scale: Scale of the softmax. Default: 1 / sqrt(E).
         attn_mask: As there. What a mask of floats adds is not counted, see [Note: what is measured].
         is_causal: Query i sees keys 0 to i.
-        bound: Return a number that no logit of a head is larger than, without any product of queries and keys.
         chunk: How many logits to look at together, at least one row of each head.
 
     Raises:
@@ -509,9 +479,6 @@ def largest_logits(
     share, num_keys = heads // key.shape[-3], key.shape[-2]
     scale = size**-0.5 if scale is None else scale
     found = query.new_full((heads,), -math.inf)
-    if bound and query.numel() and key.numel():
-        longest, others = (_per_head(t.norm(dim=-1, keepdim=True)) for t in (query, key))
-        return torch.mul(longest * others.repeat_interleave(share), abs(scale)).float()
     query = query.unflatten(-3, (-1, share))  # (.., G, H/G, L, E)
     keys = key.unsqueeze(-3)  # (.., G, 1, S, E)
     hidden = None if attn_mask is None else _is_hidden(_local(attn_mask), False)
@@ -550,12 +517,11 @@ class _Watch(TorchFunctionMode):
 
     Args:
         found: Is given the maxima.
-        bound: An upper bound will do.
     """
 
-    def __init__(self, found: _Measured, bound: bool) -> None:
+    def __init__(self, found: _Measured) -> None:
         super().__init__()
-        self._found, self._bound = found, bound
+        self._found = found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -579,39 +545,8 @@ class _Watch(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
-        given: Any = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "bound": self._bound}
-        self._found(largest_logits(query, key, **given), query if query.requires_grad else key)
-
-
-@contextmanager
-def _watch_interface(module: nn.Module, found: _Measured, bound: bool) -> Iterator[None]:
-    """Measure what transformers gives to a kernel that is no torch function. Its masks are of
-    its own kind: what they hide counts, but for later positions."""
-    chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    functions: Any = {}
-    if chosen not in (None, "eager", "sdpa") and "transformers" in sys.modules:
-        functions = sys.modules["transformers"].modeling_utils.ALL_ATTENTION_FUNCTIONS
-    kernel = functions.get(chosen)
-    if kernel is None:
-        yield
-        return
-
-    def watched(
-        owner: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if owner is module:
-            given = kwargs.get("is_causal")
-            causal = getattr(owner, "is_causal", True) if given is None else given
-            seen = bool(causal) and query.shape[-2] == key.shape[-2]
-            maxima = largest_logits(query, key, scale=kwargs.get("scaling"), is_causal=seen, bound=bound)
-            found(maxima, query if query.requires_grad else key)
-        return kernel(owner, query, key, value, mask, *args, **kwargs)
-
-    functions[chosen] = watched
-    try:
-        yield
-    finally:
-        functions[chosen] = kernel
+        maxima = largest_logits(query, key, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
+        self._found(maxima, query if query.requires_grad else key)
 
 
 _OF_TORCH = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")  # and more
@@ -619,7 +554,7 @@ _OF_TORCH = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_
 
 @torch.no_grad()
 def _of_multihead_attention(
-    module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, bound: bool
+    module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor:  # (num_heads,)
     """The maxima of torch's MultiheadAttention for these arguments of its forward."""
     given = {**dict(zip(_OF_TORCH, args, strict=False)), **kwargs}
@@ -633,7 +568,7 @@ def _of_multihead_attention(
             heads = heads.transpose(0, 1)
         made.append(heads.transpose(-3, -2))
     hidden = _hidden_by_torch(given.get("attn_mask"), given.get("key_padding_mask"), made[0])
-    return largest_logits(*made, attn_mask=None if hidden is None else ~hidden, bound=bound)
+    return largest_logits(*made, attn_mask=None if hidden is None else ~hidden)
 
 
 def _hidden_by_torch(attn: Tensor | None, padding: Tensor | None, query: Tensor) -> Tensor | None:

@@ -18,19 +18,12 @@
     A layer's weights may lie on several sets of ranks, of which each overlaps with another. Its maxima are those of all
     ranks that the sets connect. One reduction over the component brings all of them: each layer of such ranks has
     places of its own in it, and who does not have the layer leaves -inf there.
-
-[Note: weights that layers share]
-    A weight is scaled once, however many layers have it. Layers that share one are scaled by the same factors: those of
-    the largest logit of all of them.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -100,21 +93,19 @@ class Scaled(NamedTuple):
 
 
 class _ClippedWeight(NamedTuple):
-    """A weight of one or more layers.
+    """A weight of a layer.
 
     Attributes:
-        layers: Their names.
+        layer: The layer.
         rows: What its rows are.
         weight: As it is stepped.
-        frozen: Layers that have it are not scaled.
         engine: Reaches its storage.
         key: Changes with all that the layout table depends on.
     """
 
-    layers: tuple[str, ...]
+    layer: Attention
     rows: Rows
     weight: Weight
-    frozen: bool
     engine: Engine
     key: object
 
@@ -125,13 +116,11 @@ class _Found(NamedTuple):
     Attributes:
         key: Changes with all that the layout table depends on.
         targets: The weights.
-        families: For each layer, itself and those that it shares weights with, also by way of others.
-        spared: Layers that are not scaled.
+        spared: Layers that are not scaled, having a frozen weight.
     """
 
     key: object
     targets: list[_ClippedWeight]
-    families: dict[str, list[str]]
     spared: set[str]
 
 
@@ -151,7 +140,7 @@ class _Bound(KeptTable):
         mine: The layer of each slot; None: it is of other ranks.
     """
 
-    def __init__(self, table: Table, found: _Found, layers: Mapping[str, Attention], beyond: Ranks | None) -> None:
+    def __init__(self, table: Table, found: _Found, beyond: Ranks | None) -> None:
         super().__init__(table)
         self.found, self.beyond, self.layouts = found, beyond, table.layouts
         self.mine, self.slots = list[str | None](), list[tuple[str, int, Ranks]]()
@@ -160,10 +149,10 @@ class _Bound(KeptTable):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
             if size != rows.total:  # the layout is the same on every rank that has it
                 raise Unlike(
-                    f"{target.layers[0]}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
+                    f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
                     f"{rows.repeats} times make {rows.total}"
                 )
-            self.places.append(layers[target.layers[0]].places(rows).to(target.weight.stored.device))
+            self.places.append(target.layer.places(rows).to(target.weight.stored.device))
             self.matrices.append(_matrices(target, layout.view.shape))
 
     def hear(self, everyone: Sequence[_Told]) -> None:
@@ -179,8 +168,8 @@ class _Bound(KeptTable):
                 connected = [other for other in connected if other.isdisjoint(ranks)]
                 connected.append(set(ranks).union(*touching))
             self.slots += [(*layer, tuple(ranks)) for ranks in sorted(map(sorted, connected))]
-        mine = [name in self.found.families and my_rank() in ranks for name, _, ranks in self.slots]
-        self.mine = [slot[0] if is_mine else None for slot, is_mine in zip(self.slots, mine, strict=True)]
+        own = {target.layer.name for target in self.found.targets}
+        self.mine = [name if name in own and my_rank() in ranks else None for name, _, ranks in self.slots]
 
 
 class Scaler(Call[_Bound]):
@@ -287,12 +276,11 @@ class Scaler(Call[_Bound]):
         parts = self._all.to(device).split([num_heads for _, num_heads, _ in bound.slots])
         maxima = self._own | {name: part for name, part in zip(bound.mine, parts, strict=True) if name is not None}
         for name, layer in self._by_name.items():
-            most = functools.reduce(torch.maximum, [maxima[other] for other in found.families[name]])
-            gain = gains(layer, most, math.inf if name in found.spared else tau)
+            gain = gains(layer, maxima[name], math.inf if name in found.spared else tau)
             done[name], factor[name] = Scaled(maxima[name], gain), _factors(layer, gain, alpha)
         now = {id(w.stored): w.now for w in _weights_of(self._optimizer)}
         for at, target in enumerate(found.targets):
-            name, is_now = target.layers[0], now.get(id(target.weight.stored), True)
+            name, is_now = target.layer.name, now.get(id(target.weight.stored), True)
             if math.isfinite(tau) and name not in found.spared and is_now:  # else a later call of this step scales it
                 self._multiply(target, factor[name], bound.layouts[at], bound.places[at], bound.matrices[at])
         return done
@@ -338,8 +326,7 @@ class Scaler(Call[_Bound]):
     def trained(self) -> list[Attention]:
         """Layers whose queries have gradients."""
         targets = () if self._bound is None else self._bound.found.targets
-        found = [t for t in targets if t.rows.num("q") and t.weight.param.grad is not None]
-        return [self._by_name[name] for target in found for name in target.layers]
+        return [t.layer for t in targets if t.rows.num("q") and t.weight.param.grad is not None]
 
     # ------------------------------------------------------------------------------------------------- what is voted
 
@@ -357,13 +344,12 @@ class Scaler(Call[_Bound]):
         return [(weight.stored, weight.group) for weight in _weights_of(self._optimizer)]
 
     def made(self, table: Table) -> tuple[_Bound, _Told]:
-        found, told = self._found, _Told()
-        bound = _Bound(table, found, self._by_name, self.beyond)
+        bound, told = _Bound(table, self._found, self.beyond), _Told()
         beyond = () if self.beyond is None else (self.beyond,)
-        for name, family in found.families.items():
-            mine = {n for n, target in enumerate(found.targets) if not set(family).isdisjoint(target.layers)}
+        for name, layer in self._by_name.items():
+            mine = {number for number, target in enumerate(self._found.targets) if target.layer is layer}
             sets = [ranks for ranks, numbers in bound.sets.items() if not mine.isdisjoint(numbers)]
-            told.setdefault((*sets, *beyond), []).append((name, self._by_name[name].num_heads))
+            told.setdefault((*sets, *beyond), []).append((name, layer.num_heads))
         return bound, told
 
     def heard(self, kept: _Bound, everyone: Sequence[_Told]) -> None:
@@ -419,58 +405,39 @@ class Scaler(Call[_Bound]):
 
         Raises:
             ValueError: One is not there, but for one that was frozen and taken out (`strictly`: also then, and where
-                another tensor than the model's is stepped by its name), or layers do not share it in the same way.
+                another tensor than the model's is stepped by its name), or two layers have it.
         """
         weights = _weights_of(self._optimizer)
         by_param, by_name = {id(w.param): w for w in weights}, {w.name: w for w in weights}
-        found: dict[int, _ClippedWeight] = {}
-        for layer in self._layers:
-            for rows in layer.rows:
-                param, named = self._params.get(rows.weight), by_name.get(rows.weight)
-                weight, frozen = by_param.get(id(param)), param is not None and not param.requires_grad
-                if weight is None and not (strictly and param is not None and not _is_copy(named, param)):
-                    weight = named
-                if weight is None and (strictly or not frozen):
-                    kind, why = self._optimizer.__class__.__name__, ""
-                    if frozen:
-                        why = " It is frozen (requires_grad=False); unfrozen when the optimizer is made, it would be."
-                    elif named is not None:
-                        why = " It steps a weight of this name, which is another tensor than the model's."
+        found, spared = dict[int, _ClippedWeight](), set[str]()
+        for layer, rows in [(one, rows) for one in self._layers for rows in one.rows]:
+            param, named = self._params.get(rows.weight), by_name.get(rows.weight)
+            weight, frozen = by_param.get(id(param)), param is not None and not param.requires_grad
+            if weight is None and not (strictly and param is not None and not _is_copy(named, param)):
+                weight = named
+            if frozen:
+                spared.add(layer.name)
+            if weight is None and (strictly or not frozen):
+                kind, why = self._optimizer.__class__.__name__, ""
+                if frozen:
+                    why = " It is frozen (requires_grad=False); unfrozen when the optimizer is made, it would be."
+                elif named is not None:
+                    why = " It steps a weight of this name, which is another tensor than the model's."
+                raise ValueError(
+                    f"{layer.name}: {rows.weight} is not among the weights of {kind}, so it cannot be scaled with "
+                    f"the others.{why} Give it to the optimizer with its name, or leave the layer out with layers="
+                )
+            if weight is not None:
+                first = found.setdefault(id(weight.stored), _target(layer, rows, weight))
+                if (first.layer, first.rows) != (layer, rows):
                     raise ValueError(
-                        f"{layer.name}: {rows.weight} is not among the weights of {kind}, so it cannot be scaled with "
-                        f"the others.{why} Give it to the optimizer with its name, or leave the layer out with layers="
+                        f"{first.rows.weight} of {first.layer.name} and {rows.weight} of {layer.name} are one weight: "
+                        "no one factor is right for both. Leave the layers out with layers="
                     )
-                if weight is not None:
-                    target, stored = _target(layer, rows, weight, frozen), id(weight.stored)
-                    found[stored] = self._joined(found[stored], target) if stored in found else target
         if not found or len(self._by_name) < len(self._layers):
             raise ValueError("all attention layers are frozen and no longer the optimizer's, or two have one name")
-        families = {name: {name} for name in self._by_name}
-        for target in found.values():
-            joined = set().union(*(families[name] for name in target.layers))
-            families.update(dict.fromkeys(joined, joined))
-        free = Counter(name for target in found.values() if not target.frozen for name in target.layers)
-        unfree = {layer.name for layer in self._layers if free[layer.name] < len(layer.rows)}
-        spared = {name for name, family in families.items() if not family.isdisjoint(unfree)}
-        targets, ordered = list(found.values()), {name: sorted(family) for name, family in families.items()}
-        return _Found((self._layers, [target.key for target in targets]), targets, ordered, spared)
-
-    def _joined(self, first: _ClippedWeight, second: _ClippedWeight) -> _ClippedWeight:
-        """A weight that layers share, see [Note: weights that layers share].
-
-        Raises:
-            ValueError: They do not share it in the same way.
-        """
-        one, other = (self._by_name[target.layers[0]] for target in (first, second))
-        alike = (one.num_heads, one.num_groups) == (other.num_heads, other.num_groups)
-        if one is other or not alike or replace(second.rows, weight=first.rows.weight) != first.rows:
-            raise ValueError(
-                f"{first.rows.weight} of {one.name} and {second.rows.weight} of {other.name} are one weight, with rows "
-                f"{first.rows.parts} and {second.rows.parts}: no one factor is right for both. Layers may share a "
-                "weight if it is the same to all of them, and queries none with keys; leave the layers out with layers="
-            )
-        layers = (*first.layers, other.name)
-        return first._replace(layers=layers, key=(first.key, layers))
+        key = (self._layers, sorted(spared), [target.key for target in found.values()])
+        return _Found(key, list(found.values()), spared)
 
     def _one_listed(self, target: _ClippedWeight) -> Listed:
         """A weight as the layout table lists it.
@@ -478,7 +445,7 @@ class Scaler(Call[_Bound]):
         Raises:
             ValueError: Nobody has said over which ranks a plain one is replicated.
         """
-        weight, spared = target.weight, self._found.spared
+        weight = target.weight
         group: dict[str, Any] = {**weight.group, "use_muon": False}  # no matrices are read
         engine, replicas = engine_for(weight.stored, group), GroupRef.of(group.get("process_group"))
         if group.get("rank_local") or (replicas is not None and not replicas.ranks):
@@ -492,24 +459,18 @@ class Scaler(Call[_Bound]):
                 "batches with the same weights is not known. Write process_group=torch.distributed.group.WORLD if all "
                 f"do (DDP), or the data- and context-parallel group; process_group=({my_rank()},) for this rank alone"
             )
-        family = [self._by_name[name] for name in self._found.families[target.layers[0]]]
-        alike = f"{family} {target.rows} {target.layers} {target.frozen} {target.layers[0] in spared}"
+        alike = f"{target.layer} {target.rows} {target.layer.name in self._found.spared}"
         return Listed(weight.name, target.rows.weight, weight.stored, group, None, alike)
 
 
-def _target(layer: Attention, rows: Rows, weight: Weight, frozen: bool) -> _ClippedWeight:
+def _target(layer: Attention, rows: Rows, weight: Weight) -> _ClippedWeight:
     try:
         engine = engine_for(weight.stored, {**weight.group, "use_muon": False})
-        lies = (
-            engine,
-            engine.signature(weight.stored),
-            [weight.group.get(key) for key in ("rank_local", *PLACE_OPTIONS)],
-        )
+        lies = engine.signature(weight.stored)
     except ValueError as wrong:
         raise ValueError(f"{weight.name}: {wrong}") from None
-    return _ClippedWeight(
-        (layer.name,), rows, weight, frozen, engine, (layer.name, rows, id(weight.stored), frozen, *lies)
-    )
+    place = [weight.group.get(key) for key in ("rank_local", *PLACE_OPTIONS)]
+    return _ClippedWeight(layer, rows, weight, engine, (id(weight.stored), engine, lies, place))
 
 
 def _is_copy(weight: Weight | None, param: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, initialize, whole_weight
 from shardmuon.testing.layouts import LAYOUTS, parameters
-from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
+from shardmuon.testing.tolerances import assert_rounded
 from shardmuon_qkclip import QKClip, qk_clip
 from shardmuon_qkclip.layers import Attention, Rows
 
@@ -121,42 +122,6 @@ def test_maxima_of_one_ranks_batches_would_give_others(world4: RankPool) -> None
         assert set(wrong) & scaled and "other" not in wrong
 
 
-# ------------------------------------------------------------------------------------------- norms of clipped weights
-
-
-def _norms_match(layout: str, variant: str) -> tuple[list[str], list[Any]]:
-    """Names of parameters that are not what one process makes of them in steps with a clip after each; what an audit
-    finds in the last one."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    params = parameters(_build(layout, _model()))
-    optimizer = _optimizer(params, variant=variant, **LAYOUTS[layout].options(world))
-    for number in range(3):
-        for name, grad in _build(layout, _grads(number)).items():
-            params[name].grad = grad
-        audited = audit(optimizer) if number == 2 else None
-        optimizer.step()
-        qk_clip(optimizer, _maxima(rank + 10 * number), layers=LAYERS)
-    wanted = _build(layout, _dense_steps(world, variant=variant))
-    differing = [n for n, p in params.items() if not torch.equal(_local(p), _local(wanted[n]))]
-    return differing, [] if audited is None else list(audited.report.findings)
-
-
-@pytest.mark.parametrize(
-    ("layout", "variant"),
-    [
-        ("ddp", "normuon+hyperball"),
-        ("fsdp2", "normuon+hyperball"),
-        ("hsdp", "hyperball"),
-        ("fsdp2+tp", "muon_eq+hyperball"),
-        ("mcore buffers", "hyperball"),
-    ],
-)
-def test_norms_of_clipped_weights_are_measured_again_on_every_layout(
-    layout: str, variant: str, world4: RankPool
-) -> None:
-    assert world4.run(_norms_match, layout, variant) == [([], [])] * 4
-
-
 # ------------------------------------------------------------------------------------------------------- frameworks
 
 
@@ -229,44 +194,30 @@ def _zero_matches(row: str, dtype: torch.dtype, variant: str | None = None) -> t
     else:
         models = {n: p.detach().clone() for n, p in params.items()}
     copies = [n for n, t in whole.items() if not torch.equal(models[n], t.to(models[n].dtype))]
+    with (
+        pytest.raises(ValueError, match=r"copies.*QKClip\(model, optimizer, logits")
+        if row != "zero0"
+        else nullcontext()
+    ):
+        qk_clip(optimizer, {}, layers=LAYERS, process_group=dist.group.WORLD)
     engine.destroy()
     return other, copies
 
 
-@pytest.mark.parametrize("row", ZERO_ROWS)
-def test_zero_steps_and_clips_as_one_process_does(row: str, deepspeed_pools: dict[int, RankPool]) -> None:
-    assert deepspeed_pools[2].run(_zero_matches, row, torch.float32) == [([], [])] * 2
-
-
-@pytest.mark.parametrize(("row", "variant"), [("zero2", "normuon+hyperball"), ("zero3", "hyperball")])
-def test_zero_measures_norms_of_clipped_weights_again(
-    row: str, variant: str, deepspeed_pools: dict[int, RankPool]
+@pytest.mark.parametrize(
+    ("row", "dtype", "variant"),
+    [
+        *((row, torch.float32, None) for row in ZERO_ROWS),
+        *((row, torch.bfloat16, None) for row in ("zero1", "zero2", "zero3")),
+        ("zero2", torch.float32, "normuon+hyperball"),
+        ("zero3", torch.float32, "hyperball"),
+    ],
+)
+def test_zero_steps_and_clips_as_one_process_does(
+    row: str, dtype: torch.dtype, variant: str | None, deepspeed_pools: dict[int, RankPool]
 ) -> None:
-    assert deepspeed_pools[2].run(_zero_matches, row, torch.float32, variant) == [([], [])] * 2
-
-
-@pytest.mark.parametrize("row", ["zero1", "zero2", "zero3"])
-def test_half_precision_copies_of_zero_are_those_of_the_clipped_masters(
-    row: str, deepspeed_pools: dict[int, RankPool]
-) -> None:
-    assert deepspeed_pools[3].run(_zero_matches, row, torch.bfloat16) == [([], [])] * 3
-
-
-def _zero_alone() -> str:
-    model = _Given(_model())
-    optimizer = _optimizer(dict(model.named_parameters()))
-    engine = initialize(model, optimizer, {"train_micro_batch_size_per_gpu": 1, **_STAGE2}, "cpu")
-    with pytest.raises(ValueError, match="copies") as caught:
-        qk_clip(optimizer, {}, layers=LAYERS, process_group=dist.group.WORLD)
-    engine.destroy()
-    return str(caught.value)
-
-
-_STAGE2 = {"zero_optimization": {"stage": 2}}
-
-
-def test_a_model_whose_weights_are_stepped_as_copies_is_refused(deepspeed_pools: dict[int, RankPool]) -> None:
-    assert all("QKClip(model, optimizer, logits" in text for text in deepspeed_pools[2].run(_zero_alone))
+    """Half-precision copies are those of the clipped masters; norms of clipped weights are measured again."""
+    assert deepspeed_pools[2].run(_zero_matches, row, dtype, variant) == [([], [])] * 2
 
 
 def _fsdp1_matches(row: str, variant: str | None = None) -> list[str]:
@@ -343,9 +294,8 @@ def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype
         ({}, True, torch.bfloat16),
         ({"tensor_model_parallel_size": 2}, False, torch.bfloat16),
         ({"tensor_model_parallel_size": 2}, True, torch.float32),
-        ({"tensor_model_parallel_size": 2}, True, torch.bfloat16),
     ],
-    ids=["dp bf16 distributed", "tp bf16", "tp fp32 distributed", "tp bf16 distributed"],
+    ids=["dp bf16 distributed", "tp bf16", "tp fp32 distributed"],
 )
 def test_megatrons_weights_and_their_copies_are_clipped(
     sizes: dict[str, int], distributed: bool, dtype: torch.dtype, world4: RankPool
@@ -377,10 +327,7 @@ def _measured(shape: dict[str, int], parts: int) -> tuple[list[tuple[float, ...]
             for block in whole.blocks:
                 block.attention.wq.weight *= 20.0
         model = train.parallelize(whole, mesh)
-        ddp = (
-            {"process_group": dist.group.WORLD} if "replicate" in shape and mesh is not None and len(shape) == 1 else {}
-        )
-        optimizer = Muon(model, lr=0.02, **ddp)
+        optimizer = Muon(model, lr=0.02)
         alone = {"process_group": (dist.get_rank(),)} if mesh is None else {}
         clip = QKClip(model, optimizer, tau=0.05, **alone)
         ids = everyone if mesh is None else everyone.chunk(parts)[dist.get_rank() * parts // dist.get_world_size()]
@@ -400,7 +347,6 @@ def _measured(shape: dict[str, int], parts: int) -> tuple[list[tuple[float, ...]
         ({"shard": 4}, 4),
         ({"shard": 2, "tp": 2}, 2),
         ({"tp": 2}, 1),
-        ({"replicate": 2}, 2),
         ({"replicate": 2, "shard": 2}, 4),
     ],
     ids=str,
@@ -414,34 +360,6 @@ def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts:
         a, b = (torch.tensor(x) for x in (here, wanted))
         assert_rounded(a, b, roundings=2 * (32 + 8 + 48), dtype=torch.float32, scale=float(b.max()))
     assert all(math.isfinite(loss) for _, _, loss in found)
-
-
-# ------------------------------------------------------------------------------------------------------------ errors
-
-
-def _refused_again() -> tuple[str, str]:
-    """Rows of a second layer that do not add up, on all ranks; what two calls say. Then one with the right rows."""
-    params = parameters(_build("fsdp2", _model()))
-    optimizer = _optimizer(params)
-    before = {n: _local(p).clone() for n, p in params.items()}
-    short = (LAYERS[0], Attention("turned", 4, 4, (Rows("turned", (("q", 8), ("k", 8)), dim=1),)), *LAYERS[3:])
-    mine = {name: x for name, x in _maxima(dist.get_rank()).items() if name != "fused"}
-    said = []
-    for _ in range(2):
-        with pytest.raises(ValueError, match="turned has 24 rows") as caught:
-            qk_clip(optimizer, mine, layers=short)
-        assert_bitwise({n: _local(p) for n, p in params.items()}, before)
-        said.append(str(caught.value))
-    qk_clip(optimizer, _maxima(dist.get_rank()), layers=LAYERS)
-    wanted = _build("fsdp2", _clipped_by_one(dist.get_world_size(), torch.float32, 1))
-    assert_bitwise({n: _local(p) for n, p in params.items()}, {n: _local(t) for n, t in wanted.items()})
-    return said[0], said[1]
-
-
-def test_what_does_not_add_up_is_refused_each_time(world3: RankPool) -> None:
-    """A second call had found nothing wrong: it scaled some of the weights and failed at the next."""
-    for first, second in world3.run(_refused_again):
-        assert first == second
 
 
 def _unknown_replicas() -> str:

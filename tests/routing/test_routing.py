@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardmuon import param_groups
-from shardmuon.commands.main import COMMANDS, main
+from shardmuon.commands.main import main
 from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.groups import RoutingRow
@@ -274,7 +274,7 @@ def test_a_type_is_known_below_wrappers_and_by_its_subclasses() -> None:
     mine = Mine()
     mine.__dict__.update(gpt2_attention().__dict__)
     model.append(mine)
-    model.append(torch.compile(gpt2_attention(), backend="eager"))  # type: ignore[arg-type]
+    model.append(typed("OptimizedModule", "torch._dynamo.eval_frame", _orig_mod=gpt2_attention()))
     assert [r.matrices for n, r in routed(model).items() if "c_attn.weight" in n] == [((8, 8),) * 3] * 4
 
 
@@ -395,76 +395,60 @@ number = 3
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "route_example.py"
-    path.write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "route_example", raising=False)
-    return path
+    return tmp_path / "route_example.py"
 
 
-def test_route_prints_the_table_of_any_model(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "route" in COMMANDS
-    for model in ("route_example:build", f"{file}:build", "route_example:built"):
-        assert main(["route", model]) == 0
-        out = capsys.readouterr().out
-        assert "blocks.*.1.weight (3)" not in out  # numbers of layers and of places in them are left out alike
-        assert "blocks.*.*.weight (6)  8x8    1 of 8x8  Muon       linear" in out
-        assert "Muon: 6 parameters, 6 matrices, 384 elements" in out
-    assert main(["route", "route_example:build", "--each", "--meta"]) == 0
-    assert "blocks.2.1.weight  8x8    1 of 8x8  Muon       linear" in capsys.readouterr().out
+_CAUSE = "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ImportError('no module') from e\n"
+_STRANGE = MODEL + "\nbuilt.rates = nn.Parameter(__import__('torch').zeros(6, 4))\n"
+_LINES = "blocks.*.*.weight (6)  8x8    1 of 8x8  Muon       linear"  # numbers of layers and of places in them left out
+# What is asked for, the exit code, and what is said.
+COMMANDS_OF_ROUTE: list[tuple[list[str], str, int, str]] = [
+    *(([name], MODEL, 0, _LINES) for name in ("route_example:build", "route_example.py:build", "route_example:built")),
+    (["route_example:built"], MODEL, 0, "Muon: 6 parameters, 6 matrices, 384 elements"),
+    (["route_example:build", "--each", "--meta"], MODEL, 0, "blocks.2.1.weight  8x8    1 of 8x8  Muon       linear"),
+    (["route_example:built"], _STRANGE, 0, "warning: param_groups: rates (6x4) is a parameter of Net"),
+    (["route_example"], MODEL, 2, "is no MODULE:FUNCTION and no config.json"),
+    (["route_example:missing"], MODEL, 2, "has no attribute 'missing'"),
+    (["no_such_module:build"], MODEL, 2, "No module named 'no_such_module'"),
+    (["route_example:number"], MODEL, 2, "'int' object is not callable"),
+    (["none/config.json"], MODEL, 2, "there is no such file"),
+    (["route_example:build"], _CAUSE, 2, "route: no module (ZeroDivisionError: division by zero)"),
+]
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("route_example", "is no MODULE:FUNCTION and no config.json"),
-        ("route_example:missing", "has no attribute 'missing'"),
-        ("no_such_module:build", "No module named 'no_such_module'"),
-        ("route_example:number", "'int' object is not callable"),
-        ("none/config.json", "there is no such file"),
-    ],
-)
-def test_route_says_what_is_wrong(file: Path, capsys: pytest.CaptureFixture[str], model: str, message: str) -> None:
-    assert main(["route", model]) == 2
-    assert message in capsys.readouterr().err
+@pytest.mark.parametrize(("argv", "text", "code", "says"), COMMANDS_OF_ROUTE)
+def test_route_prints_the_table_of_any_model_or_what_is_wrong(
+    argv: list[str], text: str, code: int, says: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(text)
+    assert main(["route", *argv]) == code
+    printed = capsys.readouterr()
+    assert says in (printed.err if code else printed.out)
 
 
-def test_route_names_the_cause_of_an_import_that_failed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ImportError('no module') from e\n")
-    assert main(["route", "route_example:build"]) == 2
-    assert "route: no module (ZeroDivisionError: division by zero)" in capsys.readouterr().err
-
-
-def test_route_prints_what_may_be_wrong(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text(MODEL + "\nbuilt.rates = nn.Parameter(__import__('torch').zeros(6, 4))\n")
-    assert main(["route", "route_example:built"]) == 0
-    assert "warning: param_groups: rates (6x4) is a parameter of Net" in capsys.readouterr().out
+class LlamaForCausalLM(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.w = linear(config.hidden_size, config.hidden_size)
+        assert self.w.weight.is_meta
 
 
 def test_route_builds_the_model_of_a_config_on_the_meta_device(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[nn.Module] = []
-
-    class LlamaForCausalLM(nn.Module):
-        def __init__(self, config: Any) -> None:
-            super().__init__()
-            self.w = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-            made.append(self)
-
+    read = config(hidden_size=8, architectures=["LlamaForCausalLM"])
     hub: Any = types.ModuleType("transformers")
     hub.LlamaForCausalLM = LlamaForCausalLM
-    read = config(hidden_size=8, architectures=["LlamaForCausalLM"])
-    hub.AutoConfig = types.SimpleNamespace(from_pretrained=lambda path: read)
-    hub.AutoModelForCausalLM = types.SimpleNamespace(from_config=LlamaForCausalLM)
+    hub.AutoConfig = config(from_pretrained=lambda path: read)
+    hub.AutoModelForCausalLM = config(from_config=LlamaForCausalLM)
     monkeypatch.setitem(sys.modules, "transformers", hub)
     (file.parent / "config.json").write_text("{}")
-    for model in ("config.json", str(file.parent)):
-        assert main(["route", model]) == 0
+    for path, kind in (("config.json", "LlamaForCausalLM"), (".", "LlamaForCausalLM"), ("config.json", "Somebodys")):
+        read.architectures = [kind]
+        assert main(["route", path]) == 0
         assert "w.weight  8x8    1 of 8x8  Muon       linear" in capsys.readouterr().out
-    read.architectures = ["OfSomebodyElse"]
-    assert main(["route", "config.json"]) == 0
-    assert all(model.w.weight.is_meta for model in made) and len(made) == 3  # type: ignore[union-attr]
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["route", "config.json"]) == 2
     assert "it takes transformers" in capsys.readouterr().err

@@ -1,0 +1,549 @@
+"""One norm over every parameter and every rank: the dense one's bits, the same on each rank, or an error on each."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import random
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmuon import Muon, clip_grad_norm_, param_groups
+from shardmuon.gradients.clip import _BOUND
+from shardmuon.gradients.norms import combine
+from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, mesh_of, parameters
+from shardmuon.testing.tolerances import assert_rounded
+
+ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf)
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
+
+
+# --------------------------------------------------------------------------------------------------- every layout
+
+VECTORS = {"bias": (33,), "short": (2,), "scalar": (1,)}  # AdamW's; shorter than the ranks, too
+
+
+def _model(dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    shapes = {name: case.shape for name, case in PARAMS.items()} | VECTORS
+    return {name: _normal(*shape, seed=seed + i).to(dtype) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def _build(layout: str, full: dict[str, Tensor]) -> dict[str, Tensor]:
+    case, world = LAYOUTS[layout], dist.get_world_size()
+    rest = LAYOUTS[layout if layout in ("single", "ddp", "replicate") else "fsdp2"]
+    matrices = case.build({n: t for n, t in full.items() if n not in VECTORS}, case.mesh(world))
+    return matrices | rest.build({n: t for n, t in full.items() if n in VECTORS}, (world,))
+
+
+def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
+    matrices = {n: p for n, p in params.items() if n in PARAMS}
+    vectors = [(n, p) for n, p in params.items() if n in VECTORS]
+    groups = [*groups_of(matrices, PARAMS), {"params": vectors, "use_muon": False}]
+    return Muon(groups, lr=0.02, **options)
+
+
+class _Clipped(NamedTuple):
+    """Gradients, their norm, and what clipping makes of them."""
+
+    full: dict[str, Tensor]
+    norm: Tensor
+    clipped: dict[str, Tensor]
+
+
+@lru_cache
+def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[_Clipped]:
+    """Norm and gradients that one process clips, the same for every layout."""
+    whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
+    dense, found = _optimizer(whole), []
+    for seed, order in enumerate(orders):
+        full = _model(dtype, 100 * seed)
+        for name, grad in full.items():
+            whole[name].grad = grad.clone()
+        norm = clip_grad_norm_(dense, 1.0, order)
+        clipped = {n: p.grad.clone() for n, p in whole.items() if p.grad is not None}
+        assert any(not torch.equal(clipped[n], full[n]) for n in clipped)
+        found.append(_Clipped(full, norm, clipped))
+    return found
+
+
+def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> list[str]:
+    """True for each dtype and order where norm and clipped gradients have the bits that one process finds."""
+    options = LAYOUTS[layout].options(dist.get_world_size())
+    wrong = []
+    for dtype, orders in runs.items():
+        params = parameters(_build(layout, _model(dtype, 0)))
+        sharded = _optimizer(params, **options)
+        for order, wanted in zip(orders, _clipped_by_one(dtype, orders), strict=True):
+            for name, grad in _build(layout, wanted.full).items():
+                params[name].grad = grad
+            found = clip_grad_norm_(sharded, 1.0, order)
+            assert type(found) is Tensor and found.ndim == 0 and found.dtype == torch.float32
+            clipped = _build(layout, wanted.clipped)
+            equal = all(
+                torch.equal(_local(p.grad), _local(clipped[n])) for n, p in params.items() if p.grad is not None
+            )
+            if _bits(found) != _bits(wanted.norm) or not equal:
+                wrong.append(f"{dtype} order {order}: {float(found)} for {float(wanted.norm)}, equal={equal}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), [*((3, name) for name in list(LAYOUTS)[::4]), *((4, name) for name in LAYOUTS)]
+)
+def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str, world: int) -> None:
+    """Bits are equal by the usual order on every layout, in turn by one of the others or in bf16, too."""
+    at = list(LAYOUTS).index(layout)
+    other = ORDERS[1 + at // 2 % (len(ORDERS) - 1)]
+    runs: dict[torch.dtype, tuple[float, ...]] = {torch.float32: (2.0,)}
+    if world == 4:
+        runs |= {torch.bfloat16: (2.0,)} if at % 2 else {torch.float32: (2.0, other)}
+    assert get_pool(world).run(_matches_dense, layout, runs) == [[]] * world
+
+
+# ------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtype: torch.dtype) -> None:
+    ours = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((7, 5), (3,))]
+    theirs = [nn.Parameter(p.detach().double()) for p in ours]  # the oracle sums in fp64
+    for a, b in zip(ours, theirs, strict=True):
+        a.grad = _normal(*a.shape, seed=a.ndim).to(dtype)
+        b.grad = a.grad.to(torch.float64, copy=True)
+    before = [b.grad.clone() for b in theirs if b.grad is not None]
+    exact = torch.nn.utils.clip_grad_norm_(theirs, 0.5, order)
+    below = clip_grad_norm_(ours, 1.01 * float(exact), order)
+    assert all(torch.equal(a.grad.double(), grad) for a, grad in zip(ours, before, strict=True))
+    found = clip_grad_norm_(ours, 0.5, order)
+    assert torch.equal(below, found)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    # each side: a power, a sum of 38 terms and a root, which for order 0.5 doubles what came before
+    sums = 2 * 2 * (3 + math.sqrt(38 / 6)) if dtype == torch.float64 else 0.0
+    assert_rounded(found, exact.to(found.dtype), roundings=sums)
+    factor = 0.5 / (found + 1e-6)  # rounded to the norm's dtype, never to the gradient's
+    for a, b, grad in zip(ours, theirs, before, strict=True):
+        # ours: norm + 1e-6, the quotient, the product, its cast; theirs: a cast
+        assert_rounded(a.grad, b.grad.to(dtype), roundings=sums + 6)
+        assert torch.equal(a.grad, (grad.to(found.dtype) * factor).to(dtype))
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_is_refused_or_spreads_as_in_torch(bad: float) -> None:
+    ours, theirs = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    ours.grad, theirs.grad = torch.tensor([bad, 1.0]), torch.tensor([bad, 1.0])
+    with pytest.raises(RuntimeError, match=r"norm of order 2.0 is (inf|nan)"):
+        clip_grad_norm_(ours, 1.0, error_if_nonfinite=True)
+    assert str(ours.grad.tolist()) == str([bad, 1.0])
+    assert not math.isfinite(float(clip_grad_norm_(ours, 1.0)))
+    torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+    assert_rounded(ours.grad, theirs.grad, roundings=0)  # NaN beside NaN, zero beside zero
+
+
+@pytest.mark.parametrize("options", [{"norm_type": 0}, {"norm_type": -1}, {"norm_type": math.nan}, {"max_norm": -1.0}])
+def test_arguments_without_meaning_are_refused(options: dict[str, float]) -> None:
+    assert float(clip_grad_norm_([], 1.0)) == 0.0
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="must be"):
+        clip_grad_norm_(param, **{"max_norm": 1.0, **options})
+    assert param.grad.tolist() == [1.0, 1.0]
+
+
+def test_groups_with_clip_grad_false_are_neither_counted_nor_scaled() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    overrides = {"0.weight": {"clip_grad": False}, "1.bias": {"clip_grad": False, "rank_local": True}}
+    optimizer = Muon(param_groups(model, lr=0.1, adamw_lr=0.1, overrides=overrides), lr=1e-3)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    assert float(clip_grad_norm_(optimizer, 1.0)) == 3.0  # of 3 + 6 ones
+    factor = float(torch.tensor(1.0) / (torch.tensor(3.0) + 1e-6))
+    assert [float(p.grad.unique()) for p in model.parameters()] == [1.0, factor, factor, 1.0]  # type: ignore[union-attr]
+
+
+def test_large_strided_and_empty_gradients_count_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardmuon.gradients.norms._CHUNK", 16)
+    grads = [_normal(9, 7, seed=1), _normal(9, 7, seed=2).T, _normal(1, 50, seed=3)[:, ::2], torch.zeros(0, 3)]
+    params = [nn.Parameter(torch.zeros(g.shape)) for g in grads]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    exact = torch.cat([g.double().flatten() for g in grads]).norm()
+    assert float(clip_grad_norm_(params, 1e9)) == float(exact.float())
+
+
+def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> None:
+    values = [10.0 ** random.Random(i).uniform(-8, 8) for i in range(200)]
+    for order in ORDERS:
+        assert combine(values, order) == combine(values[::-1], order) == combine(sorted(values), order)
+    # each value scaled and squared, a sum, a root, scaled back
+    assert_rounded(combine([3e300, 4e300], 2.0), 5e300, roundings=6)
+    assert_rounded(combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
+    assert combine([1.7e308, 1.7e308], 1.0) == math.inf
+    assert_rounded(combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)  # the root of an exact sum, and sqrt(2) itself
+
+
+# ------------------------------------------------------------------------------------------------ groups of ranks
+
+
+def _sharded(full: Tensor, mesh: Any, *placements: Any, grad: Tensor | None = None) -> nn.Parameter:
+    """A parameter whose gradient is `full`, or `grad`."""
+    cut = distribute_tensor(full, mesh, list(placements), src_data_rank=None)
+    param = nn.Parameter(torch.zeros_like(cut))
+    param.grad = cut if grad is None else grad
+    return param
+
+
+def _plain(grad: Tensor) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros_like(grad))
+    param.grad = grad.clone()
+    return param
+
+
+def _unused(full: Tensor, mesh: Any) -> nn.Parameter:
+    param = _sharded(full, mesh, Shard(0))
+    param.grad = None
+    return param
+
+
+def _uneven(part: Tensor, mesh: Any, grad: Tensor | None = None) -> nn.Parameter:
+    """A shard of (6, 3) of a size of its own, twice."""
+    lies: Any = {"run_check": False, "shape": (6, 3), "stride": (3, 1)}
+    made = [
+        DTensor.from_local(t, mesh, [Replicate(), Shard(0)], **lies) for t in (torch.zeros_like(part), part.clone())
+    ]
+    param = nn.Parameter(made[0])
+    param.grad = made[1] if grad is None else grad
+    return param
+
+
+def _norm_of(*grads: Tensor) -> float:
+    total = torch.cat([g.double().flatten() for g in grads]).norm()
+    return float(total if grads[0].dtype == torch.float64 else total.float())
+
+
+def _named(*params: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
+    return list(zip(("first", "second"), params, strict=False))
+
+
+class Job(NamedTuple):
+    """A call of this rank: parameters, and the norm, or what is said on every rank."""
+
+    source: Any
+    wanted: float | str
+    group: Any = None
+    max_norm: float = 1.0
+
+
+class Data:
+    """Tensors on four ranks, which are two rows and two columns."""
+
+    def __init__(self) -> None:
+        self.rank, self.mesh, self.flat = dist.get_rank(), mesh_of((2, 2)), mesh_of((4,))
+        self.odd, self.world = self.rank == 1, dist.group.WORLD
+        self.across, self.inside = (self.mesh[axis].get_group() for axis in ("a0", "a1"))
+        sizes = ((5, 3), (4, 3), (3, 4))
+        self.rows, self.columns, self.own = ([_normal(*size, seed=s) for s in range(4)] for size in sizes)
+        self.shared, self.other, self.whole = _normal(7, 2, seed=20), _normal(2, 6, seed=21), _normal(6, 3, seed=22)
+        self.counts = [torch.arange(24.0).view(6, 4) - 5 * r for r in range(4)]  # sums are exact in any order
+        self.row = _sharded(self.rows[self.rank // 2], self.mesh["a1"], Shard(0))
+        self.column = _sharded(self.columns[self.rank % 2], self.mesh["a0"], Shard(1))
+        self.all_of = _sharded(self.shared, self.flat, Shard(0))
+        self.lone = _sharded(self.other, self.mesh, Replicate(), Shard(1))
+
+    def muon(self, plain: Tensor, first: nn.Parameter | None = None, rank_local: bool = False, **options: Any) -> Muon:
+        others = {"params": [("plain", _plain(plain))], "rank_local": rank_local, "use_muon": False}
+        return Muon([{"params": [("first", self.all_of if first is None else first)]}, others], lr=1e-3, **options)
+
+    def chain(self) -> list[tuple[str, nn.Parameter]]:
+        """Ranks 0 and 3 are each in one group only; 1 and 2 see that there is no common sum."""
+        pairs = [(at, dist.new_group([at, at + 1])) for at in range(3)]
+        meshes = [(at, DeviceMesh.from_group(g, "cpu")) for at, g in pairs if self.rank in (at, at + 1)]
+        return [(f"pair {at}", _sharded(self.columns[0], mesh, Shard(0))) for at, mesh in meshes]
+
+    def halves(self) -> Any:
+        return [dist.new_group(pair) for pair in ([0, 1], [2, 3])][self.rank // 2]
+
+
+JOBS: dict[str, Callable[[Data], Job]] = {
+    "sharded": lambda d: Job(_named(d.all_of, d.lone), _norm_of(d.shared, d.other)),
+    "nested": lambda d: Job(_named(d.row, d.all_of), _norm_of(*d.rows[:2], d.shared)),
+    "crossing": lambda d: Job(_named(d.row, d.column), _norm_of(*d.rows[:2], *d.columns[:2]), d.world),
+    "crossing without a group": lambda d: Job(_named(d.row, d.column), "neither contains the other.*process_group="),
+    "chain": lambda d: Job(d.chain(), "neither contains the other.*process_group="),
+    "stages": lambda d: Job(
+        _named(d.row, _sharded(d.rows[d.rank // 2], d.mesh["a1"], Replicate())),
+        _norm_of(*d.rows[:2], *d.rows[:2]),
+        d.across,
+    ),
+    "stages with plain tensors": lambda d: Job(
+        d.muon(d.own[d.rank // 2], d.row), _norm_of(*d.rows[:2], *d.own[:2]), d.across
+    ),
+    "stages in one group": lambda d: Job(
+        d.muon(d.own[d.rank // 2], d.row, process_group=d.inside),
+        _norm_of(*d.rows[:2], *d.own[:2]),
+        d.world,
+    ),
+    "a group that counts some ranks twice": lambda d: Job(
+        _named(d.all_of), "pass a group that contains all of these", d.halves()
+    ),
+    "a group that one rank does not pass": lambda d: Job(
+        _named(d.all_of),
+        "clip together but differ.*rank 1 has 'one rank each=False'",
+        None if d.odd else d.world,
+    ),
+    "experts": lambda d: Job(d.muon(d.own[d.rank], rank_local=True), _norm_of(d.shared, *d.own), d.world),
+    "experts without a group": lambda d: Job(
+        d.muon(d.own[d.rank], rank_local=True),
+        "plain: rank_local=True.*process_group=",
+    ),
+    "experts of which nothing is said": lambda d: Job(
+        d.muon(d.own[d.rank]), r"plain tensors \(plain\) differ between ranks"
+    ),
+    "replicas": lambda d: Job(d.muon(d.own[0]), _norm_of(d.shared, d.own[0])),
+    "declared replicas": lambda d: Job(d.muon(d.own[0], process_group=d.world), _norm_of(d.shared, d.own[0]), d.world),
+    "replicas over a group": lambda d: Job(d.muon(d.own[0]), r"plain tensors \(plain\) are equal on some", d.world),
+    "uneven replicas": lambda d: Job(
+        _named(_uneven(d.whole[5:] if d.rank % 2 else d.whole[:5], d.mesh)), _norm_of(d.whole)
+    ),
+    "a gradient that does not fit uneven shards": lambda d: Job(
+        _named(
+            _uneven(
+                d.whole[5:] if d.rank % 2 else d.whole[:5],
+                d.mesh,
+                distribute_tensor(d.whole, d.mesh, [Replicate(), Shard(1)], src_data_rank=None),
+            )
+        ),
+        "first: its gradient is placed unlike the parameter, which stores shape",
+    ),
+    "replicas that cannot be told": lambda d: Job(
+        _named(
+            _uneven(d.whole[:5] if d.rank % 2 else d.whole[:1], d.mesh)
+            if d.odd
+            else _sharded(d.whole, d.mesh, Replicate(), Shard(0))
+        ),
+        r"first: ranks \(0, 1, 2, 3\) store shapes.*\(5, 3\) is out of bounds of shape \(6, 3\)",
+    ),
+    "a parameter without gradient": lambda d: Job(_named(d.all_of, _unused(d.other, d.flat)), _norm_of(d.shared)),
+    "no gradients": lambda d: Job(_named(_unused(d.other, d.flat), _unused(d.shared, d.flat)), 0.0),
+    "fp64": lambda d: Job(
+        _named(
+            _sharded(torch.tensor([[3.0], [4.0], [0.0]]).double() * 2.0**500, d.flat, Shard(0)), _plain(torch.zeros(3))
+        ),
+        5 * 2.0**500,
+    ),
+    "unfinished sums and other placements": lambda d: Job(
+        _named(
+            _sharded(
+                d.counts[0],
+                d.mesh,
+                Replicate(),
+                Shard(0),
+                grad=DTensor.from_local(d.counts[d.rank], d.mesh, [Partial(), Partial()], run_check=False),
+            ),
+            _sharded(
+                d.shared, d.flat, Shard(0), grad=distribute_tensor(d.shared, d.flat, [Shard(1)], src_data_rank=None)
+            ),
+        ),
+        _norm_of(d.counts[0] + d.counts[1] + d.counts[2] + d.counts[3], d.shared),
+    ),
+    "missing on one rank": lambda d: Job(
+        _named(d.all_of, _unused(d.other, d.flat) if d.odd else _sharded(d.other, d.flat, Shard(0))),
+        r"rank 1 has 'second \(2, 6\) True no gradient'",
+    ),
+    "plain on one rank": lambda d: Job(
+        _named(d.all_of, _sharded(d.other, d.flat, Shard(0), grad=d.other if d.odd else None)),
+        "second: its gradient is a plain tensor",
+    ),
+    "elsewhere on one rank": lambda d: Job(
+        _named(
+            d.all_of,
+            _sharded(
+                d.other,
+                d.flat,
+                Shard(0),
+                grad=distribute_tensor(d.other, d.flat, [Replicate()], src_data_rank=None) if d.odd else None,
+            ),
+        ),
+        r"rank 1 has 'second \(2, 6\) True a gradient that is placed unlike the parameter'",
+    ),
+    "fewer on one rank": lambda d: Job(
+        _named(d.all_of, d.lone)[: 1 if d.odd else 2],
+        "rank 0 lists 2 parameters, rank 1 lists 1; one of them lacks",
+    ),
+    "other arguments on one rank": lambda d: Job(
+        _named(d.all_of),
+        "rank 1 has 'norm_type=2.0 max_norm=2.0",
+        max_norm=2.0 if d.odd else 1.0,
+    ),
+}
+
+
+def _called(name: str) -> None:
+    source, wanted, group, max_norm = JOBS[name](Data())
+    params = (
+        [p for g in source.param_groups for p in g["params"]] if isinstance(source, Muon) else [p for _, p in source]
+    )
+    kept = [None if p.grad is None else _local(p.grad).clone() for p in params]
+    if isinstance(wanted, str):
+        with pytest.raises(ValueError, match=f"(?s){wanted}"):
+            clip_grad_norm_(source, max_norm, process_group=group)
+        assert all(g is None or torch.equal(g, _local(p.grad)) for g, p in zip(kept, params, strict=True))
+        return
+    aligned = [p.grad.redistribute(placements=p.placements) if isinstance(p.grad, DTensor) else p.grad for p in params]
+    kept = [None if grad is None else _local(grad).clone() for grad in aligned]
+    norm = clip_grad_norm_(source, max_norm, process_group=group)
+    assert float(norm) == wanted
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad, p in zip(kept, params, strict=True):
+        assert (grad is None) == (p.grad is None)
+        assert grad is None or torch.equal(_local(p.grad), grad * factor)
+        assert not isinstance(p.grad, DTensor) or p.grad.placements == p.placements
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(name: str, world4: RankPool) -> None:
+    world4.run(_called, name)
+
+
+# what a rank passes -> whether the others can go on
+CHANGES = {"nothing": True, "other tensors": True}
+CHANGES |= dict.fromkeys(("missing", "plain", "sparse", "norm_type", "clip_grad", "fewer"), False)
+
+
+def _storm(name: str) -> None:
+    """One or two ranks pass something else than before; what was kept of the parameters stays with the others."""
+    draw = random.Random(0)
+    named, norm, group, _ = JOBS[name](Data())
+    optimizer = Muon([{"params": [entry]} for entry in named], lr=1e-3)
+    grads = [p.grad for _, p in named]
+    for number in range(14):
+        source: Any = [optimizer, named][number % 2]
+        for (_, p), grad in zip(named, grads, strict=True):
+            p.grad = grad
+        change, one = [*CHANGES][number % len(CHANGES)], draw.randrange(4)
+        if (name, change) == ("stages", "other tensors"):  # no set of theirs is the component: nobody would hear them
+            change = "nothing"
+        hit, param = draw.choice([(one,), (one, 3 - one)]), named[draw.randrange(2)][1]  # never all that share one
+        order = 2.0
+        if dist.get_rank() in hit:
+            if change == "missing":
+                param.grad = None
+            elif change in ("plain", "sparse"):
+                param.grad = torch.ones(param.shape).to_sparse() if change == "sparse" else torch.ones(param.shape)
+            elif change == "clip_grad":
+                source = optimizer
+                optimizer.param_groups[1]["clip_grad"] = False
+            elif change != "nothing":
+                order = -1.0 if change == "norm_type" else 2.0
+                source = {"fewer": named[:1], "other tensors": JOBS[name](Data()).source}.get(change, source)
+        if CHANGES[change]:
+            assert float(clip_grad_norm_(source, 1e9, order, process_group=group)) == norm, (number, change)
+        else:
+            with pytest.raises(ValueError, match="rank"):
+                clip_grad_norm_(source, 1e9, order, process_group=group)
+        optimizer.param_groups[1]["clip_grad"] = True
+
+
+@pytest.mark.parametrize("name", ["sharded", "nested", "crossing", "stages"])
+def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobody_is_out_of_step(
+    name: str, world4: RankPool
+) -> None:
+    world4.run(_storm, name)
+
+
+def _gone() -> bool:
+    """Neither tensors nor what was kept of them live on because they were clipped."""
+    params = [_sharded(_normal(6, 4, seed=s), mesh_of((dist.get_world_size(),)), Shard(0)) for s in (1, 2)]
+    clip_grad_norm_(params, 1.0)
+    bound = _BOUND[params[0]]
+    clip_grad_norm_(params, 1.0)
+    there = _BOUND[params[0]] is bound
+    refs = [*map(weakref.ref, params), weakref.ref(bound)]
+    del params, bound
+    gc.collect()
+    return there and [ref() for ref in refs] == [None] * 3
+
+
+def test_what_is_kept_of_parameters_ends_with_them(world3: RankPool) -> None:
+    assert world3.run(_gone) == [True] * 3
+
+
+# -------------------------------------------------------------------------------------------------------- what it costs
+
+
+class Counting(TorchDispatchMode):
+    """Counter of calls of each operator."""
+
+    def __init__(self, seen: Counter[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _work_of(num_params: int) -> tuple[int, dict[str, int]]:
+    """Python calls of the second clipping of so many DTensors, and how often it calls what computes."""
+    mesh = mesh_of((dist.get_world_size(),))
+    params = [nn.Parameter(distribute_tensor(torch.ones(8, 16), mesh, [Shard(0)])) for _ in range(num_params)]
+    for p in params:
+        p.grad = distribute_tensor(torch.ones(8, 16), mesh, [Shard(0)])
+    optimizer = Muon([{"params": [(f"w{i}", p) for i, p in enumerate(params)]}], lr=1e-3)
+    clip_grad_norm_(optimizer, 1e9)
+    calls, computed = itertools.count(), Counter[str]()
+
+    def watch(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            next(calls)
+
+    with Counting(computed):
+        clip_grad_norm_(optimizer, 1e-3)
+    sys.setprofile(watch)
+    try:
+        clip_grad_norm_(optimizer, 1e-3)
+    finally:
+        sys.setprofile(None)
+    return next(calls), computed
+
+
+def _growth() -> tuple[float, dict[str, int], dict[str, int]]:
+    (few, small), (many, large) = _work_of(50), _work_of(150)
+    return (many - few) / 100, small, large
+
+
+def test_a_call_reads_what_may_change_of_a_parameter_once_and_computes_in_lists(world3: RankPool) -> None:
+    """29 Python calls for each DTensor (there were 48): is its share still right, does its gradient lie as it does. All
+    gradients are copied side by side for one norm, and scaled by one call, however many there are."""
+    for python, few, many in world3.run(_growth):
+        assert python <= 30
+        for name in ("aten.cat.default", "aten._foreach_norm.Scalar", "aten._foreach_mul_.Tensor"):
+            assert (few[name], many[name]) == (1, 1), name
+        grown = {name for name in many if many[name] > few[name]}
+        assert grown <= {"aten.view.default", "aten.detach.default"}  # no copy, nothing computed one by one

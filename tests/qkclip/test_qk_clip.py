@@ -1,0 +1,432 @@
+"""QK-clip on one process: the rule against fp64 code, what is measured, which layers are found, what is refused."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from demo_script import train
+from torch import Tensor, nn
+
+from shardmuon import Muon
+from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
+from shardmuon_qkclip import QKClip, qk_clip
+from shardmuon_qkclip.clip import largest_logits
+from shardmuon_qkclip.layers import Attention, Rows, attention_layers
+
+
+def _normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Llama(nn.Module):
+    """Grouped queries, rotary positions left out: they keep the norms of q and k."""
+
+    def __init__(self, dim: int = 12, heads: int = 6, groups: int = 2, size: int = 4, bias: bool = False) -> None:
+        super().__init__()
+        self.head_dim = size
+        self.q_proj = nn.Linear(dim, heads * size, bias=bias)
+        self.k_proj = nn.Linear(dim, groups * size, bias=bias)
+        self.v_proj = nn.Linear(dim, groups * size, bias=bias)
+        self.o_proj = nn.Linear(heads * size, dim, bias=False)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (t.transpose(1, 2) for t in made)
+        return q, k, v
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = F.scaled_dot_product_attention(*self.heads(x), is_causal=True, enable_gqa=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class Eager(Llama):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        logits = q @ k.transpose(-1, -2) * self.head_dim**-0.5
+        logits = logits + torch.full(logits.shape[-2:], torch.finfo(torch.float32).min).triu(1)
+        return self.o_proj((F.softmax(logits, dim=-1, dtype=torch.float32) @ v).transpose(1, 2).flatten(2))
+
+
+class Torchs(nn.Module):
+    """torch's own module, with one of its masks."""
+
+    def __init__(self, mask: str, need_weights: bool, batch_first: bool) -> None:
+        super().__init__()
+        self.mask, self.need_weights = mask, need_weights
+        self.inner = nn.MultiheadAttention(12, 3, batch_first=batch_first)
+        nn.init.normal_(self.inner.in_proj_bias, generator=torch.Generator().manual_seed(5))
+        self.padding = torch.arange(5) >= torch.tensor([[4], [5]])
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        made = F.linear(x, self.inner.in_proj_weight, self.inner.in_proj_bias).chunk(3, dim=-1)
+        return tuple(t.unflatten(-1, (3, 4)).transpose(1, 2) for t in made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: dict[str, Any] = {"need_weights": self.need_weights}
+        if self.mask == "causal":
+            given["attn_mask"] = nn.Transformer.generate_square_subsequent_mask(5)
+        if self.mask == "padding":
+            given["key_padding_mask"] = self.padding
+        x = x if self.inner.batch_first else x.transpose(0, 1)
+        return self.inner(x, x, x, **given)[0]
+
+
+def largest(attention: Any, x: Tensor) -> Tensor:  # (H,), fp64, of the logits that queries may look at
+    q, k, _ = (t.detach().double() for t in attention.heads(x))
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    logits = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    mask = getattr(attention, "mask", "causal")
+    hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1) if mask == "causal" else torch.tensor(False)
+    if mask == "padding":
+        hidden = attention.padding[:, None, None, :]
+    return logits.masked_fill(hidden, -math.inf).transpose(0, 1).flatten(1).amax(1)
+
+
+def assert_measured(clip: QKClip, wanted: list[Tensor]) -> None:
+    for found, layer in zip(clip.report.layers, wanted, strict=True):
+        # sums of 12 terms in q and in k and of 4 in their product, on both sides
+        scale = float(layer.abs().max())
+        assert_rounded(torch.tensor(found.maxima), layer, roundings=80, dtype=torch.float32, scale=scale)
+
+
+def _idle(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer whose steps change nothing."""
+    return torch.optim.SGD(model.named_parameters(), lr=0.0)
+
+
+def _hooked(model: nn.Module, **options: Any) -> QKClip:
+    return QKClip(model, _idle(model), **options)
+
+
+def _clip(model: nn.Module, logits: Any, layers: Any = None, **options: Any) -> Any:
+    return qk_clip(_idle(model), logits, layers=layers or attention_layers(model), **options)
+
+
+# ------------------------------------------------------------------------------------------------------------ the rule
+
+_QK = (Rows("q", (("q", 24),)), Rows("k", (("k", 8),)))
+_TWO = (0.25, 0.5)
+# A layer, gains of its key heads, alpha, and of each weight the factor of each row (of columns where `dim` is 1).
+RULES: dict[str, tuple[Attention, tuple[float, ...], float, dict[str, list[float]]]] = {
+    "groups": (
+        Attention("a", 6, 2, _QK),
+        _TWO,
+        0.3,
+        {"q": [g**0.3 for g in _TWO for _ in range(12)], "k": [g**0.7 for g in _TWO for _ in range(4)], "v": [1.0] * 8},
+    ),
+    "of each group its queries, key and value": (
+        Attention("a", 4, 2, (Rows("w", (("q", 6), ("k", 3), ("", 3)), repeats=2),)),
+        _TWO,
+        0.3,
+        {"w": [f for g in _TWO for f in [g**0.3] * 6 + [g**0.7] * 3 + [1.0] * 3]},
+    ),
+    "columns": (
+        Attention("a", 2, 2, (Rows("w", (("q", 4), ("k", 4), ("", 4)), dim=1),)),
+        _TWO,
+        0.5,
+        {"w": [*(g**0.5 for _ in "qk" for g in _TWO for _ in range(2)), *[1.0] * 4]},
+    ),
+    "latent attention, whose shared rotary keys stay": (
+        Attention("a", 2, 2, (Rows("q", (("q", 4), ("q_pe", 2)), 2), Rows("kv", (("k", 4), ("", 5)), 2))),
+        _TWO,
+        0.5,
+        {
+            "q": [f for g in _TWO for f in [g**0.5] * 4 + [g] * 2],
+            "kv": [f for g in _TWO for f in [g**0.5] * 4 + [1.0] * 5],
+            "k_pe": [1.0] * 2,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", RULES)
+def test_weights_follow_the_rule_written_out_in_fp64(name: str, dtype: torch.dtype) -> None:
+    """Products of half-precision weights are made in fp32 and rounded once."""
+    layer, gain, alpha, factors = RULES[name]
+    turned = any(rows.dim for rows in layer.rows)
+    shapes = {n: (5, len(f)) if turned else (len(f), 5) for n, f in factors.items()}
+    params = {n: nn.Parameter(_normal(*shape, seed=i).to(dtype)) for i, (n, shape) in enumerate(shapes.items())}
+    before = {n: p.detach().clone() for n, p in params.items()}
+    share = layer.num_heads // layer.num_groups
+    most = 100.0 / torch.tensor(gain).repeat_interleave(share)
+    most -= (torch.arange(layer.num_heads) + 1) % share  # the largest of a group counts, here the last
+    scaled = qk_clip(Muon([{"params": list(params.items())}], lr=1e-3), {"a": most}, layers=[layer], alpha=alpha)
+    assert scaled["a"].gains.tolist() == list(gain)
+    for n, found in params.items():
+        factor = torch.tensor(factors[n], dtype=torch.float64)
+        factor = factor if turned else factor[:, None]
+        if dtype == torch.float32:
+            assert_rounded(found, before[n].double() * factor, roundings=4)
+        else:
+            assert_bitwise(found.detach(), (before[n].float() * factor.float()).to(dtype))
+        untouched = (factor == 1.0).expand(found.shape)
+        assert torch.equal(found[untouched], before[n][untouched])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])
+def test_maxima_that_say_nothing_change_no_bit(bad: float | None) -> None:
+    model = Llama(groups=6)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    scaled = _clip(model, {} if bad is None else {"": torch.full((6,), bad)}, tau=1.0)
+    assert scaled[""].gains.tolist() == [1.0] * 6
+    assert_bitwise({n: p.detach() for n, p in model.named_parameters()}, before)
+
+
+# ------------------------------------------------------------------------------------------------------------- measure
+
+
+@pytest.mark.parametrize("chunk", [1, 40, 1 << 20])
+@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float", "padding", "blind"])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_largest_logit_is_that_of_the_whole_matrix(groups: int, mask: str, chunk: int) -> None:
+    q, k = _normal(3, 4, 9, 5, seed=1).double(), _normal(3, groups, 11, 5, seed=2).double()
+    logits = q @ k.repeat_interleave(4 // groups, 1).transpose(-1, -2) * 0.7
+    drawn = torch.rand(3, 4, 9, 11, generator=torch.Generator().manual_seed(3)) > 0.4
+    seen = {
+        "causal": torch.ones(9, 11, dtype=torch.bool).tril(),
+        "bool": drawn,
+        "float": drawn[0, 0],
+        "padding": (torch.arange(11) < torch.tensor([[4], [11], [7]]))[:, None, None, :],
+        "blind": (torch.arange(4) != 1)[:, None, None],  # a head that sees nothing
+    }.get(mask, torch.ones(9, 11, dtype=torch.bool))
+    given: Any = {"is_causal": True} if mask == "causal" else {"attn_mask": None if mask == "none" else seen}
+    if mask == "float":
+        given = {"attn_mask": torch.zeros(9, 11).masked_fill(~seen, torch.finfo(torch.float32).min)}
+    wanted = logits.masked_fill(~seen, -math.inf).transpose(0, 1).flatten(1).amax(1)
+    assert_bitwise(largest_logits(q, k, scale=0.7, chunk=chunk, **given), wanted.float())
+
+
+def test_no_chunk_holds_more_logits_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    matmul = Tensor.__matmul__
+    monkeypatch.setattr(Tensor, "__matmul__", lambda a, b: sizes.append(matmul(a, b).numel()) or matmul(a, b))
+    largest_logits(_normal(2, 4, 64, 8), _normal(2, 2, 64, 8), chunk=2048, is_causal=True)
+    assert max(sizes) <= 2048 and len(sizes) == 2 * 4 * 64 * 64 // 2048
+
+
+MEASURED: dict[str, Any] = {
+    "sdpa": Llama,
+    "sdpa, biases": lambda: Llama(bias=True),
+    "sdpa, a head a key": lambda: Llama(groups=6),
+    "written out": Eager,
+    **{
+        f"torch's, {mask}, {'weights' if need_weights else 'fused'}": lambda options=(mask, need_weights, first): (
+            Torchs(*options)
+        )
+        for mask, need_weights, first in (
+            *(("none", False, True), ("causal", False, False), ("padding", False, True)),
+            *(("none", True, False), ("causal", True, True), ("padding", True, False)),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_hooks_measure_attention_over_all_batches_of_a_step_and_change_nothing(name: str) -> None:
+    model, outcomes = MEASURED[name](), []
+    batches = [_normal(2, 5, 12, seed=s, scale=1.0 + s) for s in range(3)]
+    for is_hooked in (False, True):
+        clip = _hooked(model, tau=math.inf) if is_hooked else None
+        model.zero_grad()
+        made = [model(x) for x in batches]
+        for x in made:
+            x.sum().backward()
+        outcomes.append([*made, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert clip is not None
+    with torch.no_grad():
+        model(100 * batches[0])  # evaluation does not count
+    clip._optimizer.step()
+    assert_measured(clip, [torch.stack([largest(model, x) for x in batches]).amax(0)])
+    clip.close()
+    model(batches[0]).sum().backward()
+    assert not clip._pending
+
+
+def test_only_every_nth_step_is_measured() -> None:
+    model, seen = Llama(), []
+    clip = _hooked(model, tau=1e-3, every=3)
+    for _ in range(7):
+        with torch.no_grad():
+            model.q_proj.weight *= 1000.0
+        before = model.q_proj.weight.detach().clone()
+        model(_normal(1, 4, 12)).sum().backward()
+        clip._optimizer.step()
+        seen.append((not torch.equal(before, model.q_proj.weight), clip.report.step))
+    assert seen == [(True, 1), (False, 1), (False, 1), (True, 4), (False, 4), (False, 4), (True, 7)]
+
+
+def test_a_function_gives_the_maxima() -> None:
+    model = Llama(groups=6)
+    clip = _hooked(model, logits=lambda: {"": torch.tensor([1.0, 2.0, 400.0, 4.0, 5.0, 6.0])})
+    clip._optimizer.step()
+    (layer,) = clip.report.layers
+    assert (clip.report.num_clipped, layer.smallest_gain, clip.report.max_logit) == (1, 0.25, 400.0)
+    assert "max 400  clipped 1  gain 0.25" in str(clip.report)
+
+
+# -------------------------------------------------------------------------------------------------- layers are found
+
+
+def _of(config: Any = None, **layers: Any) -> nn.Module:
+    """A module that holds these: linear layers, by inputs and outputs, or what else it has."""
+    module = nn.ModuleDict({n: nn.Linear(*sizes) for n, sizes in layers.items() if isinstance(sizes, tuple)})
+    for name, value in {"config": config, **layers}.items():
+        if not isinstance(value, tuple):
+            setattr(module, name, value)
+    return module
+
+
+_CONFIG = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=3)
+_LATENT = SimpleNamespace(num_attention_heads=4, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=5)
+_FUSED = (("q", 6), ("k", 3), ("", 3))
+
+
+def test_layers_of_the_demo_and_of_megatron_are_found_with_their_groups() -> None:
+    config = train.Config()
+    layers = attention_layers(train.Model(config))
+    assert len(layers) == config.layers
+    assert {(x.num_heads, x.num_groups) for x in layers} == {(config.heads, config.kv_heads)}
+    assert layers[0].rows[0].weight.endswith("wq.weight")
+    (fused,) = attention_layers(nn.Sequential(_of(_CONFIG, linear_qkv=(6, 24))))
+    wanted = (Rows("0.linear_qkv.weight", _FUSED, 2), Rows("0.linear_qkv.bias", _FUSED, 2))
+    assert fused == Attention("0", 4, 2, wanted)
+    up = {"linear_q_up_proj": (6, 24, False), "linear_kv_up_proj": (6, 36, False)}
+    (latent,) = attention_layers(nn.Sequential(_of(_LATENT, **up)))
+    assert latent.rows == (
+        Rows("0.linear_q_up_proj.weight", (("q", 4), ("q_pe", 2)), 4),
+        Rows("0.linear_kv_up_proj.weight", (("k", 4), ("", 5)), 4),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+def _with(model: Any, **changes: Any) -> Any:
+    for name, value in changes.items():
+        setattr(model, name, value)
+    return model
+
+
+def _one_weight() -> nn.Module:
+    model = Llama(groups=6)
+    model.k_proj.weight = model.q_proj.weight
+    return model
+
+
+def _shared_weight() -> nn.Module:
+    model = nn.ModuleList([Llama(), Llama()])
+    model[1].q_proj.weight = model[0].q_proj.weight  # type: ignore[union-attr]
+    return model
+
+
+_LAYER = Attention("", 6, 2, (Rows("q_proj.weight", (("q", 24),)), Rows("k_proj.weight", (("k", 8),))))
+
+_UNLIKE = Attention("b", 12, 2, _LAYER.rows)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: _hooked(_with(Llama(), q_norm=nn.RMSNorm(4))),
+            r"q_norm normalizes its queries or keys .*tau=math.inf",
+        ),
+        (lambda: _hooked(nn.Linear(3, 3)), "no attention was found in Linear"),
+        (
+            lambda: _hooked(_of(qkv=(8, 24), head_dim=4)),
+            r"qkv.weight: by its name it holds queries and keys.*layers=\[",
+        ),
+        (lambda: _hooked(_of(q_proj=(8, 8), k_proj=(8, 8))), "of what size a head is it does not say"),
+        (lambda: _hooked(Llama(), tau=0.0), "tau=0.0: the largest logit"),
+        (lambda: _hooked(Llama(), alpha=1.5), r"alpha=1.5: the queries' share must be in \[0, 1\]"),
+        (lambda: _hooked(Llama(), every=0), "every=0"),
+        (lambda: _hooked(Llama(), layers=[Attention("x", 6, 2, _LAYER.rows)]), "there is no module 'x'"),
+        (lambda: _hooked(nn.MultiheadAttention(4, 2, add_bias_kv=True)), "add_bias_kv=True"),
+        (lambda: _clip(Llama(), {"x": torch.ones(6)}), "logits of 'x': no such layer"),
+        (lambda: _clip(Llama(), {"": torch.ones(5)}), r"found \(5,\), expected a tensor of shape \(6,\)"),
+        (lambda: _clip(Llama(), {"": 3.0}), "found float, expected a tensor"),  # type: ignore[dict-item]
+        (
+            lambda: qk_clip(Muon(nn.Linear(3, 3), lr=0.03), {}, layers=[_LAYER]),
+            "q_proj.weight is not among the weights of Muon",
+        ),
+        (lambda: _clip(Llama(), {}, layers=[_LAYER, _UNLIKE]), r"q_proj.weight of  and q_proj.weight of b are one"),
+        (lambda: _hooked(_one_weight()), r"q_proj.weight of  and k_proj.weight of  are one weight: no one factor"),
+        (lambda: _hooked(_shared_weight()), r"0.q_proj.weight of 0 and 1.q_proj.weight of 1 are one weight"),
+        (lambda: _clip(Llama(size=5), {}, layers=[_LAYER]), "has 30 rows, and its parts"),
+        (lambda: Attention("a", 6, 4, _LAYER.rows), "do not share 4 key heads evenly"),
+        (lambda: Attention("a", 5, 1, _LAYER.rows), "24 rows of role 'q', which 5 heads do not divide"),
+        (lambda: Attention("a", 6, 2, _LAYER.rows[:1]), "no rows of role 'k'"),
+        (lambda: Rows("w", (("z", 3),)), "'z', 3.*parts are pairs of a role"),  # type: ignore[arg-type]
+        (lambda: Rows("w", (("q", 3),), repeats=0), "repeats 1 or more"),
+    ],
+)
+def test_what_is_wrong_is_said_with_a_name(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_a_layer_with_normed_queries_can_be_measured() -> None:
+    model = _with(Llama(), q_norm=nn.RMSNorm(4))
+    clip = _hooked(model, tau=math.inf)
+    before = model.q_proj.weight.detach().clone()
+    model(_normal(1, 4, 12)).sum().backward()
+    clip._optimizer.step()
+    assert math.isfinite(clip.report.max_logit)
+    assert torch.equal(before, model.q_proj.weight)
+
+
+def test_heads_that_do_not_fit_the_weights_are_refused_where_they_are_measured() -> None:
+    model = _with(Llama(), head_dim=8)
+    _hooked(model, layers=[_LAYER])
+    with pytest.raises(ValueError, match="its forward makes logits of 3 heads, and it has 6"):
+        model(_normal(1, 4, 12))
+
+
+# ------------------------------------------------------------------------------------------------------------- a run
+
+
+class Growing(nn.Module):
+    """A byte model with logits that a large lr makes grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attention, self.head = nn.Embedding(16, 12), Llama(), nn.Linear(12, 16, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.rms_norm(self.embed(ids), (12,))
+        return self.head(x + self.attention(x))
+
+
+@pytest.mark.numeric
+def test_growing_logits_are_held_while_the_loss_goes_on_falling() -> None:
+    ids = torch.randint(0, 16, (4, 33), generator=torch.Generator().manual_seed(1))
+    runs = []
+    for tau in (math.inf, 20.0):
+        torch.manual_seed(0)
+        model, largest_of, losses = Growing(), [], []
+        for name in ("q_proj", "k_proj"):
+            nn.init.normal_(getattr(model.attention, name).weight, std=1.0)
+        optimizer = Muon(model, lr=0.2, weight_decay=0.0, adamw_lr=0.01)
+        clip = QKClip(model, optimizer, tau=tau)
+        for _ in range(45):
+            loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            losses.append(float(loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+            largest_of.append(clip.report.max_logit)
+        runs.append((largest_of, losses))
+    (free, _), (held, losses) = runs
+    assert free[0] == held[0]  # the same model
+    assert max(free[10:]) > 100.0  # what is held would grow
+    # a step may lift logits above tau again before it is measured: by its own update, of q and of k
+    assert max(held[10:]) < 2 * 20.0 and max(held[10:]) < min(free[30:]) / 2
+    assert losses[-1] < losses[5] < losses[0]

@@ -1,0 +1,398 @@
+"""Forward passes that a step clips by, and what happens to QK-clip when something goes wrong between or in steps."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import warnings
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_qk_clip import Llama, _normal, assert_measured, largest
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from shardmuon import Muon, checkpoint
+from shardmuon.testing import RankPool
+from shardmuon.testing.frameworks import ZERO_ROWS, initialize
+from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
+from shardmuon_qkclip import QKClip
+
+TAU = 0.5
+
+
+class Job:
+    """Two layers, of which another optimizer trains a part of its own."""
+
+    def __init__(self, folder: Path | None = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model, self.file = nn.Sequential(Llama(), nn.Linear(12, 12, bias=False), Llama(groups=6)), folder
+        for at in (0, 2):
+            self.model[at].q_proj.weight.data.mul_(6.0)
+        named = [(f"{at}.{name}", p) for at in (0, 2) for name, p in self.model[at].named_parameters()]
+        self.optimizer = Muon(named, lr=0.02)
+        self.side = Muon(self.model[1], lr=0.02)
+        self.clip = QKClip(self.model, self.optimizer, tau=TAU, **options)
+
+    def loss(self, seed: int, scale: float = 1.0) -> Tensor:
+        return self.model(_normal(2, 5, 12, seed=seed, scale=scale)).square().mean()
+
+    def seen(self, *seeds: int) -> list[Tensor]:
+        """The largest logits of both layers for batches, in fp64."""
+        found = []
+        for x in (_normal(2, 5, 12, seed=seed) for seed in seeds):
+            with torch.no_grad():
+                found.append((largest(self.model[0], x), largest(self.model[2], self.model[:2](x))))
+        return [torch.stack(layer).amax(0) for layer in zip(*found, strict=True)]
+
+    def step(self, *seeds: int) -> list[Tensor]:
+        """Returns what the largest logits are, in fp64."""
+        seen = self.seen(*seeds)
+        for seed in seeds:
+            self.loss(seed).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return seen
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    # ---------------------------------------------------------------------------------- what may be between steps
+
+    def forward(self) -> None:
+        self.loss(50, 30.0)
+
+    def backward(self, scale: float = 30.0) -> None:
+        self.loss(50, scale).backward()
+
+    def drop(self, **options: Any) -> None:
+        self.optimizer.zero_grad(**options)
+        self.side.zero_grad()
+
+    def drop_gradients(self) -> None:
+        self.model.zero_grad()
+
+    def reset(self) -> None:
+        self.clip.reset()
+
+    def scaler_skips(self) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(self.loss(50, 30.0)).backward()
+        self.model[0].q_proj.weight.grad.fill_(math.inf)
+        scaler.step(self.optimizer)
+
+    def step_the_side(self) -> None:
+        kept = self.model[1].weight.detach().clone()
+        self.side.step()
+        self.model[1].weight.data.copy_(kept)
+
+    def keep(self) -> None:
+        self.good = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+
+    def load(self) -> None:
+        self.model.load_state_dict(self.good[0])
+        self.optimizer.load_state_dict(self.good[1])
+
+    def load_the_optimizer(self) -> None:
+        self.optimizer.load_state_dict(self.good[1])
+
+    def save_the_file(self) -> None:
+        checkpoint.save(self.file, self.model, self.optimizer)  # type: ignore[arg-type]
+
+    def load_the_file(self) -> None:
+        checkpoint.load(self.file, self.model, self.optimizer)  # type: ignore[arg-type]
+
+    def fail_in_the_forward(self) -> None:
+        handle = self.model[2].o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            self.forward()
+        handle.remove()
+
+    def refused_step(self) -> None:
+        group = self.optimizer.param_groups[0]
+        group["lr"] = -1.0
+        with pytest.raises(ValueError, match="lr"):
+            self.optimizer.step()
+        group["lr"] = 0.02
+
+
+# ------------------------------------------------------------------------------------------ what led to no step
+
+NO_STEP: dict[str, tuple[Callable[[Job], None], ...]] = {
+    "evaluation": (Job.forward,),
+    "a skipped batch": (Job.backward, Job.drop),
+    "a skipped batch, zeros": (
+        partial(Job.backward, scale=math.nan),
+        partial(Job.drop, set_to_none=False),
+        Job.forward,
+    ),
+    "a batch that is not finite": (partial(Job.backward, scale=math.nan), Job.drop_gradients),  # finite ones count
+    "a scaler's": (Job.scaler_skips, Job.drop),
+    "another optimizer's": (Job.backward, Job.step_the_side, Job.drop),
+    "rolled back": (Job.keep, Job.backward, Job.drop_gradients, Job.load),
+    "rolled back, the optimizer alone": (Job.keep, Job.backward, Job.drop_gradients, Job.load_the_optimizer),
+    "loaded": (Job.save_the_file, Job.backward, Job.drop_gradients, Job.load_the_file),
+    "reset": (Job.backward, Job.drop_gradients, Job.reset),
+    "a forward that fails": (Job.fail_in_the_forward,),
+    "a refused step": (Job.backward, Job.refused_step, Job.drop),
+}
+
+
+@pytest.mark.parametrize("name", NO_STEP)
+def test_forwards_that_lead_to_no_step_clip_nothing(name: str, tmp_path: Path) -> None:
+    """The weights have the bits of a job in which it did not happen."""
+    job, plain = Job(tmp_path / "file"), Job()
+    for one in (job, plain):
+        one.step(1)
+    for event in NO_STEP[name]:
+        event(job)
+    wanted = job.step(2, 3)
+    plain.step(2, 3)
+    assert job.clip.report.num_clipped > 0
+    assert_measured(job.clip, wanted)
+    assert_bitwise(job.weights(), plain.weights())
+
+
+# ------------------------------------------------------------------------------------------------ what led to one
+
+
+def _in_turn(job: Job, losses: list[Callable[[], Tensor]]) -> None:
+    for loss in losses:
+        loss().backward()
+
+
+def _forwards_first(job: Job, losses: list[Callable[[], Tensor]]) -> None:
+    torch.stack([loss() for loss in losses]).sum().backward()
+
+
+def _zero_grad_after_the_forward(job: Job, losses: list[Callable[[], Tensor]]) -> None:
+    total = torch.stack([loss() for loss in losses]).sum()
+    job.optimizer.zero_grad()
+    total.backward()
+
+
+@pytest.mark.parametrize("how", [_in_turn, _forwards_first, _zero_grad_after_the_forward])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_all_forwards_of_a_step_count(how: Any, reentrant: bool | None) -> None:
+    job = Job()
+    wanted = job.seen(1, 2, 3)
+
+    def loss(seed: int) -> Tensor:
+        if reentrant is None:
+            return job.loss(seed)
+        x = _normal(2, 5, 12, seed=seed).requires_grad_()
+        for layer in job.model:
+            x = recomputed(layer, x, use_reentrant=reentrant)
+        return x.square().mean()
+
+    how(job, [lambda seed=seed: loss(seed) for seed in (1, 2, 3)])
+    job.optimizer.step()
+    assert_measured(job.clip, wanted)
+
+
+def test_a_closures_forward_counts() -> None:
+    job, plain = Job(), Job()
+
+    def closure() -> Tensor:
+        job.optimizer.zero_grad()
+        loss = job.loss(1)
+        loss.backward()
+        return loss
+
+    wanted = job.seen(1)
+    job.optimizer.step(closure)
+    assert_measured(job.clip, wanted)
+    plain.step(1)
+    assert_bitwise(job.weights(), plain.weights())
+
+
+def _accumulated(kind: str) -> tuple[list[tuple[float, ...]], list[Tensor]]:
+    """Measurements over three batches of each rank, of which two send no gradients; and each rank's own in fp64."""
+    job = Job()
+    job.clip.close()
+    seeds = [10 * dist.get_rank() + number for number in range(3)]
+    own = job.seen(*seeds)
+    model: Any = DistributedDataParallel(job.model) if kind == "ddp" else fully_shard(job.model)
+    optimizer = Muon(model, lr=0.02, **({"process_group": dist.group.WORLD} if kind == "ddp" else {}))
+    clip = QKClip(model, optimizer, tau=TAU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of outputs that are views
+        model(_normal(2, 5, 12, seed=90, scale=30.0)).sum().backward()  # skipped
+        optimizer.zero_grad()
+        for seed in seeds:
+            if kind == "ddp":
+                model.require_backward_grad_sync = seed == seeds[-1]  # what `no_sync` sets
+            else:
+                model.set_requires_gradient_sync(seed == seeds[-1])
+            model(_normal(2, 5, 12, seed=seed)).square().mean().backward()
+    optimizer.step()
+    assert clip.report.num_clipped > 0
+    return [layer.maxima for layer in clip.report.layers], own
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_accumulated_batches_of_all_ranks_count(kind: str, world2: RankPool) -> None:
+    found = world2.run(_accumulated, kind)
+    assert found[0][0] == found[1][0]
+    for at, here in enumerate(found[0][0]):
+        wanted = torch.stack([own[at] for _, own in found]).amax(0)
+        assert_rounded(torch.tensor(here), wanted, roundings=80, dtype=torch.float32, scale=float(wanted.abs().max()))
+
+
+# --------------------------------------------------------------------------------------------- mistakes, in time
+
+
+def _frozen(job: Job) -> None:
+    job.model[0].q_proj.weight.requires_grad_(False)
+    QKClip(job.model, Muon(job.model, lr=0.02))
+
+
+def _of_others(job: Job) -> None:
+    QKClip(job.model, job.side)
+
+
+def _of_a_twin(job: Job) -> None:
+    QKClip(job.model, Muon(Job().model, lr=0.02))
+
+
+def _of_a_twin_by_listed_layers(job: Job) -> None:
+    QKClip(job.model, Muon(Job().model, lr=0.02), layers=job.clip.layers)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (_frozen, "0: 0.q_proj.weight is not among the weights of Muon.*It is frozen"),
+        (_of_others, "0: 0.q_proj.weight is not among the weights of Muon.*leave the layer out"),
+        (_of_a_twin, "0.q_proj.weight is not among.*a weight of this name, which is another tensor than the model's"),
+        (_of_a_twin_by_listed_layers, "0.q_proj.weight is not among.*another tensor than the model's"),
+    ],
+)
+def test_weights_that_are_not_the_optimizers_are_found_when_it_is_made(make: Callable[[Job], None], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make(Job())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda: {"0": torch.zeros(5)}, r"logits of '0': found \(5,\)"),
+        (lambda: {"x": torch.zeros(6)}, "logits of 'x': no such layer"),
+        (lambda: {}["max_logit"], r"QK-clip: the function logits= raised KeyError: 'max_logit'.*\['0', '2'\]"),
+        (lambda: [1.0], "QK-clip: logits are list, expected layer ->"),
+    ],
+)
+def test_what_is_wrong_with_given_logits_is_raised_before_anything_moves(given: Any, said: str) -> None:
+    job = Job(logits=given)
+    before = job.weights()
+    job.loss(1).backward()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            job.optimizer.step()
+    assert_bitwise(job.weights(), before)
+    assert not job.optimizer.state and job.optimizer.broken is None
+
+
+def _wrong_under_deepspeed() -> str:
+    """An engine's tensors are known once it has stepped them."""
+    torch.manual_seed(0)
+    model = Llama()
+    optimizer = Muon(model, lr=0.02)
+    QKClip(model, optimizer, logits=lambda: {"": torch.zeros(5)})
+    engine = initialize(
+        model, optimizer, {"train_micro_batch_size_per_gpu": 1, "zero_optimization": ZERO_ROWS["zero2"]}, "cpu"
+    )
+    engine.backward(engine(_normal(2, 5, 12)).square().mean())
+    with pytest.raises(RuntimeError, match=r"found \(5,\).*The step itself is done") as caught:
+        engine.step()
+    engine.destroy()
+    return type(caught.value).__name__
+
+
+def test_where_it_is_raised_after_the_step_it_says_so(deepspeed_pools: dict[int, RankPool]) -> None:
+    assert deepspeed_pools[2].run(_wrong_under_deepspeed) == ["RuntimeError"] * 2
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_a_layer_is_not_scaled_while_a_weight_of_it_is_frozen(out: bool) -> None:
+    """`out`: it is taken out of the optimizer meanwhile."""
+    job = Job()
+    job.step(1)
+    (group,), frozen = job.optimizer.param_groups, job.model[0].q_proj.weight
+    frozen.requires_grad_(False)
+    kept = {key: list(group[key]) for key in ("params", "param_names")}
+    if out:
+        at = next(i for i, p in enumerate(group["params"]) if p is frozen)
+        group.update({key: listed[:at] + listed[at + 1 :] for key, listed in kept.items()})
+        job.optimizer.state.pop(frozen)
+    before = frozen.detach().clone()
+    job.model[0].k_proj.weight.data.mul_(50.0)
+    job.model[2].q_proj.weight.data.mul_(50.0)
+    job.step(2)
+    assert_bitwise(frozen.detach(), before)
+    first, second = job.clip.report.layers
+    assert (first.num_clipped, second.num_clipped > 0, max(first.maxima) > TAU) == (0, True, True)
+    frozen.requires_grad_(True)
+    group.update(kept)
+    frozen.data.mul_(50.0)
+    assert_measured(job.clip, job.step(3))
+    assert job.clip.report.layers[0].num_clipped > 0
+
+
+# -------------------------------------------------------------------------------------------- nothing is measured
+
+
+class Own(Llama):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        weights = (q @ k.repeat_interleave(3, 1).mT).exp()
+        return self.o_proj(
+            (weights / weights.sum(-1, keepdim=True) @ v.repeat_interleave(3, 1)).transpose(1, 2).flatten(2)
+        )
+
+
+def test_layers_that_are_never_measured_are_named_once() -> None:
+    model = nn.ModuleDict({"seen": Llama(), "own": Own(), "idle": Llama()})
+    optimizer = Muon(model, lr=0.02)
+    clip = QKClip(model, optimizer)
+    x = _normal(2, 5, 12)
+    for number in range(3):
+        (model["seen"](x).sum() + model["own"](x).sum()).backward()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            optimizer.step()
+        texts = [str(one.message) for one in said if "QK-clip" in str(one.message)]
+        assert len(texts) == (number == 0)
+        assert number or ("'own'" in texts[0] and "'seen'" not in texts[0] and "'idle'" not in texts[0])
+        optimizer.zero_grad()
+    assert clip.report.layers[1].largest == -math.inf
+
+
+# --------------------------------------------------------------------------------------------- the hook of zero_grad
+
+
+@pytest.mark.parametrize("kind", [Muon, torch.optim.SGD])
+def test_zero_grad_is_the_optimizers_own_again_after_closing(kind: Any) -> None:
+    model = Llama()
+    optimizer = kind(model if kind is Muon else model.parameters(), lr=0.02)
+    own = optimizer.zero_grad
+    with closing(QKClip(model, optimizer)) as clip:
+        for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            assert "zero_grad" not in vars(again)
+        model(_normal(2, 5, 12)).sum().backward()
+        assert clip._pending
+        optimizer.zero_grad(set_to_none=False)
+        assert not clip._pending
+        assert all(not bool(p.grad.any()) for p in model.parameters() if p.grad is not None)
+    assert optimizer.zero_grad == own
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
