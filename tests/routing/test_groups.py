@@ -341,7 +341,9 @@ def test_a_module_that_torch_knows_says_which_matrices_a_parameter_holds(
 
 def test_norms_do_not_decay_in_whatever_shape() -> None:
     model = nn.ModuleDict({"m": nn.LayerNorm((3, 4)), "w": nn.Linear(4, 4, bias=False)})
-    assert group_of(param_groups(model, lr=1e-3), "m.weight")["weight_decay"] == 0.0
+    for decay_1d, decay in ((False, 0.0), (True, 0.1)):
+        groups = param_groups(model, lr=1e-3, decay_1d=decay_1d)
+        assert group_of(groups, "m.weight")["weight_decay"] == decay
 
 
 class Experts(nn.Module):
@@ -802,7 +804,7 @@ def test_options_are_those_of_the_optimizer() -> None:
     arguments = set(inspect.signature(Muon).parameters) - {"params", "for_module"}
     whole = {*OPTION_OBJECTS, "tp_group", "process_group", "adamw_lr", "adamw"}
     assert arguments == {*MUON_OPTIONS, *whole, "lr", "weight_decay"}
-    routing = {"adamw_betas", "adamw_eps", "overrides"}
+    routing = {"adamw_betas", "adamw_eps", "decay_1d", "overrides"}
     assert routing == ForModule.__annotations__.keys()
     assert routing <= set(inspect.signature(param_groups).parameters)
     assert {
@@ -892,6 +894,7 @@ def test_the_optimizer_takes_the_routing_options_with_a_module_only() -> None:
         "adamw_lr": 3e-4,
         "adamw_betas": (0.8, 0.9),
         "adamw_eps": 1e-6,
+        "decay_1d": True,
         "overrides": {"*.wq.weight": "adamw"},
     }
     model = Llama()

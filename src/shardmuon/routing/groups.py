@@ -136,6 +136,7 @@ def param_groups(
     weight_decay: float = 0.1,
     adamw_betas: tuple[float, float] = (0.9, 0.95),
     adamw_eps: float = 1e-8,
+    decay_1d: bool = False,
     overrides: Overrides | None = None,
     tp_group: Any = None,
     **muon_options: Any,
@@ -154,10 +155,10 @@ def param_groups(
         lr: Learning rate of the matrices. Required.
         adamw_lr: Learning rate of the rest. Default: what makes AdamW's updates as large as the matrices', see
             `matched_lr`; the table says how large that is.
-        weight_decay: Of matrices, embeddings and heads. Norms, biases and other 1-D parameters have 0: set it in their
-            groups if they are to decay.
+        weight_decay: Of matrices, embeddings and heads. For others, set it in the groups.
         adamw_betas: AdamW's betas.
         adamw_eps: AdamW's eps.
+        decay_1d: Let norms, biases and other 1-D parameters decay, too. By default their decay is 0.
         overrides: (pattern, choice) pairs; the first that matches wins. A pattern is a glob over parameter names or a
             predicate (name, parameter, module) -> bool. A choice is "muon", "adamw" or a dict of group options, such as
             ``{"use_muon": True, "num_heads": 8, "lr": 3e-4}``; without ``use_muon`` it leaves the routing as it is.
@@ -226,7 +227,7 @@ def param_groups(
             rows.append(RoutingRow(w.name, w.shape, (), "frozen", "requires_grad is False"))
             continue
         if not w.use_muon:
-            decays = len(w.shape) > 1 and w.role.decays
+            decays = decay_1d or (len(w.shape) > 1 and w.role.decays)
             options = {**adamw, **({} if decays else {"weight_decay": 0.0}), **w.given}
         group = groups.setdefault(_key(options), {"params": [], "param_names": [], **options})
         group["params"].append(w.param)
@@ -290,6 +291,7 @@ class ForModule(TypedDict, total=False):
 
     adamw_betas: tuple[float, float] | None
     adamw_eps: float | None
+    decay_1d: bool | None
     overrides: Overrides | None
 
 
