@@ -16,6 +16,7 @@ from typing import NamedTuple
 from shardmuon.layout.table import ParamLayout
 from shardmuon.plan import pipeline
 from shardmuon.plan.machines import SIDES, Machine
+from shardmuon.plan.slices import Slicing
 
 _FULL = 3 << 20  # elements of Gram matrices that run together, see `orthogonalize.slots`
 _LAUNCHES = 30  # of five steps
@@ -91,6 +92,12 @@ def products_of(short: int, how: str, flops: int, machine: Machine) -> BatchPric
 
 def _share(short: int, machine: Machine) -> int:
     return next((share for side, share in zip(SIDES, machine.shares, strict=True) if short <= side), machine.shares[-1])
+
+
+def sums_ns(short: int, parts: int, slicing: Slicing, machine: Machine) -> int:
+    """Nanoseconds in which the owners of a matrix's slices, ranks of one node, exchange what they add up."""
+    latency = (1 + slicing.sums) * (machine.inside + machine.peer * (parts - 1))
+    return latency + slicing.sums * slicing.itemsize * short**2 * (parts - 1) * 1000 // machine.link
 
 
 def bucket_times(
