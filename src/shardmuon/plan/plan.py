@@ -419,7 +419,7 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
         parted = _parted(specs, drafts, ranks, policy)
         if parted:
             other = _settled(specs, parted, ranks, policy)
-            splitting.append(_by_price_of_slices(specs, settled.items, other.items, ranks, policy))
+            splitting.append(_by_price_of_slices(specs, settled, other, ranks, policy))
             if splitting[-1].taken:
                 settled = other
                 for number in drafts.keys() - parted.keys():
@@ -481,13 +481,19 @@ def _nodes(ranks: Ranks, per_node: int, least: int) -> dict[int, list[int]]:
 
 
 def _by_price_of_slices(
-    specs: Sequence[Spec], one: Mapping[int, Item], other: Mapping[int, Item], ranks: Ranks, policy: Policy
+    specs: Sequence[Spec], one: _Settled, other: _Settled, ranks: Ranks, policy: Policy
 ) -> Splitting:
     """The cheaper of an owner for each matrix (`one`), and owners of slices."""
-    whole = _Cutter(specs, one, policy).ns(list(one))
-    split = _Cutter(specs, other, policy).ns(list(other), whole)
-    num = sum(item.parts > 1 and not item.part for item in other.values())
+    whole = _ns(specs, one, policy, sys.maxsize)
+    split = _ns(specs, other, policy, whole)
+    num = sum(item.parts > 1 and not item.part for item in other.items.values())
     return Splitting(ranks, num, policy.split_k, whole, split, split * _GAIN[0] <= whole * 100)
+
+
+def _ns(specs: Sequence[Spec], settled: _Settled, policy: Policy, limit: int) -> int:
+    for sharing in settled.sharing:  # it is known
+        return sharing.alone if sharing.each else sharing.shared
+    return _Cutter(specs, settled.items, policy).ns(list(settled.items), limit)
 
 
 def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequence[str]) -> Item:
@@ -772,8 +778,10 @@ class _Cutter:
         bound = self._policy.bucket_bytes or itemsize * sum(sizes.values())
         tails = _TAILS if any(one.spread.replicas > 1 for one in priced.values()) else (1,)
         found: dict[Option, list[list[int]]] = {}
-        known = 0
+        known, longest = 0, max(Counter(items[n].owners for n in numbers).values())  # matrices of one owner
         for least in _BUCKETS:
+            if known == longest:
+                break
             waves = self._shares(sizes, max(1, bound // itemsize), least)
             for tail in tails if len(waves) > known else ():
                 shares = self._with_slices(self._narrowed(waves, tail))
