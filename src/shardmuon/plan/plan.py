@@ -416,14 +416,13 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
     for ranks, numbers in sets.items():
         drafts = {number * policy.split_k: items[number] for number in numbers}
         settled = _settled(specs, drafts, ranks, policy)
-        parted = _parted(specs, drafts, ranks, policy)
-        if parted:
-            other = _settled(specs, parted, ranks, policy)
-            splitting.append(_by_price_of_slices(specs, settled, other, ranks, policy))
+        others = [_settled(specs, parted, ranks, policy) for parted in _parted(specs, drafts, ranks, policy)]
+        if others:
+            whole = _ns(specs, settled, policy, sys.maxsize)
+            priced = [_by_price_of_slices(specs, whole, other, ranks, policy) for other in others]
+            splitting.append(min(priced, key=lambda one: one.split))
             if splitting[-1].taken:
-                settled = other
-                for number in drafts.keys() - parted.keys():
-                    del every[number]
+                settled = others[priced.index(splitting[-1])]
         every |= settled.items
         sharing += settled.sharing
     items = [every[number] for number in sorted(every)]
@@ -455,21 +454,27 @@ def _settled(specs: Sequence[Spec], drafts: Mapping[int, Item], ranks: Ranks, po
 _ABOVE_MEAN = 110  # percent of the mean load of its ranks that a matrix must take for several owners
 
 
-def _parted(specs: Sequence[Spec], drafts: Mapping[int, Item], ranks: Ranks, policy: Policy) -> dict[int, Item]:
-    """These matrices with slices in place of those that bound the step; empty if there are none."""
-    parts, found = policy.split_k, dict[int, Item]()
-    total = sum(draft.cost for draft in drafts.values()) if parts > 1 else 0
+def _parted(specs: Sequence[Spec], drafts: Mapping[int, Item], ranks: Ranks, policy: Policy) -> list[dict[int, Item]]:
+    """These matrices with slices in place of those that may bound the step: of all, and of the costliest alone. Empty
+    if there are none."""
+    parts, per_node = policy.split_k, policy.machine.per_node
+    total = sum(draft.cost for draft in drafts.values())
+    slices = dict[int, dict[int, Item]]()
     for number, draft in drafts.items() if parts > 1 else ():
         spec = specs[draft.param]
         slicing = spec.slicings[draft.matrix] if spec.slicings and draft.route == "owner" else None
         large = draft.cost * len(ranks) * 100 > total * _ABOVE_MEAN
         box = slice_of(spec.layout.view.matrices[draft.matrix], 0, parts) if slicing and large else None
-        if slicing is None or box is None or not _nodes(draft.owners, policy.machine.per_node, parts):
-            found[number] = draft
-            continue
-        cost = slicing.each + -(-(draft.cost - slicing.each) // parts)
-        found |= {number + part: draft._replace(cost=cost, part=part, parts=parts) for part in range(parts)}
-    return found if len(found) > len(drafts) else {}
+        if slicing is not None and box is not None and _nodes(draft.owners, per_node, parts):
+            cost = slicing.each + -(-(draft.cost - slicing.each) // parts)
+            slices[number] = {number + p: draft._replace(cost=cost, part=p, parts=parts) for p in range(parts)}
+    costs = [drafts[number].cost for number in slices]
+    found = list[dict[int, Item]]()
+    for least in dict.fromkeys((min(costs), max(costs))) if costs else ():
+        found.append(dict(drafts))
+        for number, of_matrix in slices.items():
+            found[-1] |= of_matrix if drafts[number].cost >= least else {}
+    return found
 
 
 def _nodes(ranks: Ranks, per_node: int, least: int) -> dict[int, list[int]]:
@@ -480,11 +485,8 @@ def _nodes(ranks: Ranks, per_node: int, least: int) -> dict[int, list[int]]:
     return {node: mates for node, mates in found.items() if len(mates) >= least}
 
 
-def _by_price_of_slices(
-    specs: Sequence[Spec], one: _Settled, other: _Settled, ranks: Ranks, policy: Policy
-) -> Splitting:
-    """The cheaper of an owner for each matrix (`one`), and owners of slices."""
-    whole = _ns(specs, one, policy, sys.maxsize)
+def _by_price_of_slices(specs: Sequence[Spec], whole: int, other: _Settled, ranks: Ranks, policy: Policy) -> Splitting:
+    """The cheaper of an owner for each matrix, which takes `whole` ns, and owners of slices."""
     split = _ns(specs, other, policy, whole)
     num = sum(item.parts > 1 and not item.part for item in other.items.values())
     return Splitting(ranks, num, policy.split_k, whole, split, split * _GAIN[0] <= whole * 100)
@@ -778,6 +780,12 @@ class _Cutter:
         bound = self._policy.bucket_bytes or itemsize * sum(sizes.values())
         tails = _TAILS if any(one.spread.replicas > 1 for one in priced.values()) else (1,)
         found: dict[Option, list[list[int]]] = {}
+        busiest = list[int]()  # slices that stay together are not dealt out evenly
+        if any(items[n].parts > 1 for n in numbers):
+            work = Counter[int]()
+            for one in priced.values():
+                work[one.owner] += one.products.ns
+            busiest.append(max(work, key=lambda rank: (work[rank], rank)))
         known, longest = 0, max(Counter(items[n].owners for n in numbers).values())  # matrices of one owner
         for least in _BUCKETS:
             if known == longest:
@@ -791,7 +799,7 @@ class _Cutter:
                     continue  # it is neither chosen nor the next
                 taken = itemsize * max(taken_by([priced[n] for n in share]) for share in shares)
                 for step in (1, -1)[: len(shares)]:  # those with least first, or last
-                    found.setdefault(Option(taken, len(shares), step_ns(buckets[::step])), shares[::step])
+                    found.setdefault(Option(taken, len(shares), step_ns(buckets[::step], busiest)), shares[::step])
             known = len(waves)
         limit = min(option.ns for option in found) * _NO_DEARER
         best = min(option for option in found if option.ns * 100 <= limit)

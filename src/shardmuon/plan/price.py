@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isqrt
 from typing import NamedTuple
 
@@ -183,14 +183,14 @@ def least_ns(buckets: Sequence[tuple[pipeline.BucketTimes, Mapping[int, int]]]) 
     return int(max(own, sum((work.gather or 0) + (work.scatter or 0) + (work.relay or 0) for work in works)))
 
 
-def step_ns(buckets: Sequence[tuple[pipeline.BucketTimes, Mapping[int, int]]]) -> int:
-    """A step of these buckets, in their order, see [Note: the price of buckets]."""
+def step_ns(buckets: Sequence[tuple[pipeline.BucketTimes, Mapping[int, int]]], also: Iterable[int] = ()) -> int:
+    """A step of these buckets, in their order, see [Note: the price of buckets]; timed on some ranks more (`also`)."""
     ranks = [
         [
             work._replace(key=number, orthogonalize=computed.get(rank, 0))
             for number, (work, computed) in enumerate(buckets)
         ]
-        for rank in _slowest(buckets)
+        for rank in {**_slowest(buckets), **dict.fromkeys(also)}
     ]
     return int(max(course.end for course in pipeline.run(ranks, 0, [0] * len(ranks), 0.5)))
 
