@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import triples
 from shardmuon.plan import plan as plan_module
 from shardmuon.plan.machines import MACHINES
+from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Policy, make_plan
 from shardmuon.step.binding import WireFormat, make_spec
 from shardmuon.step.options import OptionsReader
@@ -248,6 +250,62 @@ def test_slices_in_several_buckets_and_of_each_replica_have_the_bits_of_one_owne
         held = sum(tile.numel for tiles in split.tiles_of(item).values() for tile in tiles)
         copies = sum(one.numel for tiles in split.specs[item.param].layout.tiles[item.matrix].values() for one in tiles)
         assert held == copies // 2
+
+
+Op = tuple[str, str, int]  # "post" or "wait", what, of which bucket
+
+
+def _operations(
+    mine: Sequence[int], sets: Sequence[tuple[int, ...]], relays: Sequence[bool], sums: Sequence[int]
+) -> Iterator[Op]:
+    """What one rank posts and waits for, by the order of turns and the lines of `run_owners`."""
+    for turn, at in turns([relays[b] for b in mine], [sets[b] for b in mine]):
+        b = mine[at]
+        if turn == "begin":
+            yield "post", "gather", b
+        elif turn == "compute":
+            yield "wait", "gather", b
+            for number in range(sums[b]):
+                yield "post", f"sum {number}", b
+                yield "wait", f"sum {number}", b
+            yield "post", "scatter", b
+        elif turn == "apply":
+            yield "wait", "scatter", b
+            if relays[b]:
+                yield "post", "relay", b
+        else:
+            yield "wait", "relay", b
+
+
+def test_no_family_of_sets_with_sums_waits_in_a_circle() -> None:
+    """500 random families of overlapping sets: all ranks come to their ends, and post a set's exchanges in one order."""
+    draw = random.Random(7)
+    for _ in range(500):
+        num = draw.randint(2, 6)
+        kinds = sorted(
+            {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
+        )
+        sets = [ranks for ranks in kinds for _ in range(draw.randint(1, 4))]
+        related = {ranks: draw.random() < 0.5 for ranks in kinds}
+        relays, sums = [related[ranks] for ranks in sets], [draw.choice([0, 0, 2, 6]) for _ in sets]
+        left = {
+            r: list(_operations([b for b, of in enumerate(sets) if r in of], sets, relays, sums)) for r in range(num)
+        }
+        posted: dict[int, list[tuple[str, int]]] = {rank: [] for rank in left}
+        moved = True
+        while moved:
+            moved = False
+            for rank, todo in left.items():
+                while todo:
+                    kind, what, b = todo[0]
+                    if kind == "wait" and any((what, b) not in posted[other] for other in sets[b]):
+                        break
+                    posted[rank] += [(what, b)] if kind == "post" else []
+                    todo.pop(0)
+                    moved = True
+        assert not any(left.values()), (sets, relays, sums)
+        for ranks in kinds:
+            assert len({tuple(one for one in posted[rank] if sets[one[1]] == ranks) for rank in ranks}) == 1
 
 
 # ------------------------------------------------------------------------------------------------ options and choice
