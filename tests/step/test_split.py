@@ -278,7 +278,7 @@ def _operations(
 
 
 def test_no_family_of_sets_with_sums_waits_in_a_circle() -> None:
-    """500 random families of overlapping sets: all ranks come to their ends, and post a set's exchanges in one order."""
+    """500 random families: every rank comes to its end, and posts a set's exchanges in one order."""
     draw = random.Random(7)
     for _ in range(500):
         num = draw.randint(2, 6)
