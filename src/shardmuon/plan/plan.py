@@ -643,7 +643,7 @@ def _by_price(
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
     """A matrix with its owners; nothing of it moves if they have all that anybody has of it."""
     having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
-    stays = item.parts == 1 and all(layout.tiles[item.matrix].keys() == set(owners) for layout in having)
+    stays = all(layout.tiles[item.matrix].keys() == set(owners) for layout in having)
     return item._replace(owners=owners, route="local" if stays else item.route)
 
 
