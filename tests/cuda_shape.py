@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -566,6 +567,18 @@ class CudaShape(TorchDispatchMode):
                 group = dist.ProcessGroup.unbox(arg)
                 return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         return dict(part.split(":") for part in self.backends.split(","))
+
+
+@contextlib.contextmanager
+def fake_ranks(size: int) -> Iterator[None]:
+    """Make this process rank 0 of so many that do not exist."""
+    if size > 1:
+        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        if size > 1:
+            dist.destroy_process_group()
 
 
 def _widened(product: Any, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

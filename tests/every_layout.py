@@ -54,14 +54,14 @@ def planned(optimizer: Muon) -> Planned:
     buckets = PlanCounts(plan, lambda other: other // node).buckets_of(rank)
     sent, received = (
         [sum(getattr(side, key) for b in buckets for side in b.sides[of_bucket]) for key in _WHERE]
-        for of_bucket in (slice(0, 3), slice(3, 6))
+        for of_bucket in (slice(0, 4), slice(4, 8))
     )
     counted = (
         sum(bucket.exchanges for bucket in buckets),
         sum(bucket.sent for bucket in buckets),
         sum(m.num for bucket in buckets for m in bucket.matrices),
     )
-    messages = sum(side.peers_inside + side.peers_across for b in buckets for side in b.sides[:3])
+    messages = sum(side.peers_inside + side.peers_across for b in buckets for side in b.sides[:4])
     return Planned(counted, (sent, received), messages, digests_of(plan))
 
 

@@ -25,6 +25,7 @@ from shardmuon.variants import VARIANT_OPTIONS, check_variant
 # ------------------------------------------------------------------------------------------ the whole optimizer's
 
 _PRODUCTS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_SPLITS = (1, 2, 4, 8)
 _WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 AuditAction = Literal["raise", "warn"]
 AUDIT_ACTIONS: tuple[AuditAction, ...] = ("raise", "warn")
@@ -56,6 +57,10 @@ class Orthogonalizer(_Options):
             batches run alone. None: no file is read. Ranks must name files of equal content.
         device: Where matrices are orthogonalized. None: where the parameters are; for DTensors that are kept on the
             CPU (FSDP2's CPUOffloadPolicy) on their mesh's device.
+        split_k: Slices of the long side over which X X^T is summed (split-K): 1, 2, 4 or 8. Above 1, a matrix may have
+            so many owners, each of one slice, where that is cheaper: ranks of one node, among many more ranks than
+            matrices. It rounds otherwise than 1 does, and alike on every layout. For matrices whose slices fill a
+            device, if their number divides the long side, of "standard" and "gram"; others stay whole.
         cuda_graphs: Capture the orthogonalization of batch shapes that repeat as CUDA graphs: fewer launches, some more
             memory (each shape keeps a batch and work space). Nothing on other devices.
 
@@ -67,6 +72,7 @@ class Orthogonalizer(_Options):
     dtype: torch.dtype | str | None = None
     tuning: str | None = None
     device: torch.device | str | None = None
+    split_k: int = 1
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
@@ -74,6 +80,11 @@ class Orthogonalizer(_Options):
         dtype = self.products_dtype
         if self.method == "gram" and dtype is not None:
             check_gram_dtype(dtype)
+        if self.split_k not in _SPLITS or isinstance(self.split_k, bool):
+            raise ValueError(
+                f"Orthogonalizer.split_k={self.split_k!r} is not one of {', '.join(map(str, _SPLITS))}: write 1 for "
+                "whole matrices, or the number of ranks of a node among which a large matrix may be split"
+            )
         if self.tuning is not None:
             tuning_files.load(self.tuning)
         if self.device is not None:
@@ -93,7 +104,7 @@ class Orthogonalizer(_Options):
     def chooser(self) -> Chooser:
         """The object that chooses how to orthogonalize each matrix."""
         found = None if self.tuning is None else tuning_files.load(self.tuning)
-        return Chooser(self.method, self.products_dtype, found)
+        return Chooser(self.method, self.products_dtype, found, split_k=self.split_k)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

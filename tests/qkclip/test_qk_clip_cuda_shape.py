@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_shape import CUDA, CudaShape
+from cuda_shape import CUDA, CudaShape, fake_ranks
 from mirrored import mirrored_lanes
-from test_cuda_shape import _world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -46,7 +45,7 @@ def test_scaling_by_given_maxima_waits_for_nothing(world: int) -> None:
         Attention(str(i), HEADS, HEADS, (Rows(f"q{i}", (("q", DIM),)), Rows(f"k{i}", (("k", DIM),))))
         for i in range(LAYERS)
     ]
-    with CudaShape(mirror=world > 1, values=False) as mode, _world(world), mirrored_lanes():
+    with CudaShape(mirror=world > 1, values=False) as mode, fake_ranks(world), mirrored_lanes():
         optimizer = Muon([{"params": list(_params(world).items())}], lr=1e-3)
         maxima = {layer.name: torch.empty(HEADS, device=CUDA) for layer in layers}
         qk_clip(optimizer, maxima, layers=layers)

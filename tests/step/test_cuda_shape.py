@@ -7,7 +7,6 @@ faults at the end are put in on purpose: the stand-in must see each of them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import random
@@ -21,10 +20,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_shape import CUDA, CudaShape, OnDevice, Refused, launches_of
+from cuda_shape import CUDA, CudaShape, OnDevice, Refused, fake_ranks, launches_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardmuon._torch as torch_symbols
 import shardmuon.core as core
@@ -575,18 +573,6 @@ MODEL = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
 NUM_VECTORS = 50
 
 
-@contextlib.contextmanager
-def _world(size: int) -> Iterator[None]:
-    """Make this process rank 0 of so many that do not exist."""
-    if size > 1:
-        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        if size > 1:
-            dist.destroy_process_group()
-
-
 def _model(world: int, d: int, layers: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     mesh = init_device_mesh("cuda", (world,)) if world > 1 else None
 
@@ -620,7 +606,7 @@ class _Counts:
 
 
 def _count(world: int, d: int = 768, layers: int = 12, **options: Any) -> _Counts:
-    with CudaShape(mirror=world > 1, values=False) as mode, mode.phases(PHASES), _world(world):
+    with CudaShape(mirror=world > 1, values=False) as mode, mode.phases(PHASES), fake_ranks(world):
         matrices, vectors = _model(world, d, layers)
         optimizer = Muon([{"params": matrices}, {"params": vectors, "use_muon": False}], lr=1e-3, **options)
         for _ in range(2):

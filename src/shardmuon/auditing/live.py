@@ -315,6 +315,7 @@ class StepAudit:
             param.dtype if grad is None else grad.dtype,
             choice.kernel,
             choice.alone,
+            choice.split_k,
             device,
             item.route == "gram",
         )

@@ -53,6 +53,7 @@ class Arithmetic:
         grad_dtype: Dtype of the gradient.
         kernel: The kernel of symmetric products.
         alone: Never in a batch.
+        split_k: Slices of its long side.
         device: The device that orthogonalizes; None: that of the matrix.
         by_gram: True if the shards stay and only their Gram matrices are added up.
     """
@@ -66,6 +67,7 @@ class Arithmetic:
     grad_dtype: torch.dtype = torch.float32
     kernel: KernelName = "torch"
     alone: bool = False
+    split_k: int = 1
     device: torch.device | None = None
     by_gram: bool = False
 
@@ -118,7 +120,16 @@ def orthogonalized(
     x = values.to(a.device or values.device, dtype).contiguous()
     if a.by_gram:
         return _by_gram(x, s).to(values.device)
-    out = orthogonalize(x, s.coefficients, method=a.method, eps=s.eps, dtype=a.ns_dtype, kernel=a.kernel, alone=a.alone)
+    out = orthogonalize(
+        x,
+        s.coefficients,
+        method=a.method,
+        eps=s.eps,
+        dtype=a.ns_dtype,
+        kernel=a.kernel,
+        alone=a.alone,
+        split_k=a.split_k,
+    )
     after = any(isinstance(stage, AfterStage) for stage in s.stages)  # which run before anything travels
     return (out if after else out.to(a.wire_dtype)).to(values.device)
 

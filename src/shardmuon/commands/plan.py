@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=sorted(_DTYPES), default="float32", help="of parameters (%(default)s)")
     parser.add_argument("--momentum", choices=("float32", "bfloat16", "int8"), help="stored as (default: as gradients)")
     parser.add_argument("--method", default="auto", help="Orthogonalizer.method (%(default)s)")
+    parser.add_argument("--split-k", type=int, default=1, help="Orthogonalizer.split_k (%(default)s)")
     parser.add_argument("--route", choices=ROUTES, default="auto", help="Exchange.route (%(default)s)")
     parser.add_argument("--bucket-mib", type=int, help="Exchange.bucket_bytes in MiB (default: by price)")
     parser.add_argument(
@@ -103,7 +104,7 @@ def _report(args: argparse.Namespace) -> Report:
         active_params=args.active_params,
         weights=_DTYPES[args.weights],
         advice=args.advice,
-        orthogonalizer=Orthogonalizer(method=args.method),
+        orthogonalizer=Orthogonalizer(method=args.method, split_k=args.split_k),
         exchange=Exchange(route=args.route, bucket_bytes=args.bucket_mib and args.bucket_mib * 2**20),
         storage=Storage(momentum_dtype=_DTYPES.get(args.momentum, args.momentum)),
     )

@@ -7,6 +7,7 @@ ranks cost little more than one, and ranks that do the same are found as equal r
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -16,11 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardmuon.foresight.splitting import Share, Shares
 from shardmuon.foresight.types import BucketCount, Matrices, Sent
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.plan.gram import message_size
-from shardmuon.plan.plan import Bucket, Item, Kept, Plan
+from shardmuon.plan.plan import Bucket, Item, Kept, Plan, Tiles
 from shardmuon.plan.types import aligned
 from shardmuon.step.update import PORTION, PORTION_ELSEWHERE
 
@@ -59,13 +59,13 @@ class _TileSources(NamedTuple):
 
 
 class _Table:
-    """The tiles of one matrix of one layout. Each rank's follow each other in the order of programs."""
+    """The tiles of one matrix, or slice, of one layout. Each rank's follow each other in the order of programs."""
 
-    def __init__(self, layout: ParamLayout, matrix: int) -> None:
+    def __init__(self, layout: ParamLayout, tiles: Tiles) -> None:
         self._layout = layout
         self.position = {rank: i for i, rank in enumerate(layout.ranks)}
-        of_ranks = layout.tiles[matrix].items()
-        found = [(self.position[rank], tile) for rank, tiles in of_ranks for tile in sorted(tiles, key=lambda t: t.key)]
+        of_ranks = ((self.position[rank], sorted(of_rank, key=lambda t: t.key)) for rank, of_rank in tiles.items())
+        found = [(at, tile) for at, of_rank in of_ranks for tile in of_rank]
         self.at: Ints = np.array([at for at, _ in found], dtype=np.int64)
         self.numel: Ints = np.array([tile.numel for _, tile in found], dtype=np.int64)
         self._pieces = [tile.held.piece for _, tile in found]
@@ -143,10 +143,10 @@ class _Stepped:
         return np.minimum(self.all, np.maximum(self._limit, self._largest))
 
 
-# columns of the numbers that tell ranks apart: the six sides of exchanges, as the fields of `Sent`, then others
-_SIDES = tuple(slice(4 * side, 4 * side + 4) for side in range(6))
-_BATCHES, _LOCAL, _OWN, _FOREIGN, _IDLE, _PACKED, _FILLED, _COLUMNS = (*range(24, 31), 33)
-_APPLIED = slice(31, 33)
+# columns of the numbers that tell ranks apart: seven sides of exchanges, as the fields of `Sent`, then others
+_SIDES = tuple(slice(4 * side, 4 * side + 4) for side in range(7))
+_BATCHES, _LOCAL, _OWN, _FOREIGN, _IDLE, _PACKED, _FILLED, _COLUMNS = (*range(28, 35), 37)
+_APPLIED = slice(35, 37)
 
 
 class _CountedBucket(NamedTuple):
@@ -154,6 +154,7 @@ class _CountedBucket(NamedTuple):
 
     bucket: Bucket
     relays: bool
+    sums: int
     numbers: Ints  # (ranks, _COLUMNS)
     matrices: list[tuple[tuple[Matrices, ...], Owners]]  # by kind, and how many own each
     kinds: Ints  # (ranks,): which of `matrices`
@@ -169,9 +170,9 @@ class PlanCounts:
         votes: Position in `ranks` -> how often it votes before a step: once, if it shares anything.
     """
 
-    def __init__(self, plan: Plan, node_of: NodeOf, shares: Shares | None = None) -> None:
-        self._plan, self._node_of, self._shares = plan, node_of, shares or {}
-        self._tables: dict[tuple[int, int], _Table] = {}
+    def __init__(self, plan: Plan, node_of: NodeOf) -> None:
+        self._plan, self._node_of = plan, node_of
+        self._tables: dict[tuple[int, ...], _Table] = {}
         sets = {id(spec.layout.ranks): spec.layout.ranks for spec in plan.specs}.values()  # hashing them takes long
         self.ranks: Ranks = tuple(sorted({rank for ranks in sets for rank in ranks}))
         sharing = {rank for ranks in sets if len(ranks) > 1 for rank in ranks}
@@ -228,7 +229,8 @@ class PlanCounts:
         if bucket.exchange:  # each replica exchanges by itself if each has owners
             first = self._plan.items[bucket.items[0]]
             ranks = self._plan.specs[first.param].layout.replicas[0] if len(first.owners) > 1 else bucket.ranks
-        gather, gather_received, scatter, scatter_received, relay, relay_received = (Sent(*n[at]) for at in _SIDES)
+        sides = (Sent(*n[at]) for at in _SIDES)
+        gather, gather_received, scatter, scatter_received, relay, relay_received, summed = sides
         return BucketCount(
             number=number,
             route=bucket.route,
@@ -252,12 +254,15 @@ class PlanCounts:
             applied=tuple(n[_APPLIED]),
             local_flops=n[_LOCAL],
             owners=owners,
+            sums=one.sums,
+            summed=summed,
         )
 
-    def _table(self, layout: ParamLayout, matrix: int) -> _Table:
-        key = id(layout), matrix
+    def _table(self, item: Item) -> _Table:
+        layout = self._plan.specs[item.param].layout
+        key = id(layout), item.matrix, item.part, item.parts
         if key not in self._tables:
-            self._tables[key] = _Table(layout, matrix)
+            self._tables[key] = _Table(layout, self._plan.tiles_of(item))
         return self._tables[key]
 
     def _count(self, bucket: Bucket) -> _CountedBucket:
@@ -271,13 +276,11 @@ class PlanCounts:
         for number in bucket.items:
             item = plan.items[number]
             layout = plan.specs[item.param].layout
-            table = self._table(layout, item.matrix)
-            whole = self._shares.get((item.param, item.matrix)) or Share(item.rows, item.cols, 1)
-            size = 0 if bucket.route == "gram" else bucket.itemsize * aligned(whole.rows * whole.cols, bucket.itemsize)
+            table = self._table(item)
+            size = 0 if bucket.route == "gram" else bucket.itemsize * aligned(item.numel, bucket.itemsize)
             for rank in item.owners:
-                owned.setdefault(position[rank], Counter())[
-                    whole.rows, whole.cols, item.how, item.cost, whole.owners
-                ] += 1
+                of_rank = owned.setdefault(position[rank], Counter())
+                of_rank[item.rows, item.cols, item.how, item.cost, item.parts] += 1
                 numbers[position[rank], _BATCHES] += size
             if bucket.route == "local":
                 ours = np.array([position[layout.ranks[at]] for at in table.at.tolist()], dtype=np.int64)
@@ -292,6 +295,7 @@ class PlanCounts:
                 stepped.add(table.at[side], table.numel[side])
                 if stepped is foreign:
                     returned.append((table.at[side], table.numel[side]))
+        added_up = self._added_up(bucket, position)
         numbers[:, _OWN], numbers[:, _FOREIGN], numbers[:, _IDLE] = own.all, foreign.all, idle.all
         numbers[:, _PACKED], numbers[:, _FILLED] = foreign.most, own.most
         for holders, numel in returned:  # applied behind a rank's own tiles, in the same calls
@@ -303,10 +307,30 @@ class PlanCounts:
                 sides_of = _SIDES[2 * at : 2 * at + 2]
                 for columns, sums in zip(sides_of, _sums(_together(flows), nodes, bucket.itemsize), strict=True):
                     numbers[:, columns] = sums
+            for flows in added_up:
+                numbers[:, _SIDES[6]] += _sums(_together(flows), nodes, 1)[0]
         passes_on = bucket.route == "owner" and any(
             plan.specs[plan.items[n].param].layout.has_replicas and len(plan.items[n].owners) == 1 for n in bucket.items
         )
-        return _CountedBucket(bucket, passes_on, numbers, *_kinds(owned, len(position)))
+        return _CountedBucket(bucket, passes_on, len(added_up), numbers, *_kinds(owned, len(position)))
+
+    def _added_up(self, bucket: Bucket, position: Mapping[int, int]) -> list[list[_Flow]]:
+        """Messages, in bytes, of each exchange in which slices are added up: norms, then Gram matrices."""
+        found: list[list[_Flow]] = []
+        for number in bucket.items:
+            item = self._plan.items[number]
+            slicing = self._plan.specs[item.param].slicings[item.matrix] if item.parts > 1 else None
+            if slicing is None or item.part:
+                continue
+            alike = [self._plan.items[number + part] for part in range(item.parts)]
+            owners = [[position[rank] for rank in ranks] for ranks in zip(*(one.owners for one in alike), strict=True)]
+            pairs = [pair for mates in owners for pair in itertools.permutations(mates, 2)]
+            source, target = np.array(pairs, dtype=np.int64).T
+            for at, size in enumerate([8, *[slicing.itemsize * item.short**2] * slicing.sums]):
+                if at == len(found):
+                    found.append([])
+                found[at].append(_Flow(source, target, np.full(len(pairs), aligned(size, 1), dtype=np.int64)))
+        return found
 
     def _count_moved(
         self,

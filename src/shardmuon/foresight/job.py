@@ -16,7 +16,6 @@ from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.layouts import Unit, make_units, uneven_experts
 from shardmuon.foresight.memory import peak_bytes
 from shardmuon.foresight.models import Model, Param, in_megatrons_order, load_model, parameters_of
-from shardmuon.foresight.splitting import Shares, split
 from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored, check_divides, parse_mesh
 from shardmuon.layout.mesh import OnMesh
 from shardmuon.layout.table import ParamLayout, kept_layout
@@ -41,7 +40,6 @@ def count(
     weights: torch.dtype = torch.float32,
     machine: Machine | None = None,
     active_params: float | None = None,
-    owners: int = 1,
     **options: Any,
 ) -> Exact:
     """Plan a job without its ranks, and count what each of them stores, sends and computes.
@@ -59,7 +57,6 @@ def count(
             comes before.
         active_params: How many parameters work on one token. Default: all but embeddings, and of experts as many as
             a token takes, if the model or its configuration says that.
-        owners: Of a large matrix, at most, see splitting.py. No live job has more than one.
         **options: Of `Muon`, such as ``exchange``, ``ns_steps`` or ``overrides``.
 
     Raises:
@@ -72,7 +69,7 @@ def count(
         found = replace(found, active=(round(active_params), "as given"))
     job = _Planning(found, arranged, device, weights, options)
     _check(found, arranged, job.storage)
-    return job.exact(machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT], owners)
+    return job.exact(machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
 
 
 def _check(model: Model, mesh: Mesh, storage: Storage) -> None:
@@ -115,18 +112,16 @@ class _Planning:
         self._coefficients: dict[tuple[int, int], Triples] = {}
         self._specs: dict[tuple[int, int], Spec] = {}  # by group and layout
 
-    def exact(self, machine: Machine, owners: int) -> Exact:
+    def exact(self, machine: Machine) -> Exact:
         """The counts of the job."""
         model, mesh = self._model, self._mesh
         params = parameters_of(self._groups, model.module)
         params = in_megatrons_order(params, self._groups) if mesh.engine == "megatron" else params
-        policy = Policy(self._exchange.route, self._exchange.bucket_bytes, self._exchange.machine or machine)
+        exchange, split_k = self._exchange, self._orthogonalizer.split_k
+        policy = Policy(exchange.route, exchange.bucket_bytes, exchange.machine or machine, split_k)
         units = make_units(params, mesh, self._view_of, self._spec_of)
         plans = [make_plan(unit.specs, policy) for unit in units]
-        shares: list[Shares] = [{} for _ in plans]
-        for at, plan in enumerate(plans) if owners > 1 else ():
-            plans[at], shares[at] = split(plan, policy, owners)
-        counted = [CountedUnit(*each, mesh.gpus_per_node) for each in zip(units, plans, shares, strict=True)]
+        counted = [CountedUnit(*each, mesh.gpus_per_node) for each in zip(units, plans, strict=True)]
         muon, adamw = (sum(p.numel for p in params if p.use_muon == kind) for kind in (True, False))
         digests = [
             (f"{number}: {ranks_text(ranks)}", plan.digests[ranks].hex(), len(unit.copies))
@@ -180,7 +175,8 @@ class _Planning:
                 return kept_layout(layout, kept_view(layout.view, numbers), place)
 
             device = torch.device(self._device)
-            self._specs[key] = make_spec(param.name, layout, options, device, self._chooser, self._wire, kept_of)
+            made = make_spec(param.name, layout, options, device, self._chooser, self._wire, kept_of)
+            self._specs[key] = made._replace(slicings=()) if self.storage.momentum_dtype == "int8" else made
             assert options.settings is not None, "a group of matrices"
             shapes = ((m.rows, m.cols) for m in layout.view.matrices)
             self._coefficients.update(dict.fromkeys(shapes, options.settings.coefficients))
@@ -213,7 +209,7 @@ class CountedUnit:
         of_copies: The counts of each copy.
     """
 
-    def __init__(self, unit: Unit, plan: Plan, shares: Shares, per_node: int) -> None:
+    def __init__(self, unit: Unit, plan: Plan, per_node: int) -> None:
         self.unit, self.plan = unit, plan
         ways: dict[tuple[int, ...], PlanCounts] = {}
         self.of_copies: list[PlanCounts] = []
@@ -221,7 +217,7 @@ class CountedUnit:
             way = tuple(rank // per_node - copy[0] // per_node for rank in copy)
             if way not in ways:
                 node_of = dict(zip(unit.ranks, way, strict=True))
-                ways[way] = PlanCounts(plan, node_of.__getitem__, shares)
+                ways[way] = PlanCounts(plan, node_of.__getitem__)
             self.of_copies.append(ways[way])
 
 
@@ -282,8 +278,8 @@ def kinds_of(counted: Sequence[CountedUnit]) -> tuple[MatrixKind, ...]:
     """The matrices of all units by kind, the dearest first."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     for one in counted:
-        for item in one.plan.items:
-            key = (item.rows, item.cols, item.how, item.route, item.reason, item.cost)
+        for item in (item for item in one.plan.items if not item.part):
+            key = (item.rows, item.cols, item.how, item.route, item.reason, item.cost * item.parts)
             example = found.setdefault(key, [one.plan.specs[item.param].name, 0])
             example[1] += len(one.unit.copies)
     kinds = [

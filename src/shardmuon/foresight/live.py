@@ -9,9 +9,8 @@ from shardmuon.foresight.hardware import Hardware, load, names
 from shardmuon.foresight.job import CountedUnit, classes_of, kinds_of
 from shardmuon.foresight.layouts import Unit
 from shardmuon.foresight.pricing import Price, price
-from shardmuon.foresight.splitting import Shares, split
 from shardmuon.foresight.types import Exact, Mesh, Stored
-from shardmuon.plan.plan import Plan, Policy
+from shardmuon.plan.plan import Plan, Policy, make_plan
 
 
 def exact_of(
@@ -19,7 +18,6 @@ def exact_of(
     gpus_per_node: int = 8,
     adamw_elements: int = 0,
     world: int | None = None,
-    shares: Shares | None = None,
 ) -> Exact:
     """Counts of a plan.
 
@@ -28,7 +26,6 @@ def exact_of(
         gpus_per_node: Ranks of a node: rank // gpus_per_node is a rank's node.
         adamw_elements: What AdamW steps on each rank; a plan knows nothing of it.
         world: Ranks of the job. Default: as many as the plan names.
-        shares: Items that are shares of matrices, see splitting.py.
 
     Returns:
         Counts without bytes between steps (`Stored` is empty): a plan does not know how tensors are stored.
@@ -36,11 +33,11 @@ def exact_of(
     sets = {id(spec.layout.ranks): spec.layout.ranks for spec in plan.specs}.values()  # hashing them takes long
     ranks = tuple(sorted({rank for of_set in sets for rank in of_set}))
     unit = Unit(ranks, (ranks,), 0)
-    counted = CountedUnit(unit, plan, shares or {}, gpus_per_node)
+    counted = CountedUnit(unit, plan, gpus_per_node)
     unit.muon[:] = [sum(bucket.held for bucket in counted.of_copies[0].buckets_of(rank)) for rank in ranks]
     unit.adamw[:] = adamw_elements
     world = max(ranks, default=-1) + 1 if world is None else world
-    elements = sum(item.rows * item.cols for item in plan.items)
+    elements = sum(item.numel for item in plan.items)
     return Exact(
         "the plan given",
         "a live plan",
@@ -82,14 +79,15 @@ def _splitting(plan: Plan, hardware: Hardware, as_it_is: Price) -> list[str]:
     """A line on what splitting large matrices among owners would take, if there are any."""
     found = list[tuple[float, int, int]]()
     policy = Policy("auto" if plan.sharing else "owner", machine=plan.machine)  # replicas may work as they do now
-    for most in (2, 4):
-        other, shares = split(plan, policy, most)
-        if shares:
-            step = price(exact_of(other, plan.machine.per_node, shares=shares), hardware).step
-            num = round(sum(1 / share.owners for share in shares.values()))
-            found.append((step.mid / as_it_is.step.mid, num, max(share.owners for share in shares.values())))
+    for num in (2, 4) if not plan.splitting else ():
+        other = make_plan(plan.specs, policy._replace(split_k=num))
+        taken = sum(one.matrices for one in other.splitting if one.taken)
+        if taken:
+            step = price(exact_of(other, plan.machine.per_node), hardware).step
+            found.append((step.mid / as_it_is.step.mid, taken, num))
     return [
-        f"{num} matrices split among up to {owners} owners each: {times:.3g}x as long, within rounding (not offered)"
+        f"{num} matrices split among {owners} owners each: {times:.3g}x as long, within rounding; write "
+        f"Orthogonalizer(split_k={owners})"
         for times, num, owners in sorted(found)[:1]
     ]
 
@@ -105,7 +103,7 @@ def summary(plan: Plan) -> list[str]:
     most = max(exact.classes, key=lambda c: c.sent, default=None)
     if most is None or not most.sent:
         return lines
-    sides = [side for bucket in most.buckets for side in bucket.sides[:3]]
+    sides = [side for bucket in most.buckets for side in bucket.sides[:4]]
     inside, across = (sum(side[way] for side in sides) for way in (0, 1))
     messages = sum(side.peers_inside + side.peers_across for side in sides)
     lines.append(
@@ -126,6 +124,10 @@ def summary(plan: Plan) -> list[str]:
         choice = "each works for itself" if each else "they share the work"
         beside = f"shared, it would take {shared / alone:.3g}x as long" if each else "each for itself is not cheaper"
         lines.append(f"ranks {ranks_text(ranks)}, {num} replicas: {choice}, by price ({machine.name}); {beside}")
+    for ranks, num, owners, whole, split, taken in plan.splitting:
+        choice = f"are split among {owners} owners each" if taken else "have one owner each"
+        beside = f"{'whole' if taken else 'split'}, it would take {max(whole, split) / min(whole, split):.3g}x as long"
+        lines.append(f"ranks {ranks_text(ranks)}: {num} matrices {choice}, by price ({machine.name}); {beside}")
     for chosen in plan.chosen:
         option, other = chosen.option, chosen.other
         beside = "there are no others"

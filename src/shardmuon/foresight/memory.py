@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardmuon.foresight.types import BucketCount
-from shardmuon.orthogonalize import batch_size, empty_batch, orthogonalize
+from shardmuon.orthogonalize import batch_size, empty_batch, orthogonalize, sliced
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.orthogonalize.schedules import Triples
@@ -87,9 +88,31 @@ def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device:
                 dtype=choice.dtype,
                 kernel="torch" if choice.kernel == "triton" else choice.kernel,
                 alone=choice.alone,
+                split_k=choice.split_k,
                 watch=FiniteWatch(),
                 overwrite=True,
             )
+    return int(live.peak)
+
+
+@lru_cache(maxsize=1024)
+def slice_space(
+    shape: tuple[int, int], parts: int, how: str, wire: torch.dtype, device: str, coefficients: Triples
+) -> int:
+    """Bytes that one slice of a matrix of this shape takes beside it at most, with what its owner is sent."""
+    choice, (rows, cols) = Choice.of(how), shape
+    with FakeTensorMode():
+        own = (rows // parts, cols) if rows > cols else (rows, cols // parts)
+        x = empty_batch(own, wire, torch.device(device))
+        with LiveBytes() as live:
+            run = sliced([x], shape, coefficients, method=choice.method, dtype=choice.dtype, watch=FiniteWatch())
+            with suppress(StopIteration):
+                said = next(run)
+                while True:
+                    sent, came = (said[0].new_empty((parts - 1) * said[0].numel()) for _ in range(2))
+                    del sent
+                    said = run.send([*said, *(part.view(said[0].shape) for part in came.chunk(parts - 1))])
+                    del came
     return int(live.peak)
 
 
@@ -139,9 +162,14 @@ class _Moves(NamedTuple):
             yield -b.gather_received.bytes
         else:
             yield -b.gather_received.bytes
-            for m in b.matrices:
-                batch, wire = (m.num, m.rows, m.cols), getattr(torch, b.wire)
-                yield from _passing(work_space(batch, m.how, wire, self.device, self.coefficients[m[:2]]))
+            wire, slices = getattr(torch, b.wire), 0
+            for m, parts in zip(b.matrices, b.owners or itertools.repeat(1), strict=False):
+                settings = m.how, wire, self.device, self.coefficients[m[:2]]
+                if parts > 1:  # in step with each other
+                    slices += m.num * slice_space(m[:2], parts, *settings)
+                else:
+                    yield from _passing(work_space((m.num, *m[:2]), *settings))
+            yield from _passing(slices)
             yield b.scatter.bytes
         yield b.scatter_received.bytes
 

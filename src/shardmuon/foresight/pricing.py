@@ -236,8 +236,8 @@ class _Pricer:
         gram = bucket.route == "gram"
         side = self._product(*_square(bucket), "", 1, bucket.local_flops // 2, "float32") if gram else NOTHING
         products = total(
-            self._product(*_block(m, several), "float64" if gram else m.how, m.num, m.flops, "float64" if gram else "")
-            for m, several in _owned(bucket)
+            self._product(m.rows, m.cols, "float64" if gram else m.how, m.num, m.flops, "float64" if gram else "")
+            for m in bucket.matrices
         )
         phases: dict[str, dict[str, Time] | None] = {
             "pack": passed("pack", bucket.foreign, 0.5) | {"products": side if bucket.foreign else NOTHING},
@@ -247,7 +247,7 @@ class _Pricer:
             "orthogonalize": {
                 "products": products,
                 "memory": memory_seconds(self._hardware, 2 * copied, self.uses),
-                **self._shared(bucket),
+                **self._summed(bucket),
             },
             "scatter": self._exchange(bucket, bucket.scatter, bucket.scatter_received) if bucket.gathers else None,
             "apply": passed("apply", bucket.held - bucket.idle, 0.5, bucket.relay.bytes) | {"products": side},
@@ -256,17 +256,13 @@ class _Pricer:
         }
         return _Durations((*_identity(rank, bucket), rank.stage) if bucket.exchange else None, phases)
 
-    def _shared(self, bucket: BucketCount) -> dict[str, Time]:
-        """Time of the exchanges among owners of one matrix, all in one node: see splitting.py, [Note: the split that is
-        priced]."""
-        latencies, wires = [NOTHING], [NOTHING]
-        for m, several in _owned(bucket) if bucket.owners else ():
-            calls, elements = _brought_together(m, several)
-            size = _WIRE_BYTES[bucket.wire] * elements * (several - 1) // several
-            latency, wire = exchange_seconds(self._hardware, several, size, 0, several - 1, False, self.uses)
-            latencies.append(latency.times(m.num * calls))
-            wires.append(wire.times(m.num))
-        return {"latency": total(latencies), "wire": total(wires)}
+    def _summed(self, bucket: BucketCount) -> dict[str, Time]:
+        """Time of the exchanges in which owners of slices add up, one like the other; none for who has no slice."""
+        inside, across, *peers = (value // max(1, bucket.sums) for value in bucket.summed)
+        if not bucket.summed.bytes:
+            return {"latency": NOTHING, "wire": NOTHING}
+        near = exchange_seconds(self._hardware, 1 + sum(peers), inside, across, sum(peers), bool(across), self.uses)
+        return dict(zip(("latency", "wire"), (time.times(bucket.sums) for time in near), strict=True))
 
     def _product(self, rows: int, cols: int, how: str, num: int, flops: int, dtype: str) -> Time:
         key = (rows, cols, how, num, flops, dtype)
@@ -316,25 +312,6 @@ def _both(one: Mapping[str, Time], other: Mapping[str, Time]) -> dict[str, Time]
 
 def _owned(bucket: BucketCount) -> Iterable[tuple[Matrices, int]]:
     return zip(bucket.matrices, bucket.owners or (1,) * len(bucket.matrices), strict=True)
-
-
-def _block(m: Matrices, several: int) -> tuple[int, int]:
-    """The shape whose products are as large as those of one of several owners, who has a share of their rows."""
-    side = float(several) ** (1 / 3)
-    return round(m.rows / side), round(m.cols / side)
-
-
-def _brought_together(m: Matrices, several: int) -> tuple[int, int]:
-    """Calls and elements that several owners of a matrix exchange: elements of all results, of which each owner has
-    made its share. Results are counted by the operations of all owners, as if no half of a symmetric one were left
-    out."""
-    short, long = sorted((m.rows, m.cols))
-    flops = several * m.flops
-    if m.how.startswith("gram"):  # the matrix, its Gram matrix, and one result for each small product
-        results = 1 + max(0, round((flops - 4 * short**2 * long) / (2 * short**3)))
-        return 1 + results, m.rows * m.cols + results * short**2
-    steps = max(1, round(flops / (4 * short**2 * long + 2 * short**3)))  # in each the matrix, A and b A + c A^2
-    return 3 * steps, steps * (m.rows * m.cols + 2 * short**2)
 
 
 def _square(bucket: BucketCount) -> tuple[int, int]:

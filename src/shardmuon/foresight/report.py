@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from shardmuon.foresight.hardware import Hardware, Uses, load
 from shardmuon.foresight.job import count
 from shardmuon.foresight.pricing import Price, adamw_step, price
 from shardmuon.foresight.types import Exact, Mesh, RankClass, Time, scaled, seconds
-from shardmuon.options import Exchange
+from shardmuon.options import Exchange, Orthogonalizer
 from shardmuon.plan.pipeline import Event
 
 
@@ -74,11 +74,11 @@ def plan(
     del given["gpus_per_node"]  # in the mesh from here on
 
     def replan(changes: Mapping[str, Any]) -> Exact:
-        of_exchange = {key: value for key, value in changes.items() if key in ("route", "bucket_bytes")}
-        exchange = replace(given.get("exchange", Exchange()), **of_exchange)
-        return count(
-            model, changes.get("mesh", exact.mesh), **{**given, "exchange": exchange}, owners=changes.get("owners", 1)
-        )
+        objects: dict[str, Any] = {"exchange": Exchange(), "orthogonalizer": Orthogonalizer()}
+        for key, default in objects.items():
+            own = {f.name: changes[f.name] for f in fields(default) if f.name in changes}
+            objects[key] = replace(given.get(key, default), **own)
+        return count(model, changes.get("mesh", exact.mesh), **{**given, **objects})
 
     return replace(report, advice=advise(exact, hardware, replan)) if advice else report
 
@@ -167,9 +167,9 @@ class Report:
 
 # ------------------------------------------------------------------------------------------------------------- advice
 
-SPLIT = "each matrix above the mean load split among {} owners (not offered; what that would take)"
+SPLIT = "matrices above the mean load split among {} owners each, within rounding"
 _WORTH = 0.97  # of the step as it is: smaller gains are within what a plan can tell
-# "mesh", "route", "bucket_bytes", "owners" -> the plan with that changed
+# "mesh", or fields of `Exchange` and `Orthogonalizer` -> the plan with these changed
 _Replan = Callable[[Mapping[str, Any]], Exact]
 
 
@@ -209,7 +209,8 @@ def _candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
         bound = {"bucket_bytes": 512 * 2**20}
         found.append(("memory for speed: buckets of 512 MiB", "Exchange(bucket_bytes=512 * 2**20)", bound))
     if exchanged and not gram:
-        found += [(SPLIT.format(num), "", {"owners": num}) for num in (2, 4)]
+        split = ((num, f"Orthogonalizer(split_k={num})") for num in (2, 4))
+        found += [(SPLIT.format(num), write, {"split_k": num}) for num, write in split]
         found.append(("Gram matrices move instead of shards", 'Exchange(route="gram")', {"route": "gram"}))
     if gram:
         found.append(("whole matrices move", 'Exchange(route="owner")', {"route": "owner"}))
@@ -404,7 +405,7 @@ def _ranks(exact: Exact) -> Section:
 
 
 def _inside(rank: RankClass) -> int:
-    return sum(side.inside for bucket in rank.buckets for side in bucket.sides[:3])
+    return sum(side.inside for bucket in rank.buckets for side in bucket.sides[:4])
 
 
 def _matrices(exact: Exact) -> Section:

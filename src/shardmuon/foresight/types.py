@@ -306,8 +306,10 @@ class BucketCount:
         applied: Elements that are applied at once, at most: of its own matrices and what the scatter brings, of what
             the relay brings.
         local_flops: On the Gram route: products of this rank's shards with each other and with the factor; else 0.
-        owners: Of each of `matrices`, how many ranks share it, see splitting.py; `Matrices.flops` are one's share.
-            Empty: each has one owner.
+        owners: Of each of `matrices`, how many owners it has, each of a slice; `Matrices.flops` are one's. Empty: each
+            has one.
+        sums: Exchanges in which owners of slices add up what they made.
+        summed: Bytes sent in these, of which as many come, and messages.
     """
 
     number: int
@@ -332,6 +334,8 @@ class BucketCount:
     applied: tuple[int, int] = (0, 0)
     local_flops: int = 0
     owners: tuple[int, ...] = ()
+    sums: int = 0
+    summed: Sent = _NONE
 
     @property
     def exchange(self) -> bool:
@@ -341,14 +345,14 @@ class BucketCount:
     @property
     def exchanges(self) -> int:
         """all-to-all calls."""
-        return 2 * self.gathers + self.relays
+        return 2 * self.gathers + self.relays + self.sums
 
     @property
     def sides(self) -> tuple[Sent, ...]:
         """The exchanges that this rank sends, then those that it receives."""
         return (
-            *(self.gather, self.scatter, self.relay),
-            *(self.gather_received, self.scatter_received, self.relay_received),
+            *(self.gather, self.scatter, self.relay, self.summed),
+            *(self.gather_received, self.scatter_received, self.relay_received, self.summed),
         )
 
     @property
@@ -359,7 +363,7 @@ class BucketCount:
     @property
     def sent(self) -> int:
         """Bytes that leave this rank."""
-        return sum(side.bytes for side in self.sides[:3])
+        return sum(side.bytes for side in self.sides[:4])
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,14 @@ To add a backend: a function of an `Iteration`'s or of an `Alone`'s signature, a
     that was right without it. CUDA sums in fp64, whose range holds every square of an fp32 number, so nothing waits for
     the device to say which way to take. Elsewhere the power of two is always divided out.
 
+[Note: slices of the long side]
+    With `split_k` k above 1, X = [X_1 .. X_k] has k slices of its long side (of columns; of rows where X is tall), and
+    every sum over that side is one over slices: the squared norm, and X X^T = X_1 X_1^T + .. + X_k X_k^T. The norm of a
+    slice is fp64; its Gram matrix is rounded to the products' dtype ("gram": to fp32), and these are added in fp32, in
+    their order, and rounded once. All else is done to each slice by itself, or alike by all who have one. So a slice
+    has the same bits whether one rank has all of them or each has one: only these sums travel. Slices are multiplied by
+    2-D products: what runs in batches is not sliced, nor are SVDs and torch's own arithmetic.
+
 [Note: the order of a norm]
     Elements are summed in the row-major order of the whole matrix, in chunks of 2^14 whose norms are combined in fp64.
     So a norm has the same bits in any slot, beside any neighbours and with any number of threads; and it is exact to
@@ -42,8 +50,8 @@ To add a backend: a function of an `Iteration`'s or of an `Alone`'s signature, a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -172,12 +180,14 @@ class Products:
 
     def gram_fp32(
         self,
-        x: Tensor,  # (B, m, n)
+        x: Tensor,  # (B, m, n), or a slice of the long side of such
+        tall: bool | None = None,  # see `_sides`
     ) -> Tensor:  # (B, k, k), k = min(m, n), fp32 (fp64 of fp64)
         """x @ x^T, or x^T @ x where x is tall, not rounded to half precision."""
-        left, right = _sides(x)
+        left, right = _sides(x, tall)
         if self.operands not in _HALVES:
-            found: Tensor = self._unrounded(x).symmetric_mm(left, right, out=square_of(x))
+            out = empty_batch((*left.shape[:-1], right.shape[-1]), left.dtype, left.device)
+            found: Tensor = self._unrounded(x).symmetric_mm(left, right, out=out)
             return found
         return self._symmetric_fp32(left, right) if self.kernel == "triton" else mm_to_fp32(left, right)
 
@@ -216,9 +226,10 @@ class Products:
         return symmetric_addmm(base, left, right, alpha=alpha, out=out)
 
 
-def _sides(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The operands of the Gram matrix of the short side."""
-    return (x.mT, x) if x.shape[-2] > x.shape[-1] else (x, x.mT)
+def _sides(x: Tensor, tall: bool | None = None) -> tuple[Tensor, Tensor]:
+    """The operands of the Gram matrix of the short side. `tall`: whether the matrix is of which x is a slice."""
+    tall = x.shape[-2] > x.shape[-1] if tall is None else tall
+    return (x.mT, x) if tall else (x, x.mT)
 
 
 def square_of(x: Tensor) -> Tensor:  # (B, m, n) -> (B, k, k), k = min(m, n)
@@ -348,9 +359,12 @@ def _normalize_in_fp64(out: Tensor, x: Tensor) -> None:
     # `vector_norm` would first make a copy in fp64: four times a bf16 matrix, and nine times the memory traffic.
     norms = foreach_norm(x.unbind(0), 2)
     norm = (torch.stack(norms) if len(x) > 1 else norms[0]).view(-1, 1, 1)
-    # Where the norm is 0 any finite factor will do; where it is infinite the whole matrix becomes NaN.
-    factor = norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=_LEAST).reciprocal_()
-    torch.mul(x, factor, out=out)  # in fp64, rounded once
+    torch.mul(x, _reciprocal(norm), out=out)  # in fp64, rounded once
+
+
+def _reciprocal(norm: Tensor) -> Tensor:  # fp64, overwritten
+    """1 / norm. Where it is 0 any finite factor will do; where it is infinite the whole matrix becomes NaN."""
+    return norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=_LEAST).reciprocal_()
 
 
 # -------------------------------------------------------------------------------------------------------- iterations
@@ -404,11 +418,7 @@ def _gram_newton_schulz(
     short, long = sorted(y.shape[-2:])
     first, *others = segments(coefficients, products.dtype)
     if restarts_locally(short, long, coefficients, products.dtype):
-        wide = products.gram_fp32(y)
-        before = factor_of(products.operand(wide), first, products)
-        after = factor_of(products.sandwich(before, wide), others[0], products)
-        factor = products.mm(after, before, out=square_of(y))
-        # the product of two Q is symmetric but for rounding: the tall form takes its transpose, as (Q X)^T = X^T Q^T
+        factor = _restarted(products.gram_fp32(y), first, others[0], products)
         return _times(products, factor.mT if y.shape[-2] > y.shape[-1] else factor, y)
     for segment in (first, *others):
         gram = products.symmetric_mm(*_sides(y), out=square_of(y))
@@ -416,9 +426,19 @@ def _gram_newton_schulz(
     return y
 
 
-def _times(products: Products, factor: Tensor, y: Tensor) -> Tensor:
-    """Q X; X Q where X is tall."""
-    left, right = (y, factor) if y.shape[-2] > y.shape[-1] else (factor, y)
+def _restarted(wide: Tensor, first: Triples, second: Triples, products: Products) -> Tensor:  # (B, m, m)
+    """Q after both segments, for X X^T = wide. A product of two Q is symmetric but for rounding: the tall form takes
+    its transpose, as (Q X)^T = X^T Q^T."""
+    before = factor_of(products.operand(wide), first, products)
+    after = factor_of(products.sandwich(before, wide), second, products)
+    found: Tensor = products.mm(after, before, out=square_of(before))
+    return found
+
+
+def _times(products: Products, factor: Tensor, y: Tensor, tall: bool | None = None) -> Tensor:
+    """Q X; X Q where X, or what it is a slice of, is tall."""
+    tall = y.shape[-2] > y.shape[-1] if tall is None else tall
+    left, right = (y, factor) if tall else (factor, y)
     found: Tensor = products.mm(left, right, out=empty_batch(y.shape, y.dtype, y.device))
     return found
 
@@ -473,6 +493,107 @@ def _torch_muon(matrix: Tensor, coefficients: Triples, eps: float) -> Tensor:  #
     return y.T if tall else y
 
 
+# -------------------------------------------------------------------------------------------- slices of the long side
+
+# What computes some slices of a matrix, see [Note: slices of the long side]. It yields a number or a Gram matrix for
+# each of them, is sent those of all slices in their order, and returns its slices.
+Sums = Generator[list[Tensor], Sequence[Tensor], list[Tensor]]
+
+
+def sliced(
+    own: Sequence[
+        Tensor
+    ],  # equal slices of one matrix, (m, n / k) or (m / k, n), row-major and aligned; not written to
+    shape: tuple[int, int],  # of the matrix
+    coefficients: Triples,
+    *,
+    method: str,
+    dtype: torch.dtype | None = None,
+    kernel: KernelName = "torch",
+    watch: FiniteWatch | None = None,
+    unit: bool = False,
+) -> Sums:
+    """Orthogonalize slices of a matrix in step with those who have the others. Options: see `orthogonalize`.
+
+    Run it inside `exact_products`. What it yields is fp64 numbers first (unless `unit`), then (k, k) matrices, k =
+    min(m, n); it returns operands of its products.
+    """
+    backend, (short, long), tall = BACKENDS[method], sorted(shape), shape[0] > shape[1]
+    assert backend.of_slices is not None, "others are not sliced"
+    products_of = dtype or default_dtype(method, own[0].device)
+    products = Products((short, max(short, own[0].numel() // short)), own[0].device, products_of, kernel)
+    ys = [empty_batch(x.shape, products.operands, x.device) for x in own]
+    if unit:
+        foreach_copy_(ys, own)
+    else:
+        norms = yield [foreach_norm([x], 2)[0] if x.is_cuda else _norms(x.unsqueeze(0), torch.float64) for x in own]
+        factor = _reciprocal(torch.linalg.vector_norm(torch.stack([norm.view(()) for norm in norms])))
+        for x, y in zip(own, ys, strict=True):
+            torch.mul(x, factor.view(1, 1), out=y)  # in fp64, rounded once
+    ys = [products.rounded_(y) for y in ys]
+    found = yield from backend.of_slices(ys, tall, long, coefficients=coefficients, products=products)
+    if backend.fast and watch is not None:  # y is finite where all of the matrix is
+        text = f"method={method!r} on {shape[0]}x{shape[1]}"
+        pairs = zip(found, ys, strict=True)
+        found = [watch.keep_finite(out.unsqueeze(0), y.unsqueeze(0), text).squeeze(0) for out, y in pairs]
+    return found
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum in fp32 (fp64 of fp64), in this order."""
+    total = _copied(parts[0], torch.promote_types(parts[0].dtype, torch.float32))
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+def _newton_schulz_of_slices(
+    ys: list[Tensor], tall: bool, long: int, coefficients: Triples, products: Products
+) -> Sums:
+    """The steps of `_newton_schulz`."""
+    for a, b, c in coefficients:
+        operands = [_sides(y, tall) for y in ys]
+        grams = [products.symmetric_mm(*pair, out=_square_on(pair[0])).to(products.dtype) for pair in operands]
+        gram = products.operand(_sum((yield grams)))
+        factor, alpha = gram, b
+        if c != 0.0:
+            factor, alpha = products.symmetric_addmm(gram, gram, gram, beta=b, alpha=c, out=square_of(gram)), 1.0
+        outs = [empty_batch(y.shape, y.dtype, y.device) for y in ys]
+        pairs = [(y, factor) if tall else (factor, y) for y in ys]
+        ys = [
+            products.addmm(y, *pair, beta=a, alpha=alpha, out=out) for y, pair, out in zip(ys, pairs, outs, strict=True)
+        ]
+    return ys
+
+
+def _square_on(left: Tensor) -> Tensor:  # (m, n) -> (m, m)
+    return empty_batch((left.shape[0], left.shape[0]), left.dtype, left.device)
+
+
+def _gram_newton_schulz_of_slices(
+    ys: list[Tensor], tall: bool, long: int, coefficients: Triples, products: Products
+) -> Sums:
+    """The steps of `_gram_newton_schulz`."""
+    first, *others = segments(coefficients, products.dtype)
+    short = ys[0].shape[int(tall)]
+    if restarts_locally(short, long, coefficients, products.dtype):
+        wide = _sum((yield [products.gram_fp32(y, tall) for y in ys]))
+        factor = _restarted(wide, first, others[0], products)
+        return [_times(products, factor.mT if tall else factor, y, tall) for y in ys]
+    for segment in (first, *others):
+        factor = factor_of(products.operand(_sum((yield [products.gram_fp32(y, tall) for y in ys]))), segment, products)
+        ys = [_times(products, factor, y, tall) for y in ys]
+    return ys
+
+
+def slice_sums(method: str, short: int, long: int, coefficients: Triples, dtype: torch.dtype) -> tuple[int, int]:
+    """Number of Gram matrices that slices of a matrix are summed in, and bytes of an element of each."""
+    if method == "gram":
+        again = 0 if restarts_locally(short, long, coefficients, dtype) else len(segments(coefficients, dtype)) - 1
+        return 1 + again, max(4, dtype.itemsize)
+    return len(coefficients), dtype.itemsize
+
+
 def polar_factor(matrix: Tensor, coefficients: Triples = (), eps: float = 0.0) -> Tensor:  # fp64
     """U V^T of the singular value decomposition, in fp64. Directions without a singular value stay zero. Takes no
     schedule and no least norm."""
@@ -491,18 +612,20 @@ class Method:
     Attributes:
         like_torch: Reproduces torch.optim.Muon bit for bit, global flags and all; weights are then updated by torch's
             own operations too.
+        of_slices: The same iteration on slices; None: matrices of this method are never sliced.
         fast: May in theory give a non-finite result for a finite matrix, which is then looked for.
     """
 
     iteration: Iteration | None = None
     alone: Alone | None = None
+    of_slices: Callable[..., Sums] | None = None
     like_torch: bool = False
     fast: bool = False
 
 
 BACKENDS: dict[str, Method] = {
-    "standard": Method(_newton_schulz),
-    "gram": Method(_gram_newton_schulz, fast=True),
+    "standard": Method(_newton_schulz, of_slices=_newton_schulz_of_slices),
+    "gram": Method(_gram_newton_schulz, of_slices=_gram_newton_schulz_of_slices, fast=True),
     "torch": Method(alone=_torch_muon, like_torch=True),
     "reference": Method(alone=polar_factor),
 }
@@ -525,6 +648,29 @@ def default_dtype(method: str, device: torch.device) -> torch.dtype:
     return torch.float16 if method == "gram" else torch.bfloat16
 
 
+@contextmanager
+def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
+    """Products with the same bits inside of autocast, which must not change their dtype, and whatever torch's global
+    flags are; with `flags` False, as those say."""
+    autocast = torch.is_autocast_enabled(device.type)
+    with (
+        torch.autocast(device.type, enabled=False) if autocast else nullcontext(),
+        ieee_products(device) if flags else nullcontext(),
+    ):
+        yield
+
+
+def _all_at_once(run: Sums) -> list[Tensor]:
+    """The results of who has all slices."""
+    said = next(run)
+    while True:
+        try:
+            said = run.send(said)
+        except StopIteration as end:
+            found: list[Tensor] = end.value
+            return found
+
+
 def orthogonalize(
     x: Tensor,  # (B, m, n), any float dtype, not written to unless `overwrite`
     coefficients: Triples,
@@ -534,6 +680,7 @@ def orthogonalize(
     dtype: torch.dtype | None = None,
     kernel: KernelName = "torch",
     alone: bool = False,
+    split_k: int = 1,
     watch: FiniteWatch | None = None,
     graphs: GraphCache | None = None,
     overwrite: bool = False,
@@ -549,6 +696,7 @@ def orthogonalize(
         dtype: Dtype of the products. Default: `default_dtype`.
         kernel: Multiplies symmetric results.
         alone: Batches of one.
+        split_k: Number of slices, see [Note: slices of the long side]; it divides the long side.
         watch: Puts zeros in place of a non-finite "gram" result of a finite matrix. Default: it stays.
         graphs: Replays shapes that repeat. Default: none.
         overwrite: The caller does not need `x` any more: results may take its place.
@@ -564,12 +712,25 @@ def orthogonalize(
     if method not in BACKENDS:
         raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, BACKENDS))}")
     backend, device = BACKENDS[method], x.device
-    # A step inside autocast must not change the dtype of the products.
-    autocast = torch.is_autocast_enabled(device.type)
-    with (
-        torch.autocast(device.type, enabled=False) if autocast else nullcontext(),
-        nullcontext() if backend.like_torch else ieee_products(device),
-    ):
+    with exact_products(device, flags=not backend.like_torch):
+        if split_k > 1:
+            start = partial(
+                sliced,
+                shape=(x.shape[-2], x.shape[-1]),
+                coefficients=coefficients,
+                method=method,
+                dtype=dtype,
+                kernel=kernel,
+                watch=watch,
+                unit=unit,
+            )
+            out = x if overwrite else empty_batch(x.shape, dtype or default_dtype(method, device), device)
+            for matrix, place in zip(x.unbind(0), out.unbind(0), strict=True):
+                dim = int(x.shape[-2] <= x.shape[-1])
+                parts, places = (each.split(each.shape[dim] // split_k, dim) for each in (matrix, place))
+                own = [_copied(part, part.dtype) for part in parts]
+                foreach_copy_(places, _all_at_once(start(own)))
+            return out
         if backend.alone is not None:
             return torch.stack([backend.alone(matrix, coefficients, eps) for matrix in x])
         assert backend.iteration is not None, "a backend is one of two kinds"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.orthogonalize import KernelName, default_dtype, orthogonalize
+from shardmuon.orthogonalize import BACKENDS, KernelName, batch_size, default_dtype, orthogonalize, slice_sums
 from shardmuon.orthogonalize.gram import plan_restarts, restarts_locally
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.triton_symmetric import num_blocks, why_not
@@ -27,7 +27,7 @@ _NEAR = 0.95  # another method must beat "standard" by 5% to be taken: smaller g
 # "gram", whose share of the work is above 1/5; on AVX512-BF16 that gives up some speed beyond n/m = 10.
 _CPU_BF16_RATE = 4.0
 _WORTH_IT = 0.75  # of the time of "standard": "gram" is taken below it
-_WORDS = ("triton", "alone")
+_WORDS, _SLICED = ("triton", "alone"), "split_k="
 _BUDGET = {"cpu": 6e9}  # FLOP of one run; a larger matrix is measured on one of the same aspect
 _ACCELERATOR_BUDGET = 5e13
 _MIN_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.1, 5, 50
@@ -41,7 +41,8 @@ class Choice:
         method: A key of `BACKENDS`.
         dtype: Dtype of the products; None: the method's own ("torch", "reference").
         kernel: Multiplies symmetric results.
-        alone: Never in a batch, as slots of one were found to be unequal on this device.
+        alone: Never in a batch: it is sliced, or slots of one were found to be unequal on this device.
+        split_k: Number of slices of its long side, see `orthogonalize`.
         reason: Why, for the printed plan.
     """
 
@@ -49,20 +50,22 @@ class Choice:
     dtype: torch.dtype | None = None
     kernel: KernelName = "torch"
     alone: bool = False
+    split_k: int = 1
     reason: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, text: str) -> Choice:
         """The choice with this text (`str`), without its reason."""
         method, *rest = text.split()
-        dtypes = [getattr(torch, word) for word in rest if word not in _WORDS]
+        slices = next((int(word.removeprefix(_SLICED)) for word in rest if word.startswith(_SLICED)), 1)
+        dtypes = [getattr(torch, word) for word in rest if word not in _WORDS and not word.startswith(_SLICED)]
         kernel: KernelName = "triton" if "triton" in rest else "torch"
-        return cls(method, dtypes[0] if dtypes else None, kernel, "alone" in rest)
+        return cls(method, dtypes[0] if dtypes else None, kernel, "alone" in rest, slices)
 
     def __str__(self) -> str:
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         words = self.method, dtype, "" if self.kernel == "torch" else self.kernel, "alone" if self.alone else ""
-        return " ".join(filter(None, words))
+        return " ".join(filter(None, (*words, f"{_SLICED}{self.split_k}" if self.split_k > 1 else "")))
 
 
 class Task(NamedTuple):
@@ -83,12 +86,14 @@ class Chooser:
         dtype: Dtype of the products, or None to choose.
         measured: What the file has; None without one.
         device: Where matrices are orthogonalized, if not where their parameters are.
+        split_k: Slices of a matrix that can be sliced.
     """
 
     method: str
     dtype: torch.dtype | None
     measured: Tuning | None = None
     device: torch.device | None = None
+    split_k: int = 1
 
     def choice(self, task: Task) -> Choice:
         """The choice for a matrix, with its reason.
@@ -99,6 +104,8 @@ class Chooser:
         found = self._found(task)
         if self.measured is not None and self.measured.is_unequal(task.rows, task.cols, task.device, str(found)):
             found = replace(found, alone=True)
+        if self.split_k > 1 and can_slice(found, task) and max(task.rows, task.cols) % self.split_k == 0:
+            found = replace(found, alone=True, split_k=self.split_k)
         hindrance = why_not(task.device) if found.kernel == "triton" else None
         if hindrance is not None:
             raise ValueError(
@@ -195,20 +202,38 @@ def fastest(seconds: Mapping[str, float], options: tuple[Choice, ...]) -> Choice
     return replace(best, reason=f"measured {1e3 * seconds[str(best)]:.3g} ms" + (f"; {others}" if others else ""))
 
 
+def can_slice(choice: Choice, task: Task) -> bool:
+    """True for a matrix that is so large that it runs alone, of a method that has slices."""
+    return BACKENDS[choice.method].of_slices is not None and batch_size(task.rows, task.cols, task.device) == 1
+
+
 def is_narrow(choice: Choice) -> bool:
     """True for half-precision products. Those of "torch" are bf16."""
     return choice.method == "torch" or choice.dtype in (torch.bfloat16, torch.float16)
 
 
+def slice_costs(choice: Choice, task: Task) -> tuple[int, int, int]:
+    """The attributes of `plan.slices.Slicing`, of a matrix that can be sliced."""
+    rows, cols, coefficients, device = task
+    dtype = choice.dtype or default_dtype(choice.method, device)
+    sums = slice_sums(choice.method, min(rows, cols), max(rows, cols), coefficients, dtype)
+    return (*sums, round(_parts(choice, *task)[1]))
+
+
 def work(choice: Choice, rows: int, cols: int, coefficients: Triples, device: torch.device) -> int:
     """Floating point operations that a choice takes on a kind of device."""
+    return round(sum(_parts(choice, rows, cols, coefficients, device)))
+
+
+def _parts(choice: Choice, rows: int, cols: int, coefficients: Triples, device: torch.device) -> tuple[float, float]:
+    """Operations of products with the long side, and of small ones."""
     dtype = choice.dtype or torch.float32
     # A CPU computes the block triangle of symmetric products, 10 of 16 tiles.
     share = 0.625 if device.type == "cpu" else 1.0
     if choice.kernel == "triton":
         side = num_blocks(min(rows, cols), dtype)
         share = (side + 1) / (2 * side)
-    return flops(choice.method, rows, cols, coefficients, dtype, share)
+    return _flops_by_side(choice.method, rows, cols, coefficients, dtype, share)
 
 
 def flops(
@@ -225,22 +250,26 @@ def flops(
         The count, as in the tables of Gram Newton-Schulz: with m <= n, full products and k quintic steps 4 k m^2 n +
         2 k m^3 for "standard" and 4 m^2 n + (8 k - 6) m^3 for "gram" without restarts.
     """
+    return round(sum(_flops_by_side(method, rows, cols, coefficients, dtype, symmetric_share)))
+
+
+def _flops_by_side(
+    method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, symmetric_share: float
+) -> tuple[float, float]:
+    """`flops` of products with the long side, and of small ones."""
     m, n = min(rows, cols), max(rows, cols)
     steps = len(coefficients)
     squares = sum(c != 0.0 for _, _, c in coefficients)  # products A A: a cubic step has none
-    symmetric: float = 2 * m * m * n  # one X X^T
+    twice: float = 2 * m * m * n * (1.0 + symmetric_share)  # one X X^T, and one product with X
     small: float = 2 * m**3
     if method != "gram":
-        return round(steps * (symmetric * symmetric_share + 2 * m * m * n) + squares * small * symmetric_share)
+        return steps * twice, squares * small * symmetric_share
     restarts = len(plan_restarts(coefficients, dtype))
     # Per segment: Q costs a product a step but the first, R two a step but the last.
-    shares = squares + 3 * (steps - restarts - 1)
-    count = symmetric * symmetric_share + 2 * m * m * n + shares * small * symmetric_share
+    of_small = (squares + 3 * (steps - restarts - 1)) * small * symmetric_share
     if restarts_locally(m, n, coefficients, dtype):
-        count += restarts * (2 * small + 2 * small * symmetric_share + small)  # split products, merging the Q's
-    else:
-        count += restarts * (2 * m * m * n + symmetric * symmetric_share)
-    return round(count)
+        return twice, of_small + restarts * (3 * small + 2 * small * symmetric_share)  # split products, merging the Q's
+    return (1 + restarts) * twice, of_small
 
 
 def factor_flops(short: int, coefficients: Triples, symmetric_share: float) -> int:

@@ -114,6 +114,8 @@ def make_gram_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection
         gather=Wire(gather_out, gather_in, ()),
         scatter=Wire(scatter_in, scatter_out, ()),
         relay=None,
+        sums=0,
+        mates=(),
         shards=tuple(shards),
         iterated=tuple(tuple(alike) for _, alike in itertools.groupby(owned, lambda n: _key(plan, n)[:-1])),
         parts_sent=parts_sent,

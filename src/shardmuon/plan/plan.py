@@ -16,7 +16,9 @@ from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 from shardmuon.errors import ranks_text
+from shardmuon.layout.pieces import Tile
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
+from shardmuon.layout.views import Matrix
 from shardmuon.plan.balance import UNEVEN, fitted, handed_on
 from shardmuon.plan.cuts import cut_faults
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
@@ -29,8 +31,10 @@ from shardmuon.plan.price import (
     products_of,
     spread_of,
     step_ns,
+    sums_ns,
     taken_by,
 )
+from shardmuon.plan.slices import Slicing, clipped, slice_of
 from shardmuon.texts import table
 
 Route = Literal["local", "owner", "gram"]
@@ -77,6 +81,7 @@ class Spec(NamedTuple):
         kept: Kept numbers of each stage that keeps any.
         grams: The Gram route for each matrix. Empty: excluded.
         reasons: Why each is orthogonalized like this. Empty: nothing is said.
+        slicings: The cost of slices of each matrix; None: it stays whole. Empty: all do.
     """
 
     name: str
@@ -89,6 +94,7 @@ class Spec(NamedTuple):
     kept: tuple[Kept, ...] = ()
     grams: tuple[Gram, ...] = ()
     reasons: tuple[str, ...] = ()
+    slicings: tuple[Slicing | None, ...] = ()
 
 
 class Policy(NamedTuple):
@@ -103,11 +109,14 @@ class Policy(NamedTuple):
             a bucket of its own. None: what is hardly dearer than the cheapest; of what moves nowhere 32 MiB, or a
             thirty-second part of what its momentum takes on a rank in fp32, if that is more.
         machine: The machine by whose rates buckets are chosen.
+        split_k: Owners of a matrix that takes more than the mean load of its ranks, each of one slice, where that is
+            cheaper and a node has so many.
     """
 
     route: RouteOption = "auto"
     bucket_bytes: int | None = None
     machine: Machine = MACHINES[DEFAULT]
+    split_k: int = 1
 
 
 class Option(NamedTuple):
@@ -155,16 +164,36 @@ class Sharing(NamedTuple):
     each: bool
 
 
+class Splitting(NamedTuple):
+    """A choice by price between an owner for each matrix, and owners of slices.
+
+    Attributes:
+        ranks: Ranks of the set.
+        matrices, owners: Number of matrices that slices are for, and owners of each.
+        whole, split: Nanoseconds of a step by which it was chosen, see price.py.
+        taken: True for owners of slices.
+    """
+
+    ranks: Ranks
+    matrices: int
+    owners: int
+    whole: int
+    split: int
+    taken: bool
+
+
 class Item(NamedTuple):
-    """One matrix, and who orthogonalizes it.
+    """One matrix, or a slice of one, and who orthogonalizes it.
 
     Attributes:
         param, matrix: Number of its `Spec`, and of the matrix in the view.
-        rows, cols: Its shape.
+        rows, cols: Shape of the matrix.
         owners: The rank that orthogonalizes it, or one of each replica, in their order (see `ParamLayout.replicas`). On
             the local route all that do.
         route: "local": nothing of it moves. "gram": see cuts.py.
-        how, cost: See `Spec`.
+        how: See `Spec`.
+        cost: Floating point operations of an owner.
+        part, parts: Which of how many slices it is; 0 of 1: the matrix.
         reason: Why it is orthogonalized like this, and why not by the Gram route if that was asked for. Not compared
             between ranks: it may name measurements of a machine.
     """
@@ -177,11 +206,31 @@ class Item(NamedTuple):
     route: Route
     how: str
     cost: int
+    part: int = 0
+    parts: int = 1
     reason: str = ""
 
     @property
     def short(self) -> int:
         return min(self.rows, self.cols)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the matrix, or of the slice."""
+        return self.rows * self.cols // self.parts
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the matrix, or of the slice."""
+        tall = self.rows > self.cols
+        return (self.rows // self.parts, self.cols) if tall else (self.rows, self.cols // self.parts)
+
+    def box(self, spec: Spec) -> Matrix:
+        """The matrix, or the slice."""
+        matrix = spec.layout.view.matrices[self.matrix]
+        found = slice_of(matrix, self.part, self.parts) if self.parts > 1 else matrix
+        assert found is not None, "only boxes are planned"
+        return found
 
     def owner_for(self, layout: ParamLayout, rank: int) -> int:
         """The owner that sends a rank its results."""
@@ -189,6 +238,7 @@ class Item(NamedTuple):
 
 
 Items = Sequence[Item] | Mapping[int, Item]  # by number
+Tiles = Mapping[int, tuple[Tile, ...]]  # by rank
 
 
 class Bucket(NamedTuple):
@@ -227,7 +277,7 @@ class Plan:
         buckets: Buckets in the order in which every rank begins them. It depends on nothing but their content, so that
             ranks of several sets never wait for each other in unlike orders.
         notes: Lines on what holds for the plan as a whole, printed below it.
-        chosen, sharing: What was chosen by price.
+        chosen, sharing, splitting: What was chosen by price.
         machine: The machine by whose rates it was chosen.
     """
 
@@ -237,7 +287,9 @@ class Plan:
     notes: tuple[str, ...] = field(default=(), compare=False)
     chosen: tuple[Chosen, ...] = field(default=(), compare=False)
     sharing: tuple[Sharing, ...] = field(default=(), compare=False)
+    splitting: tuple[Splitting, ...] = field(default=(), compare=False)
     machine: Machine = field(default=MACHINES[DEFAULT], compare=False)
+    _tiles: dict[tuple[int, int, int, int], Tiles] = field(default_factory=dict, compare=False, repr=False)
     # Lines on what is counted and priced. That stands far above this module, so `shardmuon/__init__.py` puts it here.
     summary: ClassVar[Callable[[Plan], list[str]]]
 
@@ -259,6 +311,19 @@ class Plan:
             if item.route == "local":
                 said[self.specs[item.param].layout.ranks].append((place[item.param], item[1:-1]))
         return {ranks: digest_of(of_set) for ranks, of_set in said.items()}
+
+    def tiles_of(self, item: Item) -> Tiles:
+        """Tiles of a matrix or a slice: rank -> its tiles in storage order."""
+        spec = self.specs[item.param]
+        of_matrix = spec.layout.tiles[item.matrix]
+        if item.parts == 1:
+            return of_matrix
+        key = id(spec.layout), item.matrix, item.part, item.parts
+        if key not in self._tiles:
+            box = item.box(spec)
+            inside = ((rank, clipped(tiles, box)) for rank, tiles in of_matrix.items())
+            self._tiles[key] = {rank: tiles for rank, tiles in inside if tiles}
+        return self._tiles[key]
 
     def loads(self) -> dict[int, int]:
         """rank -> floating point operations of its products in one step."""
@@ -294,7 +359,8 @@ def _rows(plan: Plan) -> list[str]:
             name = spec.name if len(spec.layout.view.matrices) == 1 else f"{spec.name}[{item.matrix}]"
             holders, owners = tuple(spec.layout.tiles[item.matrix]), ",".join(map(str, item.owners))
             held = f"ranks {ranks_text(holders)}"
-            rows.append((name, f"{item.rows}x{item.cols}", item.route, owners, str(number), item.how, held))
+            part = f" {item.part + 1}/{item.parts}" if item.parts > 1 else ""
+            rows.append((name, f"{item.rows}x{item.cols}{part}", item.route, owners, str(number), item.how, held))
     return table(rows).splitlines()
 
 
@@ -308,7 +374,7 @@ def _balance(plan: Plan) -> list[str]:
     if any(loads.values()):
         mean = sum(loads.values()) / len(loads)
         lines.append(
-            f"{len(plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank "
+            f"{sum(not item.part for item in plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank "
             f"{max(loads.values()) / mean:.2f}x of the mean {mean / 1e9:.2f} GFLOP a step"
         )
     idle = tuple(rank for rank, flops in loads.items() if not flops)
@@ -339,19 +405,92 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
     for number, item in enumerate(items):
         if item.route != "local":
             of_param[item.param].append(number)
-    sharing = list[Sharing]()
+    # slices of a matrix are numbered from its own number on
+    every = {number * policy.split_k: item for number, item in enumerate(items)}
+    sharing, splitting = list[Sharing](), list[Splitting]()
     for ranks, numbers in sets.items():
-        drafts = {number: items[number] for number in numbers}
-        owners = dict(_owners(specs, drafts, ranks, numbers, policy.machine.per_node))
-        for number, owner in (owners | _handed_on(specs, items, ranks, owners, policy.machine)).items():
-            items[number] = _placed(specs[items[number].param], items[number], (owner,))
-        each = _each_for_itself(specs, drafts, policy.machine.per_node) if policy.route == "auto" else {}
-        if each:
-            sharing.append(_by_price(specs, items, policy, ranks, numbers, each))
-            for number, item in each.items() if sharing[-1].each else ():
-                items[number] = item
+        drafts = {number * policy.split_k: items[number] for number in numbers}
+        settled = _settled(specs, drafts, ranks, policy)
+        others = [_settled(specs, parted, ranks, policy) for parted in _parted(specs, drafts, ranks, policy)]
+        if others:
+            whole = _ns(specs, settled, policy, sys.maxsize)
+            priced = [_by_price_of_slices(specs, whole, other, ranks, policy) for other in others]
+            splitting.append(min(priced, key=lambda one: one.split))
+            if splitting[-1].taken:
+                settled = others[priced.index(splitting[-1])]
+        every |= settled.items
+        sharing += settled.sharing
+    items = [every[number] for number in sorted(every)]
     buckets, chosen = _buckets(specs, items, policy)
-    return Plan(tuple(specs), tuple(items), tuple(buckets), (), tuple(chosen), tuple(sharing), policy.machine)
+    by_price = tuple(chosen), tuple(sharing), tuple(splitting)
+    return Plan(tuple(specs), tuple(items), tuple(buckets), (), *by_price, policy.machine)
+
+
+class _Settled(NamedTuple):
+    """The matrices of a set with their owners, by number, and what was chosen for it."""
+
+    items: dict[int, Item]
+    sharing: tuple[Sharing, ...]
+
+
+def _settled(specs: Sequence[Spec], drafts: Mapping[int, Item], ranks: Ranks, policy: Policy) -> _Settled:
+    """Give the matrices of a set their owners."""
+    numbers, items = list(drafts), dict(drafts)
+    owners = dict(_owners(specs, drafts, ranks, numbers, policy.machine.per_node))
+    for number, owner in (owners | _handed_on(specs, items, ranks, owners, policy.machine)).items():
+        items[number] = _placed(specs[items[number].param], items[number], (owner,))
+    each = _each_for_itself(specs, drafts, policy.machine.per_node) if policy.route == "auto" else {}
+    if not each:
+        return _Settled(items, ())
+    sharing = _by_price(specs, items, policy, ranks, numbers, each)
+    return _Settled(items | each if sharing.each else items, (sharing,))
+
+
+_ABOVE_MEAN = 110  # percent of the mean load of its ranks that a matrix must take for several owners
+
+
+def _parted(specs: Sequence[Spec], drafts: Mapping[int, Item], ranks: Ranks, policy: Policy) -> list[dict[int, Item]]:
+    """These matrices with slices in place of those that may bound the step: of all, and of the costliest alone. Empty
+    if there are none."""
+    parts, per_node = policy.split_k, policy.machine.per_node
+    total = sum(draft.cost for draft in drafts.values())
+    slices = dict[int, dict[int, Item]]()
+    for number, draft in drafts.items() if parts > 1 else ():
+        spec = specs[draft.param]
+        slicing = spec.slicings[draft.matrix] if spec.slicings and draft.route == "owner" else None
+        large = draft.cost * len(ranks) * 100 > total * _ABOVE_MEAN
+        box = slice_of(spec.layout.view.matrices[draft.matrix], 0, parts) if slicing and large else None
+        if slicing is not None and box is not None and _nodes(draft.owners, per_node, parts):
+            cost = slicing.each + -(-(draft.cost - slicing.each) // parts)
+            slices[number] = {number + p: draft._replace(cost=cost, part=p, parts=parts) for p in range(parts)}
+    costs = [drafts[number].cost for number in slices]
+    found = list[dict[int, Item]]()
+    for least in dict.fromkeys((min(costs), max(costs))) if costs else ():
+        found.append(dict(drafts))
+        for number, of_matrix in slices.items():
+            found[-1] |= of_matrix if drafts[number].cost >= least else {}
+    return found
+
+
+def _nodes(ranks: Ranks, per_node: int, least: int) -> dict[int, list[int]]:
+    """Number of a node -> those of these ranks in it, if they are at least so many."""
+    found: dict[int, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(rank // per_node, []).append(rank)
+    return {node: mates for node, mates in found.items() if len(mates) >= least}
+
+
+def _by_price_of_slices(specs: Sequence[Spec], whole: int, other: _Settled, ranks: Ranks, policy: Policy) -> Splitting:
+    """The cheaper of an owner for each matrix, which takes `whole` ns, and owners of slices."""
+    split = _ns(specs, other, policy, whole)
+    num = sum(item.parts > 1 and not item.part for item in other.items.values())
+    return Splitting(ranks, num, policy.split_k, whole, split, split * _GAIN[0] <= whole * 100)
+
+
+def _ns(specs: Sequence[Spec], settled: _Settled, policy: Policy, limit: int) -> int:
+    for sharing in settled.sharing:  # it is known
+        return sharing.alone if sharing.each else sharing.shared
+    return _Cutter(specs, settled.items, policy).ns(list(settled.items), limit)
 
 
 def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequence[str]) -> Item:
@@ -359,7 +498,7 @@ def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequen
     layout, whole = spec.layout, spec.layout.whole_on[matrix]
     rows, cols = layout.view.matrices[matrix][:2]
     why = spec.reasons[matrix] if spec.reasons else ""
-    draft = Item(param, matrix, rows, cols, whole, "local", spec.hows[matrix], spec.costs[matrix], why)
+    draft = Item(param, matrix, rows, cols, whole, "local", spec.hows[matrix], spec.costs[matrix], reason=why)
     keepers = [set(kept.layout.tiles[matrix]) for kept in spec.kept if kept.travels]
     if route == "local":
         parts = set(layout.tiles[matrix]) - set(whole)
@@ -392,8 +531,10 @@ def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequen
 def _owners(
     specs: Sequence[Spec], items: Mapping[int, Item], ranks: Ranks, numbers: Sequence[int], per_node: int
 ) -> list[tuple[int, int]]:
-    """Pairs of an item of a set and its owner: those without a choice first, then the costliest to the least loaded."""
-    balance = _Balance(per_node)
+    """Pairs of an item of a set and its owner: those without a choice first, then the costliest to the least loaded.
+    Slices go first, those of a matrix to ranks of one node."""
+    balance, mates = _Balance(per_node), _mates(items, per_node)
+    items = {number: items[number]._replace(owners=mates.get(number, items[number].owners)) for number in numbers}
     ordered = sorted(numbers, key=lambda n: (len(items[n].owners) > 1, -items[n].cost, n))
     found = [(n, balance.least(specs[items[n].param].layout, items[n])) for n in ordered]
     loads = balance.loads(ranks)
@@ -410,8 +551,29 @@ def _owners(
     return [*fixed, *zip(free, (ranks[at] for at in better), strict=True)] if better else found
 
 
+def _mates(items: Mapping[int, Item], per_node: int) -> dict[int, Ranks]:
+    """The owner of each slice: the least loaded ranks of the node to which fewest operations were given so far."""
+    whole: dict[tuple[int, int], list[int]] = {}
+    for number, item in items.items():
+        if item.parts > 1:
+            whole.setdefault((item.param, item.matrix), []).append(number)
+    found, known = dict[int, Ranks](), dict[Ranks, dict[int, list[int]]]()
+    busy, loads = Counter[int](), Counter[int]()  # of nodes, of ranks
+    for numbers in sorted(whole.values(), key=lambda numbers: (-items[numbers[0]].cost, numbers)):
+        first = items[numbers[0]]
+        if first.owners not in known:
+            known[first.owners] = _nodes(first.owners, per_node, first.parts)
+        nodes = known[first.owners]
+        node = min(nodes, key=lambda node: (busy[node], node))
+        busy[node] += first.cost * first.parts
+        for number, rank in zip(numbers, sorted(nodes[node], key=lambda rank: (loads[rank], rank)), strict=False):
+            found[number] = (rank,)
+            loads[rank] += first.cost
+    return found
+
+
 def _handed_on(
-    specs: Sequence[Spec], items: Sequence[Item], ranks: Ranks, owners: Mapping[int, int], machine: Machine
+    specs: Sequence[Spec], items: Items, ranks: Ranks, owners: Mapping[int, int], machine: Machine
 ) -> dict[int, int]:
     """Other owners in the node for matrices that late ranks alone store: all have experts, and few a dense matrix.
 
@@ -423,7 +585,7 @@ def _handed_on(
         item, spec = items[number], specs[items[number].param]
         loads[owner] += item.cost
         itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
-        worth = item.cost * machine.link > 2 * itemsize * item.rows * item.cols * machine.half * 1000
+        worth = item.cost * machine.link > 2 * itemsize * item.numel * machine.half * 1000
         if worth and not spec.kept and len(item.owners) == 1 and len(spec.layout.tiles[item.matrix]) == 1:
             alone.setdefault(owner, []).append((item.cost, number))
     return handed_on(loads, alone, machine.per_node)
@@ -441,6 +603,7 @@ def _each_for_itself(specs: Sequence[Spec], drafts: Mapping[int, Item], per_node
     first, able = set(replicas[0]), dict[int, Item]()
     for number, item in drafts.items():
         inside = tuple(rank for rank in item.owners if rank in first)
+        inside = inside if item.parts == 1 or _nodes(inside, per_node, item.parts) else ()
         if inside and specs[item.param].layout.replicas == replicas:
             able[number] = item._replace(owners=inside)
     found = dict[int, Item]()
@@ -455,7 +618,7 @@ def _each_for_itself(specs: Sequence[Spec], drafts: Mapping[int, Item], per_node
 
 def _by_price(
     specs: Sequence[Spec],
-    items: Sequence[Item],
+    items: Items,
     policy: Policy,
     ranks: Ranks,
     numbers: Sequence[int],
@@ -496,7 +659,7 @@ class _Balance:
         """The candidate with least work; of equal ones that in the replica that passes on least, then of another node
         than the one before."""
         replica = layout.replica_of
-        queue = self._queues.setdefault((layout, item.matrix), [])
+        queue = self._queues.setdefault((layout, item.matrix), []) if item.parts == 1 else []
         if not queue:
             queue += sorted((0, 0, rank % self._per_node, rank) for rank in item.owners)
         while True:  # what stands there may be of an earlier day: loads only grow
@@ -506,7 +669,7 @@ class _Balance:
                 break
             heapq.heapreplace(queue, found)
         self._work[owner] = self._work.get(owner, 0) + item.cost
-        self._moved[replica[owner]] = self._moved.get(replica[owner], 0) + item.rows * item.cols
+        self._moved[replica[owner]] = self._moved.get(replica[owner], 0) + item.numel
         return owner
 
 
@@ -547,6 +710,9 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tu
 def _gathered(spec: Spec, item: Item) -> bool:
     """False if the owner has all that it needs, and nobody else in its replica awaits a result."""
     whole = item.route == "owner" and item.owners[0] in spec.layout.whole_on[item.matrix]
+    if item.parts > 1:
+        tiles = spec.layout.tiles[item.matrix].get(item.owners[0], ())
+        whole = sum(tile.numel for tile in clipped(tiles, item.box(spec))) == item.numel
     return not whole or any(kept.travels for kept in spec.kept)
 
 
@@ -597,7 +763,7 @@ class _Cutter:
 
     def local(self, numbers: Sequence[int], itemsize: int, kind: str) -> list[list[int]]:
         """The shares of what moves nowhere: as few as memory allows, and small ones on a CPU."""
-        sizes = {n: self._items[n].rows * self._items[n].cols for n in numbers}
+        sizes = {n: self._items[n].numel for n in numbers}
         least = _IN_CACHE if kind == "cpu" else max(_LEAST_BYTES, 4 * sum(sizes.values()) // _OF_MOMENTUM)
         return self._shares(sizes, max(1, (self._policy.bucket_bytes or least) // itemsize), 1)
 
@@ -609,18 +775,26 @@ class _Cutter:
         bound = self._policy.bucket_bytes or itemsize * sum(sizes.values())
         tails = _TAILS if any(one.spread.replicas > 1 for one in priced.values()) else (1,)
         found: dict[Option, list[list[int]]] = {}
-        known = 0
+        busiest = list[int]()  # slices that stay together are not dealt out evenly
+        if any(items[n].parts > 1 for n in numbers):
+            work = Counter[int]()
+            for one in priced.values():
+                work[one.owner] += one.products.ns
+            busiest.append(max(work, key=lambda rank: (work[rank], rank)))
+        known, longest = 0, max(Counter(items[n].owners for n in numbers).values())  # matrices of one owner
         for least in _BUCKETS:
+            if known == longest:
+                break
             waves = self._shares(sizes, max(1, bound // itemsize), least)
             for tail in tails if len(waves) > known else ():
-                shares = self._narrowed(waves, tail)
+                shares = self._with_slices(self._narrowed(waves, tail))
                 buckets = [bucket_times([priced[n] for n in share], itemsize, machine) for share in shares]
                 two = heapq.nsmallest(2, (option.ns for option in found))
                 if len(two) == 2 and least_ns(buckets) * 100 > max(two[0] * _NO_DEARER, two[1] * 100):
                     continue  # it is neither chosen nor the next
                 taken = itemsize * max(taken_by([priced[n] for n in share]) for share in shares)
                 for step in (1, -1)[: len(shares)]:  # those with least first, or last
-                    found.setdefault(Option(taken, len(shares), step_ns(buckets[::step])), shares[::step])
+                    found.setdefault(Option(taken, len(shares), step_ns(buckets[::step], busiest)), shares[::step])
             known = len(waves)
         limit = min(option.ns for option in found) * _NO_DEARER
         best = min(option for option in found if option.ns * 100 <= limit)
@@ -644,6 +818,17 @@ class _Cutter:
             found += [share for share in shares if share]
         return found
 
+    def _with_slices(self, shares: list[list[int]]) -> list[list[int]]:
+        """The shares, with all slices of a matrix in the first that has one of them."""
+        slices = {n: self._items[n][:2] for share in shares for n in share if self._items[n].parts > 1}
+        if len(shares) == 1 or not slices:
+            return shares
+        first, found = dict[tuple[int, int], int](), [list[int]() for _ in shares]
+        for at, share in enumerate(shares):
+            for n in share:
+                found[first.setdefault(slices[n], at) if n in slices else at].append(n)
+        return [share for share in found if share]
+
     def _shares(self, sizes: Mapping[int, int], most: int, least: int) -> list[list[int]]:
         items = self._items
         lines: dict[Ranks, list[int]] = {}
@@ -660,19 +845,23 @@ class _Cutter:
         if len(item.owners) > 1:
             spread = spread._replace(replicas=1, near=1)
         owner = item.owners[0]
-        return Priced(owner, layout.replica_of[owner], item.rows * item.cols, self._products(item), spread)
+        return Priced(owner, layout.replica_of[owner], item.numel, self._products(item), spread)
 
     def _products(self, item: Item) -> BatchPrice:
-        key = item.short, "float64" if item.route == "gram" else item.how, item.cost
+        key, machine = (item.short, "float64" if item.route == "gram" else item.how, item.cost), self._policy.machine
+        slicing = self._specs[item.param].slicings[item.matrix] if item.parts > 1 else None
+        if slicing is not None:
+            sums = sums_ns(item.short, item.parts, slicing, machine)
+            return BatchPrice(1, products_of(*key, machine).ns + sums)
         if key not in self._known:
-            self._known[key] = products_of(*key, self._policy.machine)
+            self._known[key] = products_of(*key, machine)
         return self._known[key]
 
 
 def _size(item: Item, num_ranks: int) -> int:
     """Elements of a whole matrix; of the triangles that its owner is sent, where they are more."""
     triangles = num_ranks * item.short**2 // 2 if item.route == "gram" else 0
-    return max(item.rows * item.cols, triangles)
+    return max(item.numel, triangles)
 
 
 def _shares(

@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isqrt
 from typing import NamedTuple
 
 from shardmuon.layout.table import ParamLayout
 from shardmuon.plan import pipeline
 from shardmuon.plan.machines import SIDES, Machine
+from shardmuon.plan.slices import Slicing
 
 _FULL = 3 << 20  # elements of Gram matrices that run together, see `orthogonalize.slots`
 _LAUNCHES = 30  # of five steps
@@ -91,6 +92,12 @@ def products_of(short: int, how: str, flops: int, machine: Machine) -> BatchPric
 
 def _share(short: int, machine: Machine) -> int:
     return next((share for side, share in zip(SIDES, machine.shares, strict=True) if short <= side), machine.shares[-1])
+
+
+def sums_ns(short: int, parts: int, slicing: Slicing, machine: Machine) -> int:
+    """Nanoseconds in which the owners of a matrix's slices, ranks of one node, exchange what they add up."""
+    latency = (1 + slicing.sums) * (machine.inside + machine.peer * (parts - 1))
+    return latency + slicing.sums * slicing.itemsize * short**2 * (parts - 1) * 1000 // machine.link
 
 
 def bucket_times(
@@ -176,14 +183,14 @@ def least_ns(buckets: Sequence[tuple[pipeline.BucketTimes, Mapping[int, int]]]) 
     return int(max(own, sum((work.gather or 0) + (work.scatter or 0) + (work.relay or 0) for work in works)))
 
 
-def step_ns(buckets: Sequence[tuple[pipeline.BucketTimes, Mapping[int, int]]]) -> int:
-    """A step of these buckets, in their order, see [Note: the price of buckets]."""
+def step_ns(buckets: Sequence[tuple[pipeline.BucketTimes, Mapping[int, int]]], also: Iterable[int] = ()) -> int:
+    """A step of these buckets, in their order, see [Note: the price of buckets]; timed on some ranks more (`also`)."""
     ranks = [
         [
             work._replace(key=number, orthogonalize=computed.get(rank, 0))
             for number, (work, computed) in enumerate(buckets)
         ]
-        for rank in _slowest(buckets)
+        for rank in {**_slowest(buckets), **dict.fromkeys(also)}
     ]
     return int(max(course.end for course in pipeline.run(ranks, 0, [0] * len(ranks), 0.5)))
 

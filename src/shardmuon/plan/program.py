@@ -26,7 +26,7 @@ from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.copies import BufferPlace, Copy, joined
 from shardmuon.plan.gram import make_gram_program
 from shardmuon.plan.plan import Bucket, Item, Plan, by_rank
-from shardmuon.plan.types import Batch, KeptLoad, Load, Program, Relay, Wire, aligned
+from shardmuon.plan.types import Batch, KeptLoad, Load, Mates, Program, Relay, Wire, aligned
 
 
 class _Part(NamedTuple):
@@ -86,13 +86,30 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
         gather,
         scatter,
         _relay(wire, ways, returned) if relays else None,
+        *_sums(plan, numbers, rank),
     )
 
 
-def batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
+def _sums(plan: Plan, numbers: Sequence[int], rank: int) -> tuple[int, tuple[Mates, ...]]:
+    """`Program.sums` and `Program.mates` of a bucket with these items."""
+    slices = sorted(n for n in numbers if plan.items[n].parts > 1)
+    most, found = 0, list[Mates]()
+    for number in slices:
+        item = plan.items[number]
+        slicing = plan.specs[item.param].slicings[item.matrix]
+        assert slicing is not None, "of a slice"
+        most = max(most, 1 + slicing.sums)
+        if rank in item.owners:
+            replica, first = item.owners.index(rank), number - item.part
+            owners = (plan.items[n].owners[replica] for n in range(first, first + item.parts))
+            found.append(Mates(number, tuple(owners)))
+    return most, tuple(found)
+
+
+def batch_key(plan: Plan, number: int) -> tuple[int, int, str, int, str, int]:
     """Sort key of a bucket's items, in batches and on wires."""
     item = plan.items[number]
-    return item.rows, item.cols, item.how, plan.specs[item.param].batch, number
+    return *item.shape, item.how, item.parts, plan.specs[item.param].batch, number
 
 
 def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batch], dict[Item, int]]:
@@ -111,8 +128,7 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batc
 
 def _route(plan: Plan, item: Item, rank: int, ways: _Ways) -> bool:
     """Note what a rank sends and gets of a matrix. Returns True if its bucket needs the relay."""
-    layout = plan.specs[item.param].layout
-    tiles = layout.tiles[item.matrix]
+    layout, tiles = plan.specs[item.param].layout, plan.tiles_of(item)
     mine = _in_order(tiles.get(rank, ()))
     if item.route == "local":
         ways.own += [_Part(item, tile) for tile in mine]
@@ -204,8 +220,10 @@ class _Wired:
 
     def in_batch(self, part: _Part) -> BufferPlace:
         """Place of a tile of an owned matrix among the batches."""
-        offset, strides = part.tile.in_matrix(self._plan.specs[part.item.param].layout.view)
-        return BufferPlace(self._slots[part.item] + offset, strides)
+        box = part.item.box(self._plan.specs[part.item.param])
+        steps = zip(part.tile.start, box.start, box.strides, strict=True)
+        offset = sum((at - first) * stride for at, first, stride in steps)
+        return BufferPlace(self._slots[part.item] + offset, box.strides)
 
     def copies(self, parts: Parts) -> tuple[Copy, ...]:
         """Copies of packed tiles from the wire to the batches."""

@@ -94,6 +94,18 @@ class Relay(NamedTuple):
     heard: tuple[KeptLoad, ...] = ()
 
 
+class Mates(NamedTuple):
+    """The owners of the slices of a matrix of which this rank owns one.
+
+    Attributes:
+        item: Number of the plan's item that is owned here.
+        ranks: Owner of each slice.
+    """
+
+    item: int
+    ranks: Ints
+
+
 @dataclass(frozen=True)
 class Program:
     """One bucket on one rank.
@@ -107,6 +119,8 @@ class Program:
         idle: Tiles whose results the relay brings, on its received buffer.
         gather, scatter: Sides changed over; the same object if no stage keeps anything of the matrices here.
         relay: None if nobody in the bucket needs one.
+        sums: Exchanges between gather and scatter, in which owners of slices add up what they made.
+        mates: Of each slice that is owned here, in one order on all ranks.
     """
 
     bucket: Bucket
@@ -120,6 +134,8 @@ class Program:
     gather: Wire
     scatter: Wire
     relay: Relay | None
+    sums: int
+    mates: tuple[Mates, ...]
 
     @property
     def num_owned(self) -> int:

@@ -27,12 +27,13 @@ from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
 from shardmuon.momentum.stores import BLOCK, GAMMA, mix_
 from shardmuon.options import Exchange, MuonConfig, Orthogonalizer
 from shardmuon.orthogonalize import default_dtype
-from shardmuon.orthogonalize.choice import Choice, Chooser, Task, factor_flops, is_narrow, work
+from shardmuon.orthogonalize.choice import Choice, Chooser, Task, can_slice, factor_flops, is_narrow, slice_costs, work
 from shardmuon.orthogonalize.gram import schedule_fault
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
 from shardmuon.plan.machines import machine_of
 from shardmuon.plan.plan import Bucket, Gram, Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import make_program
+from shardmuon.plan.slices import Slicing
 from shardmuon.step.bucket import Bound, Buckets
 from shardmuon.step.options import Group, GroupOptions, rates_text
 from shardmuon.step.stages import WeightSet, weight_sets
@@ -295,11 +296,12 @@ def bound(
         specs.append(spec)
         if keeper.dtype == "int8":
             check_blocks(one.name, layout)
+            specs[-1] = specs[-1]._replace(slicings=())  # a slice may cut such a block
     machine = config.exchange.machine or machine_of(table.stamps.values())
     route = config.exchange.route
     if route == "auto" and len(set(table.stamps.values())) > 1:
         route = "owner"  # replicas on unlike machines would drift apart
-    policy = Policy(route, config.exchange.bucket_bytes, machine)
+    policy = Policy(route, config.exchange.bucket_bytes, machine, config.orthogonalizer.split_k)
     plan = make_plan(specs, policy)
     plan = replace(plan, notes=(*rates_text(plan, [options[member.group].settings for member in members]), *notes))
     of_each = [_spec_stages(options[member.group]) for member in members]
@@ -383,6 +385,8 @@ def make_spec(
     choices = {shape: chooser.choice(task) for shape, task in tasks.items()}
     sizes = {s: 2 if wire.narrows and is_narrow(choice) else wire.itemsize for s, choice in choices.items()}
     costs = {shape: work(choice, *tasks[shape]) for shape, choice in choices.items()}
+    sliced = {s: not stages and can_slice(choice, tasks[s]) for s, choice in choices.items()}
+    slicings = {s: Slicing(*slice_costs(choices[s], tasks[s])) if can else None for s, can in sliced.items()}
     grams = {shape: _gram(choice, tasks[shape], sizes[shape], stages) for shape, choice in choices.items()}
     return Spec(
         name,
@@ -395,6 +399,7 @@ def make_spec(
         tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(stages)),
         tuple(grams[shape] for shape in shapes),
         tuple(choices[shape].reason for shape in shapes),
+        tuple(slicings[shape] for shape in shapes) if any(slicings.values()) else (),
     )
 
 

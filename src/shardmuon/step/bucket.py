@@ -1,8 +1,9 @@
 """The buckets of a step on one rank, from momentum to weights: while one is orthogonalized, the next one travels.
 
-`run_buckets` takes them in turns; `run_owners` is one bucket from its first line to its last: gather, orthogonalize,
-scatter, relay; `run_gram` is one of the Gram route, whose tensors are fp32 (fp64 where wires are), whatever
-the products of others. Exchanges are handed in, so real ranks and simulated ones run the same lines.
+`run_buckets` takes them in turns; `run_owners` is one bucket from its first line to its last: gather, orthogonalize
+(with sums in between, where slices of a matrix have several owners), scatter, relay; `run_gram` is one of the Gram
+route, whose tensors are fp32 (fp64 where wires are), whatever the products of others. Exchanges are handed in, so real
+ranks and simulated ones run the same lines.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ from shardmuon._torch import foreach_norm, ieee_products
 from shardmuon.comm.groups import Pending, Traffic, group_for, start
 from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import BACKENDS, Products, default_dtype, factor_of, normalize_into, orthogonalize
+from shardmuon.orthogonalize import (
+    BACKENDS,
+    Products,
+    Sums,
+    default_dtype,
+    exact_products,
+    factor_of,
+    normalize_into,
+    orthogonalize,
+    sliced,
+)
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.gram import FiniteWatch, pack_symmetric, unpack_symmetric
 from shardmuon.orthogonalize.graphs import GraphCache
@@ -28,6 +39,7 @@ from shardmuon.plan.gram import GramProgram, Message
 from shardmuon.plan.pipeline import Turn, turns
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Program, Relay
+from shardmuon.plan.types import Batch, aligned
 from shardmuon.step.stages import BatchStages, KeptSide, Result, finish, sides_of_batches
 from shardmuon.step.update import Results, Side, Work, apply_results, update_momentum
 
@@ -142,7 +154,8 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
                 runs[i] = (run_gram if is_gram else run_owners)(bound, work, kernel, exchange)
                 traffic.orthogonalized += bound.num_owned
                 traffic.reductions += is_gram
-            next(runs[i], None)  # its last turn ends it
+            for _ in range(1 + bounds[i].program.sums if turn == "compute" else 1):
+                next(runs[i], None)  # its last turn ends it
 
 
 # ------------------------------------------------------------------------------------------- matrices with an owner
@@ -167,6 +180,8 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     yield
     if gathers:
         _copy(gather.copies, pending.pop().wait(), batches)
+    if program.sums:
+        yield from _orthogonalize_slices(bound, work, kernel, batches, exchange)
     _orthogonalize(bound, work, kernel, batches)
     if gathers:
         pending.append(exchange(_results(bound, work, batches), scatter.owner_splits, scatter.holder_splits))
@@ -203,10 +218,9 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
     waiting: list[Result] = []
     for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         item = bound.plan.items[batch.items[0]]
-        settings, x = (
-            work.settings[item.param],
-            batches.as_strided(batch.shape, (batch.stride, item.cols, 1), batch.start),
-        )
+        if item.parts > 1:
+            continue
+        settings, x = work.settings[item.param], _matrices(batch, batches)
         stages: BatchStages | None = None
         fed, unit, overwrite = x, False, True
         if settings.stages:
@@ -223,6 +237,7 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
             dtype=choice.dtype,
             kernel=choice.kernel,
             alone=choice.alone,
+            split_k=choice.split_k,
             watch=kernel.watch,
             graphs=kernel.graphs,
             overwrite=overwrite,
@@ -238,6 +253,76 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
         del fed, out  # may be wider than the wire, and the next batch needs room
     if waiting:
         finish(waiting)
+
+
+def _matrices(batch: Batch, batches: Tensor) -> Tensor:  # (B, rows, cols)
+    return batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
+
+
+def _orthogonalize_slices(
+    bound: Bound, work: Work, kernel: Kernel, batches: Tensor, exchange: Exchange
+) -> Iterator[None]:
+    """Put results in the place of the slices owned here. All ranks of the bucket exchange as often, also those without
+    a slice. See `orthogonalize`, [Note: slices of the long side]."""
+    program, device = bound.program, batches.device
+    slots = {
+        number: (x, choice)
+        for batch, choice in zip(program.batches, bound.choices, strict=True)
+        for number, x in zip(batch.items, _matrices(batch, batches).unbind(0), strict=True)
+    }
+    runs: dict[int, Sums] = {}
+    said: dict[int, Tensor] = {}  # item -> what its owner has to tell
+    for mates in program.mates:
+        item, (x, choice) = bound.plan.items[mates.item], slots[mates.item]
+        runs[mates.item] = sliced(
+            [x],
+            (item.rows, item.cols),
+            work.settings[item.param].coefficients,
+            method=choice.method,
+            dtype=choice.dtype,
+            kernel=choice.kernel,
+            watch=kernel.watch,
+        )
+        with exact_products(device):
+            (said[mates.item],) = next(runs[mates.item])
+    for _ in range(program.sums):
+        places, splits = _on_wire(bound, said)
+        send = torch.empty(sum(splits), dtype=torch.uint8, device=bound.device)
+        for value, first in places.values():
+            _bytes(send, value, first).copy_(value)
+        pending = [exchange(send, splits, splits)]
+        del send
+        yield
+        came = pending.pop().wait()
+        for mates in program.mates:
+            if mates.item in said:
+                mine, rank = said[mates.item], bound.program.rank
+                parts = [mine if r == rank else _bytes(came, *places[mates.item, r]).to(device) for r in mates.ranks]
+                with exact_products(device):
+                    try:
+                        (said[mates.item],) = runs[mates.item].send(parts)
+                    except StopIteration as end:
+                        slots[mates.item][0].copy_(*end.value)
+                        del said[mates.item]
+
+
+def _on_wire(bound: Bound, said: Mapping[int, Tensor]) -> tuple[dict[tuple[int, int], tuple[Tensor, int]], Ints]:
+    """What goes to the owner of another slice, and comes from it: (item, rank) -> a tensor of this form, and its first
+    byte on the wire; and the bytes for each rank."""
+    places, splits, at = dict[tuple[int, int], tuple[Tensor, int]](), list[int](), 0
+    for rank in bound.program.bucket.ranks:
+        first = at
+        for mates in bound.program.mates:
+            if mates.item in said and rank in mates.ranks and rank != bound.program.rank:
+                places[mates.item, rank] = said[mates.item], at
+                at += aligned(said[mates.item].nbytes, 1)
+        splits.append(at - first)
+    return places, tuple(splits)
+
+
+def _bytes(buffer: Tensor, like: Tensor, first: int) -> Tensor:
+    """A tensor of this form in a buffer of bytes."""
+    return buffer.narrow(0, first, like.nbytes).view(like.dtype).view(like.shape)
 
 
 def _results(bound: Bound, work: Work, batches: Tensor) -> Tensor:  # 1-D: what the scatter sends
