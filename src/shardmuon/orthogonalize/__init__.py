@@ -500,7 +500,7 @@ Sums = Generator[list[Tensor], Sequence[Tensor], list[Tensor]]
 
 
 class Summing:
-    """What computes some slices, from sum to sum.
+    """Computation of some slices of a matrix, from sum to sum.
 
     Args:
         run: It has not begun.

@@ -450,8 +450,8 @@ _ABOVE_MEAN = 110  # percent of the mean load of its ranks that a matrix must ta
 
 
 def _parted(specs: Sequence[Spec], drafts: Mapping[int, Item], ranks: Ranks, policy: Policy) -> list[dict[int, Item]]:
-    """These matrices with slices in place of those that may bound the step: of all, and of the costliest alone. Empty
-    if there are none."""
+    """Drafts with slices in place of the matrices that may bound the step: of all of these, and of the costliest alone.
+    Empty if there are none."""
     parts, per_node = policy.split_k, policy.machine.per_node
     total = sum(draft.cost for draft in drafts.values())
     slices, fits = dict[int, dict[int, Item]](), dict[Ranks, bool]()

@@ -305,8 +305,8 @@ def _orthogonalize_slices(
 
 
 def _on_wire(bound: Bound, said: Mapping[int, Tensor]) -> tuple[dict[tuple[int, int], tuple[Tensor, int]], Ints]:
-    """What goes to the owner of another slice, and comes from it: (item, rank) -> a tensor of this form, and its first
-    byte on the wire; and the bytes for each rank."""
+    """Place of each tensor that goes to the owner of another slice, and of the one that comes: (item, rank) -> a tensor
+    of this form, and its first byte on the wire; and the bytes for each rank."""
     places, splits, at = dict[tuple[int, int], tuple[Tensor, int]](), list[int](), 0
     for rank in bound.program.bucket.ranks:
         first = at
