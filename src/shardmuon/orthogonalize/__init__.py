@@ -725,13 +725,7 @@ def orthogonalize(
             )
             out = x if overwrite else empty_batch(x.shape, dtype or default_dtype(method, device), device)
             for matrix, place in zip(x.unbind(0), out.unbind(0), strict=True):
-                dim = int(x.shape[-2] <= x.shape[-1])
-                parts, places = (each.split(each.shape[dim] // split_k, dim) for each in (matrix, place))
-                own = [_copied(part, part.dtype) for part in parts]
-                run_of_all = Summing(start(own))
-                while run_of_all.said is not None:
-                    run_of_all.hear(run_of_all.said)
-                foreach_copy_(places, run_of_all.results)
+                _by_slices(matrix, place, split_k, start)
             return out
         if backend.alone is not None:
             return torch.stack([backend.alone(matrix, coefficients, eps) for matrix in x])
@@ -755,6 +749,21 @@ def orthogonalize(
         if watched and watch is not None:
             out = watch.keep_finite(out, x, f"method={method!r} on {x.shape[-2]}x{x.shape[-1]}")
     return out
+
+
+def _by_slices(
+    matrix: Tensor,  # (m, n)
+    place: Tensor,  # (m, n), takes the result; may be `matrix`
+    split_k: int,
+    start: Callable[[list[Tensor]], Sums],
+) -> None:
+    """Orthogonalize a matrix of which this rank has all slices."""
+    dim = int(matrix.shape[0] <= matrix.shape[1])
+    parts, places = (each.split(each.shape[dim] // split_k, dim) for each in (matrix, place))
+    run = Summing(start([_copied(part, part.dtype) for part in parts]))
+    while run.said is not None:
+        run.hear(run.said)
+    foreach_copy_(places, run.results)
 
 
 def _operands(

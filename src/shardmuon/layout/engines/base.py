@@ -125,8 +125,8 @@ class Engine:
         return [group.get("process_group"), group.get("tp_group")]
 
     def shape(self, param: Tensor) -> Ints:
-        """The global logical shape. `Muon(...)` asks for it without other ranks: what one alone may have wrong is checked
-        in `claim`, whose errors all ranks hear of."""
+        """The global logical shape. `Muon(...)` asks for it without other ranks: `claim` checks what one alone may have
+        wrong, as all ranks hear of its errors."""
         return tuple(param.shape)
 
     def signature(self, param: Tensor) -> object:
