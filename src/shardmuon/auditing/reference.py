@@ -261,7 +261,9 @@ def staged(o: Tensor, stages: Stages, kept: KeptNumbers) -> tuple[Tensor | None,
     factor, kept = None, dict(kept)
     for stage in stages:
         if isinstance(stage, AfterStage):
-            own, kept[stage.key] = FORMULAS[type(stage)](stage, o, kept[stage.key])
+            own, numbers = FORMULAS[type(stage)](stage, o, kept[stage.key] if stage.key else o.new_empty(0))
+            if stage.key:
+                kept[stage.key] = numbers
             factor = own if factor is None else factor * own
             o = o * own
     return factor, kept

@@ -7,8 +7,8 @@
     after     on the orthogonalized matrix, at its owner, before the learning-rate scale
     weights   on the weights, once they are updated: told the norm of each whole matrix, it says a factor for it
 
-    Stages before and after see whole matrices on every layout, for an owner has them whole. So they say nothing of
-    shards, need no exchange, and give the same bits however weights are sharded. Matrices with such stages never take
+    A stage before sees the whole matrix on every layout, and one after the norms of it or of its lines, for an owner
+    has it whole. So they say nothing of shards, need no exchange, and give the same bits however weights are sharded. Matrices with such stages never take
     the Gram route, on which no rank has them whole.
 
 [Note: what a stage keeps]
@@ -27,16 +27,18 @@
 
 [Note: to add one]
     1. A file here: a frozen dataclass that derives from `BeforeStage`, `AfterStage` or `WeightStage`. Its fields are
-       its options; its docstring has the formula, the source, and what differs from that.
+       its options; its docstring has the formula, the source, and what differs from that. An `AfterStage` multiplies
+       matrices, or lines along their longer side: another form of factor needs its kind of lines in norms.py first.
     2. A row in `VARIANTS` (variants/__init__.py): the name that users write, and a function from a group's options to
        the stages. A variant may have several (scale the update at the owner, then the weights).
     3. An option that it reads: a row in `VARIANT_OPTIONS` there, with its default, which all variants share, and its
-       check; an argument of `Muon`, and a row of docs/options.md.
+       check; an argument of `Muon` (signature, defaults, docstring), a row of docs/options.md and one of `OPTIONS` in
+       tests/commands/test_plan_command.py.
     4. A row in the table of dense references (auditing/reference.py): the formula once more, in fp64, written anew.
        Without one the audit says which matrices it does not check.
-    5. Tests. `VARIANTS` brings it into test_stages.py and test_cuda_shape.py of tests/step. Its own: the formula,
-       zeros, `compare_with_dense`, a row in `test_a_matrix_has_the_same_bits_alone_and_among_others`, in `VARIANTS` of
-       tests/checkpoint/test_resume.py, and an audit (tests/planted.py).
+    5. Tests. `VARIANTS` brings it into test_stages.py and test_cuda_shape.py of tests/step, which need options at which
+       it acts. Its own: the formula, zeros, a row in `test_a_matrix_has_the_same_bits_alone_and_among_others`, faults in
+       tests/planted.py, and where tests name another one (`grep -rn normuon tests`: launches, resumed state, layouts).
     No step, plan, checkpoint or `shardmuon verify` names a variant: they read what a stage declares.
 """
 
