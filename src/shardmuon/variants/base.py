@@ -8,8 +8,8 @@
     weights   on the weights, once they are updated: told the norm of each whole matrix, it says a factor for it
 
     A stage before sees the whole matrix on every layout, and one after the norms of it or of its lines, for an owner
-    has it whole. So they say nothing of shards, need no exchange, and give the same bits however weights are sharded. Matrices with such stages never take
-    the Gram route, on which no rank has them whole.
+    has it whole. So they say nothing of shards, need no exchange, and give the same bits however weights are sharded.
+    Matrices with such stages never take the Gram route, on which no rank has them whole.
 
 [Note: what a stage keeps]
     A stage may keep numbers of each matrix from step to step (`num_kept`), fp32. They are state under the stage's
@@ -36,9 +36,10 @@
        tests/commands/test_plan_command.py.
     4. A row in the table of dense references (auditing/reference.py): the formula once more, in fp64, written anew.
        Without one the audit says which matrices it does not check.
-    5. Tests. `VARIANTS` brings it into test_stages.py and test_cuda_shape.py of tests/step, which need options at which
-       it acts. Its own: the formula, zeros, a row in `test_a_matrix_has_the_same_bits_alone_and_among_others`, faults in
-       tests/planted.py, and where tests name another one (`grep -rn normuon tests`: launches, resumed state, layouts).
+    5. Tests. `VARIANTS` brings it into test_stages.py and test_cuda_shape.py of tests/step, which need options at
+       which it acts. Its own: the formula, zeros, a row in `test_a_matrix_has_the_same_bits_alone_and_among_others`,
+       faults in tests/planted.py, and where tests name another one (`grep -rn normuon tests`: launches, resumed
+       state, layouts).
     No step, plan, checkpoint or `shardmuon verify` names a variant: they read what a stage declares.
 """
 
