@@ -37,44 +37,7 @@ FOLDERS = ("layout", "plan", "step", "momentum", "comm", "gradients")
 FIRST = ("golden/test_golden",)
 # files and folders that are not run: minutes each or environments of their own, and what they see others see too
 SLOW = ("test_gpu", "frameworks/test_demo", "site", "stack", "zoo")
-OF_FOLDER = {
-    "layout": (
-        "layout/test_tiles",
-        "layout/test_bind",
-        "layout/test_dtensor",
-        "layout/test_flat",
-        "layout/test_tensor_parallel",
-        "step/test_turned",
-        "step/test_equality",
-        "frameworks/test_fsdp1",
-    ),
-    "plan": (
-        "plan/test_programs",
-        "plan/test_counts",
-        "plan/test_plan",
-        "plan/test_clock",
-        "step/test_bucket_runs",
-        "step/test_equality",
-    ),
-    "step": (
-        "step/test_turns",
-        "step/test_bucket_runs",
-        "step/test_gram_runs",
-        "step/test_stages",
-        "step/test_all_or_nothing",
-        "step/test_odd_but_right",
-        "step/test_passes",
-        "step/test_lean",
-        "step/test_adamw",
-        "variants/test_norm_control",
-        "variants/test_variants_layouts",
-        "step/test_cuda_shape",
-        "step/test_equality",
-    ),
-    "momentum": ("step/test_stores", "momentum/test_momentum", "step/test_memory", "step/test_equality"),
-    "comm": ("comm/test_vote", "comm/test_process_groups", "step/test_all_or_nothing", "step/test_broken_off"),
-    "gradients": ("gradients/test_clip",),
-}
+ANYWHERE = ("step/test_equality", "step/test_all_or_nothing")  # beside the tests of its own folder
 MOST_NAMING = 5  # test files that are run because they name something
 TIMEOUT = 1800  # seconds for all tests of one mutant
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -254,7 +217,8 @@ def tests_for(mutant: Mutant) -> list[str]:
     texts = {name: path.read_text() for name, path in files.items() if not {name, name.partition("/")[0]} & {*SLOW}}
     scores = {name: (count(changed, text), count({module, *defined}, text)) for name, text in texts.items()}
     naming = sorted((name for name, score in scores.items() if any(score)), key=lambda name: scores[name], reverse=True)
-    chosen = [*FIRST, *naming[:MOST_NAMING], *OF_FOLDER[folder]]
+    own = [name for name in files if name.startswith(f"{folder}/") and name not in naming]
+    chosen = [*FIRST, *naming[:MOST_NAMING], *own, *ANYWHERE]
     if gone := [name for name in chosen if name not in files]:  # pytest would fail, and the mutant seem killed
         raise SystemExit(f"mutants.py names tests that are not there: {', '.join(gone)}")
     return list(dict.fromkeys(chosen))

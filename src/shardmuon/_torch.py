@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial, wraps
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
@@ -84,30 +84,31 @@ def mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
 
 
 @contextmanager
-def ieee_products(device: torch.device) -> Iterator[None]:
-    """Matrix products with the same bits whatever the process has set: no TF32, no bf16 passes, sums in fp32.
+def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
+    """Matrix products with the same bits whatever the process has set: no TF32, no bf16 passes, sums in fp32, and no
+    autocast, which would change their dtype.
 
-    The flags are global; they are put back at the end.
+    The flags are global; they are put back at the end. With `flags` False they stay as they are.
     """
-    holders: list[tuple[Any, str, Any]]
-    if device.type == "cuda":
-        flags = torch.backends.cuda.matmul
+    holders: list[tuple[Any, str, Any]] = []
+    if flags and device.type == "cuda":
+        matmul = torch.backends.cuda.matmul
         holders = [
-            (flags, "fp32_precision", "ieee"),
-            (flags, "allow_fp16_reduced_precision_reduction", False),
-            (flags, "allow_bf16_reduced_precision_reduction", False),
-            (flags, "allow_fp16_accumulation", False),
+            (matmul, "fp32_precision", "ieee"),
+            (matmul, "allow_fp16_reduced_precision_reduction", False),
+            (matmul, "allow_bf16_reduced_precision_reduction", False),
+            (matmul, "allow_fp16_accumulation", False),
         ]
-    elif device.type == "cpu":
+    elif flags and device.type == "cpu":
         mkldnn: Any = torch.backends.mkldnn
         holders = [(mkldnn.matmul, "fp32_precision", "ieee")]
-    else:
-        holders = []
     before = [(where, name, getattr(where, name)) for where, name, _ in holders]
+    autocast = torch.is_autocast_enabled(device.type)
     try:
         for where, name, value in holders:
             setattr(where, name, value)
-        yield
+        with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
+            yield
     finally:
         for where, name, value in before:
             setattr(where, name, value)

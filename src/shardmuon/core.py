@@ -27,7 +27,7 @@ from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, 
 from shardmuon.first_step import FirstStep
 from shardmuon.host import Host, Hosts, Progress
 from shardmuon.layout.bind import Call, Listed, Table, World, agree, renewed
-from shardmuon.layout.engines.base import MISPLACED, NONE
+from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize.gram import FiniteWatch
@@ -330,10 +330,14 @@ class StepCall(Call[Binding]):
 
     # -------------------------------------------------------------------------------------------------- a new plan
 
-    def waiting(self) -> list[tuple[Tensor, Group]]:
+    def waiting(self) -> list[tuple[str, Tensor, Group]]:
         # ranks that share AdamW's DTensors hear of each other's faults, too
-        groups = self._core.param_groups
-        return [(p, group) for group in groups for p in group["params"] if group.get("use_muon") or is_dtensor(p)]
+        return [
+            (name_of(group, index, position), p, group)
+            for index, group in enumerate(self._core.param_groups)
+            for position, p in enumerate(group["params"])
+            if group.get("use_muon") or is_dtensor(p)
+        ]
 
     def listed(self) -> list[Listed]:
         core = self._core

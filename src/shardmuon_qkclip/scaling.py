@@ -340,8 +340,8 @@ class Scaler(Call[_Bound]):
         self._found = self.find()
         return [self._one_listed(target) for target in self._found.targets]
 
-    def waiting(self) -> list[tuple[Tensor, Group]]:
-        return [(weight.stored, weight.group) for weight in _weights_of(self._optimizer)]
+    def waiting(self) -> list[tuple[str, Tensor, Group]]:
+        return [(weight.name, weight.stored, weight.group) for weight in _weights_of(self._optimizer)]
 
     def made(self, table: Table) -> tuple[_Bound, _Told]:
         bound, told = _Bound(table, self._found, self.beyond), _Told()

@@ -254,3 +254,12 @@ def test_a_fault_is_signed_once_by_its_rank(world2: RankPool) -> None:
     everyone = world2.run(_signatures)
     assert everyone[0] == everyone[1]
     assert all(text.startswith("rank 1: ") and text.count("rank 1: ") == 1 for text in everyone[0])
+
+
+def test_a_parameter_whose_sharers_cannot_be_told_is_named() -> None:
+    optimizer = Muon([("up", torch.nn.Parameter(torch.ones(3, 4)))], lr=0.1)
+    with (
+        mock.patch.object(type(engine_of(torch.ones(1))), "ties", side_effect=ValueError("its group is gone")),
+        pytest.raises(ValueError, match="up: its group is gone"),
+    ):
+        optimizer.prepare()

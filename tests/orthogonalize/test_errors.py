@@ -22,9 +22,10 @@ from shardmuon.testing.tolerances import (
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
-# (schedule, steps) -> for each of SPECTRA the relative Frobenius error to the polar factor in exact arithmetic, rounded
-# up: what the polynomial leaves. Those of Gaussian, log-spaced and power-law values are known for these schedules, but
-# for the square Gaussian, which hangs on the seed. Rounding adds to them what the bounds of the dtypes say.
+# (schedule, steps) -> for each of SPECTRA the relative Frobenius error to the polar factor in exact arithmetic,
+# rounded up: what the polynomial leaves, that is `spectra.exact_steps` against `polar_factor`. Those of Gaussian,
+# log-spaced and power-law values are known for these schedules, but for the square Gaussian, which depends on the
+# seed. Rounding adds to them what the bounds of the dtypes say.
 EXACT: dict[tuple[str, int], tuple[float, ...]] = {
     ("keller", 5): (0.155, 0.204, 0.401, 0.184, 0.247),
     ("quintic", 5): (0.0168, 0.08, 0.371, 0.085, 0.0154),

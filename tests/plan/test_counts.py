@@ -54,8 +54,8 @@ def check(plan: Plan) -> None:
             assert sorted(m[:3] for m in one.matrices for _ in range(m.num)) == sorted(owned)
             if bucket.exchange:
                 gather, scatter, relay = program.gather, program.scatter, program.relay
-                splits = [gather.holder_splits, scatter.owner_splits, relay.send_splits if relay else ()]
-                splits += [gather.owner_splits, scatter.holder_splits, relay.recv_splits if relay else ()]
+                splits = [gather.holder_splits, scatter.owner_splits, relay.send_splits if relay else (), ()]
+                splits += [gather.owner_splits, scatter.holder_splits, relay.recv_splits if relay else (), ()]
                 assert one.sides == tuple(_side(program, side) for side in splits)
                 assert one.exchanges == 2 * bucket.gathers + (relay is not None)
                 assert one.batches == program.batch_numel * bucket.itemsize

@@ -180,8 +180,7 @@ class _Job:
         self.layout, self.dtypes, self.vectors_only = layout, dtypes or {}, vectors_only
         self.params = {n: nn.Parameter(t) for n, t in _build(layout, self._draw(0)).items()}
         self.whole = {n: nn.Parameter(t) for n, t in self._draw(0).items()}
-        group = dist.group.WORLD if LAYOUTS[layout].process_group else None
-        self.optimizer = self._make(self.params, process_group=group)
+        self.optimizer = self._make(self.params, **LAYOUTS[layout].options(dist.get_world_size()))
         self.dense = self._make(self.whole)
 
     def _draw(self, seed: int) -> dict[str, Tensor]:

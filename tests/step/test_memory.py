@@ -40,15 +40,15 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
     method: Any = options.get("method", "standard")
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     params = {name: nn.Parameter(t) for name, t in LAYOUTS[layout].build(full, mesh).items()}
-    group = dist.group.WORLD if LAYOUTS[layout].process_group else None
     # sizes below are of fp32 products and of a wire of 4 bytes
     asked: dict[str, Any] = {
         "exchange": Exchange(bucket_bytes=bucket_bytes),
         "ns_steps": 1,
         "orthogonalizer": Orthogonalizer(method, FP32),
         "storage": options.get("storage", Storage()),
+        **LAYOUTS[layout].options(dist.get_world_size()),
     }
-    optimizer = Muon(groups_of(params, cases), lr=1e-3, process_group=group, **asked)
+    optimizer = Muon(groups_of(params, cases), lr=1e-3, **asked)
     for name, grad in LAYOUTS[layout].build(full, mesh).items():
         params[name].grad = grad
     del full

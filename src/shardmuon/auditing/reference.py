@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardmuon._torch import ieee_products
+from shardmuon._torch import exact_products
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.stores import Stream, round_patch
 from shardmuon.orthogonalize import BACKENDS, KernelName, Products, factor_of, normalize, orthogonalize
@@ -138,7 +138,7 @@ def _by_gram(x: Tensor, s: Settings) -> Tensor:
     """[Note: the Gram route] with one shard."""
     turn = x.shape[-2] > x.shape[-1]
     y = normalize(x.mT if turn else x)
-    with ieee_products(x.device):
+    with exact_products(x.device):
         gram = Products(y.shape, y.device, y.dtype).gram_fp32(y)
         factor = factor_of(gram.double(), s.coefficients, Products(gram.shape, gram.device, torch.float64)).to(x.dtype)
         out = (factor.triu() + factor.triu(1).mT) @ y

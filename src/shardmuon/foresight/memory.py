@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardmuon.foresight.types import BucketCount
-from shardmuon.orthogonalize import batch_size, empty_batch, orthogonalize, sliced
+from shardmuon.orthogonalize import Summing, batch_size, empty_batch, orthogonalize, sliced
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.orthogonalize.schedules import Triples
@@ -105,14 +104,14 @@ def slice_space(
         own = (rows // parts, cols) if rows > cols else (rows, cols // parts)
         x = empty_batch(own, wire, torch.device(device))
         with LiveBytes() as live:
-            run = sliced([x], shape, coefficients, method=choice.method, dtype=choice.dtype, watch=FiniteWatch())
-            with suppress(StopIteration):
-                said = next(run)
-                while True:
-                    sent, came = (said[0].new_empty((parts - 1) * said[0].numel()) for _ in range(2))
-                    del sent
-                    said = run.send([*said, *(part.view(said[0].shape) for part in came.chunk(parts - 1))])
-                    del came
+            made = sliced([x], shape, coefficients, method=choice.method, dtype=choice.dtype, watch=FiniteWatch())
+            run = Summing(made)
+            while run.said is not None:
+                (mine,) = run.said
+                sent, came = (mine.new_empty((parts - 1) * mine.numel()) for _ in range(2))
+                del sent
+                run.hear([mine, *(part.view(mine.shape) for part in came.chunk(parts - 1))])
+                del came, mine
     return int(live.peak)
 
 

@@ -348,8 +348,8 @@ class Clipping(Call[_BoundGradients]):
     def listed(self) -> list[Listed]:
         return list(self.params)
 
-    def waiting(self) -> list[tuple[Tensor, Group]]:
-        return [(one.param, one.group) for one in self.params]
+    def waiting(self) -> list[tuple[str, Tensor, Group]]:
+        return [(one.name, one.param, one.group) for one in self.params]
 
     def made(self, table: Table) -> tuple[_BoundGradients, _Reach]:
         bound = _BoundGradients(table, self.beyond)

@@ -166,15 +166,18 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 _Sharers = Mapping[Ties, tuple[Ranks, ...]]  # who shares parameters with this rank -> the sets in which they talk
 
 
-def _sharers_of(params: Callable[[], Sequence[tuple[Tensor, Group]]], fault: Fault) -> _Sharers:
+def _sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault) -> _Sharers:
     """Sets of ranks that share these parameters, without parameters for which they cannot be told. Other ranks wait for
     this one in these sets, so whatever goes wrong is noted, and what an interrupt has cut off is asked again."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
-            for param, group in params():
+            for name, param, group in params():
                 with fault:
-                    ties = sharing(param, group).ties(param, group)
+                    try:
+                        ties = sharing(param, group).ties(param, group)
+                    except ValueError as wrong:
+                        raise ValueError(f"{name}: {wrong}") from wrong
                     found[ties] = ties.sets
         if fault.text is None:
             break
@@ -214,7 +217,7 @@ def bind(
     mine: list[_Described] = []
     table: Table | None = None
     if sharers is None:
-        sharers = _sharers_of(lambda: [(one.param, one.group) for one in listed], fault)
+        sharers = _sharers_of(lambda: [(one.name, one.param, one.group) for one in listed], fault)
     with fault:
         mine = describe(listed)
         sharers = {**sharers, **{one.ties: one.ties.sets for one in mine}}
@@ -481,8 +484,9 @@ class Call(ABC, Generic[_K]):
         """The parameters for a new table."""
 
     @abstractmethod
-    def waiting(self) -> list[tuple[Tensor, Group]]:
-        """All parameters whose sharers may wait for this rank, also if some of them cannot be listed."""
+    def waiting(self) -> list[tuple[str, Tensor, Group]]:
+        """Name, tensor and group of all parameters whose sharers may wait for this rank, also if some of them cannot be
+        listed."""
 
     @abstractmethod
     def made(self, table: Table) -> tuple[_K, Any]:

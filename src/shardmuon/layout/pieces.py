@@ -47,7 +47,7 @@ Piece = Box | FlatRange
 
 
 class Held(NamedTuple):
-    """A piece, and where a rank keeps it.
+    """A piece, and where a rank keeps it. Pieces are dense: rows dealt out one by one are a piece, and a copy, each.
 
     Attributes:
         piece: The piece.

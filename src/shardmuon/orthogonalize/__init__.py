@@ -50,8 +50,7 @@ To add a backend: a function of an `Iteration`'s or of an `Alone`'s signature, a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -62,9 +61,9 @@ from torch import Tensor
 from shardmuon._torch import (
     cpu_has_amx,
     cpu_has_bf16_matmul,
+    exact_products,
     foreach_copy_,
     foreach_norm,
-    ieee_products,
     mm_to_fp32,
 )
 from shardmuon.orthogonalize.gram import FiniteWatch, restarts_locally, segments
@@ -500,6 +499,29 @@ def _torch_muon(matrix: Tensor, coefficients: Triples, eps: float) -> Tensor:  #
 Sums = Generator[list[Tensor], Sequence[Tensor], list[Tensor]]
 
 
+class Summing:
+    """Computation of some slices of a matrix, from sum to sum.
+
+    Args:
+        run: It has not begun.
+
+    Attributes:
+        said: What it tells of each of its slices; None: it has ended.
+        results: Its slices, orthogonalized, when it has ended.
+    """
+
+    def __init__(self, run: Sums) -> None:
+        self._run, self.results = run, list[Tensor]()
+        self.said: list[Tensor] | None = next(run)
+
+    def hear(self, parts: Sequence[Tensor]) -> None:
+        """Go on with what was told of all slices, in their order."""
+        try:
+            self.said = self._run.send(parts)
+        except StopIteration as end:
+            self.said, self.results = None, end.value
+
+
 def sliced(
     own: Sequence[
         Tensor
@@ -648,29 +670,6 @@ def default_dtype(method: str, device: torch.device) -> torch.dtype:
     return torch.float16 if method == "gram" else torch.bfloat16
 
 
-@contextmanager
-def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
-    """Products with the same bits inside of autocast, which must not change their dtype, and whatever torch's global
-    flags are; with `flags` False, as those say."""
-    autocast = torch.is_autocast_enabled(device.type)
-    with (
-        torch.autocast(device.type, enabled=False) if autocast else nullcontext(),
-        ieee_products(device) if flags else nullcontext(),
-    ):
-        yield
-
-
-def _all_at_once(run: Sums) -> list[Tensor]:
-    """The results of who has all slices."""
-    said = next(run)
-    while True:
-        try:
-            said = run.send(said)
-        except StopIteration as end:
-            found: list[Tensor] = end.value
-            return found
-
-
 def orthogonalize(
     x: Tensor,  # (B, m, n), any float dtype, not written to unless `overwrite`
     coefficients: Triples,
@@ -726,10 +725,7 @@ def orthogonalize(
             )
             out = x if overwrite else empty_batch(x.shape, dtype or default_dtype(method, device), device)
             for matrix, place in zip(x.unbind(0), out.unbind(0), strict=True):
-                dim = int(x.shape[-2] <= x.shape[-1])
-                parts, places = (each.split(each.shape[dim] // split_k, dim) for each in (matrix, place))
-                own = [_copied(part, part.dtype) for part in parts]
-                foreach_copy_(places, _all_at_once(start(own)))
+                _by_slices(matrix, place, split_k, start)
             return out
         if backend.alone is not None:
             return torch.stack([backend.alone(matrix, coefficients, eps) for matrix in x])
@@ -753,6 +749,21 @@ def orthogonalize(
         if watched and watch is not None:
             out = watch.keep_finite(out, x, f"method={method!r} on {x.shape[-2]}x{x.shape[-1]}")
     return out
+
+
+def _by_slices(
+    matrix: Tensor,  # (m, n)
+    place: Tensor,  # (m, n), takes the result; may be `matrix`
+    split_k: int,
+    start: Callable[[list[Tensor]], Sums],
+) -> None:
+    """Orthogonalize a matrix of which this rank has all slices."""
+    dim = int(matrix.shape[0] <= matrix.shape[1])
+    parts, places = (each.split(each.shape[dim] // split_k, dim) for each in (matrix, place))
+    run = Summing(start([_copied(part, part.dtype) for part in parts]))
+    while run.said is not None:
+        run.hear(run.said)
+    foreach_copy_(places, run.results)
 
 
 def _operands(

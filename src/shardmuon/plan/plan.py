@@ -450,17 +450,21 @@ _ABOVE_MEAN = 110  # percent of the mean load of its ranks that a matrix must ta
 
 
 def _parted(specs: Sequence[Spec], drafts: Mapping[int, Item], ranks: Ranks, policy: Policy) -> list[dict[int, Item]]:
-    """These matrices with slices in place of those that may bound the step: of all, and of the costliest alone. Empty
-    if there are none."""
+    """Drafts with slices in place of the matrices that may bound the step: of all of these, and of the costliest alone.
+    Empty if there are none."""
     parts, per_node = policy.split_k, policy.machine.per_node
     total = sum(draft.cost for draft in drafts.values())
-    slices = dict[int, dict[int, Item]]()
+    slices, fits = dict[int, dict[int, Item]](), dict[Ranks, bool]()
     for number, draft in drafts.items() if parts > 1 else ():
         spec = specs[draft.param]
         slicing = spec.slicings[draft.matrix] if spec.slicings and draft.route == "owner" else None
         large = draft.cost * len(ranks) * 100 > total * _ABOVE_MEAN
         box = slice_of(spec.layout.view.matrices[draft.matrix], 0, parts) if slicing and large else None
-        if slicing is not None and box is not None and _nodes(draft.owners, per_node, parts):
+        if slicing is None or box is None:
+            continue
+        if draft.owners not in fits:
+            fits[draft.owners] = bool(_nodes(draft.owners, per_node, parts))
+        if fits[draft.owners]:
             cost = slicing.each + -(-(draft.cost - slicing.each) // parts)
             slices[number] = {number + p: draft._replace(cost=cost, part=p, parts=parts) for p in range(parts)}
     costs = [drafts[number].cost for number in slices]
@@ -600,10 +604,13 @@ def _each_for_itself(specs: Sequence[Spec], drafts: Mapping[int, Item], per_node
     replicas = max(work, key=lambda of: (work[of], of), default=())
     if len(replicas) < 2:
         return {}
-    first, able = set(replicas[0]), dict[int, Item]()
+    first, able, known = set(replicas[0]), dict[int, Item](), dict[tuple[Ranks, int], Ranks]()
     for number, item in drafts.items():
-        inside = tuple(rank for rank in item.owners if rank in first)
-        inside = inside if item.parts == 1 or _nodes(inside, per_node, item.parts) else ()
+        key = item.owners, item.parts
+        if key not in known:
+            mine = tuple(rank for rank in item.owners if rank in first)
+            known[key] = mine if item.parts == 1 or _nodes(mine, per_node, item.parts) else ()
+        inside = known[key]
         if inside and specs[item.param].layout.replicas == replicas:
             able[number] = item._replace(owners=inside)
     found = dict[int, Item]()

@@ -44,7 +44,7 @@ def slice_of(matrix: Matrix, part: int, parts: int) -> Matrix | None:
 
 
 def clipped(tiles: Iterable[Tile], box: Matrix) -> tuple[Tile, ...]:
-    """What of these tiles lies in a slice of their matrix."""
+    """The parts of these tiles that lie in a slice of their matrix."""
     found = []
     for tile in tiles:
         start = tuple(map(max, tile.start, box.start))

@@ -16,16 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_norm, ieee_products
+from shardmuon._torch import exact_products, foreach_norm
 from shardmuon.comm.groups import Pending, Traffic, group_for, start
 from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import (
     BACKENDS,
     Products,
-    Sums,
+    Summing,
     default_dtype,
-    exact_products,
     factor_of,
     normalize_into,
     orthogonalize,
@@ -270,11 +269,10 @@ def _orthogonalize_slices(
         for batch, choice in zip(program.batches, bound.choices, strict=True)
         for number, x in zip(batch.items, _matrices(batch, batches).unbind(0), strict=True)
     }
-    runs: dict[int, Sums] = {}
-    said: dict[int, Tensor] = {}  # item -> what its owner has to tell
+    runs: dict[int, Summing] = {}
     for mates in program.mates:
         item, (x, choice) = bound.plan.items[mates.item], slots[mates.item]
-        runs[mates.item] = sliced(
+        run = sliced(
             [x],
             (item.rows, item.cols),
             work.settings[item.param].coefficients,
@@ -284,8 +282,9 @@ def _orthogonalize_slices(
             watch=kernel.watch,
         )
         with exact_products(device):
-            (said[mates.item],) = next(runs[mates.item])
+            runs[mates.item] = Summing(run)
     for _ in range(program.sums):
+        said = {number: one.said[0] for number, one in runs.items() if one.said is not None}
         places, splits = _on_wire(bound, said)
         send = torch.empty(sum(splits), dtype=torch.uint8, device=bound.device)
         for value, first in places.values():
@@ -299,16 +298,15 @@ def _orthogonalize_slices(
                 mine, rank = said[mates.item], bound.program.rank
                 parts = [mine if r == rank else _bytes(came, *places[mates.item, r]).to(device) for r in mates.ranks]
                 with exact_products(device):
-                    try:
-                        (said[mates.item],) = runs[mates.item].send(parts)
-                    except StopIteration as end:
-                        slots[mates.item][0].copy_(*end.value)
-                        del said[mates.item]
+                    runs[mates.item].hear(parts)
+    for number, one in runs.items():
+        (found,) = one.results
+        slots[number][0].copy_(found)
 
 
 def _on_wire(bound: Bound, said: Mapping[int, Tensor]) -> tuple[dict[tuple[int, int], tuple[Tensor, int]], Ints]:
-    """What goes to the owner of another slice, and comes from it: (item, rank) -> a tensor of this form, and its first
-    byte on the wire; and the bytes for each rank."""
+    """Place of each tensor that goes to the owner of another slice, and of the one that comes: (item, rank) -> a tensor
+    of this form, and its first byte on the wire; and the bytes for each rank."""
     places, splits, at = dict[tuple[int, int], tuple[Tensor, int]](), list[int](), 0
     for rank in bound.program.bucket.ranks:
         first = at
@@ -405,7 +403,7 @@ def run_gram(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> It
     factors.update((message.item, _read(bound, came, message)) for message in program.factors_came)
     for item, x in views.items():
         factor = factors.pop(item)
-        with ieee_products(bound.device):
+        with exact_products(bound.device):
             x.copy_((factor.matrix * _ratio(norms[item], factor.norm)) @ x)
     results = [Results(side, shards) for side in (bound.own, bound.returned)]
     apply_results(bound.held, work, results, like_torch=bound.like_torch)
@@ -438,7 +436,7 @@ def _read(bound: Bound, came: Tensor, message: Message) -> _Scaled:
 def _iterated(bound: Bound, work: Work, wholes: Mapping[int, _Scaled]) -> Iterator[tuple[int, _Scaled]]:
     """The factors of matrices with these Gram matrices, of one shape, as the ranks that hold the matrices read them."""
     coefficients = work.settings[bound.plan.items[next(iter(wholes))].param].coefficients
-    with ieee_products(bound.device):
+    with exact_products(bound.device):
         stacked = torch.stack([whole.matrix for whole in wholes.values()])
         factors = factor_of(stacked, coefficients, Products(stacked.shape, bound.device, torch.float64))
     for (item, whole), factor in zip(wholes.items(), factors.to(bound.wire), strict=True):

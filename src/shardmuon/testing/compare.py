@@ -30,7 +30,7 @@ from shardmuon.variants import KEPT_KEYS
 
 _Whole = Mapping[str, Tensor]
 _Make = Callable[[_Whole, Mapping[str, Any]], Muon]
-_StepsOf = Callable[["_Job", _Whole, Sequence[_Whole]], "Iterator[_Stepped]"]
+_StepsOf = Callable[["_Job", _Whole, Sequence[_Whole]], "Iterator[_Step]"]
 
 _STANDARD = Orthogonalizer(method="standard")
 
@@ -96,7 +96,7 @@ def compare_with_torch(
     return job.compare(_torch_steps, remember, None)
 
 
-class _Stepped(NamedTuple):
+class _Step(NamedTuple):
     """Whole weights, momentum, and what stages keep, of a reference after a step."""
 
     weights: dict[str, Tensor]
@@ -104,7 +104,7 @@ class _Stepped(NamedTuple):
     kept: dict[str, dict[str, Tensor]]
 
 
-def _dense_steps(job: _Job, full: _Whole, grads: Sequence[_Whole]) -> Iterator[_Stepped]:
+def _dense_steps(job: _Job, full: _Whole, grads: Sequence[_Whole]) -> Iterator[_Step]:
     """shardmuon itself on plain tensors of one process."""
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
     optimizer = Muon(groups_of(params, job.cases), orthogonalizer=job.orthogonalizer, **job.options)
@@ -115,10 +115,10 @@ def _dense_steps(job: _Job, full: _Whole, grads: Sequence[_Whole]) -> Iterator[_
         states = {name: {key: t.clone() for key, t in optimizer.state[p].items()} for name, p in params.items()}
         weights = {name: p.detach().clone() for name, p in params.items()}
         kept = {name: {key: of[key] for key in KEPT_KEYS if key in of} for name, of in states.items()}
-        yield _Stepped(weights, {name: of["momentum_buffer"] for name, of in states.items()}, kept)
+        yield _Step(weights, {name: of["momentum_buffer"] for name, of in states.items()}, kept)
 
 
-def _torch_steps(job: _Job, full: _Whole, grads: Sequence[_Whole]) -> Iterator[_Stepped]:
+def _torch_steps(job: _Job, full: _Whole, grads: Sequence[_Whole]) -> Iterator[_Step]:
     """torch.optim.Muon on one 2-D parameter per logical matrix."""
     cut = {name: partial(cut_matrices, case.view) for name, case in job.cases.items()}
     matrices = {name: [nn.Parameter(m.clone()) for m in cut[name](t)] for name, t in full.items()}
@@ -138,7 +138,7 @@ def _torch_steps(job: _Job, full: _Whole, grads: Sequence[_Whole]) -> Iterator[_
         optimizer.step()
         weights = {name: joined(name, [p.detach() for p in of]) for name, of in matrices.items()}
         buffers = {n: joined(n, [optimizer.state[p]["momentum_buffer"] for p in of]) for n, of in matrices.items()}
-        yield _Stepped(weights, buffers, {})
+        yield _Step(weights, buffers, {})
 
 
 class _LayoutRun(Run):
@@ -181,7 +181,7 @@ class _LayoutRun(Run):
         )
 
 
-_REMEMBERED: dict[str, list[_Stepped]] = {}
+_REMEMBERED: dict[str, list[_Step]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class _Job:
         """Step both and look at weights after every step, at momentum after the last."""
         run, full, grads = self._started()
         key = self._key(steps_of) if remember else ""
-        reference, passed = iter(_REMEMBERED.get(key) or steps_of(self, full, grads)), list[_Stepped]()
+        reference, passed = iter(_REMEMBERED.get(key) or steps_of(self, full, grads)), list[_Step]()
         group = run.optimizer.param_groups[0]
         lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
         bitwise, worst, where, traffic = True, 0.0, "", Traffic()

@@ -142,9 +142,8 @@ def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
     """Parameters around what a row built, with the attributes that say how a plain tensor is cut."""
     made = {name: _parameter(t) for name, t in tensors.items()}
     for name, param in made.items():
-        for key in (*_MARKS, "_shardmuon_flat"):
-            if key in vars(tensors[name]):
-                setattr(param, key, getattr(tensors[name], key))
+        if not isinstance(param, DTensor):
+            vars(param).update(vars(tensors[name]))
     return made
 
 

@@ -125,7 +125,8 @@ class Engine:
         return [group.get("process_group"), group.get("tp_group")]
 
     def shape(self, param: Tensor) -> Ints:
-        """The global logical shape."""
+        """The global logical shape. `Muon(...)` asks for it without other ranks: `claim` checks what one alone may have
+        wrong, as all ranks hear of its errors."""
         return tuple(param.shape)
 
     def signature(self, param: Tensor) -> object:
