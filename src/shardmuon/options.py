@@ -417,8 +417,9 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     is_muon = group.get("use_muon", True)
     for key in ("lr", "weight_decay", "eps", *(("momentum", "extra_scale_factor") if is_muon else ())):
         _refuse_text(where, key, group[key])
+        given = group[key].detach() if isinstance(group[key], Tensor) else group[key]
         try:
-            value = float(group[key])
+            value = float(given)
         except (TypeError, ValueError):
             raise ValueError(f"{where}{key}={group[key]!r} must be a number") from None
         if not (math.isfinite(value) and value >= 0.0):

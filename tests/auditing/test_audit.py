@@ -23,6 +23,7 @@ from healthy_steps import DTYPES, healthy
 from planted import (
     FAULTS,
     PRODUCTS,
+    SHAPES,
     Job,
     buffer_of,
     caught_all,
@@ -248,6 +249,25 @@ def test_a_planted_fault_is_caught_and_named(
     found = world2.run(caught_all, rows, options, names)
     for name in names:
         check_caught(name, [of_rank[name] for of_rank in found])
+
+
+IN_A_FIRST_STEP = tuple(
+    name for name in FAULTS if name.startswith(("NorMuon: n", "NorMuon: the", "NorMuon: b", "MuonEq"))
+)
+
+
+def _in_a_first_step(name: str) -> tuple[set[str], AuditReport]:
+    fault = FAULTS[name]
+    job = Job(fault.layout, fault.dtype, fault.shapes or SHAPES, **fault.options)
+    job.gradients(1)
+    with fault.plant(job):
+        return set(), step_of(job.optimizer)
+
+
+@pytest.mark.parametrize("name", IN_A_FIRST_STEP)
+def test_a_fault_of_a_stage_is_caught_and_named_in_a_first_step(world2: RankPool, name: str) -> None:
+    """Nothing was kept before."""
+    check_caught(name, world2.run(_in_a_first_step, name))
 
 
 @pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])

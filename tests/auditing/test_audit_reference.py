@@ -116,6 +116,14 @@ def test_the_reference_does_not_depend_on_the_scale_but_zeros_stay_zeros(scale: 
     assert float((found - bool(scale) * expected).norm()) <= 2 * bound * bool(scale)
 
 
+def test_a_direction_is_settled_where_rounding_either_way_leaves_half() -> None:
+    """An audit of others would blame a sound step."""
+    x = torch.diag(torch.tensor([1.0, 0.5], dtype=torch.float64))
+    up = reference_of(x, ((2.0, -2.7, 2.5), (2.2, -4.9, 2.2)))  # rounding up alone moves it by more than half
+    assert [up.settles(eps) for eps in (2**-8, 2**-10)] == [False, True]
+    assert reference_of(x, KELLER).settles(2**-8)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_larger_norm_is_that_of_one_more_row_and_column(schedule: str) -> None:
     """A larger norm, with which a shaken run is compared, is that of one more row and column."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from shardmuon import Muon, Orthogonalizer, Storage
 from shardmuon.checkpoint import load_foreign, merge_ranks, to_torch_muon
@@ -239,8 +240,16 @@ def assert_taken(mine: Muon, params: Params, saved: Any) -> None:
         assert_bitwise(mine.state[params[name]][key], saved["state"][at][key])
 
 
+def flattened(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat form of torch.distributed.checkpoint (`flatten_optimizer_state_dict`, as torchtitan saves)."""
+    flat = {f"state.{name}.{key}": value for name, of in saved["state"].items() for key, value in of.items()}
+    of_groups = [(f"param_groups.{name}", group) for group in saved["param_groups"] for name in group["params"]]
+    return flat | {f"{of}.{key}": value for of, group in of_groups for key, value in group.items() if key != "params"}
+
+
+@pytest.mark.parametrize("form", [dict, flattened])
 @pytest.mark.parametrize("named", [True, False])
-def test_names_go_before_order(named: bool) -> None:
+def test_names_go_before_order_in_every_spelling_of_a_state_dict(named: bool, form: Callable[..., Any]) -> None:
     saved, names, order = write(), [*MUON, *ADAMW], ["table", "b", "bias", "a"]  # unlike ours
     given = {
         "state": {f"_orig_mod.{names[i]}": saved["state"][i] for i in (3, 1, 2, 0)},
@@ -249,7 +258,7 @@ def test_names_go_before_order(named: bool) -> None:
             for g in saved["param_groups"]
         ],
     }
-    params = parameters()
+    given, params = form(given), parameters()
     mine = ours(params, names=named)
     if not named:
         with pytest.raises(ValueError, match=r"give params=dict\(model\.named_parameters\(\)\)"):
@@ -438,6 +447,35 @@ def test_a_run_of_adamw_goes_on_with_muon_for_its_matrices() -> None:
         run([optimizer], params, range(3, 6))
     assert_bitwise({n: here[n] for n in ADAMW}, {n: there[n] for n in ADAMW})
     assert_bitwise({n: here[n] for n in MUON}, {n: fresh[n] for n in MUON})
+
+
+@pytest.mark.parametrize("form", ["order", "names", "flat"])
+def test_a_run_of_adamw_goes_on_with_muon_on_shards(form: str, world2: RankPool) -> None:
+    """FSDP2 against one process that does the same."""
+    for one, shards in world2.run(_adamw_goes_on_with_muon, form):
+        assert_bitwise(shards, one)
+
+
+def _adamw_goes_on_with_muon(form: str) -> list[dict[str, Tensor]]:
+    made = []
+    for layout in ("single", "fsdp2"):
+        model = nn.ParameterDict({n: nn.Parameter(t) for n, t in _cut(layout, 0).items()})
+        params, listed = dict(model.items()), list(model.parameters())
+        adamw, mine = torch.optim.AdamW(listed, lr=0.01), ours(params)
+        for optimizer, seeds in ((adamw, STEPS), (mine, range(3, 6))):
+            if optimizer is mine:
+                options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+                saved = (
+                    adamw.state_dict() if form == "order" else get_optimizer_state_dict(model, adamw, options=options)
+                )
+                order = listed if form == "order" else None
+                assert load_foreign(mine, saved, params=order, skip_matrices=True).skipped == MUON
+            for seed in seeds:
+                for name, grad in _cut(layout, 1000 + seed).items():
+                    params[name].grad = grad
+                optimizer.step()
+        made.append({n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in params.items()})
+    return made
 
 
 # --------------------------------------------------------------------------------------------- onto shards

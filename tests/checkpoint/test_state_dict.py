@@ -125,6 +125,18 @@ def test_every_option_and_the_schedule_survive() -> None:
     assert_bitwise(kept_by(new, params), kept_by(old, old_params))
 
 
+def test_numbers_that_require_grad_are_numbers() -> None:
+    """torch warns where it makes one of them a number; warnings are errors here."""
+    (old, params), (new, others) = pair(), pair()
+    for group in old.param_groups:
+        group.update(lr=torch.tensor(0.05, requires_grad=True), weight_decay=torch.tensor(0.5, requires_grad=True))
+    new.load_state_dict(old.state_dict())
+    for optimizer, of in ((old, params), (new, others)):
+        train(optimizer, of, range(2))
+    assert_bitwise(others, params)
+    assert all(group["lr"].requires_grad for group in new.param_groups)
+
+
 @dataclass(frozen=True)
 class File:
     """A file, and the optimizer that loads it."""

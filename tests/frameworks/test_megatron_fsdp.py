@@ -43,6 +43,8 @@ from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.testing.layouts import buffer_layout, mesh_of, row_ranges, shard_like_megatron
 from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.tolerances import assert_bitwise
+from shardmuon.variants import KEPT_KEYS
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("megatron_fsdp") is None, reason="megatron-fsdp is not installed (docs/megatron.md)"
@@ -177,18 +179,21 @@ def _shards(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return shard_like_megatron(full, mesh_of((dist.get_world_size(),), purpose="tests"))
 
 
+def _muon(params: Mapping[str, Any], **options: Any) -> Muon:
+    matrices = {"params": [(name, p) for name, p in params.items() if name != "bias"], "lr": 0.1, **options}
+    return Muon([matrices, {"params": [("bias", params["bias"])], "use_muon": False}], lr=1e-3)
+
+
 class CutJob:
     """One model cut like Megatron-FSDP's; ranks without rows of a parameter have no gradient of it, as v1 leaves it."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.params: dict[str, Any] = {}
         for name, t in _shards(_full(0)).items():
             self.params[name] = p = nn.Parameter(t)
             for key in ("megatron_fsdp_dist_index", "megatron_fsdp_slice"):
                 setattr(p, key, getattr(t, key))
-        matrices = [(name, p) for name, p in self.params.items() if name != "bias"]
-        bias = {"params": [("bias", self.params["bias"])], "use_muon": False}
-        self.optimizer = Muon([{"params": matrices, "lr": 0.1}, bias], lr=1e-3)
+        self.optimizer = _muon(self.params, **options)
         self.set_gradients(1)
 
     def set_gradients(self, seed: int) -> None:
@@ -276,6 +281,36 @@ def test_gradients_parameters_and_rows_that_are_not_the_real_ones_are_refused_on
     which: str, world3: RankPool
 ) -> None:
     assert len(set(world3.run(_refused, which))) == 1
+
+
+def _beside_one_process(**options: Any) -> None:
+    """In the first step the one matrix that some rank stores nothing of has no gradient, in the second another and
+    AdamW's vector."""
+    job, whole = CutJob(**options), {name: nn.Parameter(t) for name, t in _full(0).items()}
+    dense = _muon(whole, **options)
+    for seed, missing in ((1, ("few",)), (2, ("first", "bias")), (3, ())):
+        job.set_gradients(seed)
+        for name, grad in _full(seed).items():
+            whole[name].grad = grad
+        for name in missing:
+            job.params[name].grad = whole[name].grad = None
+        job.optimizer.step()
+        dense.step()
+        cut = _shards({name: p.detach() for name, p in whole.items()})
+        assert_bitwise({n: p.to_local() for n, p in job.params.items()}, {n: t.to_local() for n, t in cut.items()})
+    for name, p in job.params.items():
+        mine, theirs = job.optimizer.state[p], dense.state[whole[name]]
+        assert mine.keys() == theirs.keys(), f"{name}, of which {p.to_local().numel()} elements are here"
+        kept = {key: engine_of(t).storage(t) for key, t in mine.items() if key in KEPT_KEYS}
+        assert_bitwise(kept, {key: theirs[key] for key in kept})
+
+
+@pytest.mark.parametrize("variant", [None, "hyperball", "normuon+hyperball"])
+def test_empty_shards_without_a_gradient_step_and_keep_norms_as_one_process_does(
+    variant: str | None, world3: RankPool
+) -> None:
+    """Also AdamW's state, which a rank that stores nothing of a vector has as the others do."""
+    world3.run(_beside_one_process, **({"variant": variant, "weight_decay": 0.0} if variant else {}))
 
 
 def _in_runs(full: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 import torch
@@ -14,38 +14,95 @@ from simulated import EACH, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, planne
 
 from shardmuon import Muon
 from shardmuon.foresight.counting import PlanCounts
-from shardmuon.layout.pieces import Box, Held
-from shardmuon.layout.table import Ranks
-from shardmuon.layout.views import matrix_view
+from shardmuon.layout.pieces import Box, Held, Tile
+from shardmuon.layout.table import ParamLayout, Ranks
+from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.copies import BufferPlace, Copy, joined
 from shardmuon.plan.plan import Item, Policy, Spec, _shares, make_plan
-from shardmuon.plan.program import make_program
+from shardmuon.plan.program import KeptLoad, Load, make_program
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_sets_that_overlap_and_layouts_that_mix_have_the_bits_of_one_process(seed: int) -> None:
-    """Dtypes, stages and parameters without gradients are drawn, too. Every layout by itself:
+    """Dtypes (and so wires), stages and parameters without gradients are drawn, too. Every layout by itself:
     step/test_bucket_runs.py and step/test_stages.py."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     names = [draw.choice(list(VIEWS)) for _ in range(draw.randrange(1, 12))]
     layouts = [LAYOUTS[draw.choice(list(LAYOUTS))](VIEWS[name]()) for name in names]
-    dtypes = torch.float32, torch.bfloat16
+    dtypes = torch.float32, torch.bfloat16, torch.float64
     weights = [torch.randn(layout.view.shape).to(draw.choice(dtypes)) for layout in layouts]
     options = [OPTIONS[name] | draw.choice([{}, {"variant": "normuon"}]) for name in names]
     groups = Muon([{"params": [w], **o} for w, o in zip(weights, options, strict=True)], lr=0.05).param_groups
     steps = [[torch.randn_like(w) if draw.random() > 0.2 else None for w in weights] for _ in range(2)]
+    wide = [number for number, w in enumerate(weights) if w.dtype == torch.float64]
     chooser = Chooser("auto", None)
     dense = DenseMuon(weights, groups, chooser)
     for grads in steps:
         dense.step(grads, groups)
     for policy in (Policy(bucket_bytes=draw.choice([100, 2000, 1 << 25])), EACH):
-        ranks = SimulatedRanks(planned(layouts, groups, chooser, policy), weights)
+        ranks = SimulatedRanks(planned(layouts, groups, chooser, policy, wide=wide), weights)
         for grads in steps:
             ranks.step(grads, groups)
         for layout, expected, stored in zip(layouts, dense.params, ranks.weights, strict=True):
             assert all(torch.equal(stored[r], storage) for r, storage in cut(layout, expected.weight).items())
+
+
+@pytest.mark.parametrize("policy", [Policy(bucket_bytes=1200), EACH], ids=["one owner", "one of each replica"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_element_of_storages_batches_and_wires_is_written_once(layout: str, policy: Policy) -> None:
+    """A second writer with the same value shows in no result."""
+    cases = [(name, LAYOUTS[layout](make()), i) for name, make in VIEWS.items() for i in (0, 1)]
+    plan = make_plan([spec(f"{name} {i}", of, 2, 4 << i, everywhere=i > 0) for name, of, i in cases], policy)
+    weights = [cut(s.layout, torch.zeros(s.layout.view.shape)) for s in plan.specs]
+    kept = [[cut(k.layout, torch.zeros(k.layout.view.shape)) for k in s.kept] for s in plan.specs]
+    for p in (make_program(plan, bucket, rank) for bucket in plan.buckets for rank in bucket.ranks):
+        rank = p.rank
+        batches = _written(p.batch_numel, [*_loads(p.own), *((c.sizes, c.there) for c in p.gather.copies)])
+        for b in p.batches:
+            matrices = batches.as_strided(b.shape, (b.stride, b.shape[2], 1), b.start)
+            assert (matrices == 1).all()
+            matrices.zero_()
+        assert not batches.any(), "nothing between the matrices"
+        results = [(c.sizes, c.here) for c in p.scatter.copies]
+        wires = [_written(sum(p.gather.holder_splits), _loads(p.foreign))]
+        wires += [_written(sum(p.scatter.owner_splits), results, p.scatter.told)]
+        if p.relay is not None:
+            passed = [(c.sizes, c.there) for c in (*p.relay.from_wire, *p.relay.from_batch)]
+            wires += [_written(sum(p.relay.send_splits), passed, p.relay.told)]
+        assert all((wire == 1).all() for wire in wires)
+        for load in (*p.own, *p.returned, *p.idle):
+            _add(load.tile, plan.specs[load.param].layout, weights[load.param][rank])
+        owned = [plan.items[n] for b in p.batches for n in b.items]
+        found = [
+            (i.param, k, of.layout.tiles[i.matrix]) for i in owned for k, of in enumerate(plan.specs[i.param].kept)
+        ]
+        told = [(param, k, tiles[rank][0]) for param, k, tiles in found]
+        heard = (*p.scatter.heard, *(p.relay.heard if p.relay is not None else ()))
+        for param, k, tile in (*told, *((load.param, load.number, load.tile) for load in heard)):
+            _add(tile, plan.specs[param].kept[k].layout, kept[param][k][rank])
+    stored = [*weights, *(of_stage for of_param in kept for of_stage in of_param)]
+    assert all((storage == 1).all() for of in stored for storage in of.values())
+
+
+def _loads(loads: Sequence[Load]) -> list[tuple[Ints, BufferPlace]]:
+    return [(load.tile.sizes, load.place) for load in loads]
+
+
+def _written(numel: int, blocks: Iterable[tuple[Ints, BufferPlace]], told: Iterable[KeptLoad] = ()) -> torch.Tensor:
+    """How often each element of a buffer is written."""
+    out = torch.zeros(numel)
+    for sizes, place in blocks:
+        out.as_strided(sizes, place.strides, place.start).add_(1)
+    for load in told:
+        out[load.start : load.start + load.size] += 1
+    return out
+
+
+def _add(tile: Tile, layout: ParamLayout, storage: torch.Tensor) -> None:
+    offset, strides = tile.in_storage(layout.view, storage.stride())
+    storage.as_strided(tile.sizes, strides, offset).add_(1)
 
 
 def test_local_matrices_stay_and_scarce_ones_are_shared_out() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from test_qk_clip_layouts import _local, _normal
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from shardmuon import Muon, audit
 from shardmuon.layout.engines import engine_of
@@ -31,6 +35,7 @@ OF_WEIGHTS = (Attention("fused", 4, 2, (Rows("qkv", (("q", 8), ("k", 4), ("", 4)
 
 Clip = tuple[int, float]  # number of the maxima, alpha
 CLIPS: list[list[Clip]] = [[(0, 0.5)], [(1, 1.0)], [(2, 0.0), (3, 0.5)]]  # before each step
+SAVED_AFTER: Clip = (4, 0.5)
 
 
 def _full(dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
@@ -50,12 +55,14 @@ def _muon(params: dict[str, nn.Parameter], variant: str, **given: Any) -> Muon:
     return Muon(groups, lr=0.05, weight_decay=0.0, variant=variant, **given)
 
 
-def _by_hand(world: int, variant: str, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+def _by_hand(
+    world: int, variant: str, dtype: torch.dtype, clips: Sequence[Sequence[Clip]] = CLIPS
+) -> list[dict[str, Tensor]]:
     """Weights, and each of the norms that are kept, by name. The norms of what a clip has changed are deleted."""
     params = {name: nn.Parameter(t) for name, t in _full(dtype).items()}
     optimizer = _muon(params, variant)
     other = torch.optim.SGD(list(params.items()), lr=0.0)  # keeps no norms
-    for number, before in enumerate(CLIPS):
+    for number, before in enumerate(clips):
         for maxima, alpha in before:
             each = [_logits(maxima, rank) for rank in range(world)]
             largest = {x.name: torch.stack([theirs[x.name] for theirs in each]).amax(0) for x in OF_MATRICES}
@@ -79,37 +86,70 @@ def _fused(tensors: dict[str, Tensor], dim: int) -> dict[str, Tensor]:
     return alone | {"qkv": torch.cat([tensors[name] for name in FUSED], dim)}
 
 
-def _stepped(layout: str, variant: str, dtype: torch.dtype) -> None:
-    """Clipped before the first step, at one end of alpha and the other, twice between steps, before a step that is
-    refused by all ranks for what one has; the clip stands."""
-    case, rank = LAYOUTS[layout], dist.get_rank()
+class _Job:
+    """The weights on a layout, in a module, and their optimizer."""
 
-    def build(full: dict[str, Tensor]) -> dict[str, Tensor]:
-        return case.build(_fused(full, 0), case.mesh(dist.get_world_size()))
+    def __init__(self, layout: str, variant: str, dtype: torch.dtype) -> None:
+        self.case, self.dtype, self.world = LAYOUTS[layout], dtype, dist.get_world_size()
+        self.params = parameters(self.build(_fused(_full(dtype), 0)))
+        self.optimizer = _muon(self.params, variant, **self.case.options(self.world))
+        self.model = nn.Module()
+        for name, p in self.params.items():
+            self.model.register_parameter(name, p)
 
-    params = parameters(build(_full(dtype)))
-    optimizer = _muon(params, variant, **case.options(dist.get_world_size()))
-    for number, clips in enumerate(CLIPS):
+    def build(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.case.build(full, self.case.mesh(self.world))
+
+    def step(self, number: int, clips: Sequence[Clip], refused: bool = False) -> None:
         for maxima, alpha in clips:
-            qk_clip(optimizer, _logits(maxima, rank), layers=OF_WEIGHTS, alpha=alpha)
-        for name, grad in build(_full(dtype, seed=100 + 10 * number)).items():
-            params[name].grad = grad
-        if number == len(CLIPS) - 1 and layout in ("fsdp2", "tp"):
-            grad, params["few_k"].grad = params["few_k"].grad, None
-            params["few_k"].grad = None if rank == 1 else grad
+            qk_clip(self.optimizer, _logits(maxima, dist.get_rank()), layers=OF_WEIGHTS, alpha=alpha)
+        for name, grad in self.build(_fused(_full(self.dtype, seed=100 + 10 * number), 0)).items():
+            self.params[name].grad = grad
+        if refused:
+            grad = self.params["few_k"].grad
+            self.params["few_k"].grad = None if dist.get_rank() == 1 else grad
             with pytest.raises(ValueError, match=r"few_k.* no gradient"):
-                optimizer.step()
-            params["few_k"].grad = grad
-        audited = audit(optimizer)
-        optimizer.step()
+                self.optimizer.step()
+            self.params["few_k"].grad = grad
+        audited = audit(self.optimizer)
+        self.optimizer.step()
         assert list(audited.report.findings) == []
-    weights, *norms = _by_hand(dist.get_world_size(), variant, dtype)
-    wanted = case.build(weights, case.mesh(dist.get_world_size()))
-    assert_bitwise({n: _local(p) for n, p in params.items()}, {n: _local(wanted[n]) for n in params})
-    keys = [key for key in WEIGHT_NORMS if key in optimizer.state[params["qkv"]]]
-    for key, of_key in zip(keys, norms, strict=True):
-        kept = {n: optimizer.state[p][key] for n, p in params.items()}
-        assert_bitwise({n: engine_of(t).storage(t) for n, t in kept.items()}, {n: of_key[n] for n in kept})
+
+    def check(self, weights: dict[str, Tensor], *norms: dict[str, Tensor]) -> None:
+        wanted = self.build(weights)
+        assert_bitwise({n: _local(p) for n, p in self.params.items()}, {n: _local(wanted[n]) for n in self.params})
+        keys = [key for key in WEIGHT_NORMS if key in self.optimizer.state[self.params["qkv"]]]
+        for key, of_key in zip(keys, norms, strict=True):
+            kept = {n: self.optimizer.state[p][key] for n, p in self.params.items()}
+            assert_bitwise({n: engine_of(t).storage(t) for n, t in kept.items()}, {n: of_key[n] for n in kept})
+
+    def saved(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optim": get_optimizer_state_dict(self.model, self.optimizer)}
+
+
+def _stepped(layout: str, variant: str, dtype: torch.dtype, folder: str) -> None:
+    """Clipped before the first step, at one end of alpha and the other, twice between steps, before a step that is
+    refused by all ranks for what one has; the clip stands. Saved right after a clip, where nothing was measured yet."""
+    job = _Job(layout, variant, dtype)
+    for number, clips in enumerate(CLIPS):
+        job.step(number, clips, refused=number == len(CLIPS) - 1 and layout in ("fsdp2", "tp"))
+    job.check(*_by_hand(job.world, variant, dtype))
+    if folder:
+        maxima, alpha = SAVED_AFTER
+        qk_clip(job.optimizer, _logits(maxima, dist.get_rank()), layers=OF_WEIGHTS, alpha=alpha)
+        dcp.save(job.saved(), checkpoint_id=folder)
+
+
+def _resumed(world: int, variant: str, dtype: torch.dtype, folder: str) -> None:
+    """On other ranks, where another run's norms are kept."""
+    job = _Job("fsdp2", variant, dtype)
+    job.step(0, CLIPS[0])
+    state = job.saved()
+    dcp.load(state, checkpoint_id=folder)
+    job.model.load_state_dict(state["model"])
+    set_optimizer_state_dict(job.model, job.optimizer, state["optim"])
+    job.step(len(CLIPS), [])
+    job.check(*_by_hand(world, variant, dtype, [*CLIPS, [SAVED_AFTER]]))
 
 
 @pytest.mark.parametrize(
@@ -125,8 +165,11 @@ def _stepped(layout: str, variant: str, dtype: torch.dtype) -> None:
     ],
 )
 def test_norms_of_clipped_matrices_are_measured_again_and_no_others(
-    world: int, layout: str, variant: str, dtype: torch.dtype
+    world: int, layout: str, variant: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """A weight of several matrices was measured as a whole: R of v, which no clip changes, took over what bf16 weights
     are rounded by."""
-    get_pool(world).run(_stepped, layout, variant, dtype)
+    folder = str(tmp_path) if world == 3 else ""
+    get_pool(world).run(_stepped, layout, variant, dtype, folder)
+    if folder:
+        get_pool(2).run(_resumed, world, variant, dtype, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 import warnings
@@ -22,10 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from shardmuon import Muon, checkpoint
+from shardmuon.errors import ExchangeError
 from shardmuon.testing import RankPool
 from shardmuon.testing.frameworks import ZERO_ROWS, initialize
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
-from shardmuon_qkclip import QKClip
+from shardmuon_qkclip import QKClip, scaling
 
 TAU = 0.5
 
@@ -320,6 +322,39 @@ def _wrong_under_deepspeed() -> str:
 
 def test_where_it_is_raised_after_the_step_it_says_so(deepspeed_pools: dict[int, RankPool]) -> None:
     assert deepspeed_pools[2].run(_wrong_under_deepspeed) == ["RuntimeError"] * 2
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left"), KeyboardInterrupt("none left")])
+def test_an_exception_while_it_scales_is_the_last_step_until_state_is_loaded(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process without ranks. Ranks: test_qk_clip_faults.py."""
+    job, plain = Job(), Job()
+    for one in (job, plain):
+        one.step(1)
+    job.keep()
+    views, calls = scaling._views, itertools.count()
+    with torch.no_grad():
+        job.model[0].q_proj.weight.mul_(50.0)
+    # q is scaled, k is not
+    monkeypatch.setattr(scaling, "_views", lambda *args: raised(error) if next(calls) else views(*args))
+    with pytest.raises(type(error), match="none left"):
+        job.step(2)
+    monkeypatch.undo()
+    before = job.weights()
+    with pytest.raises(ExchangeError, match=rf"QK-clip was broken off: {type(error).__name__}.*half scaled"):
+        job.optimizer.step()
+    assert_bitwise(job.weights(), before)
+    job.optimizer.zero_grad()
+    job.load()
+    for one in (job, plain):
+        one.step(2)
+        one.step(3)
+    assert_bitwise(job.weights(), plain.weights())
+
+
+def raised(error: BaseException) -> Any:
+    raise error
 
 
 @pytest.mark.parametrize("out", [False, True])

@@ -17,6 +17,7 @@ from shardmuon import Muon
 from shardmuon._torch import local_if_any
 from shardmuon.testing.layouts import LAYOUTS as TABLE
 from shardmuon.testing.layouts import mesh_of, parameters
+from shardmuon.variants import KEPT_KEYS
 
 Cut = Callable[[Tensor], Tensor]  # a whole tensor -> what this rank stores of it
 Sets = Sequence[tuple[int, ...]]
@@ -179,7 +180,8 @@ class Job:
         for p, spec in self.specs.items():
             q = named[spec.name]
             mine, theirs = ({"weight": x, **job.state.get(x, {})} for x, job in ((p, self), (q, dense)))
-            cut = {key: t if key == "step" else spec.cut(t.detach().contiguous()) for key, t in theirs.items()}
+            whole = ("step", *KEPT_KEYS)  # what stages keep of a matrix, every rank has
+            cut = {key: t if key in whole else spec.cut(t.detach().contiguous()) for key, t in theirs.items()}
             if unlike({k: _bits(v) for k, v in mine.items()}, {k: _bits(v) for k, v in cut.items()}):
                 wrong.append(spec.name)
         return wrong

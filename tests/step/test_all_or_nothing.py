@@ -305,6 +305,8 @@ def _placed(kind: str) -> Callable[[Tensor], Tensor]:
         elif kind == "mesh":
             mesh, placements = mesh_of((2, 2)), (Replicate(), Shard(0))
             local = torch.ones(5, 8)
+        elif kind == "crossed":  # the block of the same shape across the diagonal of a grid
+            placements = placements[::-1]
         else:
             placements = ({"replicated": Replicate(), "columns": Shard(1), "partial": Partial()}[kind],) * mesh.ndim
             local = torch.ones(10, 2 if kind == "columns" else 8)
@@ -333,6 +335,14 @@ SHARD_FAULTS: dict[str, Fault] = {
         for kind in ("plain", "replicated", "columns", "mesh", "cut")
     },
 }
+# of two dims that two axes of a mesh cut
+GRID_FAULTS: dict[str, Fault] = {
+    "gradient crossed": Fault(_put("crossed"), r"rows: .*ranks \[\d.* gradient that is placed unlike the parameter"),
+    "momentum crossed": Fault(
+        _momentum(_placed("crossed")), r"its momentum_buffer is .* placed \(Shard\(dim=1\), Shard\(dim=0\)\)"
+    ),
+    "resharded, crossed": Fault(_swapped(_placed("crossed")), r"rows: |describe them differently"),
+}
 # an optimizer that has voted with nobody yet finds its component where one set of ranks is all of it
 WHOLE_FAULTS: dict[str, Fault] = {
     "another size of buckets": Fault(_given(exchange=Exchange(bucket_bytes=128)), "describe them differently"),
@@ -341,7 +351,7 @@ WHOLE_FAULTS: dict[str, Fault] = {
     "another wire": Fault(_given(exchange=Exchange(dtype=torch.float64)), "describe them differently"),
     "other prices": Fault(_given(exchange=Exchange(machine=MACHINES["a100"])), "describe them differently"),
 }
-ALL = FAULTS | REPLICA_FAULTS | SHARD_FAULTS | WHOLE_FAULTS
+ALL = FAULTS | REPLICA_FAULTS | SHARD_FAULTS | GRID_FAULTS | WHOLE_FAULTS
 
 
 # ---------------------------------------------------------------------------------------------------------- the runner
@@ -462,6 +472,7 @@ CASES: list[tuple[str, str, int, list[Round], int]] = [
     *((at, "step", 4, _one_by_one(PLAIN[2 * n :: 12]), 5) for n, at in enumerate(list(FAMILIES)[1:8])),
     ("one without", "step", 4, _one_by_one(PLAIN[::16], (0, 2)), 4),
     ("hsdp", "step", 4, _one_by_one(list(FAULTS)[1::4]), 15),
+    ("two dims", "step", 4, _one_by_one([*GRID_FAULTS]), 3),
     ("fsdp2+tp", "step", 4, _one_by_one(list(FAULTS)[2::8]), 8),
     ("AdamW's DTensors", "step", 4, _one_by_one(["AdamW betas", "AdamW lr", "AdamW kind"]), 3),
     ("ring of eight", "step", 8, _one_by_one(PLAIN[::24]), 3),

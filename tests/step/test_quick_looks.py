@@ -92,6 +92,7 @@ MATRIX_CHANGES = CHANGES | {
     "momentum turned": _set(BUFFER, _turned),
     "momentum of another shape": _set(BUFFER, lambda t: t[:2]),
     "momentum of another dtype": _set(BUFFER, Tensor.bfloat16),
+    "momentum complex": _set(BUFFER, lambda t: t.to(torch.complex64)),
     "momentum is a number": _set(BUFFER, lambda t: 1.0),
     "momentum on meta": _set(BUFFER, lambda t: t.to("meta")),
     "momentum expanded": _set(BUFFER, lambda t: t[:1].expand_as(t)),
@@ -105,6 +106,7 @@ TOLD = {  # in the message
     "gradient complex": "complex",
     "gradient elsewhere": "main_grad",
     "momentum of another shape": "made for another layout",
+    "momentum complex": "momentum_buffer is .*complex64 on cpu, and must be strided, real",
     "momentum of inference": "inference_mode",
     "codes without a scale": "8-bit momentum is int8 and a scale",
 }

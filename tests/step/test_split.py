@@ -86,19 +86,26 @@ def _about(optimizer: Muon) -> tuple[Planned, int]:
     return planned(optimizer), sum(item.parts > 1 and not item.part for item in optimizer.plan.items)
 
 
+def _of_both_sides(rows: int, cols: int) -> float:
+    """A scale of the whole matrix's shape, which no slice has."""
+    return rows / 50 + cols / 70
+
+
 def _compared(cases: Sequence[Case]) -> list[Comparison]:
     found = []
-    for layout, split_k, dtype, split in cases:
+    for at, (layout, split_k, dtype, split) in enumerate(cases):
         how = Orthogonalizer("standard", dtype, split_k=split_k)
         given: dict[str, Any] = {"orthogonalizer": how, "table": TABLE, "steps": 1, "lr": 0.02, "about": _about}
+        if at == 1:
+            given["adjust_lr_fn"] = _of_both_sides
         with forced(split):
-            found.append(compare_with_dense(layout, remember=True, **given))
+            found.append(compare_with_dense(layout, remember=at != 1, **given))
     return found
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_split_matrices_have_the_bits_of_one_process(world: int) -> None:
-    """Split or not; with as many exchanges, bytes and matrices on each rank as the plan says."""
+    """Split or not; by a scale of one's own, too; with as many exchanges, bytes and matrices on a rank as planned."""
     cases = _cases(world)
     for case, *found in zip(cases, *get_pool(world).run(_compared, cases), strict=True):
         for rank, comparison in enumerate(found):

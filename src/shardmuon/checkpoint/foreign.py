@@ -172,7 +172,8 @@ def load_foreign(
 
     Args:
         optimizer: The optimizer whose parameters are given state; what they had is replaced.
-        state_dict: What the other optimizer's `state_dict()` returned, or one per optimizer (Muon's, AdamW's).
+        state_dict: What the other optimizer's `state_dict()` returned, or one per optimizer (Muon's, AdamW's). Also as
+            torch.distributed.checkpoint flattens it, which torchtitan saves.
         kind: A key of `FORMATS`, or "auto": told by the groups' options.
         params: The parameters whose state it is. A dict of names, such as `dict(model.named_parameters())`, if the
             state dict is keyed by names. Parameters in the order the other optimizer had them (one list per state
@@ -188,7 +189,7 @@ def load_foreign(
     Raises:
         ValueError: Something cannot be mapped; says the parameter's name and what to do. Nothing has changed.
     """
-    dicts = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
+    dicts = [_nested(d) for d in ([state_dict] if isinstance(state_dict, Mapping) else state_dict)]
     kinds = [_kind(parts_of(d)[1]) if kind == "auto" else kind for d in dicts]
     if not FORMATS.keys() >= {*kinds}:
         raise ValueError(f"kind={kind!r} is not one of auto, {', '.join(FORMATS)}")
@@ -260,6 +261,20 @@ def _kind(groups: Sequence[Mapping[str, Any]]) -> str:
         "sum or an average. Give kind=, one of "
         + "; ".join(f"{kind!r} ({f.about}: {'sum' if f.is_sum else 'average'})" for kind, f in FORMATS.items())
     )
+
+
+def _nested(saved: Any) -> Any:
+    """{"state", "param_groups"}, also from the flat form of torch.distributed.checkpoint, which has no group: what a
+    parameter's group has stands with the parameter."""
+    if not isinstance(saved, Mapping) or not any(str(key).startswith("state.") for key in saved):
+        return saved
+    parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for key, value in saved.items():
+        part, _, rest = str(key).partition(".")
+        name, _, option = rest.rpartition(".")
+        parts.setdefault(part, {}).setdefault(name, {})[option] = value
+    groups = [{**options, "params": [name]} for name, options in parts["param_groups"].items()]
+    return {"state": parts["state"], "param_groups": groups}
 
 
 # ----------------------------------------------------------------------------------------------------- matching

@@ -145,8 +145,7 @@ def parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]
         found = sorted(map(str, saved))[:6] if isinstance(saved, Mapping) else type(saved).__name__
         raise ValueError(
             f"an optimizer's state dict has the keys 'state' and 'param_groups', found {found}. Give what "
-            "optimizer.state_dict() or torch.distributed.checkpoint returned, not flattened (Megatron-LM keeps it "
-            "under 'optimizer')"
+            "optimizer.state_dict() or torch.distributed.checkpoint returned (Megatron-LM keeps it under 'optimizer')"
         )
     entries, groups = saved["state"], saved["param_groups"]
     dicts = isinstance(entries, Mapping) and isinstance(groups, (list, tuple))

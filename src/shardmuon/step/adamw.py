@@ -186,8 +186,8 @@ def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device
     lines, uncounted, copies = _lines(rows, device.type == "cpu")
     lines += [line for line, _ in copies]
     params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*(tensors for tensors, _ in lines), strict=True))
-    beta1, beta2 = group["betas"]
-    lr, decay = group["lr"], group["weight_decay"]
+    beta1, beta2 = map(float, group["betas"])
+    lr, decay = group["lr"], float(group["weight_decay"])
     if isinstance(lr, Tensor) and lr.device.type != "cpu" and lr.device == device:
         lr = lr.reshape(()).float()  # stays there: reading it would wait. The kernel reads fp32
     else:
@@ -208,7 +208,7 @@ def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device
         beta2=beta2,
         lr=lr,
         weight_decay=decay,
-        eps=group["eps"],
+        eps=float(group["eps"]),
         maximize=False,
     )
     for copied, targets in copies:
