@@ -80,7 +80,7 @@ class Orthogonalizer(_Options):
         dtype = self.products_dtype
         if self.method == "gram" and dtype is not None:
             check_gram_dtype(dtype)
-        if self.split_k not in _SPLITS or isinstance(self.split_k, bool):
+        if type(self.split_k) is not int or self.split_k not in _SPLITS:
             raise ValueError(
                 f"Orthogonalizer.split_k={self.split_k!r} is not one of {', '.join(map(str, _SPLITS))}: write 1 for "
                 "whole matrices, or the number of ranks of a node among which a large matrix may be split"

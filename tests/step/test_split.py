@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_layout import Planned, assert_counted, planned
+from live_bytes import peak_of
 from simulated import LAYOUTS as SIMULATED
 from simulated import REPLICATED, SimulatedRanks, group_of, sharded
 
 import shardmuon.step.bucket as bucket_module
 from shardmuon import Muon, Orthogonalizer, audit
 from shardmuon.foresight import plan
+from shardmuon.foresight.counting import PlanCounts
+from shardmuon.foresight.memory import peak_bytes
 from shardmuon.layout.views import MatrixView, matrix_view
+from shardmuon.options import per_step
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import triples
@@ -34,6 +39,7 @@ from shardmuon.step.options import OptionsReader
 from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, parameters
 from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.tolerances import assert_counted_bytes
 
 TABLE = {
     "wide": ParamCase((64, 256), "slices of columns"),
@@ -119,7 +125,7 @@ def test_split_matrices_have_the_bits_of_one_process(world: int) -> None:
 class _Job:
     """An optimizer on FSDP2 that splits what it can."""
 
-    def __init__(self) -> None:
+    def __init__(self, split_k: int = 2) -> None:
         case = LAYOUTS["fsdp2"]
         torch.manual_seed(0)
         cases = {name: TABLE[name] for name in ("wide", "tall", "in_out", "small")}
@@ -128,7 +134,9 @@ class _Job:
         )
         self.params = parameters(self._build())
         self.optimizer = Muon(
-            groups_of(self.params, cases), lr=0.02, orthogonalizer=Orthogonalizer("standard", torch.float32, split_k=2)
+            groups_of(self.params, cases),
+            lr=0.02,
+            orthogonalizer=Orthogonalizer("standard", torch.float32, split_k=split_k),
         )
 
     def step(self) -> None:
@@ -172,6 +180,27 @@ def test_an_audit_passes_split_matrices_and_names_one_orthogonalized_by_slices(w
     assert planted[1] == {"wide", "tall", "in_out"}
 
 
+def _peaks() -> tuple[int, int]:
+    """Bytes of a step at its highest point, counted and measured."""
+    job = _Job(split_k=4)
+    job.step()
+    (group, *_), plan = job.optimizer.param_groups, job.optimizer.plan
+    assert plan is not None
+    steps = per_step(group["ns_coefficients"], group["ns_steps"])
+    counted = peak_bytes(
+        PlanCounts(plan, lambda rank: 0).buckets_of(dist.get_rank()),
+        weights=torch.float32,
+        device="cpu",
+        coefficients={item[2:4]: steps for item in plan.items},
+    )
+    return counted, peak_of(job.optimizer.step)
+
+
+def test_nothing_holds_what_came_in_a_sum_while_the_next_one_travels(world4: RankPool) -> None:
+    for counted, measured in world4.run(_peaks):
+        assert_counted_bytes(counted, measured)
+
+
 TIMEOUT = 3.0  # seconds
 
 
@@ -208,6 +237,9 @@ def test_a_rank_that_fails_between_two_sums_ends_all(tmp_path: Path) -> None:
         for seconds, first, second in pool.run(_broken_off, str(tmp_path / "store")):
             assert seconds < 3 * TIMEOUT
             assert first.startswith("ExchangeError: bucket ")
+            named = re.findall(r"(\w+) \d+x\d+", first)
+            assert named
+            assert len(named) == len(set(named)), first
             assert ", compute" in first
             assert second.startswith("ExchangeError: an earlier step was broken off: ")
 
@@ -319,7 +351,7 @@ def test_no_family_of_sets_with_sums_waits_in_a_circle() -> None:
 # ------------------------------------------------------------------------------------------------ options and choice
 
 
-@pytest.mark.parametrize("value", [0, 3, 16, -2, True, 2.5, "2", None])
+@pytest.mark.parametrize("value", [0, 3, 16, -2, True, 2.0, 2.5, "2", None, torch.tensor(2)])
 def test_a_number_of_slices_that_cannot_be_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"Orthogonalizer\.split_k=.* is not one of 1, 2, 4, 8: write 1 for whole"):
         Orthogonalizer(split_k=value)

@@ -99,7 +99,7 @@ class Bound:
 
     def __str__(self) -> str:
         bucket, plan = self.program.bucket, self.plan
-        items = [plan.items[number] for number in bucket.items]
+        items = [plan.items[number] for number in bucket.items if not plan.items[number].part]
         named = [f"{plan.specs[item.param].name} {item.rows}x{item.cols}" for item in items[:3]]
         more = [f"{len(items) - 3} more"] if len(items) > 3 else []
         which = f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)}"
@@ -284,24 +284,34 @@ def _orthogonalize_slices(
         with exact_products(device):
             runs[mates.item] = Summing(run)
     for _ in range(program.sums):
-        said = {number: one.said[0] for number, one in runs.items() if one.said is not None}
-        places, splits = _on_wire(bound, said)
-        send = torch.empty(sum(splits), dtype=torch.uint8, device=bound.device)
-        for value, first in places.values():
-            _bytes(send, value, first).copy_(value)
-        pending = [exchange(send, splits, splits)]
-        del send
+        places, splits = _on_wire(bound, {number: one.said[0] for number, one in runs.items() if one.said is not None})
+        pending = [exchange(_to_mates(bound, places, sum(splits)), splits, splits)]
         yield
-        came = pending.pop().wait()
-        for mates in program.mates:
-            if mates.item in said:
-                mine, rank = said[mates.item], bound.program.rank
-                parts = [mine if r == rank else _bytes(came, *places[mates.item, r]).to(device) for r in mates.ranks]
-                with exact_products(device):
-                    runs[mates.item].hear(parts)
+        with exact_products(device):
+            _hear(bound, runs, places, pending.pop().wait())
     for number, one in runs.items():
         (found,) = one.results
         slots[number][0].copy_(found)
+
+
+Places = Mapping[tuple[int, int], tuple[Tensor, int]]
+
+
+def _to_mates(bound: Bound, places: Places, nbytes: int) -> Tensor:  # 1-D: bytes
+    """What owners of other slices are sent."""
+    send = torch.empty(nbytes, dtype=torch.uint8, device=bound.device)
+    for value, first in places.values():
+        _bytes(send, value, first).copy_(value)
+    return send
+
+
+def _hear(bound: Bound, runs: Mapping[int, Summing], places: Places, came: Tensor) -> None:
+    """Go on with what came from the owners of other slices. Nothing holds it when this is left: the next needs room."""
+    for mates in bound.program.mates:
+        said = runs[mates.item].said
+        if said is not None:
+            others = {r: _bytes(came, *places[mates.item, r]) for r in mates.ranks if r != bound.program.rank}
+            runs[mates.item].hear([others[r].to(said[0].device) if r in others else said[0] for r in mates.ranks])
 
 
 def _on_wire(bound: Bound, said: Mapping[int, Tensor]) -> tuple[dict[tuple[int, int], tuple[Tensor, int]], Ints]:
