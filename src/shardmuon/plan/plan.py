@@ -289,7 +289,7 @@ class Plan:
     sharing: tuple[Sharing, ...] = field(default=(), compare=False)
     splitting: tuple[Splitting, ...] = field(default=(), compare=False)
     machine: Machine = field(default=MACHINES[DEFAULT], compare=False)
-    _tiles: dict[tuple[int, int, int, int], Tiles] = field(default_factory=dict, compare=False, repr=False)
+    _tiles: dict[tuple[int, int, int, int], Tiles] = field(default_factory=dict, init=False, compare=False, repr=False)
     # Lines on what is counted and priced. That stands far above this module, so `shardmuon/__init__.py` puts it here.
     summary: ClassVar[Callable[[Plan], list[str]]]
 
@@ -312,13 +312,19 @@ class Plan:
                 said[self.specs[item.param].layout.ranks].append((place[item.param], item[1:-1]))
         return {ranks: digest_of(of_set) for ranks, of_set in said.items()}
 
+    @cached_property
+    def _first_alike(self) -> list[int]:
+        """For each parameter the first one whose layout is the same object."""
+        first: dict[int, int] = {}
+        return [first.setdefault(id(spec.layout), number) for number, spec in enumerate(self.specs)]
+
     def tiles_of(self, item: Item) -> Tiles:
         """Tiles of a matrix or a slice: rank -> its tiles in storage order."""
         spec = self.specs[item.param]
         of_matrix = spec.layout.tiles[item.matrix]
         if item.parts == 1:
             return of_matrix
-        key = id(spec.layout), item.matrix, item.part, item.parts
+        key = self._first_alike[item.param], item.matrix, item.part, item.parts
         if key not in self._tiles:
             box = item.box(spec)
             inside = ((rank, clipped(tiles, box)) for rank, tiles in of_matrix.items())
