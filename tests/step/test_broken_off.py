@@ -35,7 +35,7 @@ from shardmuon.step import bucket
 from shardmuon.step.stages import WeightSet
 
 NUM_BUCKETS = 4  # sixteen matrices, four owners, one matrix of each owner in a bucket
-TIMEOUT, VICTIM = 3.0, 1  # seconds
+TIMEOUT, VICTIM = 6.0, 1  # seconds: a first step, too, must end in it where others use the machine
 
 # What every rank does in one step, in this order, and the start of the next step.
 ORDER = {

@@ -201,7 +201,7 @@ def test_nothing_holds_what_came_in_a_sum_while_the_next_one_travels(world4: Ran
         assert_counted_bytes(counted, measured)
 
 
-TIMEOUT = 3.0  # seconds
+TIMEOUT = 6.0  # seconds
 
 
 def _broken_off(store: str) -> tuple[float, str, str]:
