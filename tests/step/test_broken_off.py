@@ -248,12 +248,14 @@ def _run(folder: Path, what: str, name: str, store: str) -> list[int]:
 @pytest.mark.apart
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_path: Path) -> None:
-    """The others end at once where a process has ended, after the time-out of the group where it lives on. A rank that
-    exchanges nothing with it may have all results: it completes the step, and the next vote says whom it misses."""
+    """Where a process has ended, a rank that waits for it ends at once, and one that waits for a survivor after the
+    time-out of the group at the latest, as all do where it lives on. A rank that exchanges nothing with it may have all
+    results: it completes the step, and the next vote says whom it misses."""
     case, store = CASES[name], str(tmp_path / "store")
     codes = _run(tmp_path, "until it ends", name, store)
     gone = case.how in ("dies", "hangs")
     assert codes == [3 if rank == VICTIM and gone else 0 for rank in range(4)]
+    took: list[float] = []  # seconds of the ranks that something was raised on
     for rank in range(4):
         if rank == VICTIM and gone:
             continue
@@ -265,7 +267,8 @@ def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_
             assert case.how == "is late" or re.match(f"ExchangeError: a vote .*{NOTHING}", second), second
             assert later < TIMEOUT / 2 or name == "far away, lives"
             continue
-        assert seconds < (TIMEOUT / 2 if case.how == "dies" and case.layout != "chain" else 3 * TIMEOUT)
+        assert seconds < 3 * TIMEOUT
+        took.append(seconds)
         assert second == f"ExchangeError: an earlier step was broken off: {broken}"
         assert broken in (first.removeprefix("ExchangeError: "), f"{first}. {broken.partition('. ')[2]}")
         assert re.search(f"({HALF}|{NOTHING})$", broken) and later < TIMEOUT / 2
@@ -274,6 +277,7 @@ def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_
             found = re.search(r"bucket (\d) of \d \(.*?\), (\w+): ", first)
             place = (int(found[1]), found[2]) if found else (None, "vote")
             assert place in ORDER[case.layout][case.first : case.last + 1], first
+    assert case.how != "dies" or case.layout == "chain" or min(took) < TIMEOUT / 2
     if name == "scatter":
         assert _run(tmp_path, "begun again", name, f"{store} again") == [0] * 4
 
