@@ -32,8 +32,7 @@ def measure(layout: str, d: int, layers: int, samples: int, rounds: int) -> dict
     params = {name: nn.Parameter(t) for name, t in case.build(full, mesh).items()}
     for name, grad in case.build(full, mesh).items():
         params[name].grad = grad.sin()
-    group = dist.group.WORLD if case.process_group else None
-    optimizer = Muon(params.items(), lr=1e-3, process_group=group)
+    optimizer = Muon(params.items(), lr=1e-3, **case.options(dist.get_world_size()))
     optimizer.step()
 
     def timed() -> tuple[float, float]:

@@ -236,7 +236,7 @@ def build(contender: Contender, d: int, layers: int) -> Any:
     params = [nn.Parameter(t) for t in case.build(full, mesh).values()]
     for p, g in zip(params, case.build(full, mesh).values(), strict=True):
         p.grad = g
-    return contender.make(params, dist.group.WORLD if case.process_group else None)
+    return contender.make(params, case.options(dist.get_world_size()).get("process_group"))
 
 
 def how(optimizer: Any) -> str:
