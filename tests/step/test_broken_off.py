@@ -248,9 +248,9 @@ def _run(folder: Path, what: str, name: str, store: str) -> list[int]:
 @pytest.mark.apart
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_path: Path) -> None:
-    """Where a process has ended, a rank that waits for it ends at once, and one that waits for a survivor after the
-    time-out of the group at the latest, as all do where it lives on. A rank that exchanges nothing with it may have all
-    results: it completes the step, and the next vote says whom it misses."""
+    """The others end at once where a process has ended, after the time-out of the group where it lives on. If it ended
+    amid an exchange, gloo may tell some of them after the time-out, too (seen once). A rank that exchanges nothing with
+    it may have all results: it completes the step, and the next vote says whom it misses."""
     case, store = CASES[name], str(tmp_path / "store")
     codes = _run(tmp_path, "until it ends", name, store)
     gone = case.how in ("dies", "hangs")
@@ -277,7 +277,8 @@ def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_
             found = re.search(r"bucket (\d) of \d \(.*?\), (\w+): ", first)
             place = (int(found[1]), found[2]) if found else (None, "vote")
             assert place in ORDER[case.layout][case.first : case.last + 1], first
-    assert case.how != "dies" or case.layout == "chain" or min(took) < TIMEOUT / 2
+    if case.how == "dies" and case.layout != "chain":
+        assert (max if name in ("vote", "pack") else min)(took) < TIMEOUT / 2
     if name == "scatter":
         assert _run(tmp_path, "begun again", name, f"{store} again") == [0] * 4
 

@@ -298,7 +298,7 @@ Places = Mapping[tuple[int, int], tuple[Tensor, int]]
 
 
 def _to_mates(bound: Bound, places: Places, nbytes: int) -> Tensor:  # 1-D: bytes
-    """What owners of other slices are sent."""
+    """Buffer of what the owners of other slices are sent."""
     send = torch.empty(nbytes, dtype=torch.uint8, device=bound.device)
     for value, first in places.values():
         _bytes(send, value, first).copy_(value)
