@@ -1,12 +1,9 @@
-"""A committed set of digests in exact arithmetic: momentum, decay, rounding, state and all that moves, on any CPU.
-
-    PYTHONPATH=src:tests python -m golden.exact     # writes exact.json anew
+"""Steps in exact arithmetic: momentum, decay, rounding, state and all that moves, with the same bits on any CPU.
 
 In place of the orthogonalization stands `stand_in`, a polynomial of small whole numbers. Weights, gradients, learning
 rates, decay and momentum are dyadic with few bits, so every sum and product is exact in fp32 in any order, with or
-without fused multiply-add, and the digests are equal on all CPUs. `reference` computes the same in fp64 on whole
-tensors, without any of this project's code, and a set that differs from it is not written. Roundings to bf16 (to
-the nearest, or by the bits of a hash) start from exact values.
+without fused multiply-add. `reference` computes the same in fp64 on whole tensors, without any of this project's code.
+Roundings to bf16 (to the nearest, or by the bits of a hash) start from exact values.
 
 What has sums of roundings cannot be here: norms (so all variants), schedules, int8 momentum (its `lerp` of decoded
 values is rounded once or twice, with fused multiply-add or without). Nor can AdamW's square root: torch takes it from a
@@ -17,14 +14,10 @@ rest there is `make golden`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -39,10 +32,9 @@ from shardmuon._torch import local_if_any
 from shardmuon.orthogonalize import BACKENDS, Method
 from shardmuon.testing.layouts import LAYOUTS, parameters
 
-FILE = Path(__file__).with_name("exact.json")
 Elements = tuple[Tensor, Tensor]  # numbers in the full tensor, and values
 
-ROOTED = "bias"  # its weights hang on square roots that are not exact, so they are not in the set
+ROOTED = "bias"  # its weights depend on square roots that are not exact, so they are left out
 MOMENTS = {"use_muon": False, "betas": (0.5, 0.75), "eps": 2.0**-10}
 ADAMW = {"use_muon": False, "betas": (0.5, 0.0), "eps": 2.0**-60}
 # Scales of the learning rate are powers of two: every matrix is wide or square, or 4 or 16 times as tall.
@@ -112,7 +104,7 @@ OPTIONS: dict[str, Options] = {
 def stand_in(x: Tensor) -> Tensor:  # (B, m, n), multiples of a power of two -> the same shape, fp32
     """f(Y) / 4 with Y = 2 X cut to whole numbers from -3 to 3, f(Y) = Y + Y Y^T Y without its multiples of 16.
 
-    As in an orthogonalization, each element hangs on the whole matrix, f(X^T) = f(X)^T, and zeros stay zeros.
+    As in an orthogonalization, each element depends on the whole matrix, f(X^T) = f(X)^T, and zeros stay zeros.
     """
     y = (2 * x.float()).trunc().clamp(-3, 3)
     whole = (y + y @ y.mT @ y).to(torch.int64)
@@ -170,7 +162,7 @@ def assembled(parts: list[Mapping[str, Elements]]) -> dict[str, Tensor]:
         AssertionError: Replicas differ, or nobody holds an element.
     """
     full: dict[str, Tensor] = {}
-    for key in dict.fromkeys(key for part in parts for key in part):
+    for key in sorted({key for part in parts for key in part}):
         shape = PARAMS[key.rpartition("/")[2]].shape
         held = [part[key] for part in parts if key in part]
         values = torch.zeros(math.prod(shape), dtype=held[0][1].dtype)
@@ -183,19 +175,6 @@ def assembled(parts: list[Mapping[str, Elements]]) -> dict[str, Tensor]:
         assert seen.all(), f"{key}: elements without a holder"
         full[key] = values.view(shape)
     return full
-
-
-def digests(full: Mapping[str, Tensor]) -> dict[str, str]:
-    """Digest all bytes of each tensor, with its dtype."""
-    heads = {key: str(value.dtype).encode() for key, value in full.items()}
-    data = {key: value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for key, value in full.items()}
-    return {key: hashlib.sha256(heads[key] + data[key]).hexdigest()[:16] for key in full}
-
-
-def committed() -> dict[str, dict[str, str]]:
-    """The set: options -> tensor -> digest."""
-    found: dict[str, dict[str, str]] = json.loads(FILE.read_text())
-    return found
 
 
 # ------------------------------------------------------------------------------------------- the same without shardmuon
@@ -227,7 +206,7 @@ def reference(options: str) -> dict[str, Tensor]:
     for name, param in PARAMS.items():
         step = _adamw if param.options.get("use_muon") is False else _muon
         found |= step(name, OPTIONS[options])
-    return found
+    return dict(sorted(found.items()))
 
 
 def _muon(name: str, of: Options) -> dict[str, Tensor]:
@@ -287,17 +266,3 @@ def _named(step: int, name: str, dtype: torch.dtype, values: Mapping[str, np.nda
         for key, value in values.items()
         if value is not None
     }
-
-
-def main() -> None:
-    """Write the set anew, unless the reference says otherwise."""
-    torch.set_num_threads(1)
-    found = {options: digests(assembled([run("single", options)])) for options in OPTIONS}
-    for options, of in OPTIONS.items():
-        if not of.by_hash and digests(reference(options)) != found[options]:
-            sys.exit(f"{options}: not what the reference says")
-    FILE.write_text(json.dumps(found, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
