@@ -15,7 +15,7 @@ from simulated import sharded as sharded_over
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.errors import ranks_text
 from shardmuon.layout.views import matrix_view
-from shardmuon.plan.balance import fitted
+from shardmuon.plan.owners import fitted
 from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import make_program
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -18,8 +18,9 @@ from shardmuon.layout.pieces import Box, Held, Tile
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.plan.buckets import shares_of
 from shardmuon.plan.copies import BufferPlace, Copy, joined
-from shardmuon.plan.plan import Item, Policy, Spec, _shares, make_plan
+from shardmuon.plan.plan import Item, Policy, Spec, make_plan
 from shardmuon.plan.program import KeptLoad, Load, make_program
 
 
@@ -210,28 +211,25 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
         Item(n, 0, draw.choice(sides), draw.choice(sides), (draw.randrange(3),), "owner", "", draw.randrange(100))
         for n in range(draw.randrange(1, 60))
     ]
-    lines = [[n for n, item in enumerate(items) if item.owners == (rank,)] for rank in range(3)]
-    lines = [sorted(line, key=lambda n: -items[n].cost if seed % 2 else items[n].rows) for line in lines if line]
-    sizes = {n: item.rows * item.cols for n, item in enumerate(items)}
+    lines = [[item for item in items if item.owners == (rank,)] for rank in range(3)]
+    lines = [sorted(line, key=lambda item: -item.cost if seed % 2 else item.rows) for line in lines if line]
     for most, least in itertools.product((1, 16, 47, 100, 500, 10**5), (1, 4)):
-        shares = _shares(lines, items, sizes, most, least)
-        assert len(shares) == max(
-            max(_num_filled(line, sizes, most) for line in lines), min(least, max(map(len, lines)))
-        )
-        assert sorted(n for share in shares for n in share) == list(range(len(items)))
+        shares = shares_of(lines, most, least, lambda item: item.numel)
+        assert len(shares) == max(max(_num_filled(line, most) for line in lines), min(least, max(map(len, lines))))
+        assert sorted(item.param for share in shares for item in share) == list(range(len(items)))
         for line in lines:
-            parts = [part for share in shares if (part := [n for n in share if n in line])]
-            assert [n for part in parts for n in part] == line  # in order
-            assert all(len(part) == 1 or sum(sizes[n] for n in part) <= most for part in parts)
+            parts = [part for share in shares if (part := [item for item in share if item in line])]
+            assert [item for part in parts for item in part] == line  # in order
+            assert all(len(part) == 1 or sum(item.numel for item in part) <= most for part in parts)
             assert len(parts) == min(len(shares), len(line))
 
 
-def _num_filled(line: Sequence[int], sizes: Mapping[int, int], most: int) -> int:
+def _num_filled(line: Sequence[Item], most: int) -> int:
     """Shares of a line that are filled one after the other."""
     num, left = 0, 0
-    for number in line:
-        num, left = (num + 1, most) if not num or sizes[number] > left else (num, left)
-        left -= sizes[number]
+    for item in line:
+        num, left = (num + 1, most) if not num or item.numel > left else (num, left)
+        left -= item.numel
     return num
 
 

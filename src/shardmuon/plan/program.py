@@ -25,7 +25,7 @@ from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.copies import BufferPlace, Copy, joined
 from shardmuon.plan.gram import make_gram_program
-from shardmuon.plan.plan import Bucket, Item, Plan, by_rank
+from shardmuon.plan.plan import Bucket, Item, Plan
 from shardmuon.plan.types import Batch, KeptLoad, Load, Mates, Program, Relay, Wire, aligned
 
 
@@ -204,7 +204,7 @@ class _Wired:
 
     def splits(self, parts: Parts) -> Ints:
         """Number of elements for each rank."""
-        return by_rank({rank: sum(map(self._size, of_rank)) for rank, of_rank in parts.items()}, self._ranks)
+        return tuple(sum(map(self._size, parts.get(rank, ()))) for rank in self._ranks)
 
     def loads(self, parts: Parts) -> Iterator[Load]:
         """Loads of the tiles, packed side by side."""
