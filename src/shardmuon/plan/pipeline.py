@@ -39,25 +39,17 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
         relays: True for each bucket of this rank, in the plan's order, that has a relay.
         sets: The ranks of each. Empty: they are the same everywhere.
     """
-    last = len(relays) - 1
-    for i in range(len(relays)):
-        if i == 0:
-            yield "begin", i
-        if i < last:
+    num = len(relays)
+    for i in range(-1, num + _BESIDE):
+        if i + 1 < num:
             yield "begin", i + 1
-        early = i > 0 and relays[i - 1] and bool(sets) and sets[i] != sets[i - 1]
-        if early:
-            yield "apply", i - 1
-        yield "compute", i
-        if i > 0 and not early:
-            yield "apply", i - 1
-        if i >= _BESIDE and relays[i - _BESIDE]:
+        early = 0 < i < num and relays[i - 1] and bool(sets) and sets[i] != sets[i - 1]
+        both: list[tuple[Turn, int]] = [("compute", i), ("apply", i - 1)]
+        for turn, at in both[::-1] if early else both:
+            if 0 <= at < num:
+                yield turn, at
+        if 0 <= i - _BESIDE < num and relays[i - _BESIDE]:
             yield "finish", i - _BESIDE
-    if relays:
-        yield "apply", last
-    for i in range(max(0, last - _BESIDE + 1), last + 1):
-        if relays[i]:
-            yield "finish", i
 
 
 class BucketTimes(NamedTuple):

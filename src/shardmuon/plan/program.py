@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple
 
 from shardmuon.layout.pieces import Tile
-from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.copies import BufferPlace, Copy, joined
 from shardmuon.plan.gram import make_gram_program
@@ -40,25 +38,12 @@ class _Part(NamedTuple):
     number: int = -1
 
 
-def _by_rank() -> defaultdict[int, list[_Part]]:
-    return defaultdict(list)
-
-
-@dataclass
-class _Ways:
-    """All parts that one rank sends or gets in a bucket, by the rank at the other end.
-
-    Attributes:
-        own: Tiles that stay.
-        held, owned: On the holder's and on the owner's side of both wires; kept numbers are on the scatter's only.
-        relayed, idle: To other replicas, and from another one.
-    """
-
-    own: list[_Part] = field(default_factory=list)
-    held: defaultdict[int, list[_Part]] = field(default_factory=_by_rank)
-    owned: defaultdict[int, list[_Part]] = field(default_factory=_by_rank)
-    relayed: defaultdict[int, list[_Part]] = field(default_factory=_by_rank)
-    idle: defaultdict[int, list[_Part]] = field(default_factory=_by_rank)
+_Side = Literal["own", "held", "owned", "relayed", "idle"]
+# All parts that one rank sends or gets in a bucket, by the rank at the other end: those that stay; those on the holder's
+# and on the owner's side of both wires, kept numbers of the scatter's only; to other replicas, and from another one.
+_Ways = defaultdict[tuple[_Side, int], list[_Part]]
+_WIRE: tuple[_Side, _Side] = ("held", "owned")
+_RELAY: tuple[_Side, _Side] = ("relayed", "idle")
 
 
 def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
@@ -68,7 +53,7 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
     numbers = [n for n in bucket.items if plan.items[n].param not in missing]
     numbers.sort(key=lambda n: _batch_key(plan, n))  # equal ones side by side, so that copies join
     batches, slots = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
-    ways, relays = _Ways(), False
+    ways, relays = _Ways(list), False
     for number in numbers:
         relays |= _route(plan, plan.items[number], rank, ways)
 
@@ -80,16 +65,16 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
 
     def wire(kept: bool) -> tuple[Wire, tuple[Load, ...]]:
         """A wire, with kept numbers or without; and the tiles on the holder's side."""
-        held, owned = (_packed(parts, bucket, kept) for parts in (ways.held, ways.owned))
+        held, owned = (_packed(ways, side, bucket, kept) for side in _WIRE)
         copies = joined(Copy(load.tile.sizes, load.place, in_batch(item, load.tile)) for item, load in owned.tiles)
         return Wire(held.splits, owned.splits, copies, owned.kept, held.kept), held.loads
 
-    own = tuple(Load(part.item.param, part.tile, in_batch(part.item, part.tile)) for part in ways.own)
+    own = tuple(Load(part.item.param, part.tile, in_batch(part.item, part.tile)) for part in ways["own", rank])
     gather, foreign = scatter, returned = wire(kept=False)
     if any(kept.travels for n in numbers for kept in plan.specs[plan.items[n].param].kept):
         scatter, returned = wire(kept=True)
     sums, mates = _sums(plan, numbers, rank)
-    idle = _packed(ways.idle, bucket)
+    relayed, idle = _packed(ways, "relayed", bucket), _packed(ways, "idle", bucket)
     return Program(
         bucket=bucket,
         rank=rank,
@@ -101,7 +86,7 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
         idle=idle.loads,
         gather=gather,
         scatter=scatter,
-        relay=_relay(_packed(ways.relayed, bucket), idle, returned, own) if relays else None,
+        relay=_relay(relayed, idle, returned, own) if relays else None,
         sums=sums,
         mates=mates,
     )
@@ -144,51 +129,44 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batc
 def _route(plan: Plan, item: Item, rank: int, ways: _Ways) -> bool:
     """Note what a rank sends and gets of a matrix. Returns True if its bucket needs the relay."""
     layout, tiles = plan.specs[item.param].layout, plan.tiles_of(item)
-    mine = _in_order(tiles.get(rank, ()))
     if item.route == "local":
-        ways.own += [_Part(item, tile) for tile in mine]
+        ways["own", rank] += [_Part(item, tile) for tile in _in_order(tiles.get(rank, ()))]
         return False
-    owner, shared = item.owner_for(layout, rank), len(item.owners) == 1
-    for tile in mine:
-        part, source = _Part(item, tile), layout.source(tile.held.piece, owner)
-        if rank == owner:
-            ways.own.append(part)
-        elif source == rank:
-            ways.held[owner].append(part)
-        else:
-            ways.idle[source].append(part)
-        for other in layout.keepers[tile.held.piece] if shared and source == rank else ():
-            if other != rank:
-                ways.relayed[other].append(part)
-    for holder, of_holder in tiles.items() if rank == owner else ():
-        if holder != owner and item.owner_for(layout, holder) == owner:
-            came = [tile for tile in _in_order(of_holder) if layout.source(tile.held.piece, owner) == holder]
-            ways.owned[holder] += [_Part(item, tile) for tile in came]
+    holders: Collection[int] = tiles
+    if rank != item.owner_for(layout, rank):  # it talks with its own owner and with those who store the same
+        mates = (layout.keepers[tile.held.piece] for tile in tiles.get(rank, ()))
+        holders = tiles.keys() & {rank}.union(*mates)
+    for holder in holders:
+        owner = item.owner_for(layout, holder)
+        for tile in _in_order(tiles[holder]):
+            part, source = _Part(item, tile), layout.source(tile.held.piece, owner)
+            if holder != owner:
+                _note(ways, rank, holder, owner if source == holder else source, source == holder, part)
+            elif rank == owner:
+                ways["own", rank].append(part)
     for number, kept in enumerate(plan.specs[item.param].kept):
-        if kept.travels:
-            _route_kept(layout, item, number, kept.layout.tiles[item.matrix], rank, ways)
-    return shared and layout.has_replicas
+        keepers = kept.layout.tiles[item.matrix]
+        for keeper in keepers if kept.travels and rank in keepers else ():
+            # it hears from where its first tile comes from, or from the owner of all that it stores nothing of
+            owner, stored = item.owner_for(layout, keeper), _in_order(layout.tiles[item.matrix].get(keeper, ()))
+            sources = [layout.source(tile.held.piece, owner) for tile in stored]
+            mate = owner if keeper in sources else next(iter(sources), owner)
+            if keeper != owner:
+                _note(ways, rank, keeper, mate, mate == owner, _Part(item, keepers[rank][0], number))
+    return len(item.owners) == 1 and layout.has_replicas
+
+
+def _note(ways: _Ways, rank: int, holder: int, mate: int, scattered: bool, part: _Part) -> None:
+    """Note a part that comes back to a holder from its mate, by the scatter or by the relay, if `rank` is one of
+    both."""
+    sent, got = _WIRE[::-1] if scattered else _RELAY
+    if rank in (mate, holder):
+        ways[(sent, holder) if rank == mate else (got, mate)].append(part)
 
 
 def _in_order(tiles: Sequence[Tile]) -> list[Tile]:
     """Tiles in an order that does not depend on how their rank stores them: whoever talks about them sorts alike."""
     return sorted(tiles, key=lambda tile: tile.key)
-
-
-def _route_kept(
-    layout: ParamLayout, item: Item, number: int, tiles: Mapping[int, tuple[Tile, ...]], rank: int, ways: _Ways
-) -> None:
-    """Note what a rank sends and gets of the numbers that a stage keeps of a matrix. A keeper hears them from the rank
-    that its first tile comes from, or from the owner of all that it stores nothing of."""
-    for keeper in tiles:
-        owner = item.owner_for(layout, keeper)
-        stored = _in_order(layout.tiles[item.matrix].get(keeper, ()))
-        sources = [layout.source(tile.held.piece, owner) for tile in stored]
-        mate = owner if keeper in sources else next(iter(sources), owner)
-        if keeper != owner and rank in (mate, keeper):
-            sent, got = (ways.owned, ways.held) if mate == owner else (ways.relayed, ways.idle)
-            parts = sent[keeper] if rank == mate else got[mate]
-            parts.append(_Part(item, tiles[rank][0], number))
 
 
 class _Packed(NamedTuple):
@@ -209,12 +187,12 @@ class _Packed(NamedTuple):
         return tuple(load for _, load in self.tiles)
 
 
-def _packed(parts: Mapping[int, list[_Part]], bucket: Bucket, kept: bool = True) -> _Packed:
-    """Pack parts by rank, tiles before kept numbers, as they were noted."""
+def _packed(ways: _Ways, side: _Side, bucket: Bucket, kept: bool = True) -> _Packed:
+    """Pack the parts of a side by rank, tiles before kept numbers, as they were noted."""
     at, splits, tiles, numbers = 0, list[int](), list[tuple[Item, Load]](), list[KeptLoad]()
     for rank in bucket.ranks:
         first = at
-        for item, tile, number in sorted(parts.get(rank, ()), key=lambda part: part.number >= 0):
+        for item, tile, number in sorted(ways[side, rank], key=lambda part: part.number >= 0):
             if number < 0:
                 tiles.append((item, Load(item.param, tile, BufferPlace(at, row_major(tile.sizes)))))
                 at += tile.numel
@@ -226,8 +204,10 @@ def _packed(parts: Mapping[int, list[_Part]], bucket: Bucket, kept: bool = True)
 
 
 def _relay(relayed: _Packed, idle: _Packed, returned: Sequence[Load], own: Sequence[Load]) -> Relay:
-    from_wire, from_batch = (
-        joined(Copy(to.tile.sizes, places[to[:2]], to.place) for to in relayed.loads if to[:2] in places)
-        for places in ({load[:2]: load.place for load in loads} for loads in (returned, own))
-    )
-    return Relay(relayed.splits, idle.splits, from_wire, from_batch, relayed.kept, idle.kept)
+    def passed_on(loads: Sequence[Load]) -> tuple[Copy, ...]:
+        """Copies of those of these tiles that are relayed, to its buffer."""
+        places = {(load.param, load.tile.key): load.place for load in loads}
+        found = ((to, places.get((to.param, to.tile.key))) for to in relayed.loads)
+        return joined(Copy(to.tile.sizes, place, to.place) for to, place in found if place is not None)
+
+    return Relay(relayed.splits, idle.splits, passed_on(returned), passed_on(own), relayed.kept, idle.kept)
