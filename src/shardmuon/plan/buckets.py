@@ -90,7 +90,7 @@ class Cutter:
         of_momentum = 4 * sum(item.numel for item in share) // _OF_MOMENTUM
         least = _IN_CACHE if alike.kind == "cpu" else max(_LEAST_BYTES, of_momentum)
         most = (self._policy.bucket_bytes or least) // alike.itemsize
-        return shares_of(_lines(share), max(1, most), 1, _numel)[::-1]
+        return shares_of(_lines(share), max(1, most), 1, lambda item: item.numel)[::-1]
 
     def cheapest(self, alike: Alike, items: Share, prices: Mapping[Key, Priced]) -> tuple[list[Share], Choice]:
         """The buckets of what moves: of those that are hardly dearer than the cheapest, what takes least memory."""
@@ -108,8 +108,13 @@ class Cutter:
                 found.setdefault((taken, len(shares), step_ns(buckets[::step], busiest)), shares[::step])
         limit = min(ns for *_, ns in found) * _NO_DEARER
         best = min(option for option in found if option[2] * 100 <= limit)
-        others = [option for option in found if option != best]
-        return found[best], _choice(alike.ranks, best, others, machine.name)
+        others = (option for option in found if option != best)
+        text = f"{best[1]} buckets by price ({machine.name}), of {best[0] / 2**20:.3g} MiB a rank at most; "
+        beside = "there are no others"
+        if len(found) > 1:
+            most, num, ns = min(others, key=lambda option: option[2])
+            beside = f"next best {num}, {ns / best[2]:.3g}x as long, {most / 2**20:.3g} MiB"
+        return found[best], Choice(alike.ranks, best[2], text + beside)
 
     def _cuts(self, alike: Alike, items: Share, prices: Mapping[Key, Priced]) -> Iterator[list[Share]]:
         """The cuts that are tried: in so many waves, and these whole or cut by owners."""
@@ -136,18 +141,6 @@ class Cutter:
         if spec.layout not in self._spreads:
             self._spreads[spec.layout] = spread_of(spec.layout, machine.per_node)
         return priced(item, spec, self._spreads[spec.layout], machine)
-
-
-def _choice(ranks: Ranks, best: tuple[int, int, int], others: Iterable[tuple[int, int, int]], machine: str) -> Choice:
-    most, num, ns = best
-    beside = "there are no others"
-    for of_other, num_other, ns_other in sorted(others, key=lambda option: option[2])[:1]:
-        beside = f"next best {num_other}, {ns_other / ns:.3g}x as long, {of_other / 2**20:.3g} MiB"
-    return Choice(ranks, ns, f"{num} buckets by price ({machine}), of {most / 2**20:.3g} MiB a rank at most; {beside}")
-
-
-def _numel(item: Item) -> int:
-    return item.numel
 
 
 def _lines(items: Iterable[Item]) -> list[Share]:

@@ -39,8 +39,8 @@ class _Part(NamedTuple):
 
 
 _Side = Literal["own", "held", "owned", "relayed", "idle"]
-# All parts that one rank sends or gets in a bucket, by the rank at the other end: those that stay; those on the holder's
-# and on the owner's side of both wires, kept numbers of the scatter's only; to other replicas, and from another one.
+# All parts that one rank sends or gets in a bucket, by the rank at the other end: tiles that stay; what is on the
+# holder's and on the owner's side of both wires, kept numbers of the scatter's only; to other replicas, from another.
 _Ways = defaultdict[tuple[_Side, int], list[_Part]]
 _WIRE: tuple[_Side, _Side] = ("held", "owned")
 _RELAY: tuple[_Side, _Side] = ("relayed", "idle")
