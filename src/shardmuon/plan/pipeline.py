@@ -196,7 +196,7 @@ class _Clock:
     def wait(self, exchange: _Exchange, overlap: float, bucket: int, phase: Phase) -> None:
         """Wait for what all of its ranks have given."""
         self.links = max(self.links, exchange.end)
-        late = max(exchange.start, self.now) + exchange.end - exchange.start
+        late = max(exchange.start, self.now) + (exchange.end - exchange.start)
         end = max(self.now, overlap * exchange.end + (1.0 - overlap) * late)
         self.events.append(Event(bucket, phase, exchange.start, max(exchange.end, end)))
         self.waited += end - self.now
