@@ -165,7 +165,7 @@ def _note(ways: _Ways, rank: int, holder: int, mate: int, scattered: bool, part:
 
 
 def _in_order(tiles: Sequence[Tile]) -> list[Tile]:
-    """Tiles in an order that does not depend on how their rank stores them: whoever talks about them sorts alike."""
+    """Tiles in the order of their matrix, in which the cost model counts them, too; not as their rank stores them."""
     return sorted(tiles, key=lambda tile: tile.key)
 
 
