@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from simulated import sharded as sharded_over
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.errors import ranks_text
 from shardmuon.layout.views import matrix_view
-from shardmuon.plan.balance import fitted
+from shardmuon.plan.owners import fitted
 from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import make_program
 
@@ -43,41 +42,42 @@ def test_owners_take_the_longest_first_and_a_search_finds_what_that_misses() -> 
     assert fitted([1, 1], [(0, 1, 2)] * 2, [9, 0, 0], 9) == []
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8, 12, 16, 24])
-def test_the_most_loaded_rank_is_near_the_mean_or_the_largest_matrix(ranks: int) -> None:
-    plan = make_plan(transformer(ranks, 12, 384), Policy())
-    loads = plan.loads()
-    mean = sum(loads.values()) / ranks
-    largest = max(item.cost for item in plan.items)
+EXPERTS = [spec("experts", sharded_over(matrix_view((64, 32, 48), view="stack"), [range(8)], 1))]
+LOADED = {
+    **{f"{ranks} ranks": (transformer(ranks, 12, 384), 1.05) for ranks in (2, 3, 4, 6, 8, 12, 16)},
     # 48 matrices of costs 1, 3, 4, 4 on 24 ranks: two each, so some rank has 4 + 3 at best, 7 / 6 of the mean
-    least = 1.05 * mean if ranks < 24 else 7 / 6 * mean
-    assert max(loads.values()) <= max(least, largest)
+    "24 ranks": (transformer(24, 12, 384), 7 / 6),
+    "experts, one by one": (EXPERTS, 1.0),
+}
 
 
-def test_experts_are_shared_out_one_by_one() -> None:
-    layout = sharded_over(matrix_view((64, 32, 48), view="stack"), [range(8)], 1)
-    experts = spec("experts", layout)
-    assert sorted(make_plan([experts], Policy()).loads().values()) == [8 * experts.costs[0]] * 8
+@pytest.mark.parametrize("job", LOADED)
+def test_the_most_loaded_rank_is_near_the_mean_or_the_largest_matrix(job: str) -> None:
+    specs, most = LOADED[job]
+    plan = make_plan(specs, Policy())
+    loads = plan.loads().values()
+    largest = 0 if specs is EXPERTS else max(item.cost for item in plan.items)
+    assert max(loads) <= max(most * sum(loads) / len(loads), largest)
 
 
-def test_a_replica_is_served_by_its_own_ranks() -> None:
-    layout = sharded_over(matrix_view((8, 8)), [(0, 1), (2, 3)], 0)
-    plan = make_plan([spec(str(i), layout) for i in range(4)], Policy())
-    for rank, bucket in itertools.product(range(4), plan.buckets):
-        program = make_program(plan, bucket, rank)
-        for peer in (2, 3) if rank < 2 else (0, 1):  # the other replica
-            assert program.gather.holder_splits[peer] == program.scatter.owner_splits[peer] == 0
-
-
-def test_planning_600_matrices_on_1024_ranks_takes_under_two_seconds() -> None:
+@pytest.mark.parametrize("replicas", [1, 8, 128])
+def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_programs_of_a_rank_another(
+    replicas: int,
+) -> None:
+    shapes, shards = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)), 1024 // replicas
+    grid = [range(first, first + shards) for first in range(0, 1024, shards)]
+    specs = [spec(f"{j}", sharded_over(matrix_view(shape), grid, 0), itemsize=2) for j, shape in enumerate(shapes)]
+    took = []
+    for _ in range(3):  # other tests' garbage is collected in between, and machines are shared
+        start = time.process_time()
+        plan = make_plan(specs * 100, Policy())
+        took.append(time.process_time() - start)
+    assert min(took) < 0.5
     start = time.process_time()
-    shapes = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336))
-    kinds = [spec(f"{j}", sharded(shape, 1024), itemsize=2) for j, shape in enumerate(shapes)]
-    plan = make_plan(kinds * 100, Policy())
-    programs = [make_program(plan, bucket, 777) for bucket in plan.buckets]
+    programs = [make_program(plan, bucket, 777) for bucket in plan.buckets if 777 in bucket.ranks]
     assert [len(digest) for digest in plan.digests.values()] == [16]
-    assert time.process_time() - start < 2.0
-    mean = 2 * sum(item.rows * item.cols for item in plan.items) * 1023 / 1024**2
+    assert time.process_time() - start < 0.5 + 1.0 * (replicas > 1)
+    mean = 2 * sum(item.rows * item.cols for item in plan.items) * (shards - 1) / shards**2 / replicas
     sent = sum(sum(p.gather.holder_splits) + sum(p.scatter.owner_splits) for p in programs)
     assert 0 < sent < 20 * mean  # one matrix more or less is 60% of the mean at this scale
 
@@ -129,21 +129,19 @@ def test_a_small_model_on_many_simulated_ranks_equals_dense() -> None:
 
 
 def test_a_plan_says_who_does_what_and_which_ranks_idle() -> None:
-    """Some ranks have no work where there are more ranks than matrices, and a reader must not look for it."""
-    busy, plan = str(make_plan(transformer(2, 1, 8), Policy())), make_plan(transformer(6, 1, 8), Policy())
-    assert all(text in busy for text in ("0.qkv", "24x8", "owner", "most loaded rank"))
-    assert "orthogonalize nothing" not in busy
-    idle = [rank for rank in range(6) if not plan.loads()[rank]]
-    assert f"{len(idle)} of 6 ranks orthogonalize nothing: ranks {idle[0]}" in str(plan)
+    """Some ranks have no work where there are more ranks than matrices, and a reader must not look for it. Reasons are
+    said once, and compared by nobody."""
+    named = [one._replace(reasons=("measured 5 ms",)) for one in transformer(2, 2, 8)]
+    plan, unnamed = make_plan(named, Policy()), make_plan(transformer(2, 2, 8), Policy())
+    assert all(text in str(plan) for text in ("0.qkv", "24x8", "owner", "most loaded rank"))
+    assert str(plan).count("24x8: standard float32, measured 5 ms") == 1
+    assert plan.digests == unnamed.digests and plan.buckets == unnamed.buckets
+    assert "orthogonalize nothing" not in str(plan)
+    sparse = make_plan(transformer(6, 1, 8), Policy())
+    idle = [rank for rank in range(6) if not sparse.loads()[rank]]
+    assert f"{len(idle)} of 6 ranks orthogonalize nothing: ranks {idle[0]}" in str(sparse)
     texts = {(0, 1, 3): "0,1,3", tuple(range(8)): "0-7", (0, 1, 2, 3, 9, 12, 13, 14): "0-3,9,12-14"}
     assert {ranks: ranks_text(ranks) for ranks in texts} == texts
-
-
-def test_reasons_are_said_once_and_compared_by_nobody() -> None:
-    named = [one._replace(reasons=("measured 5 ms",)) for one in transformer(2, 2, 8)]
-    plan, other = make_plan(named, Policy()), make_plan(transformer(2, 2, 8), Policy())
-    assert str(plan).count("24x8: standard float32, measured 5 ms") == 1
-    assert plan.digests == other.digests and plan.buckets == other.buckets
 
 
 def test_the_plan_says_why_a_matrix_does_not_take_the_gram_route_and_that_bits_depend_on_it() -> None:

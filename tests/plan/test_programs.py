@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -18,8 +18,9 @@ from shardmuon.layout.pieces import Box, Held, Tile
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.plan.buckets import shares_of
 from shardmuon.plan.copies import BufferPlace, Copy, joined
-from shardmuon.plan.plan import Item, Policy, Spec, _shares, make_plan
+from shardmuon.plan.plan import Item, Policy, Spec, make_plan
 from shardmuon.plan.program import KeptLoad, Load, make_program
 
 
@@ -135,14 +136,17 @@ def _first() -> tuple[tuple[Held, ...], ...]:
     return ((Held(Box((0, 0), (4, 4)), (0, 0)),), (), (), ())
 
 
-def test_what_stages_keep_does_not_part_the_tiles_that_a_relay_joins() -> None:
+def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:
     """8 matrices on 2 x 2 ranks: what a rank passes on to one other are two blocks at most, whatever stages keep."""
     layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
+    bare = make_plan([spec(f"p{i}", layout) for i in range(8)], Policy())
     for rank in range(4):
-        relay = make_program(plan, plan.buckets[0], rank).relay
-        assert relay is not None and relay.told
-        assert len(relay.from_wire) == 1 and len(relay.from_batch) == 1
+        program, alone = (make_program(one, one.buckets[0], rank) for one in (plan, bare))
+        assert program.relay is not None and program.relay.told
+        assert len(program.relay.from_wire) == 1 and len(program.relay.from_batch) == 1
+        for peer in (2, 3) if rank < 2 else (0, 1):  # the other replica
+            assert program.gather.holder_splits[peer] == alone.scatter.owner_splits[peer] == 0
 
 
 def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> None:
@@ -162,6 +166,8 @@ def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> N
     assert [len(of_rank) for of_rank in cuts] == [1, 3, 2] and not any(b.exchange for of_rank in cuts for b in of_rank)
     assert plans[0].digests[0, 1] == plans[1].digests[0, 1]
     assert plans[2].digests[1, 2] == plans[1].digests[1, 2]
+    other = make_plan([*first, *of_set("second", (1, 2), 12)], policy)  # another layout in one of them
+    assert other.digests[0, 1] == plans[0].digests[0, 1] and other.digests[1, 2] != plans[1].digests[1, 2]
 
 
 def test_a_bucket_scatters_by_the_way_of_its_gather_unless_its_own_stages_keep_anything() -> None:
@@ -210,40 +216,29 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
         Item(n, 0, draw.choice(sides), draw.choice(sides), (draw.randrange(3),), "owner", "", draw.randrange(100))
         for n in range(draw.randrange(1, 60))
     ]
-    lines = [[n for n, item in enumerate(items) if item.owners == (rank,)] for rank in range(3)]
-    lines = [sorted(line, key=lambda n: -items[n].cost if seed % 2 else items[n].rows) for line in lines if line]
-    sizes = {n: item.rows * item.cols for n, item in enumerate(items)}
+    lines = [[item for item in items if item.owners == (rank,)] for rank in range(3)]
+    lines = [sorted(line, key=lambda item: -item.cost if seed % 2 else item.rows) for line in lines if line]
     for most, least in itertools.product((1, 16, 47, 100, 500, 10**5), (1, 4)):
-        shares = _shares(lines, items, sizes, most, least)
-        assert len(shares) == max(
-            max(_num_filled(line, sizes, most) for line in lines), min(least, max(map(len, lines)))
-        )
-        assert sorted(n for share in shares for n in share) == list(range(len(items)))
+        shares = shares_of(lines, most, least, lambda item: item.numel)
+        assert len(shares) == max(max(_num_filled(line, most) for line in lines), min(least, max(map(len, lines))))
+        assert sorted(item.param for share in shares for item in share) == list(range(len(items)))
         for line in lines:
-            parts = [part for share in shares if (part := [n for n in share if n in line])]
-            assert [n for part in parts for n in part] == line  # in order
-            assert all(len(part) == 1 or sum(sizes[n] for n in part) <= most for part in parts)
+            parts = [part for share in shares if (part := [item for item in share if item in line])]
+            assert [item for part in parts for item in part] == line  # in order
+            assert all(len(part) == 1 or sum(item.numel for item in part) <= most for part in parts)
             assert len(parts) == min(len(shares), len(line))
 
 
-def _num_filled(line: Sequence[int], sizes: Mapping[int, int], most: int) -> int:
+def _num_filled(line: Sequence[Item], most: int) -> int:
     """Shares of a line that are filled one after the other."""
     num, left = 0, 0
-    for number in line:
-        num, left = (num + 1, most) if not num or sizes[number] > left else (num, left)
-        left -= sizes[number]
+    for item in line:
+        num, left = (num + 1, most) if not num or item.numel > left else (num, left)
+        left -= item.numel
     return num
 
 
 PLAIN = LAYOUTS["fsdp"](VIEWS["plain"]())
-
-
-def test_plans_differ_in_digest_where_they_differ_for_a_set_and_nowhere_else() -> None:
-    specs = [spec("a", PLAIN), spec("b", LAYOUTS["pair"](VIEWS["plain"]()))]
-    plan, alone = make_plan(specs, Policy()), make_plan(specs[1:], Policy())  # as a rank sees it that is in one set
-    other = make_plan([specs[0], spec("b", LAYOUTS["pair"](VIEWS["tall"]()))], Policy())
-    assert plan.digests[0, 1, 2, 3] == other.digests[0, 1, 2, 3]
-    assert other.digests[1, 3] != plan.digests[1, 3] == alone.digests[1, 3]
 
 
 @pytest.mark.parametrize("change", ["owner", "member", "joined", "order", "kind", "owners of local", "how of local"])

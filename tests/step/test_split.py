@@ -30,6 +30,7 @@ from shardmuon.options import per_step
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import triples
+from shardmuon.plan import owners
 from shardmuon.plan import plan as plan_module
 from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.pipeline import turns
@@ -59,15 +60,15 @@ TABLE = {
 @contextmanager
 def forced(split: bool = True) -> Iterator[None]:
     """All matrices that can be are split among owners, or none."""
-    by_price, parted = plan_module._by_price_of_slices, plan_module._parted
+    gains = plan_module._gains
 
-    def choose(*given: Any) -> plan_module.Splitting:
-        return by_price(*given)._replace(taken=split)
+    def choose(before: int, after: int, latencies: int, policy: Policy) -> bool:
+        return gains(before, after, latencies, policy) if latencies else split
 
     with (
-        mock.patch.object(plan_module, "_ABOVE_MEAN", 0),
-        mock.patch.object(plan_module, "_parted", lambda *given: parted(*given)[:1]),  # not the costliest alone
-        mock.patch.object(plan_module, "_by_price_of_slices", choose),
+        mock.patch.object(owners, "_ABOVE_MEAN", 0),
+        mock.patch.object(plan_module, "parted", lambda *given: owners.parted(*given)[:1]),  # not the costliest alone
+        mock.patch.object(plan_module, "_gains", choose),
     ):
         yield
 
@@ -258,9 +259,10 @@ def _stepped(layout: str, split: bool, how: Chooser) -> tuple[plan_module.Plan, 
     def spec(name: str, view: MatrixView) -> plan_module.Spec:
         return make_spec(name, SIMULATED[layout](view), options, CPU, how, WireFormat(4, True), _KEEPS_NOTHING)
 
-    by_price = plan_module._by_price
-    each = mock.patch.object(plan_module, "_by_price", lambda *given: by_price(*given)._replace(each=True))
-    with forced(split), each:
+    def chosen(before: int, after: int, latencies: int, policy: Policy) -> bool:
+        return bool(latencies) or split  # owners of each replica where there can be some
+
+    with forced(split), mock.patch.object(plan_module, "_gains", chosen):
         made = make_plan([spec(*one) for one in VIEWS.items()], Policy(split_k=how.split_k, bucket_bytes=100_000))
     torch.manual_seed(0)
     full, grads = ([torch.randn(view.shape) for view in VIEWS.values()] for _ in range(2))
@@ -371,8 +373,6 @@ def test_plans_are_split_by_price_where_a_node_has_the_ranks() -> None:
     assert [(item.parts, item.part) for item in split.items] == [(2, 0), (2, 1), (1, 0), (1, 0)]
     assert len({item.owners[0] // 8 for item in split.items[:2]}) == 1
     assert len({item.owners for item in split.items}) == 4
-    (choice,) = split.splitting
-    assert choice.taken and choice.split < choice.whole
     assert "1 matrices are split among 2 owners each, by price (h100); whole, it would take 1." in str(split)
     for changes in ({"link": 100}, {"per_node": 1}):
         assert all(item.parts == 1 for item in _priced(2, **changes).items), changes

@@ -27,6 +27,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 import struct
 import time
@@ -102,7 +103,6 @@ class Phase(IntFlag):
     STEP = 4
     CLIP = 8
     QK_CLIP = 16
-    AUDIT = 128
     UNSCALE = 256
 
 
@@ -274,28 +274,23 @@ def _talks(sets: Sequence[Ranks], known: Known) -> Iterator[Ranks]:
     All ranks of a component end after the same round, if each set is known to all of its ranks.
     """
     num_done = 0
-    while not _is_complete(known) or num_done < _num_rounds(known):
+    while num_done < _num_rounds(known):
         yield from in_order(sets)
         num_done += 1
 
 
-def _is_complete(known: Known) -> bool:
-    return all(rank in known for entry in known.values() for ranks in entry.sets for rank in ranks)
-
-
-def _num_rounds(known: Known) -> int:
-    """Rounds until every rank of these has heard of every other one that it can hear of."""
-    hears = {rank: {rank} for rank in known}
+def _num_rounds(known: Known) -> float:
+    """Rounds until every rank of these has heard of every other one that it can hear of; endless if some rank that they
+    name has not been heard of."""
     order = in_order(ranks for entry in known.values() for ranks in entry.sets)
-    number = last = 0
-    while number == last:
-        number += 1
+    if not known.keys() >= set().union(*order):
+        return math.inf
+    hears, before, number = {rank: frozenset({rank}) for rank in known}, dict[int, frozenset[int]](), -1
+    while hears != before:
+        before, number = dict(hears), number + 1
         for ranks in order:
-            union = set().union(*(hears[rank] for rank in ranks))
-            for rank in ranks:
-                if len(hears[rank]) < len(union):
-                    hears[rank], last = set(union), number
-    return last
+            hears.update(dict.fromkeys(ranks, frozenset().union(*(hears[rank] for rank in ranks))))
+    return number
 
 
 def _refuse(known: Known, cause: BaseException | None) -> None:
@@ -336,19 +331,16 @@ def _message(ballot: Ballot, rank: int) -> _Message:
 
 def _weight_of(ranks: Ranks, rank: int) -> int:
     """The factor of a rank's digest in the sum of a vote; those of all ranks of a set add up to 0."""
-    of_set, at = hashlib.blake2b(repr(ranks).encode(), digest_size=16), ranks.index(rank)
-    hashes = []
-    for place in (at, (at + 1) % len(ranks)):
-        of_place = of_set.copy()
-        of_place.update(b" %d" % place)
-        hashes.append(int.from_bytes(of_place.digest(), "little"))
-    return hashes[0] - hashes[1]
+    of_set, at = hashlib.blake2b(repr(ranks).encode(), digest_size=16).digest(), ranks.index(rank)
+    own, following = (
+        hashlib.blake2b(of_set + b"%d" % place, digest_size=16).digest() for place in (at, (at + 1) % len(ranks))
+    )
+    return int.from_bytes(own, "little") - int.from_bytes(following, "little")
 
 
 def _packed(message: _Message) -> bytes:
-    version, phase, flags, num_bits, total, presence = message
-    head = _FORM.pack(version, phase, flags, num_bits, (total % _MODULUS).to_bytes(16, "little"))
-    return head + presence.to_bytes((num_bits + 7) // 8, "little")
+    head = _FORM.pack(*message[:4], (message.total % _MODULUS).to_bytes(16, "little"))
+    return head + message.presence.to_bytes((message.num_bits + 7) // 8, "little")
 
 
 def _unpacked(data: bytes) -> _Message:
@@ -491,13 +483,18 @@ class _Lane:
         self._group, self.is_open = None, False
 
 
+def _lanes() -> dict[Ranks, _Lane]:
+    """The last lane of each set of ranks under the default group of today."""
+    world = default_group()
+    return {} if world is None else MADE.setdefault(world, Made()).lanes
+
+
 def _lane_of(ranks: Ranks) -> _Lane:
     """The lane of these ranks (ascending, this one among them), made when they first talk."""
-    world = default_group()
+    world, lanes = default_group(), _lanes()
     if world is None:
         raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
-    lanes = MADE.setdefault(world, Made()).lanes
-    lane: _Lane | None = lanes.get(ranks)
+    lane = lanes.get(ranks)
     if lane is None or not lane.is_open:
         lane = lanes[ranks] = _Lane(ranks, world, 1 if lane is None else lane.number + 1)
     return lane
@@ -506,8 +503,7 @@ def _lane_of(ranks: Ranks) -> _Lane:
 def close_lane(ranks: Ranks) -> None:
     """Close the lane of these ranks, if they have one: to make one only to close it would leave others with another
     number."""
-    world = default_group()
-    lane: _Lane | None = None if world is None else MADE.setdefault(world, Made()).lanes.get(ranks)
+    lane = _lanes().get(ranks)
     if lane is not None:
         lane.close()
 

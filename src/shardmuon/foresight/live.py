@@ -78,12 +78,12 @@ def price_plan(
 def _splitting(plan: Plan, hardware: Hardware, as_it_is: Price) -> list[str]:
     """A line on what splitting large matrices among owners would take, if there are any."""
     found = list[tuple[float, int, int]]()
-    policy = Policy("auto" if plan.sharing else "owner", machine=plan.machine)  # replicas may work as they do now
-    for num in (2, 4) if not plan.splitting else ():
+    policy = Policy("auto" if plan.policy.route == "auto" else "owner", machine=plan.policy.machine)
+    for num in (2, 4) if plan.policy.split_k == 1 else ():
         other = make_plan(plan.specs, policy._replace(split_k=num))
-        taken = sum(one.matrices for one in other.splitting if one.taken)
+        taken = sum(item.parts > 1 and not item.part for item in other.items)
         if taken:
-            step = price(exact_of(other, plan.machine.per_node), hardware).step
+            step = price(exact_of(other, plan.policy.machine.per_node), hardware).step
             found.append((step.mid / as_it_is.step.mid, taken, num))
     return [
         f"{num} matrices split among {owners} owners each: {times:.3g}x as long, within rounding; write "
@@ -98,7 +98,7 @@ def summary(plan: Plan) -> list[str]:
     Seconds are of matrices alone, on the plan's machine. Without a hardware file for it that has their rates, or
     PyYAML, none are told.
     """
-    machine, lines = plan.machine, list[str]()
+    machine, lines = plan.policy.machine, list[str]()
     exact = exact_of(plan, machine.per_node)
     most = max(exact.classes, key=lambda c: c.sent, default=None)
     if most is None or not most.sent:
@@ -120,21 +120,4 @@ def summary(plan: Plan) -> list[str]:
             waiting = found.parts["waiting for exchanges"].mid / found.step.mid
             lines.append(f"a step on {machine.name}: {found.step}, of which {waiting:.0%} waits for exchanges")
             lines += _splitting(plan, load(known), found)
-    for ranks, num, shared, alone, each in plan.sharing:
-        choice = "each works for itself" if each else "they share the work"
-        beside = f"shared, it would take {shared / alone:.3g}x as long" if each else "each for itself is not cheaper"
-        lines.append(f"ranks {ranks_text(ranks)}, {num} replicas: {choice}, by price ({machine.name}); {beside}")
-    for ranks, num, owners, whole, split, taken in plan.splitting:
-        choice = f"are split among {owners} owners each" if taken else "have one owner each"
-        beside = f"{'whole' if taken else 'split'}, it would take {max(whole, split) / min(whole, split):.3g}x as long"
-        lines.append(f"ranks {ranks_text(ranks)}: {num} matrices {choice}, by price ({machine.name}); {beside}")
-    for chosen in plan.chosen:
-        option, other = chosen.option, chosen.other
-        beside = "there are no others"
-        if other is not None:
-            beside = f"next best {other.num}, {other.ns / option.ns:.3g}x as long, {other.most / 2**20:.3g} MiB"
-        lines.append(
-            f"ranks {ranks_text(chosen.ranks)}: {option.num} buckets by price ({machine.name}), of "
-            f"{option.most / 2**20:.3g} MiB a rank at most; {beside}"
-        )
-    return lines
+    return [*lines, *(f"ranks {ranks_text(choice.ranks)}: {choice.text}" for choice in plan.choices)]

@@ -47,36 +47,34 @@ def _merged(copy: Copy) -> Copy:
     return Copy(sizes, BufferPlace(copy.here.start, here_strides), BufferPlace(copy.there.start, there_strides))
 
 
-def _rows(copies: Sequence[Copy]) -> list[Copy]:
-    forms: dict[object, list[Copy]] = {}
+def _rows(copies: Iterable[Copy]) -> list[Copy]:
+    """Runs of copies of one form that lie at equal distances, each as one."""
+    forms: dict[object, list[list[Copy]]] = {}
     for copy in copies:
-        forms.setdefault((copy.sizes, copy.here.strides, copy.there.strides), []).append(copy)
-    found: list[Copy] = []
-    for alike in forms.values():
-        at = 0
-        while at < len(alike):
-            count, steps = _run(alike, at)
-            first = alike[at]
-            if count > 1:
-                here, there = (
-                    BufferPlace(place.start, (step, *place.strides))
-                    for place, step in zip((first.here, first.there), steps, strict=True)
-                )
-                first = _merged(Copy((count, *first.sizes), here, there))
-            found.append(first)
-            at += count
-    return found
+        runs = forms.setdefault((copy.sizes, copy.here.strides, copy.there.strides), [[]])
+        if not _goes_on(runs[-1], copy):
+            runs.append([])
+        runs[-1].append(copy)
+    return [_as_one(run) for runs in forms.values() for run in runs]
 
 
-def _run(alike: Sequence[Copy], at: int) -> tuple[int, tuple[int, int]]:
-    """Count the copies of one form, from `at` on, that lie at equal distances. Returns the count, and the distances on
-    both sides."""
-    first, steps, count = alike[at], (0, 0), 1
-    for other in alike[at + 1 :]:
-        apart = other.here.start - first.here.start, other.there.start - first.there.start
-        if count == 1:
-            steps = apart
-        if apart != (count * steps[0], count * steps[1]) or min(steps) <= 0:
-            break
-        count += 1
-    return count, steps
+def _apart(first: Copy, other: Copy) -> tuple[int, int]:
+    return other.here.start - first.here.start, other.there.start - first.there.start
+
+
+def _goes_on(run: Sequence[Copy], copy: Copy) -> bool:
+    """True if a copy lies as far behind the last one of a run as that behind the one before."""
+    if not run:
+        return True
+    steps = _apart(run[-1], copy)
+    return min(steps) > 0 and (len(run) == 1 or steps == _apart(run[-2], run[-1]))
+
+
+def _as_one(run: Sequence[Copy]) -> Copy:
+    sizes, *places = run[0]
+    if len(run) == 1:
+        return run[0]
+    here, there = (
+        BufferPlace(place.start, (step, *place.strides)) for place, step in zip(places, _apart(*run[:2]), strict=True)
+    )
+    return _merged(Copy((len(run), *sizes), here, there))

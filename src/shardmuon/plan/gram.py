@@ -19,7 +19,7 @@ from shardmuon.plan.cuts import strides_in, turned
 from shardmuon.plan.plan import Bucket, Item, Plan
 from shardmuon.plan.types import Load, Program, Wire, aligned
 
-Pair = tuple[int, int]  # the rank at the other end, and an item
+_Pair = tuple[int, int]  # the rank at the other end, and an item
 
 _NORM_BYTES = 8  # a part's norm travels as fp64
 
@@ -52,7 +52,7 @@ class Message(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GramProgram(Program):
     """One bucket of the Gram route on one rank. Its `own` and `foreign` tiles, those whose part is sent away, stand
     in the buffer of shards, of `batch_numel` elements; it has no `batches`, and the copies of its wires are messages.
@@ -81,47 +81,45 @@ def make_gram_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection
     """The program of a rank of the bucket, without parameters that have no gradient in this step (`missing`)."""
     numbers = sorted((n for n in bucket.items if plan.items[n].param not in missing), key=lambda n: _key(plan, n))
     owned = [n for n in numbers if plan.items[n].owners == (rank,)]
-    shards: list[GramShard] = []
-    own: list[Load] = []
-    foreign: list[Load] = []
-    parts: list[Pair] = []  # to the owner of each item: a part of its Gram matrix
-    factors: list[Pair] = []  # from the owner: its factor
+    shards, own, foreign = list[GramShard](), list[Load](), list[Load]()
+    parts_sent, parts_came, factors_sent, factors_came = (list[_Pair]() for _ in range(4))
     at = 0
     for number in numbers:
         item = plan.items[number]
-        if rank in _layout(plan, item).tiles[item.matrix]:
-            shard, loads = _shard(plan, number, rank, at)
-            shards.append(shard)
-            at += aligned(shard.shape[0] * shard.shape[1], bucket.itemsize)
-            sent = shard.added and number not in owned
-            (foreign if sent else own).extend(loads)
-            parts += [(item.owners[0], number)] * sent
-            factors += [(item.owners[0], number)] * (number not in owned)
-    came, held = _of_others(plan, owned, rank)
-    parts_sent, gather_out = _on_wire(plan, bucket, parts)
-    parts_came, gather_in = _on_wire(plan, bucket, came)
-    factors_sent, scatter_out = _on_wire(plan, bucket, held)
-    factors_came, scatter_in = _on_wire(plan, bucket, factors)
+        layout, (owner,) = plan.specs[item.param].layout, item.owners
+        of_ranks = layout.tiles[item.matrix]
+        for holder in of_ranks if rank == owner else of_ranks.keys() & {rank}:
+            # replicas of a shard have all of it, so one piece tells which of them adds it
+            adds = layout.source(of_ranks[holder][0].held.piece, owner) == holder
+            if holder == rank:
+                loads, width = _loads(item, layout, of_ranks[rank], at)
+                shards.append(GramShard(number, at, (item.short, width), adds))
+                at += aligned(item.short * width, bucket.itemsize)
+                (foreign if adds and rank != owner else own).extend(loads)
+            if holder != owner:
+                other, parts, factors = (owner, parts_sent, factors_came)
+                if rank == owner:
+                    other, parts, factors = (holder, parts_came, factors_sent)
+                factors.append((other, number))
+                if adds:
+                    parts.append((other, number))
+    wires = (_on_wire(plan, bucket, pairs) for pairs in (parts_sent, parts_came, factors_came, factors_sent))
+    (sent, gather_out), (came, gather_in), (heard, scatter_in), (told, scatter_out) = wires
     return GramProgram(
         bucket=bucket,
         rank=rank,
-        batches=(),
         batch_numel=at,
         own=tuple(own),
         foreign=tuple(foreign),
         returned=tuple(foreign),
-        idle=(),
         gather=Wire(gather_out, gather_in, ()),
         scatter=Wire(scatter_in, scatter_out, ()),
-        relay=None,
-        sums=0,
-        mates=(),
         shards=tuple(shards),
         iterated=tuple(tuple(alike) for _, alike in itertools.groupby(owned, lambda n: _key(plan, n)[:-1])),
-        parts_sent=parts_sent,
-        parts_came=parts_came,
-        factors_sent=factors_sent,
-        factors_came=factors_came,
+        parts_sent=sent,
+        parts_came=came,
+        factors_sent=told,
+        factors_came=heard,
     )
 
 
@@ -130,41 +128,15 @@ def _key(plan: Plan, number: int) -> tuple[int, str, int]:
     return item.short, plan.specs[item.param].batch, number
 
 
-def _layout(plan: Plan, item: Item) -> ParamLayout:
-    return plan.specs[item.param].layout
-
-
-def _shard(plan: Plan, number: int, rank: int, start: int) -> tuple[GramShard, list[Load]]:
-    """One rank's shard of a matrix, placed in the buffer from `start` on, with loads for its tiles, as they are
-    stored."""
-    item = plan.items[number]
-    layout = _layout(plan, item)
-    tiles = layout.tiles[item.matrix][rank]
+def _loads(item: Item, layout: ParamLayout, tiles: Sequence[Tile], start: int) -> tuple[list[Load], int]:
+    """Loads of one rank's tiles, as they are stored, into a shard that begins at `start`; and its columns."""
     sizes = [turned(layout.view, tile)[1] for tile in tiles]
-    loads, column = [], 0
-    for tile, size in zip(tiles, sizes, strict=True):
-        loads.append(Load(item.param, tile, BufferPlace(start + column, strides_in(layout.view, tile, sum(sizes)))))
-        column += size
-    return GramShard(number, start, (item.short, column), _adds(layout, tiles, item.owners[0], rank)), loads
-
-
-def _adds(layout: ParamLayout, tiles: Sequence[Tile], owner: int, rank: int) -> bool:
-    """True if a rank adds to the owner's Gram matrix; replicas of a shard have all of it, so one piece tells."""
-    return layout.source(tiles[0].held.piece, owner) == rank
-
-
-def _of_others(plan: Plan, owned: Sequence[int], rank: int) -> tuple[list[Pair], list[Pair]]:
-    """Other ranks that add to the matrices owned here, and other ranks that hold them."""
-    adding, holding = [], []
-    for number in owned:
-        item = plan.items[number]
-        layout = _layout(plan, item)
-        for other, tiles in layout.tiles[item.matrix].items():
-            if other != rank:
-                holding.append((other, number))
-                if _adds(layout, tiles, rank, other):
-                    adding.append((other, number))
-    return adding, holding
+    columns = itertools.accumulate(sizes, initial=start)
+    places = (
+        BufferPlace(column, strides_in(layout.view, tile, sum(sizes)))
+        for tile, column in zip(tiles, columns, strict=False)
+    )
+    return [Load(item.param, tile, place) for tile, place in zip(tiles, places, strict=True)], sum(sizes)
 
 
 def message_size(short: int, itemsize: int) -> int:
@@ -172,7 +144,7 @@ def message_size(short: int, itemsize: int) -> int:
     return short * (short + 1) // 2 + _NORM_BYTES // itemsize
 
 
-def _on_wire(plan: Plan, bucket: Bucket, pairs: Iterable[Pair]) -> tuple[tuple[Message, ...], Ints]:
+def _on_wire(plan: Plan, bucket: Bucket, pairs: Iterable[_Pair]) -> tuple[tuple[Message, ...], Ints]:
     """Messages by the rank at the other end, then by item; and the elements for each rank."""
     found, splits, at = [], dict.fromkeys(bucket.ranks, 0), 0
     for other, number in sorted(pairs):

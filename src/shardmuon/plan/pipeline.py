@@ -11,7 +11,8 @@ Pure; knows no hardware. Times are in any unit, and whole numbers with `overlap`
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -19,6 +20,7 @@ Turn = Literal["begin", "compute", "apply", "finish"]
 Phase = Literal["begin", "pack", "gather", "fill", "orthogonalize", "scatter", "apply", "relay", "finish", "adamw"]
 
 
+_EXCHANGES: tuple[Phase, ...] = ("gather", "scatter", "relay")
 _BESIDE = 4  # buckets that a relay has to pass by: it is the longest exchange, as a rule over the network
 
 
@@ -37,25 +39,17 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
         relays: True for each bucket of this rank, in the plan's order, that has a relay.
         sets: The ranks of each. Empty: they are the same everywhere.
     """
-    last = len(relays) - 1
-    for i in range(len(relays)):
-        if i == 0:
-            yield "begin", i
-        if i < last:
+    num = len(relays)
+    for i in range(-1, num + _BESIDE):
+        if i + 1 < num:
             yield "begin", i + 1
-        early = i > 0 and relays[i - 1] and bool(sets) and sets[i] != sets[i - 1]
-        if early:
-            yield "apply", i - 1
-        yield "compute", i
-        if i > 0 and not early:
-            yield "apply", i - 1
-        if i >= _BESIDE and relays[i - _BESIDE]:
+        early = 0 < i < num and relays[i - 1] and bool(sets) and sets[i] != sets[i - 1]
+        both: list[tuple[Turn, int]] = [("compute", i), ("apply", i - 1)]
+        for turn, at in both[::-1] if early else both:
+            if 0 <= at < num:
+                yield turn, at
+        if 0 <= i - _BESIDE < num and relays[i - _BESIDE]:
             yield "finish", i - _BESIDE
-    if relays:
-        yield "apply", last
-    for i in range(max(0, last - _BESIDE + 1), last + 1):
-        if relays[i]:
-            yield "finish", i
 
 
 class BucketTimes(NamedTuple):
@@ -113,6 +107,16 @@ class _Exchange:
     end: float = 0.0
 
 
+_Exchanges = dict[tuple[Hashable, Phase], _Exchange]
+# What each operation waits for, and what it then computes and gives, in this order.
+_DOES: dict[Turn, tuple[Phase | None, tuple[Phase, ...]]] = {
+    "begin": (None, ("pack", "gather", "fill")),
+    "compute": ("gather", ("orthogonalize", "scatter")),
+    "apply": ("scatter", ("apply", "relay")),
+    "finish": ("relay", ("finish",)),
+}
+
+
 def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[float], overlap: float) -> list[Course]:
     """Carry a step out.
 
@@ -125,105 +129,75 @@ def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[flo
     Returns:
         What happened, rank by rank.
     """
-    members: dict[Hashable, int] = {}
-    for works in ranks:
-        for work in works:
-            if work.key is not None:
-                members[work.key] = members.get(work.key, 0) + 1
-    exchanges: dict[tuple[Hashable, Phase], _Exchange] = {}
-    runners = [_Rank(works, first, exchanges, members, overlap) for works in ranks]
-    moved = True
-    while moved:
-        moved = False
-        for runner in runners:
-            moved |= runner.advance(forced=False)
-        if not moved and not all(runner.done for runner in runners):
-            # Ranks with the same key that order their buckets differently are not of one group: go on without them.
-            moved = next(runner for runner in runners if not runner.done).advance(forced=True)
-    return [runner.finish(seconds) for runner, seconds in zip(runners, last, strict=True)]
+    members = Counter(work.key for works in ranks for work in works)
+    exchanges: _Exchanges = {(key, of): _Exchange(num) for key, num in members.items() for of in _EXCHANGES}
+    clocks = [_Clock(first, [Event(-1, "begin", 0.0, first)] if first else []) for _ in ranks]
+    runs = [_turns(clock, works, exchanges, overlap) for clock, works in zip(clocks, ranks, strict=True)]
+    awaited = dict.fromkeys(range(len(runs)), _Exchange(0))  # by each rank that has not come to its end
+    while awaited:
+        ready = False
+        for rank in list(awaited):
+            while rank in awaited and awaited[rank].given >= awaited[rank].members:
+                ready = True
+                _go_on(rank, runs, awaited)
+        if not ready:  # ranks with one key that order their buckets differently are not of one group
+            _go_on(next(iter(awaited)), runs, awaited)
+    for clock, seconds in zip(clocks, last, strict=True):
+        clock.spend(-1, "adamw", seconds)
+    return [Course(c.now, c.waited, tuple(sorted(c.events, key=lambda e: (e.start, e.end)))) for c in clocks]
 
 
-class _Rank:
-    """One rank on its way through the loop."""
+def _go_on(rank: int, runs: Sequence[Iterator[_Exchange]], awaited: dict[int, _Exchange]) -> None:
+    """Let a rank do what it can up to its next wait."""
+    exchange = next(runs[rank], None)
+    if exchange is None:
+        del awaited[rank]
+    else:
+        awaited[rank] = exchange
 
-    def __init__(
-        self,
-        works: Sequence[BucketTimes],
-        first: float,
-        exchanges: dict[tuple[Hashable, Phase], _Exchange],
-        members: Mapping[Hashable, int],
-        overlap: float,
-    ) -> None:
-        self._works, self._exchanges, self._members, self._overlap = works, exchanges, members, overlap
-        self._clock, self._links, self._waited = first, 0.0, 0.0
-        self._events = [Event(-1, "begin", 0.0, first)] if first else []
-        self._todo = list(turns([work.relay is not None for work in works]))
-        self._at = 0
 
-    @property
-    def done(self) -> bool:
-        return self._at == len(self._todo)
+def _turns(clock: _Clock, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float) -> Iterator[_Exchange]:
+    """One rank's way through the loop. Yields each exchange before it waits for it."""
+    for turn, bucket in turns([work.relay is not None for work in works]):
+        work = works[bucket]
+        awaited, does = _DOES[turn]
+        if awaited is not None and work.key is not None and getattr(work, awaited) is not None:
+            exchange = exchanges[work.key, awaited]
+            yield exchange
+            clock.wait(exchange, overlap, bucket, awaited)
+        for phase in does:
+            seconds = getattr(work, phase)
+            if phase not in _EXCHANGES:
+                clock.spend(bucket, phase, seconds)
+            elif work.key is not None and seconds is not None:
+                clock.give(exchanges[work.key, phase], seconds)
 
-    def advance(self, forced: bool) -> bool:
-        """Do what can be done. Returns True if anything could."""
-        moved = False
-        while not self.done:
-            turn, bucket = self._todo[self._at]
-            work = self._works[bucket]
-            awaited = _AWAITED[turn]
-            if awaited is not None and not self._arrived(bucket, awaited, forced):
-                return moved
-            if turn == "begin":
-                self._compute(bucket, "pack", work.pack)
-                self._give(bucket, "gather", work.gather)
-                self._compute(bucket, "fill", work.fill)
-            elif turn == "compute":
-                self._compute(bucket, "orthogonalize", work.orthogonalize)
-                self._give(bucket, "scatter", work.scatter)
-            elif turn == "apply":
-                self._compute(bucket, "apply", work.apply)
-                self._give(bucket, "relay", work.relay)
-            else:
-                self._compute(bucket, "finish", work.finish)
-            self._at, moved, forced = self._at + 1, True, False
-        return moved
 
-    def _compute(self, bucket: int, phase: Phase, seconds: float) -> None:
+@dataclass(slots=True)
+class _Clock:
+    """The times of one rank: `now`, and when its `links` have carried what it has given."""
+
+    now: float
+    events: list[Event]
+    links: float = 0.0
+    waited: float = 0.0
+
+    def spend(self, bucket: int, phase: Phase, seconds: float) -> None:
         if seconds:
-            self._events.append(Event(bucket, phase, self._clock, self._clock + seconds))
-        self._clock += seconds
+            self.events.append(Event(bucket, phase, self.now, self.now + seconds))
+        self.now += seconds
 
-    def _give(self, bucket: int, phase: Phase, seconds: float | None) -> None:
-        key = self._works[bucket].key
-        if key is None or seconds is None:
-            return
-        exchange = self._exchanges.setdefault((key, phase), _Exchange(self._members[key]))
+    def give(self, exchange: _Exchange, seconds: float) -> None:
         exchange.given += 1
-        exchange.start = max(exchange.start, self._clock, self._links)
+        exchange.start = max(exchange.start, self.now, self.links)
         exchange.end = max(exchange.end, exchange.start + seconds)
-        self._links = exchange.start + seconds
+        self.links = exchange.start + seconds
 
-    def _arrived(self, bucket: int, phase: Phase, forced: bool) -> bool:
-        """Wait for an exchange, if there is one, that all its ranks have given; False if some have not yet."""
-        exchange = self._exchanges.get((self._works[bucket].key, phase))
-        if exchange is None:
-            return True
-        if exchange.given < exchange.members and not forced:
-            return False
-        self._links = max(self._links, exchange.end)
-        seconds = exchange.end - exchange.start
-        late = max(exchange.start, self._clock) + seconds
-        end = max(self._clock, self._overlap * exchange.end + (1.0 - self._overlap) * late)
-        self._events.append(Event(bucket, phase, exchange.start, max(exchange.end, end)))
-        self._waited += end - self._clock
-        self._clock = end
-        return True
-
-    def finish(self, seconds: float) -> Course:
-        if seconds:
-            self._events.append(Event(-1, "adamw", self._clock, self._clock + seconds))
-        return Course(self._clock + seconds, self._waited, tuple(sorted(self._events, key=lambda e: (e.start, e.end))))
-
-
-# what each operation waits for
-_AWAITED: dict[Turn, Phase | None] = {"begin": None, "compute": "gather", "apply": "scatter", "finish": "relay"}
+    def wait(self, exchange: _Exchange, overlap: float, bucket: int, phase: Phase) -> None:
+        """Wait for what all of its ranks have given."""
+        self.links = max(self.links, exchange.end)
+        late = max(exchange.start, self.now) + (exchange.end - exchange.start)
+        end = max(self.now, overlap * exchange.end + (1.0 - overlap) * late)
+        self.events.append(Event(bucket, phase, exchange.start, max(exchange.end, end)))
+        self.waited += end - self.now
+        self.now = end

@@ -106,7 +106,7 @@ class Mates(NamedTuple):
     ranks: Ints
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """One bucket on one rank.
 
@@ -125,17 +125,17 @@ class Program:
 
     bucket: Bucket
     rank: int
-    batches: tuple[Batch, ...]
+    batches: tuple[Batch, ...] = ()
     batch_numel: int
     own: tuple[Load, ...]
     foreign: tuple[Load, ...]
     returned: tuple[Load, ...]
-    idle: tuple[Load, ...]
+    idle: tuple[Load, ...] = ()
     gather: Wire
     scatter: Wire
-    relay: Relay | None
-    sums: int
-    mates: tuple[Mates, ...]
+    relay: Relay | None = None
+    sums: int = 0
+    mates: tuple[Mates, ...] = ()
 
     @property
     def num_owned(self) -> int:
