@@ -214,20 +214,23 @@ AB, CD, DC, A_C, B_D = (0, 1), (2, 3), (3, 2), (0, 2), (1, 3)
 @pytest.mark.parametrize(
     ("known", "message"),  # of ranks 0, 1, ..: parts and mates
     [
-        ([(AB, A_C), (AB, B_D), ((2,), A_C)], "rank 2 has no tp_group of 2"),
+        ([(AB, A_C), (AB, B_D), ((2,), A_C)], r"rank 2 has tp_group \(2,\)"),
         (
             [(AB, A_C), (AB, B_D), (DC, A_C), (DC, B_D)],
-            r"rank 2 has tp_group \(3, 2\), whose ranks are not the replicas of those of 0's",
+            r"rank 2 has tp_group \(3, 2\) and process_group \(0, 2\)",
         ),
         (
             [(AB, A_C), (AB, (1,)), (CD, A_C), (CD, B_D)],
-            r"rank 2 has tp_group \(2, 3\), whose ranks are not the replicas",
+            r"rank 2 has tp_group \(2, 3\) and process_group \(0, 2\)",
         ),
         (
             [(AB, A_C), (AB, (1, 3, 5)), (CD, A_C), (CD, B_D)],
-            r"rank 1 should have ranks \(0, 1\) and \(1, 3\), and has \(0, 1\) and \(1, 3, 5\)",
+            r"rank 1 has tp_group \(0, 1\) and process_group \(1, 3, 5\)",
         ),
-        ([(AB, AB, (1, 0), AB), ((1, 0), AB, AB, AB)], "a rank is in two of their tensor-parallel groups"),
+        (
+            [(AB, AB, (1, 0), AB), ((1, 0), AB, AB, AB)],
+            r"form no grid .* rank 0 has tp_group \(0, 1\) and process_group \(0, 1\) or",
+        ),
     ],
 )
 def test_groups_that_form_no_grid_are_refused(known: list[tuple[tuple[int, ...], ...]], message: str) -> None:

@@ -309,7 +309,7 @@ REFUSED: dict[str, tuple[Refusal, list[str]]] = {
             {},
             {"tp_group": (1, 2, 3) if rank else (0,), "process_group": (0, 1) if rank < 2 else None},
         ),
-        ["process_group (0, 1), which form no grid", "and has (1, 2, 3) and (0, 1)"],
+        ["process_group (0, 1), which form no grid", "has tp_group (1, 2, 3) and process_group (0, 1)"],
     ),
     "dp over tp": (
         lambda rank: (
