@@ -274,7 +274,7 @@ class Counted(NamedTuple):
 
 # first parameter -> the table of the last parameters that began with it
 _BOUND: Any = WeakTensorKeyDictionary()
-# default group -> digest of names, shapes and options -> the ranks that last voted on such parameters, whose tensors may be gone
+# default group -> digest of names, shapes and options -> ranks that voted on such parameters, whose tensors may be gone
 _VOTERS: weakref.WeakKeyDictionary[Any, dict[bytes, Ranks]] = weakref.WeakKeyDictionary()
 
 

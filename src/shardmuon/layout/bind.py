@@ -236,9 +236,8 @@ def bind(
     with fault:
         mine = describe(listed)
         sharers = {**sharers, **{one.ties: one.ties.sets for one in mine}}
-    sets = tuple(dict.fromkeys([*itertools.chain.from_iterable(sharers.values()), *beyond]))
-    entry = Entry(sets, fault.text, _Facts(tuple(sharers), stamp, os.urandom(8)))
-    known = discover(rank, entry, before, fault.cause)
+    sets = tuple(dict.fromkeys([*itertools.chain(*sharers.values()), *beyond]))
+    known = discover(rank, Entry(sets, fault.text, _Facts(tuple(sharers), stamp, os.urandom(8))), before, fault.cause)
     component, grids, numbers = tuple(known), dict[Ties, Grid](), dict[Ranks, list[int]]()
     lines, said = dict[Ranks, list[str]](), dict[Ranks, _Said]()
     with fault:
@@ -246,38 +245,32 @@ def bind(
         numbers = _numbers(mine, {ties: grids[ties] for ties in sharers})
         lines = {ranks: [_line(mine[n], fingerprint is not None) for n in of_set] for ranks, of_set in numbers.items()}
         for ranks, of_set in numbers.items():
-            claims = [mine[number].claim[2:4] for number in of_set]
-            said[ranks] = _Said(digest_of(lines[ranks]), claims, groups.get(ranks, ""))
+            said[ranks] = _Said(digest_of(lines[ranks]), [mine[n].claim[2:4] for n in of_set], groups.get(ranks, ""))
     everyone = dict(zip(component, gather(said, component, fault.text, fault.cause), strict=True))
     unlike: Ranks | None = None
     with fault:
         unlike = _unlike({of: {ranks: one.digest for ranks, one in theirs.items()} for of, theirs in everyone.items()})
     if unlike is not None:
         told = gather(lines.get(unlike, []), component, fault.text, fault.cause)
-        differ = first_difference(unlike, [told[component.index(other)] for other in unlike], "lists")
-        raise Refused(
-            f"ranks {unlike} share parameters but describe them differently: {differ}. Every rank must give the "
-            "optimizer the same parameters, order and options"
-        )
-    layouts, prints = list[ParamLayout](), dict[Ranks, list[int]]()
+        raise Refused(_unlike_lists(unlike, [told[component.index(other)] for other in unlike]))
+    layouts, replicated, prints = list[ParamLayout](), dict[Ranks, list[int]](), dict[Ranks, list[int]]()
     with fault:
         layouts = _layouts(mine, numbers, everyone, grids)
-        for ranks, of_set in numbers.items():
-            replicated = (mine[number].listed.param for number in of_set if layouts[number].has_replicas)
-            prints[ranks] = [fingerprint(local_if_any(param)) for param in replicated if fingerprint is not None]
+        if fingerprint is not None:
+            replicated = {ranks: [n for n in of_set if layouts[n].has_replicas] for ranks, of_set in numbers.items()}
+            for ranks, of_set in replicated.items():
+                prints[ranks] = [fingerprint(local_if_any(mine[number].listed.param)) for number in of_set]
     found = dict(zip(component, gather(prints, component, fault.text, fault.cause), strict=True))
     with fault:
-        for ranks, of_set in numbers.items() if fingerprint is not None else ():
-            replicas = [(mine[number], layouts[number]) for number in of_set if layouts[number].has_replicas]
-            _compare(replicas, [found[other][ranks] for other in ranks])
-        names = {ranks: {everyone[other][ranks].group for other in ranks} for ranks in numbers}
+        for ranks, of_set in replicated.items():
+            _compare([(mine[n], layouts[n]) for n in of_set], [found[other][ranks] for other in ranks])
         made = Table(
             component,
             tuple(one.listed for one in mine),
             tuple(one.claim for one in mine),
             tuple(layouts),
             {ranks: tuple(of_set) for ranks, of_set in numbers.items() if of_set},
-            {ranks: name for ranks, (name, *more) in names.items() if name and not more},
+            _groups(said, everyone),
             {other: theirs.facts.stamp for other, theirs in known.items()},
             digest_of([theirs.facts.nonce for theirs in known.values()]),
         )
@@ -318,6 +311,19 @@ def first_difference(ranks: Ranks, everyone: Sequence[Sequence[str] | None], ver
     one, other = ([part for part in mine if part not in others] for mine, others in (lines, lines[::-1]))
     about = f"{lines[0][0]}: " if lines[0][0] == lines[1][0] else ""
     return f"{about}{here} {' '.join(one)}, rank {rank} {verb} {' '.join(other)}"
+
+
+def _groups(said: Mapping[Ranks, _Said], everyone: Mapping[int, Mapping[Ranks, _Said]]) -> dict[Ranks, str]:
+    """Sets whose ranks all know one process group over them -> its name."""
+    names = {ranks: {everyone[rank][ranks].group for rank in ranks} for ranks in said}
+    return {ranks: own.group for ranks, own in said.items() if own.group and names[ranks] == {own.group}}
+
+
+def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
+    return (
+        f"ranks {ranks} share parameters but describe them differently: {first_difference(ranks, everyone, 'lists')}. "
+        "Every rank must give the optimizer the same parameters, order and options"
+    )
 
 
 def _layouts(
