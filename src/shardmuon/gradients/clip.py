@@ -170,7 +170,6 @@ class _Share(NamedTuple):
         loose: True if nobody has said whether other ranks hold the same plain tensor, or tensors of their own.
         compared: True if either all ranks that share it must have a gradient, or none.
         line: Text that every rank that shares it has alike, without its gradient.
-        fault: Reason why it would be counted several times.
     """
 
     engine: Engine
@@ -178,7 +177,6 @@ class _Share(NamedTuple):
     loose: bool
     compared: bool
     line: str
-    fault: str | None
 
     def read(self, param: Tensor) -> tuple[int, Tensor | None]:
         """NONE, READY or MISPLACED, and the gradient's local storage if it is ready.
@@ -186,8 +184,6 @@ class _Share(NamedTuple):
         Raises:
             ValueError: The gradient is unusable; the message lacks the name.
         """
-        if self.fault is not None:
-            raise ValueError(self.fault)
         if param.grad is None:
             return NONE, None
         weight = self.engine.storage(param)
@@ -223,9 +219,11 @@ class _BoundGradients(KeptTable):
                     f"{one.name}: rank_local=True says that each rank has its own, so the norm must be summed over "
                     "ranks. Pass clip_grad_norm_(..., process_group=) the group of all ranks that have some"
                 )
+            if claim.uncounted is not None:
+                raise ValueError(f"{one.name}: {claim.uncounted}")
             engine, compared = engine_for(one.param, one.group), not claim.empty_lacks_gradient
             line = f"{one.identity} {layout.view.shape}"
-            self.shares.append(_Share(engine, counts[layout], alone and not own, compared, line, claim.uncounted))
+            self.shares.append(_Share(engine, counts[layout], alone and not own, compared, line))
         sharers = union(self.sets)
         self.together = () if set(sharers) <= set(beyond or ()) else sharers
 
@@ -247,7 +245,7 @@ def _counts(layout: ParamLayout) -> bool:
         ValueError: The rank is the first to keep some of its parts, but not all of them.
     """
     rank = my_rank()
-    first = {layout.keepers[held.piece][0] == rank for held in layout.of_rank(rank) if held.piece.numel}
+    first = {layout.keepers[piece][0] == rank for piece in layout.pieces[rank]}
     if len(first) > 1:
         raise ValueError(
             f"a tensor of shape {layout.view.shape} has replicas of some of the parts that rank {rank} keeps of it, so "
@@ -365,7 +363,7 @@ class Clipping(Call[_BoundGradients]):
 
     def _compared(self, kept: _BoundGradients, ranks: Ranks) -> bytes:
         """States of the gradients that are there on all of these ranks or on none."""
-        return bytes(self.states[number] for number in kept.sets.get(ranks, ()) if kept.shares[number].compared)
+        return bytes([self.states[number] for number in kept.sets.get(ranks, ()) if kept.shares[number].compared])
 
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
         """The arguments; and each parameter that the ranks share, with what its gradient is."""

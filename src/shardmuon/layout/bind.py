@@ -359,8 +359,7 @@ def _compare(replicated: Sequence[tuple[_Described, ParamLayout]], prints: Seque
     """Raise Unlike if replicas of some parameters differ. `prints`: of each rank that shares them."""
     for (one, layout), *of_each in zip(replicated, *prints, strict=True):
         seen: dict[object, tuple[int, int]] = {}
-        for rank, held, value in zip(layout.ranks, layout.held, of_each, strict=True):
-            pieces = tuple(each.piece for each in held if each.piece.numel)
+        for (rank, pieces), value in zip(layout.pieces.items(), of_each, strict=True):
             first, wanted = seen.setdefault(pieces, (rank, value))
             if pieces and value != wanted:
                 raise Unlike(
