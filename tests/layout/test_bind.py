@@ -214,6 +214,7 @@ AB, CD, DC, A_C, B_D = (0, 1), (2, 3), (3, 2), (0, 2), (1, 3)
     ("known", "message"),  # of ranks 0, 1, ..: parts and mates
     [
         ([(AB, A_C), (AB, B_D), ((2,), A_C)], r"rank 2 has tp_group \(2,\)"),
+        ([(AB, A_C), (AB, B_D), (CD, A_C), ((3,), (3,))], r"rank 3 has tp_group \(3,\) and process_group \(3,\)"),
         (
             [(AB, A_C), (AB, B_D), (DC, A_C), (DC, B_D)],
             r"rank 2 has tp_group \(3, 2\) and process_group \(0, 2\)",

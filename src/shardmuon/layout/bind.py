@@ -493,11 +493,9 @@ def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Ve
         verdict = vote(ballot, kept.component)
         if verdict.flags in (Flag.NONE, Flag.AUDIT) and verdict.alike and verdict.phase == call.phase:
             return kept, verdict
-        before: Ranks | None = kept.component
-        if verdict.flags & Flag.BEYOND:
-            before = None
         if not verdict.flags & Flag.STALE:
             _refuse_unless_stale(call, kept, ballot.digests or {}, fault, verdict)
+        before = None if verdict.flags & Flag.BEYOND else kept.component
         fresh = _bind(call, _sharers_of(call.waiting, fault), before, fault)
 
 
