@@ -372,7 +372,7 @@ JOBS: dict[str, Callable[[Data], Job]] = {
     ),
     "missing on one rank": lambda d: Job(
         _named(d.all_of, _unused(d.other, d.flat) if d.odd else _sharded(d.other, d.flat, Shard(0))),
-        r"rank 1 has second \(2, 6\) no gradient",
+        r"rank 1 has 'second \(2, 6\) no gradient'",
     ),
     "plain on one rank": lambda d: Job(
         _named(d.all_of, _sharded(d.other, d.flat, Shard(0), grad=d.other if d.odd else None)),
@@ -388,7 +388,7 @@ JOBS: dict[str, Callable[[Data], Job]] = {
                 grad=distribute_tensor(d.other, d.flat, [Replicate()], src_data_rank=None) if d.odd else None,
             ),
         ),
-        r"rank 1 has second \(2, 6\) a gradient that is placed unlike the parameter",
+        r"rank 1 has 'second \(2, 6\) a gradient that is placed unlike the parameter'",
     ),
     "fewer on one rank": lambda d: Job(
         _named(d.all_of, d.lone)[: 1 if d.odd else 2],
@@ -396,7 +396,7 @@ JOBS: dict[str, Callable[[Data], Job]] = {
     ),
     "other arguments on one rank": lambda d: Job(
         _named(d.all_of),
-        "rank 1 has norm_type=2.0 max_norm=2.0",
+        "rank 1 has 'norm_type=2.0 max_norm=2.0",
         max_norm=2.0 if d.odd else 1.0,
     ),
 }

@@ -297,33 +297,30 @@ def _line(one: _Described, compared: bool) -> str:
     return "; ".join((about, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
 
 
-def first_difference(ranks: Ranks, everyone: Sequence[Sequence[str] | None], verb: str = "has") -> str:
-    """Text on the first line in which some rank of a set differs from the first one, of which parts that end in "; "
-    are left out where they are alike."""
-    told = [list(lines or ()) for lines in everyone]
-    rank, theirs = next((rank, lines) for rank, lines in zip(ranks, told, strict=True) if lines != told[0])
-    first, here = told[0], f"rank {ranks[0]} {verb}"
+def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
+    """Message on the first parameter that some rank of a set lists in another way than the first one; of its text what
+    is alike is left out."""
+    first = everyone[0]
+    rank, theirs = next((rank, lines) for rank, lines in zip(ranks, everyone, strict=True) if lines != first)
     if len(first) != len(theirs):
         longer, shorter = sorted((first, theirs), key=len, reverse=True)
         lacking = next((line for line in longer if line not in shorter), longer[-1]).split("; ")[0]
-        return f"{here} {len(first)} parameters, rank {rank} {verb} {len(theirs)}; one of them lacks {lacking}"
-    lines = next((a.split("; "), b.split("; ")) for a, b in zip(first, theirs, strict=True) if a != b)
-    one, other = ([part for part in mine if part not in others] for mine, others in (lines, lines[::-1]))
-    about = f"{lines[0][0]}: " if lines[0][0] == lines[1][0] else ""
-    return f"{about}{here} {' '.join(one)}, rank {rank} {verb} {' '.join(other)}"
+        about, texts = "", [f"{len(first)} parameters", f"{len(theirs)}; one of them lacks {lacking}"]
+    else:
+        one, other = next((a.split("; "), b.split("; ")) for a, b in zip(first, theirs, strict=True) if a != b)
+        pairs = (one, other), (other, one)
+        texts = [" ".join(part for part in mine if part not in others) for mine, others in pairs]
+        about = f"{one[0]}: " if one[0] == other[0] else ""
+    return (
+        f"ranks {ranks} share parameters but describe them differently: {about}rank {ranks[0]} lists {texts[0]}, rank "
+        f"{rank} lists {texts[1]}. Every rank must give the optimizer the same parameters, order and options"
+    )
 
 
 def _groups(said: Mapping[Ranks, _Said], everyone: Mapping[int, Mapping[Ranks, _Said]]) -> dict[Ranks, str]:
     """Sets whose ranks all know one process group over them -> its name."""
     names = {ranks: {everyone[rank][ranks].group for rank in ranks} for ranks in said}
     return {ranks: own.group for ranks, own in said.items() if own.group and names[ranks] == {own.group}}
-
-
-def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
-    return (
-        f"ranks {ranks} share parameters but describe them differently: {first_difference(ranks, everyone, 'lists')}. "
-        "Every rank must give the optimizer the same parameters, order and options"
-    )
 
 
 def _layouts(
@@ -456,7 +453,14 @@ class Call(ABC, Generic[_K]):
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
         """Message on the lines of the ranks of a set; None for a rank that has no such set."""
-        return f"ranks {ranks} {self.doing} together but differ: {first_difference(ranks, everyone)}. {self.rule}"
+        told = [lines or ["nothing to say"] for lines in everyone]
+        each = zip(ranks, told, strict=True)
+        pairs = ((rank, *pair) for rank, theirs in each for pair in zip(told[0], theirs, strict=False))
+        rank, one, other = next(pair for pair in pairs if pair[1] != pair[2])
+        return (
+            f"ranks {ranks} {self.doing} together but differ: rank {ranks[0]} has {one!r}, rank {rank} has {other!r}. "
+            f"{self.rule}"
+        )
 
 
 def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Verdict]:
