@@ -418,13 +418,12 @@ class Job:
         """Clip by one norm over all groups but one that is kept out; then a step or none."""
         grads = self.backward()
         out = self.chance.choice([-1, *range(len(self.groups))])
-        if out >= 0:
-            self.optimizer.param_groups[out]["clip_grad"] = False
+        some = [group for i, group in enumerate(self.optimizer.param_groups) if i != out]
         power, bound = self.chance.choice((2.0, 1.0, math.inf)), self.chance.choice((1e-3, 0.1, 1e3))
         counted = {name for i, (names, _) in enumerate(self.groups) if i != out for name in names} & set(grads)
         own = [self.model.get_parameter(name).grad for name in sorted(counted)]
         norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in own if grad is not None]), power)
-        found = clip_grad_norm_(self.optimizer, bound, power)
+        found = clip_grad_norm_(self.optimizer if out < 0 else some, bound, power)
         assert_rounded(found, norm, roundings=2 * sum(grad.numel() for grad in own if grad is not None))
         factor = min(1.0, bound / (float(norm) + 1e-6))
         clipped = {name: grad * factor if name in counted else grad for name, grad in grads.items()}
@@ -432,7 +431,6 @@ class Job:
             self.optimizer.step()
             self.stepped(clipped)
         self.zero_grad()
-        self.optimizer.param_groups[out]["clip_grad"] = True
 
     def write_to_a_weight(self) -> None:
         """The norm that Hyperball keeps stays behind, until it is deleted."""

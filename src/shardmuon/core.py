@@ -26,7 +26,7 @@ from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, close_lane
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.first_step import FirstStep
 from shardmuon.host import Host, Hosts, Progress
-from shardmuon.layout.bind import Call, Listed, Table, World, agree, renewed
+from shardmuon.layout.bind import Call, Listed, Table, agree, current_world, renewed
 from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.options import MuonConfig
@@ -101,7 +101,7 @@ class Core:
         """Reset everything that belongs to one process."""
         self.binding: Binding | None = None
         self.component: Ranks | None = None
-        self.world = World()  # that it is of
+        self.world = current_world()  # that it is of
         self.options = OptionsReader()
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
@@ -281,7 +281,7 @@ class StepCall(Call[Binding]):
                 self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if it was destroyed
 
     def before(self) -> Ranks | None:
-        return self._core.component if self._core.world.is_current else None
+        return self._core.component if self._core.world == current_world() else None
 
     def known(self) -> Binding | None:
         return self._core.binding

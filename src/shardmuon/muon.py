@@ -81,8 +81,7 @@ class Muon(Core, Optimizer):
             ``partition_dim``, ``partition_stride``: how its plain tensors are cut over `tp_group`, before their own
             attributes;
             ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`
-            does not apply to them;
-            ``clip_grad`` (True): False keeps the group out of `shardmuon.clip_grad_norm_`.
+            does not apply to them.
         lr: Learning rate, a float or a one-element tensor. Required; groups may have their own. docs/learning_rate.md.
         weight_decay: Factor of the decay.
         momentum: mu.

@@ -278,7 +278,6 @@ GROUP_DEFAULTS: dict[str, Any] = {
     "use_muon": True,
     **VIEW_DEFAULTS,
     "rank_local": False,
-    "clip_grad": True,
     **PLACE_DEFAULTS,
 }
 VIEW_OPTIONS, PLACE_OPTIONS = tuple(VIEW_DEFAULTS), tuple(PLACE_DEFAULTS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 
-import pytest
 import torch
 import torch.distributed as dist
 from simulated import stored
@@ -64,38 +63,14 @@ def all_cases() -> list[Case]:
     ]
 
 
-Found = list[tuple[list[bool], bool]]  # of each case: which readings fit, whether torch's own helper names other rows
+def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
+    return [_readings_that_fit(param, full)[0] for param, full in _fsdp_of_tp(cases)]
 
 
-def _fsdp_over_tp(cases: list[Case]) -> Found:
-    return [(_readings_that_fit(param, full), _torch_disagrees(param, full)) for param, full in _fsdp_of_tp(cases)]
-
-
-def _torch_disagrees(param: torch.Tensor, full: torch.Tensor) -> bool:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    assert isinstance(param, DTensor)
-    size, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    local = param.to_local()
-    named = full[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))]
-    return local.numel() > 0 and not (named.shape == local.shape and torch.equal(named, local))
-
-
-@pytest.fixture(scope="module")
-def fsdp_over_tp(world8: RankPool) -> list[Found]:
-    """Findings by rank, of `all_cases`."""
-    return world8.run(_fsdp_over_tp, all_cases())
-
-
-def test_placements_name_what_fully_shard_stores_for_every_number_of_rows(fsdp_over_tp: list[Found]) -> None:
-    for index, case in enumerate(all_cases()):
-        first = [found[index][0][0] for found in fsdp_over_tp]
+def test_placements_name_what_fully_shard_stores_for_every_number_of_rows(world8: RankPool) -> None:
+    everyone = world8.run(_fsdp_over_tp, all_cases())
+    for case, *first in zip(all_cases(), *everyone, strict=True):
         assert all(first), f"{case}: the first reading is wrong on ranks {[r for r, ok in enumerate(first) if not ok]}"
-
-
-def test_torchs_own_helper_names_other_rows_on_uneven_tensor_parallel_shards(fsdp_over_tp: list[Found]) -> None:
-    # The reason for deriving layouts ourselves. When torch mends this, the helper can be used and this test deleted.
-    assert any(disagrees for found in fsdp_over_tp for _, disagrees in found)
 
 
 PLACEMENTS: list[tuple[tuple[int, ...], list[Placement]]] = [

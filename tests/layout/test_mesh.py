@@ -89,20 +89,6 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
     assert _rows(held for held, _ in readings((size, 3), mesh, tuple(placements))[0]) == expected
 
 
-def test_ranks_that_differ_where_an_axis_cuts_hold_every_element_once() -> None:
-    """Each replica holds every element once, in each reading of 376 cases."""
-    for shape, mesh, kinds in cases():
-        for reading in readings(shape, mesh, kinds):
-            replicas: dict[tuple[int, ...], list[OfRank]] = {}
-            for place, of_rank in zip(places_of(mesh), reading, strict=True):
-                replica = tuple(part for part, kind in zip(place, kinds, strict=True) if kind is None)
-                replicas.setdefault(replica, []).append(of_rank)
-            for ranks in replicas.values():
-                elements = torch.cat([numbered(of_rank, shape).flatten() for of_rank in ranks])
-                assert torch.equal(elements.sort().values, torch.arange(math.prod(shape)))
-                assert partition_fault(shape, [held.piece for pieces, _ in ranks for held in pieces]) is None
-
-
 def test_what_ranks_store_decides_between_readings() -> None:
     """13 rows on 3 x 2 ranks: tensor parallelism in 2 (7 and 6 rows), then each part in 3. Read from left to right
     the same placements name other rows, and say that other ranks store most."""

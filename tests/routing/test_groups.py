@@ -798,7 +798,7 @@ def test_what_cannot_be_routed_is_refused_with_what_to_write(
 
 def test_options_are_those_of_the_optimizer() -> None:
     optimizer = Muon([{"params": [nn.Parameter(torch.zeros(2, 2))]}], lr=1e-3)
-    roles = {"lr", "weight_decay", "use_muon", "rank_local", "clip_grad", "adamw", *PLACE_OPTIONS}
+    roles = {"lr", "weight_decay", "use_muon", "rank_local", "adamw", *PLACE_OPTIONS}
     assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_DEFAULTS, *roles}
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
     arguments = set(inspect.signature(Muon).parameters) - {"params", "for_module"}

@@ -242,7 +242,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
             job.model.shard.grad = grad.redistribute(placements=[Replicate()])
 
     clip_or_unscale()
-    begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "align_"}[what]
+    begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "_align"}[what]
     return Calls(clip_or_unscale, begin, "_none", anew)  # until the last talk
 
 

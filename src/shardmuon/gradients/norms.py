@@ -12,6 +12,7 @@ from shardmuon._torch import flattened, foreach_norm
 
 _CHUNK = 1 << 22  # elements: CPUs convert to fp64 before they sum, so this bounds the copy
 _SMALL = 1 << 14  # elements: copying so few side by side costs less than a norm of their own
+_MANY = 1 << 8  # small tensors in one copy
 
 
 def norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
@@ -33,20 +34,10 @@ def by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype],
 
 def _side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Small tensors copied into few long ones, the others as they are."""
-    parts: list[Tensor] = []
-    batch: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        numel = tensor.numel()
-        if numel > _SMALL:
-            parts.append(tensor)
-            continue
-        if batch and size + numel > _CHUNK:
-            parts.append(flattened(batch))
-            batch, size = [], 0
-        batch.append(tensor)
-        size += numel
-    return [*parts, flattened(batch)] if len(batch) > 1 else [*parts, *batch]
+    small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
+    batches = (small[at : at + _MANY] for at in range(0, len(small), _MANY))
+    large = [tensor for tensor in tensors if tensor.numel() > _SMALL]
+    return [*large, *(flattened(batch) if len(batch) > 1 else batch[0] for batch in batches)]
 
 
 def _chunks(storage: Tensor) -> list[Tensor]:

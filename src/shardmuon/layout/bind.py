@@ -6,9 +6,10 @@ and all make the same table of it.
 
 [Note: describing together]
     Each rank first describes its parameters alone, and tells the whole component who shares them with it. From that
-    every rank knows all sets of sharers. Then the ranks of each set, small sets first, tell each other their claims;
-    the layout is a pure function of those. Whatever goes wrong on a rank is data: it travels in place of a claim, and
-    the rank goes on to the next set. At the end all settle: everybody raises, or nobody.
+    every rank knows all sets of sharers. Then all tell each other their claims, and a digest of what the ranks of each
+    set must have alike; the layout is a pure function of the claims of its set. Last they compare replicas. Whatever
+    goes wrong on a rank is data: it travels in the next message in place of what that would have been, and everybody
+    raises it.
 
 [Note: who votes]
     All ranks that parameters and process groups connect, the component, vote before they do anything. A rank that
@@ -96,6 +97,24 @@ class _Facts(NamedTuple):
     nonce: bytes
 
 
+class _Said(NamedTuple):
+    """Message of a rank about the parameters that it shares with a set of ranks.
+
+    Attributes:
+        digest: Of the lines that all of these ranks must have alike.
+        claims: What may differ: `stored` and `part` of each claim.
+        group: Name of a process group that it knows over these ranks; "" if there is none.
+    """
+
+    digest: bytes
+    claims: list[tuple[Ints, Ints]]
+    group: str
+
+
+_Sharers = Mapping[Ties, tuple[Ranks, ...]]  # who shares parameters with this rank -> the sets in which they talk
+_Numbers = Mapping[Ranks, Sequence[int]]  # set of ranks -> numbers of the parameters that they share
+
+
 @dataclass(frozen=True, eq=False)
 class Table:
     """The layouts of an optimizer's parameters and the ranks that share them. Equal on all ranks that share one.
@@ -163,9 +182,6 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
     return found
 
 
-_Sharers = Mapping[Ties, tuple[Ranks, ...]]  # who shares parameters with this rank -> the sets in which they talk
-
-
 def _sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault) -> _Sharers:
     """Sets of ranks that share these parameters, without parameters for which they cannot be told. Other ranks wait for
     this one in these sets, so whatever goes wrong is noted, and what an interrupt has cut off is asked again."""
@@ -214,218 +230,149 @@ def bind(
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     fault = fault or Fault()
-    mine: list[_Described] = []
-    table: Table | None = None
+    mine, table = list[_Described](), list[Table]()
     if sharers is None:
         sharers = _sharers_of(lambda: [(one.name, one.param, one.group) for one in listed], fault)
     with fault:
         mine = describe(listed)
         sharers = {**sharers, **{one.ties: one.ties.sets for one in mine}}
-    sets = tuple(dict.fromkeys([*itertools.chain.from_iterable(sharers.values()), *beyond]))
-    entry = Entry(sets, fault.text, _Facts(tuple(sharers), stamp, os.urandom(8)))
-    known = discover(rank, entry, before, fault.cause)
-    sets_here: list[_Set] = []
+    sets = tuple(dict.fromkeys([*itertools.chain(*sharers.values()), *beyond]))
+    known = discover(rank, Entry(sets, fault.text, _Facts(tuple(sharers), stamp, os.urandom(8))), before, fault.cause)
+    component, grids, numbers = tuple(known), dict[Ties, Grid](), dict[Ranks, list[int]]()
+    lines, said = dict[Ranks, list[str]](), dict[Ranks, _Said]()
     with fault:
-        grids = grids_of({other: said.facts.ties for other, said in known.items()})
-        sets_here = _sets(mine, {ties: grids[ties] for ties in sharers}, groups, fault)
-    settle(fault, tuple(known), Phase.PLAN)
-    layouts: dict[int, ParamLayout] = {}
-    for one in sets_here:
-        layouts.update(zip(one.numbers, one.layouts(fingerprint), strict=False))
+        grids = grids_of({other: theirs.facts.ties for other, theirs in known.items()})
+        numbers = _numbers(mine, {ties: grids[ties] for ties in sharers})
+        lines = {ranks: [_line(mine[n], fingerprint is not None) for n in of_set] for ranks, of_set in numbers.items()}
+        for ranks, of_set in numbers.items():
+            said[ranks] = _Said(digest_of(lines[ranks]), [mine[n].claim[2:4] for n in of_set], groups.get(ranks, ""))
+    everyone = dict(zip(component, gather(said, component, fault.text, fault.cause), strict=True))
+    unlike: Ranks | None = None
     with fault:
-        table = Table(
-            tuple(known),
+        unlike = _unlike({of: {ranks: one.digest for ranks, one in theirs.items()} for of, theirs in everyone.items()})
+    if unlike is not None:
+        told = gather(lines.get(unlike, []), component, fault.text, fault.cause)
+        raise Refused(_unlike_lists(unlike, [told[component.index(other)] for other in unlike]))
+    layouts, replicated, prints = list[ParamLayout](), dict[Ranks, list[int]](), dict[Ranks, list[int]]()
+    with fault:
+        layouts = _layouts(mine, numbers, everyone, grids)
+        if fingerprint is not None:
+            replicated = {ranks: [n for n in of_set if layouts[n].has_replicas] for ranks, of_set in numbers.items()}
+            for ranks, of_set in replicated.items():
+                prints[ranks] = [fingerprint(local_if_any(mine[number].listed.param)) for number in of_set]
+    found = dict(zip(component, gather(prints, component, fault.text, fault.cause), strict=True))
+    with fault:
+        for ranks, of_set in replicated.items():
+            _compare([(mine[n], layouts[n]) for n in of_set], [found[other][ranks] for other in ranks])
+        made = Table(
+            component,
             tuple(one.listed for one in mine),
             tuple(one.claim for one in mine),
-            tuple(layouts[number] for number in range(len(mine))),
-            {one.ranks: tuple(one.numbers) for one in sets_here if one.numbers},
-            {one.ranks: one.group for one in sets_here if one.group},
-            {rank: said.facts.stamp for rank, said in known.items()},
-            digest_of([said.facts.nonce for said in known.values()]),
+            tuple(layouts),
+            {ranks: tuple(of_set) for ranks, of_set in numbers.items() if of_set},
+            _groups(said, everyone),
+            {other: theirs.facts.stamp for other, theirs in known.items()},
+            digest_of([theirs.facts.nonce for theirs in known.values()]),
         )
-    settle(fault, tuple(known), Phase.PLAN)
-    assert table is not None, "all ranks have settled"
-    return table
+        table.append(made)
+    gather(None, component, fault.text, fault.cause)
+    return table[0]
 
 
-def _sets(
-    mine: Sequence[_Described], grids: Mapping[Ties, Grid], groups: Mapping[Ranks, str], fault: Fault
-) -> list[_Set]:
-    """The sets of sharers that this rank is in; small ones first, as all ranks talk."""
+def _numbers(mine: Sequence[_Described], grids: Mapping[Ties, Grid]) -> dict[Ranks, list[int]]:
+    """The sets of sharers that this rank is in, small ones first, as all ranks go through them; with the numbers of
+    their parameters."""
     numbers: dict[Ranks, list[int]] = {union(grid): [] for grid in grids.values()}
     for number, one in enumerate(mine):
         numbers[union(grids[one.ties])].append(number)
-    ordered = sorted(numbers, key=lambda ranks: (len(ranks), ranks))
-    return [_Set(ranks, numbers[ranks], mine, grids, groups.get(ranks, ""), fault) for ranks in ordered]
+    return {ranks: numbers[ranks] for ranks in sorted(numbers, key=lambda ranks: (len(ranks), ranks))}
 
 
-class _ListedLine(NamedTuple):
-    """Text about one parameter that every sharing rank must list alike.
-
-    Attributes:
-        about: The parameter's name, shape and layout, in words.
-        words: The rest: its form, and its options.
-    """
-
-    about: str
-    words: tuple[str, ...]
+def _line(one: _Described, compared: bool) -> str:
+    """Text about a parameter that every sharing rank must list alike. `compared`: its replicas are."""
+    shape, *form = one.claim.form
+    view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
+    sizes = f"{shape}".replace("-1", "any")  # along a dim that is cut in parts of any size
+    about = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
+    return "; ".join((about, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
 
 
-class _Set:
-    """The ranks that share some parameters, while they agree on their layouts.
+def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
+    """Message on the first parameter that some rank of a set lists in another way than the first one; of its text what
+    is alike is left out."""
+    first = everyone[0]
+    rank, theirs = next((rank, lines) for rank, lines in zip(ranks, everyone, strict=True) if lines != first)
+    if len(first) != len(theirs):
+        longer, shorter = sorted((first, theirs), key=len, reverse=True)
+        lacking = next((line for line in longer if line not in shorter), longer[-1]).split("; ")[0]
+        about, texts = "", [f"{len(first)} parameters", f"{len(theirs)}; one of them lacks {lacking}"]
+    else:
+        one, other = next((a.split("; "), b.split("; ")) for a, b in zip(first, theirs, strict=True) if a != b)
+        pairs = (one, other), (other, one)
+        texts = [" ".join(part for part in mine if part not in others) for mine, others in pairs]
+        about = f"{one[0]}: " if one[0] == other[0] else ""
+    return (
+        f"ranks {ranks} share parameters but describe them differently: {about}rank {ranks[0]} lists {texts[0]}, rank "
+        f"{rank} lists {texts[1]}. Every rank must give the optimizer the same parameters, order and options"
+    )
 
-    Attributes:
-        ranks: The ranks, ascending.
-        numbers: Numbers of the parameters, in the order of all.
-        group: Name of a process group that this rank knows over them; of one that all of them know, once they agree.
-    """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        numbers: Sequence[int],
-        everything: Sequence[_Described],
-        grids: Mapping[Ties, Grid],
-        group: str,
-        fault: Fault,
-    ) -> None:
-        self.ranks, self.numbers, self.group = ranks, numbers, group
-        self._mine, self._grids, self._fault = [everything[number] for number in numbers], grids, fault
+def _groups(said: Mapping[Ranks, _Said], everyone: Mapping[int, Mapping[Ranks, _Said]]) -> dict[Ranks, str]:
+    """Sets whose ranks all know one process group over them -> its name."""
+    names = {ranks: {everyone[rank][ranks].group for rank in ranks} for ranks in said}
+    return {ranks: own.group for ranks, own in said.items() if own.group and names[ranks] == {own.group}}
 
-    def _say(self, make: Callable[[], Any]) -> list[Any] | None:
-        """Exchange a value with the ranks of the set, and return all of their values; None if any rank has a fault
-        instead."""
-        value = None
-        with self._fault:
-            value = make()
-        everyone = gather((self._fault.text, value), self.ranks)
-        self._fault.add(next((text for text, _ in everyone if text is not None), None), own=False)
-        return None if any(text is not None for text, _ in everyone) else [theirs for _, theirs in everyone]
 
-    def layouts(self, fingerprint: Callable[[Tensor], int] | None) -> list[ParamLayout]:
-        """The layouts; none if something is wrong, which is noted. Collective over the set."""
-        check = fingerprint is not None
-        said = self._say(
-            lambda: (digest_of((check, self._lines())), [one.claim[2:4] for one in self._mine], self.group)
-        )
-        if said is None:
-            return []
-        digests, claims, groups = zip(*said, strict=True)
-        self.group = self.group if len({*groups}) == 1 else ""
-        if len({*digests}) > 1:
-            lines = self._say(self._lines)
-            with self._fault:
-                raise Unlike(self._difference(lines or []))
-            return []
-        found: list[ParamLayout] = []
-        with self._fault:
-            found = self._layouts(claims)
-        if fingerprint is not None:
-            prints = self._say(lambda: self._prints(found, fingerprint))
-            with self._fault:
-                self._compare(found, prints or [])
-        return found
-
-    def _lines(self) -> list[_ListedLine]:
-        """Text of each shared parameter that every rank of the set must list alike."""
-        found = []
-        for one in self._mine:
-            shape, *form = one.claim.form
-            view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
-            sizes = f"{shape}".replace("-1", "any")  # along a dim that is cut in parts of any size
-            about = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
-            found.append(_ListedLine(about, (f"{form}", *one.listed.options.split(" "), *view)))
-        return found
-
-    def _difference(self, everyone: Sequence[Sequence[_ListedLine]]) -> str:
-        first, here = everyone[0] if everyone else [], self.ranks[0]
-        for rank, theirs in zip(self.ranks, everyone, strict=False):
-            unlike = [(a, b) for a, b in zip(first, theirs, strict=False) if a != b]
-            if len(first) != len(theirs):
-                longer, shorter = sorted((first, theirs), key=len, reverse=True)
-                lacking = next((line for line in longer if line not in shorter), longer[-1])
-                found = (
-                    f"rank {here} lists {len(first)} parameters, rank {rank} lists {len(theirs)}; one of them lacks "
-                    f"{lacking.about}"
-                )
-            elif not unlike:
-                continue
-            else:
-                (about, mine), (other_about, others) = unlike[0]
-                if about == other_about:
-                    words = [word for word in mine if word not in others], [word for word in others if word not in mine]
-                    found = f"{about}: rank {here} lists {' '.join(words[0])}, rank {rank} lists {' '.join(words[1])}"
-                else:
-                    found = f"rank {here} lists {about}, rank {rank} lists {other_about}"
-            return (
-                f"ranks {self.ranks} share parameters but describe them differently: {found}. Every rank must give "
-                "the optimizer the same parameters, order and options"
-            )
-        return f"ranks {self.ranks} compare replicas on some of them only. Give all the same options"
-
-    def _layouts(self, everyone: Sequence[Sequence[tuple[Ints, Ints]]]) -> list[ParamLayout]:
-        """Layout of each parameter; those that lie alike share one object."""
-        known: dict[object, ParamLayout] = {}
-        found = []
-        for one, *told in zip(self._mine, *everyone, strict=True):
+def _layouts(
+    mine: Sequence[_Described],
+    numbers: _Numbers,
+    everyone: Mapping[int, Mapping[Ranks, _Said]],
+    grids: Mapping[Ties, Grid],
+) -> list[ParamLayout]:
+    """Layout of each parameter; those that lie alike share one object."""
+    known: dict[object, ParamLayout] = {}
+    found: dict[int, ParamLayout] = {}
+    for ranks, of_set in numbers.items():
+        for number, *told in zip(of_set, *(everyone[rank][ranks].claims for rank in ranks), strict=True):
+            one = mine[number]
             key = one.engine, one.claim.form, one.ties, tuple(told), repr(one.listed.view)
             if key not in known:
-                claims = {
-                    rank: one.claim._replace(stored=theirs[0], part=theirs[1])
-                    for rank, theirs in zip(self.ranks, told, strict=True)
-                }
-                try:
-                    shape, held = one.engine.stored(claims, self._grids[one.ties])
-                    of_ranks = tuple(held[rank] for rank in self.ranks)
-                    known[key] = ParamLayout(view_of(shape, one.listed.view), self.ranks, of_ranks)
-                except ValueError as wrong:
-                    stored = (
-                        f"ranks {self.ranks} store shapes {[shape for shape, _ in told]} of it ({one.claim.text}): "
-                    )
-                    raise Unlike(f"{one.listed.name}: {stored if len(told) > 1 else ''}{wrong}") from wrong
-            found.append(known[key])
-        return found
+                known[key] = _layout(one, dict(zip(ranks, told, strict=True)), grids[one.ties])
+            found[number] = known[key]
+    return [found[number] for number in range(len(mine))]
 
-    def _prints(self, layouts: Sequence[ParamLayout], fingerprint: Callable[[Tensor], int]) -> list[int]:
-        """Fingerprints of this rank's storage of the parameters that have replicas."""
-        return [
-            fingerprint(local_if_any(one.listed.param))
-            for one, layout in zip(self._mine, layouts, strict=True)
-            if layout.has_replicas
-        ]
 
-    def _compare(self, layouts: Sequence[ParamLayout], prints: Sequence[Sequence[int]]) -> None:
-        """Raise Unlike if replicas differ."""
-        replicated = [(one, layout) for one, layout in zip(self._mine, layouts, strict=True) if layout.has_replicas]
-        for number, (one, layout) in enumerate(replicated):
-            seen: dict[object, tuple[int, int]] = {}
-            for rank, of_rank, theirs in zip(layout.ranks, layout.held, prints, strict=True):
-                pieces = tuple(held.piece for held in of_rank if held.piece.numel)
-                first, wanted = seen.setdefault(pieces, (rank, theirs[number]))
-                if pieces and theirs[number] != wanted:
-                    raise Unlike(
-                        f"{one.listed.name}: ranks {first} and {rank} should hold replicas ({one.claim.text}) but "
-                        "their values differ. Broadcast the weights first; or, if each rank has its own (experts), put "
-                        "it in a group with rank_local=True"
-                    )
+def _layout(one: _Described, told: Mapping[int, tuple[Ints, Ints]], grid: Grid) -> ParamLayout:
+    claims = {rank: one.claim._replace(stored=stored, part=part) for rank, (stored, part) in told.items()}
+    try:
+        shape, held = one.engine.stored(claims, grid)
+        return ParamLayout(view_of(shape, one.listed.view), tuple(told), tuple(held[rank] for rank in told))
+    except ValueError as wrong:
+        stored = f"ranks {(*told,)} store shapes {[shape for shape, _ in told.values()]} of it ({one.claim.text}): "
+        raise Unlike(f"{one.listed.name}: {stored if len(told) > 1 else ''}{wrong}") from wrong
+
+
+def _compare(replicated: Sequence[tuple[_Described, ParamLayout]], prints: Sequence[Sequence[int]]) -> None:
+    """Raise Unlike if replicas of some parameters differ. `prints`: of each rank that shares them."""
+    for (one, layout), *of_each in zip(replicated, *prints, strict=True):
+        seen: dict[object, tuple[int, int]] = {}
+        for (rank, pieces), value in zip(layout.pieces.items(), of_each, strict=True):
+            first, wanted = seen.setdefault(pieces, (rank, value))
+            if pieces and value != wanted:
+                raise Unlike(
+                    f"{one.listed.name}: ranks {first} and {rank} should hold replicas ({one.claim.text}) but their "
+                    "values differ. Broadcast the weights first; or, if each rank has its own (experts), put it in a "
+                    "group with rank_local=True"
+                )
 
 
 # ---------------------------------------------------------------------------------------------- before each call
 
 
-class World:
-    """The default process group of the time at which it is made; keeps none alive. In another one ranks have other
-    numbers."""
-
-    def __init__(self) -> None:
-        group = default_group()
-        self._group = None if group is None else weakref.ref(group)
-
-    @property
-    def is_current(self) -> bool:
-        """True as long as that group is the default one."""
-        group = default_group()
-        return self._group is None if group is None else self._group is not None and self._group() is group
+def current_world() -> object:
+    """The default process group, kept alive by nobody here: in another one ranks have other numbers."""
+    group = default_group()
+    return None if group is None else weakref.ref(group)
 
 
 class KeptTable:
@@ -441,7 +388,7 @@ class KeptTable:
     def __init__(self, table: Table) -> None:
         self.component, self.token = table.component, table.token
         self.sets = {ranks: numbers for ranks, numbers in table.sets.items() if len(ranks) > 1}
-        self.world = World()
+        self.world = current_world()
 
 
 _K = TypeVar("_K", bound=KeptTable)
@@ -483,10 +430,10 @@ class Call(ABC, Generic[_K]):
     def listed(self) -> list[Listed]:
         """The parameters for a new table."""
 
-    @abstractmethod
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
         """Name, tensor and group of all parameters whose sharers may wait for this rank, also if some of them cannot be
         listed."""
+        return [(one.name, one.param, one.group) for one in self.listed()]
 
     @abstractmethod
     def made(self, table: Table) -> tuple[_K, Any]:
@@ -505,16 +452,15 @@ class Call(ABC, Generic[_K]):
         """Lines of text for whatever went into the digest of a set: shown where digests differ."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
-        """Message on the first line in which the ranks of a set differ."""
-        for rank, theirs in zip(ranks, everyone, strict=True):
-            first, theirs = everyone[0] or ["nothing to say"], theirs or ["nothing to say"]
-            for one, other in zip(first, theirs, strict=False):
-                if one != other:
-                    return (
-                        f"ranks {ranks} {self.doing} together but differ: rank {ranks[0]} has {one.strip()!r}, rank "
-                        f"{rank} has {other.strip()!r}. {self.rule}"
-                    )
-        raise AssertionError("digests differ, lines do not")
+        """Message on the lines of the ranks of a set; None for a rank that has no such set."""
+        told = [lines or ["nothing to say"] for lines in everyone]
+        each = zip(ranks, told, strict=True)
+        pairs = ((rank, *pair) for rank, theirs in each for pair in zip(told[0], theirs, strict=False))
+        rank, one, other = next(pair for pair in pairs if pair[1] != pair[2])
+        return (
+            f"ranks {ranks} {self.doing} together but differ: rank {ranks[0]} has {one!r}, rank {rank} has {other!r}. "
+            f"{self.rule}"
+        )
 
 
 def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Verdict]:
@@ -537,7 +483,7 @@ def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Ve
         with fault:  # between two talks nothing runs outside of a guard: the other ranks wait for this one
             if kept is None:
                 last = call.known()
-                kept = last if last is not None and last.world.is_current else None
+                kept = last if last is not None and last.world == current_world() else None
                 current = kept is not None and call.is_current(kept)
             if kept is not None and current:
                 ballot = call.read(kept)
@@ -551,11 +497,9 @@ def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Ve
         verdict = vote(ballot, kept.component)
         if verdict.flags in (Flag.NONE, Flag.AUDIT) and verdict.alike and verdict.phase == call.phase:
             return kept, verdict
-        before: Ranks | None = kept.component
-        if verdict.flags & Flag.BEYOND:
-            before = None
         if not verdict.flags & Flag.STALE:
             _refuse_unless_stale(call, kept, ballot.digests or {}, fault, verdict)
+        before = None if verdict.flags & Flag.BEYOND else kept.component
         fresh = _bind(call, _sharers_of(call.waiting, fault), before, fault)
 
 

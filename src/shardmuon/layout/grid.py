@@ -65,51 +65,34 @@ def _ties_of(grid: Grid) -> Iterator[Ties]:
 
 
 def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
-    number, size = ties.parts.index(rank), len(ties.parts)
-    if size == 1:
-        rows: Grid = tuple((mate,) for mate in ties.mates)
-    else:
-        rows = tuple(_row(mate, ties, number, known) for mate in ties.mates)
-    if len(union(rows)) < size * len(rows):
-        raise Unlike(_no_grid(rank, ties, "a rank is in two of their tensor-parallel groups"))
-    for at in range(size):
-        column = tuple(sorted(row[at] for row in rows))
-        for row in rows:
-            if Ties(row, column) not in known.get(row[at], ()):
-                if size == 1 and not any(ties.mates in other.sets for other in known.get(row[at], ())):
-                    raise Unlike(
-                        f"ranks {ties.mates} share parameters but rank {row[at]} lists none that it shares with them. "
-                        "Every rank must give the optimizer the same parameters, order and options"
-                    )
-                near = (t for t in known.get(row[at], ()) if row == t.parts or column == t.mates)
-                has = next((f"{parts} and {mates}" for parts, mates in near), "others")
-                why = f"rank {row[at]} should have ranks {row} and {column}, and has {has}"
-                raise Unlike(_no_grid(rank, ties, why))
-    return tuple(sorted(rows))
+    # of each rank of this replica the ranks of its part, and of each mate its replica: all of its parts are among them
+    columns = [{mate for t in known.get(part, ()) if t.parts == ties.parts for mate in t.mates} for part in ties.parts]
+    rows: dict[int, Ranks] = {}
+    for mate in ties.mates:
+        for t in known.get(mate, ()):
+            alike = t.mates == ties.mates and len(t.parts) == len(columns)
+            if alike and all(part in column for part, column in zip(t.parts, columns, strict=True)):
+                rows.setdefault(mate, t.parts)
+        if mate not in rows:
+            raise Unlike(_no_grid(rank, ties, mate, known))
+    rows[rank] = ties.parts
+    for at in range(len(columns)):
+        column = union([row[at : at + 1] for row in rows.values()])
+        for row in rows.values():
+            if Ties(row, column) not in known.get(row[at], ()) or len(union(rows.values())) < len(columns) * len(rows):
+                raise Unlike(_no_grid(rank, ties, row[at], known))
+    return tuple(sorted(rows.values()))
 
 
-def _row(mate: int, ties: Ties, number: int, known: Mapping[int, Collection[Ties]]) -> Ranks:
-    """The parts of a mate's replica: those of its groups of this size whose ranks are mates of this replica's parts."""
-    rank, size = ties.parts[number], len(ties.parts)
-    if mate == rank:
-        return ties.parts
-    rows = [t.parts for t in known.get(mate, ()) if t.mates == ties.mates and len(t.parts) == size]
-    columns = [{r for t in known.get(part, ()) if t.parts == ties.parts for r in t.mates} for part in ties.parts]
-    for row in rows:
-        if row[number] == mate and all(part in column for part, column in zip(row, columns, strict=True)):
-            return row
-    if not rows:
-        raise Unlike(_no_grid(rank, ties, f"rank {mate} has no tp_group of {size} ranks with these replicas"))
-    raise Unlike(
-        _no_grid(
-            rank, ties, f"rank {mate} has tp_group {rows[0]}, whose ranks are not the replicas of those of {rank}'s"
+def _no_grid(rank: int, ties: Ties, other: int, known: Mapping[int, Collection[Ties]]) -> str:
+    if len(ties.parts) == 1 and not any(ties.mates in t.sets for t in known.get(other, ())):
+        return (
+            f"ranks {ties.mates} share parameters but rank {other} lists none that it shares with them. Every rank "
+            "must give the optimizer the same parameters, order and options"
         )
-    )
-
-
-def _no_grid(rank: int, ties: Ties, why: str) -> str:
+    has = " or ".join(f"tp_group {t.parts} and process_group {t.mates}" for t in known.get(other, ())) or "none"
     return (
         f"rank {rank} has tp_group {ties.parts} and process_group {ties.mates}, which form no grid with those of the "
-        f"other ranks: {why}. process_group must join the ranks that hold the same shard, one of each tensor-parallel "
-        "group, and all of these the same way"
+        f"other ranks: rank {other} has {has}. process_group must join the ranks that hold the same shard, one of each "
+        "tensor-parallel group, and all of these the same way"
     )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardmuon.layout.pieces import Box, FlatRange, Held
@@ -61,13 +61,7 @@ class OnMesh(NamedTuple):
         return tuple(p if p is not None and p.dim == 0 else None for p in self.placements)
 
 
-class _Split(NamedTuple):
-    axis: int
-    num_parts: int
-    factor: int
-
-
-_Order = list[tuple[_Split, int]]  # first cut first, each with what of its factor no listed axis accounts for
+_Cuts = tuple[tuple[int, int], ...]  # the mesh axes that cut a dim, first cut first, each with its factor
 
 
 def readings(shape: Ints, mesh: Ints, placements: Placements) -> tuple[tuple[OfRank, ...], ...]:
@@ -79,19 +73,68 @@ def readings(shape: Ints, mesh: Ints, placements: Placements) -> tuple[tuple[OfR
         mesh: Size of each mesh axis.
         placements: One for each mesh axis.
     """
-    cuts = [
-        [_Split(axis, mesh[axis], p.factor) for axis, p in enumerate(placements) if p is not None and p.dim == dim]
-        for dim in range(len(shape))
+    listed = [
+        [(axis, p.factor) for axis, p in enumerate(placements) if p and p.dim == dim] for dim in range(len(shape))
     ]
-    orders = [[_nested(of_dim) for of_dim in cuts]]
-    if any(cut.factor > 1 for of_dim in cuts for cut in of_dim):
-        orders.append([_left_to_right(of_dim) for of_dim in cuts])
+    nested, left_to_right = tuple(_nested(cuts, mesh) for cuts in listed), tuple(map(tuple, listed))
     places = list(itertools.product(*map(range, mesh)))
-    found = [
-        tuple(_stored([_ranges(n, of_dim, place) for n, of_dim in zip(shape, order, strict=True)]) for place in places)
-        for order in orders
-    ]
+    found = (
+        tuple(_stored([_ranges(n, cuts, mesh, at) for n, cuts in zip(shape, order, strict=True)]) for at in places)
+        for order in dict.fromkeys((nested, left_to_right))
+    )
     return tuple(dict.fromkeys(found))
+
+
+def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
+    """The order in which a dim was cut, by factors that count the shards of axes listed later; with each axis what of
+    its factor no listed one accounts for."""
+    ordered: list[tuple[int, int]] = []
+    for axis, factor in reversed(listed):
+        before, position = 1, 0
+        while before < factor and position < len(ordered):
+            before *= mesh[ordered[position][0]]
+            position += 1
+        if factor % before:
+            return tuple(listed)
+        ordered.insert(position, (axis, factor // before))
+    return tuple(ordered)
+
+
+def _ranges(size: int, cuts: _Cuts, mesh: Ints, place: Ints) -> _Ranges:
+    """The indices of a dim that a place of the mesh stores. Each cut is made in `factor` parts first, then each of
+    those is cut by the axis; a place has its shares in all of them."""
+    ranges: _Ranges = ((0, size),)
+    for axis, factor in cuts:
+        parts = (_chunk(ranges, factor, part) for part in range(factor))
+        ranges = tuple(itertools.chain.from_iterable(_chunk(part, mesh[axis], place[axis]) for part in parts))
+    return ranges
+
+
+def _chunk(ranges: _Ranges, num_parts: int, part: int) -> _Ranges:
+    """Part `part` of `torch.chunk(num_parts)` over the indices of `ranges` put one after the other."""
+    step = -(-sum(stop - start for start, stop in ranges) // num_parts)
+    return _narrow(ranges, part * step, step)
+
+
+def _narrow(ranges: _Ranges, first: int, num: int) -> _Ranges:
+    """So many of the indices of `ranges` put one after the other, from this one on."""
+    found, at = [], 0
+    for start, stop in ranges:
+        a, b = max(first, at), min(first + num, at + stop - start)
+        if a < b:
+            found.append((start + a - at, start + b - at))
+        at += stop - start
+    return tuple(found)
+
+
+def _stored(ranges: Sequence[_Ranges]) -> OfRank:
+    """The boxes that ranges of each dim make, one after the other in a storage of this shape."""
+    starts = [list(itertools.accumulate((b - a for a, b in dim), initial=0)) for dim in ranges]
+    held = []
+    for pick in itertools.product(*(zip(dim, at, strict=False) for dim, at in zip(ranges, starts, strict=True))):
+        box = Box(tuple(start for (start, _), _ in pick), tuple(stop - start for (start, stop), _ in pick))
+        held.append(Held(box, tuple(at for _, at in pick)))
+    return tuple(held), tuple(of_dim[-1] for of_dim in starts)
 
 
 def believed(shape: Ints, mesh: Ints, placements: Placements, stored: Sequence[Ints]) -> tuple[tuple[Held, ...], ...]:
@@ -121,59 +164,6 @@ def same_storage(first: Ints, second: Ints) -> bool:
     return first == tuple(second) or (0 in first and 0 in second)
 
 
-def _stored(ranges: Sequence[_Ranges]) -> OfRank:
-    """The boxes that ranges of each dim make, one after the other in a storage of this shape."""
-    starts = [list(itertools.accumulate((b - a for a, b in dim), initial=0)) for dim in ranges]
-    held = []
-    for pick in itertools.product(*(range(len(dim)) for dim in ranges)):
-        of_pick = [dim[i] for dim, i in zip(ranges, pick, strict=True)]
-        box = Box(tuple(a for a, _ in of_pick), tuple(b - a for a, b in of_pick))
-        held.append(Held(box, tuple(of_dim[i] for of_dim, i in zip(starts, pick, strict=True))))
-    return tuple(held), tuple(of_dim[-1] for of_dim in starts)
-
-
-def _chunk(ranges: _Ranges, num_parts: int, part: int) -> _Ranges:
-    """Part `part` of `torch.chunk(num_parts)` over the indices of `ranges` put one after the other."""
-    total = sum(stop - start for start, stop in ranges)
-    step = -(-total // num_parts)
-    first, last = min(total, part * step), min(total, (part + 1) * step)
-    found, at = [], 0
-    for start, stop in ranges:
-        a, b = max(first, at), min(last, at + stop - start)
-        if a < b:
-            found.append((start + a - at, start + b - at))
-        at += stop - start
-    return tuple(found)
-
-
-def _ranges(size: int, order: _Order, place: Ints) -> _Ranges:
-    """The indices of a dim that a place of the mesh stores. Each cut is made in `factor` parts first, then each of
-    those is cut by the axis; a place has its shares in all of them."""
-    ranges: _Ranges = ((0, size),)
-    for cut, factor in order:
-        parts = (_chunk(ranges, factor, part) for part in range(factor))
-        shares = (_chunk(part, cut.num_parts, place[cut.axis]) for part in parts)
-        ranges = tuple(itertools.chain.from_iterable(shares))
-    return ranges
-
-
-def _left_to_right(cuts: Sequence[_Split]) -> _Order:
-    return [(cut, cut.factor) for cut in cuts]
-
-
-def _nested(cuts: Sequence[_Split]) -> _Order:
-    ordered: _Order = []
-    for cut in reversed(cuts):
-        before, position = 1, 0
-        while before < cut.factor and position < len(ordered):
-            before *= ordered[position][0].num_parts
-            position += 1
-        if cut.factor % before:
-            return _left_to_right(cuts)
-        ordered.insert(position, (cut, cut.factor // before))
-    return ordered
-
-
 # ------------------------------------------------------------------------------------------------- parts along one dim
 
 
@@ -190,26 +180,23 @@ def parts_of(shape: Ints, cut: Cut, sizes: Ints) -> tuple[tuple[Held, ...], ...]
     Raises:
         ValueError: A part does not divide in `cut.stride` blocks; the message lacks the name.
     """
+    return tuple(_stored(part)[0] for part in _parts(shape, cut, sizes))
+
+
+def _parts(shape: Ints, cut: Cut, sizes: Ints) -> Iterator[list[_Ranges]]:
+    """Ranges of each dim, of each part."""
     if any(size % cut.stride for size in sizes):
         raise ValueError(
             f"partition_stride={cut.stride} says that each shard holds {cut.stride} parts of one size, but the shards "
             f"have {sizes} indices along dim {cut.dim}. Set partition_stride=1 if they are cut in one piece each"
         )
-    block, start, found = sum(sizes) // cut.stride, 0, []
-    zeros = (0,) * len(shape)
+    blocks, start = range(0, sum(sizes), max(1, sum(sizes) // cut.stride)), 0
     for size in sizes:
         share = size // cut.stride
-        found.append(
-            tuple(
-                Held(
-                    Box(at_dim(zeros, cut.dim, number * block + start), at_dim(shape, cut.dim, share)),
-                    at_dim(zeros, cut.dim, number * share),
-                )
-                for number in range(cut.stride)
-            )
-        )
+        ranges: list[_Ranges] = [((0, n),) for n in shape]
+        ranges[cut.dim] = tuple((block + start, block + start + share) for block in blocks)
+        yield ranges
         start += share
-    return tuple(found)
 
 
 def at_dim(numbers: Ints, dim: int, value: int) -> Ints:
@@ -300,40 +287,35 @@ def pieces_of_extents(
         )
     dims = (math.prod(shape),) if runs else shape
     parallel = next((cut for cut in cuts if cut.tensor_parallel), AxisCut(-1, 0))
-    found: dict[int, tuple[Held, ...]] = {}
+    found: dict[int, tuple[Held, ...]] = dict.fromkeys(range(len(extents)), ())
     for line in _lines(mesh, cuts, parallel.axis):
-        sizes = tuple(_size([stored[number] for number in of_part if stored[number]], parallel.dim) for of_part in line)
-        parts = parts_of(dims, Cut(parallel.dim, parallel.stride), sizes)
-        for of_part, part in zip(line, parts, strict=True):
+        shapes = [[stored[number] for number in of_part if stored[number]] for of_part in line]
+        along = [[shape[parallel.dim] for shape in of_part] for of_part in shapes]
+        sizes = tuple(max(of_part, default=0) if parallel.dim else sum(of_part) for of_part in along)
+        for of_part, part in zip(line, _parts(dims, Cut(parallel.dim, parallel.stride), sizes), strict=True):
             start = 0
             for number in of_part:
-                one = stored[number]
-                found[number] = _share(part, start, extents[number], mesh_ranks[number]) if one else ()
-                start += one[0] if one else 0
-    held = (found[number] for number in range(len(extents)))
-    return tuple(tuple(map(_as_range, of_rank)) for of_rank in held) if runs else tuple(held)
+                if stored[number]:
+                    found[number] = _share(part, start, extents[number], mesh_ranks[number])
+                    start += stored[number][0]
+    if runs:
+        found = {number: tuple(map(_as_range, of_rank)) for number, of_rank in found.items()}
+    return tuple(found.values())
 
 
 def _lines(mesh: Ints, cuts: Sequence[AxisCut], parallel: int) -> list[list[list[int]]]:
     """Numbers of mesh places, for each replica and each tensor-parallel part in it, in the order in which the places'
     shares follow each other."""
-    places = list(itertools.product(*map(range, mesh)))
-    axes = [cut.axis for cut in cuts]
+    places, axes = list(itertools.product(*map(range, mesh))), [cut.axis for cut in cuts]
     lines: dict[Ints, dict[int, list[int]]] = {}
     for number in sorted(range(len(places)), key=lambda number: [places[number][axis] for axis in axes]):
-        at = places[number]
-        line = lines.setdefault(tuple(c for axis, c in enumerate(at) if axis not in axes), {})
-        line.setdefault(at[parallel] if parallel >= 0 else 0, []).append(number)
+        replica = tuple(at for axis, at in enumerate(places[number]) if axis not in axes)
+        part = places[number][parallel] if parallel >= 0 else 0
+        lines.setdefault(replica, {}).setdefault(part, []).append(number)
     return [list(line.values()) for line in lines.values()]
 
 
-def _size(shapes: Sequence[Ints], dim: int) -> int:
-    """Size of a tensor-parallel part along the dim that is cut, found from what ranks store of it."""
-    sizes = [shape[dim] for shape in shapes]
-    return sum(sizes) if dim == 0 else max(sizes, default=0)
-
-
-def _share(part: Sequence[Held], start: int, extent: Extent, rank: int) -> tuple[Held, ...]:
+def _share(part: Sequence[_Ranges], start: int, extent: Extent, rank: int) -> tuple[Held, ...]:
     """The pieces of a part that a rank stores whose storage begins at this index of dim 0."""
     begins = start * math.prod(extent.shape[1:])
     if extent.start not in (UNKNOWN, begins):
@@ -341,20 +323,13 @@ def _share(part: Sequence[Held], start: int, extent: Extent, rank: int) -> tuple
             f"rank {rank} says that its part begins at element {extent.start}, but the ranks before it store {begins} "
             "elements"
         )
-    found = []
-    for box, at in part:
-        assert isinstance(box, Box), "parts are boxes"
-        low, high = max(start, at[0]), min(start + extent.shape[0], at[0] + box.size[0])
-        if low < high:
-            mine = Box((box.offset[0] + low - at[0], *box.offset[1:]), (high - low, *box.size[1:]))
-            found.append(Held(mine, (low - start, *at[1:])))
-    if sum(one.piece.numel for one in found) != math.prod(extent.shape):
+    held, size = _stored([_narrow(part[0], start, extent.shape[0]), *part[1:]])
+    if size != extent.shape:
         raise ValueError(f"rank {rank} stores shape {extent.shape}, which is not as wide as the tensor")
-    return tuple(found)
+    return held
 
 
 def _as_range(held: Held) -> Held:
     """A 1-D piece as a range of the flattened tensor."""
-    box = held.piece
-    assert isinstance(box, Box), "parts are boxes"
-    return Held(FlatRange(box.offset[0], box.offset[0] + box.size[0]), held.local)
+    (start,), (num,) = held.piece  # type: ignore[misc]
+    return Held(FlatRange(start, start + num), held.local)

@@ -198,18 +198,13 @@ def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
         yield (start,), (stop - start,)
         return
     row = math.prod(sizes[1:])
-    at = start
-    while at < stop:
-        index, inside = divmod(at, row)
-        whole = 0 if inside else (stop - at) // row
-        if whole:
-            yield (index, *(0 for _ in sizes[1:])), (whole, *sizes[1:])
-            at += whole * row
-            continue
-        take = min(row - inside, stop - at)
-        for rest, of_rest in _range_spans(inside, inside + take, sizes[1:]):
-            yield (index, *rest), (1, *of_rest)
-        at += take
+    index, inside = divmod(start, row)
+    num = 0 if inside else (stop - start) // row
+    if num:
+        yield (index, *(0 for _ in sizes[1:])), (num, *sizes[1:])
+    for rest, of_rest in _range_spans(inside, min(row, inside + stop - start), sizes[1:]) if not num else ():
+        yield (index, *rest), (1, *of_rest)
+    yield from _range_spans(start + num * row if num else (index + 1) * row, stop, sizes)
 
 
 def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:

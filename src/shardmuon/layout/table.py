@@ -65,14 +65,19 @@ class ParamLayout:
         return self.held[self.ranks.index(rank)]
 
     @cached_property
+    def pieces(self) -> dict[int, tuple[Piece, ...]]:
+        """Rank -> the pieces that it stores, without empty ones."""
+        held = zip(self.ranks, self.held, strict=True)
+        return {rank: tuple(one.piece for one in of_rank if one.piece.numel) for rank, of_rank in held}
+
+    @cached_property
     def keepers(self) -> dict[Piece, Ranks]:
         """The ranks that store a piece, ascending: several are replicas."""
-        found: dict[Piece, list[int]] = {}
-        for rank, of_rank in zip(self.ranks, self.held, strict=True):
-            for held in of_rank:
-                if held.piece.numel:
-                    found.setdefault(held.piece, []).append(rank)
-        return {piece: tuple(ranks) for piece, ranks in found.items()}
+        found: dict[Piece, Ranks] = {}
+        for rank, pieces in self.pieces.items():
+            for piece in pieces:
+                found[piece] = (*found.get(piece, ()), rank)
+        return found
 
     @cached_property
     def replica_of(self) -> dict[int, int]:
@@ -80,28 +85,17 @@ class ParamLayout:
 
         On a hybrid-sharded mesh that is its coordinate on the axis of replicas.
         """
-        found = dict.fromkeys(self.ranks, 0)
-        for rank, of_rank in zip(self.ranks, self.held, strict=True):
-            pieces = [held.piece for held in of_rank if held.piece.numel]
-            if pieces:
-                found[rank] = self.keepers[pieces[0]].index(rank)
-        return found
+        return {rank: self.keepers[pieces[0]].index(rank) if pieces else 0 for rank, pieces in self.pieces.items()}
 
     @cached_property
     def replicas(self) -> tuple[Ranks, ...]:
         """The ranks of each replica, in the order of `replica_of`; empty if ranks cannot be told apart like that, as
         some piece is stored more often than another, or by ranks of unlike places."""
-        of_rank = {
-            rank: [held.piece for held in of_rank if held.piece.numel]
-            for rank, of_rank in zip(self.ranks, self.held, strict=True)
-        }
-        places = (
-            (self.replica_of[rank], self.keepers[piece].index(rank)) for rank in of_rank for piece in of_rank[rank]
-        )
+        places = {rank: {self.keepers[one].index(rank) for one in pieces} for rank, pieces in self.pieces.items()}
         num = {len(ranks) for ranks in self.keepers.values()}
-        if len(num) != 1 or any(own != place for own, place in places):
+        if len(num) != 1 or any(len(of_rank) > 1 for of_rank in places.values()):
             return ()
-        return tuple(tuple(r for r in self.ranks if of_rank[r] and self.replica_of[r] == n) for n in range(*num))
+        return tuple(tuple(rank for rank in self.ranks if places[rank] == {number}) for number in range(*num))
 
     @cached_property
     def has_replicas(self) -> bool:

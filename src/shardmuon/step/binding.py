@@ -168,8 +168,7 @@ def _lacking(table: Table, number: int) -> bool:
 
 def _holders(layout: ParamLayout) -> Ranks:
     """The ranks that store any of a tensor."""
-    held = zip(layout.ranks, layout.held, strict=True)
-    return tuple(rank for rank, of_rank in held if any(one.piece.numel for one in of_rank))
+    return tuple(rank for rank, pieces in layout.pieces.items() if pieces)
 
 
 def _alike(table: Table, rank: int) -> tuple[dict[Ranks, tuple[int, ...]], frozenset[int]]:

@@ -8,6 +8,7 @@ longer to import than torch itself, so it is imported when the first DTensor is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.tensor import DeviceMesh, DTensor
     from torch.distributed.tensor.placement_types import Placement
+
+
+_LOCAL = attrgetter("_local_tensor")
 
 
 class DTensorEngine(Engine):
@@ -67,14 +71,11 @@ class DTensorEngine(Engine):
         return local.detach() if local.requires_grad and torch.is_grad_enabled() else local
 
     def storages(self, param: Any, *others: Any) -> Sequence[Tensor] | None:
-        expected, found = param._spec, [param._local_tensor]
-        shape, device = found[0].shape, found[0].device
-        if not found[0].is_contiguous() and 0 in found[0].stride():
-            return None
+        expected = param._spec
         for tensor in others:
             if type(tensor) is not type(param):
                 return None
-            spec, local = tensor._spec, tensor._local_tensor
+            spec = tensor._spec
             if spec is not expected and (
                 spec.mesh is not expected.mesh
                 or spec.placements != expected.placements
@@ -83,12 +84,7 @@ class DTensorEngine(Engine):
                 or spec.tensor_meta.shape != expected.tensor_meta.shape
             ):
                 return None
-            if local.shape != shape or local.layout is not torch.strided:
-                return None
-            if local.device != device or local.is_inference() or not (local.is_contiguous() or 0 not in local.stride()):
-                return None
-            found.append(local)
-        return found
+        return super().storages(param._local_tensor, *map(_LOCAL, others))
 
     def wrap(self, storage: Tensor, param: Any, shape: Ints | None = None) -> Tensor:
         stride = param.stride() if shape is None else row_major(shape)

@@ -67,10 +67,8 @@ def know(objects: Iterable[Any], of: Tensor | None = None) -> None:
         of: The only parameter whose unit may have had its process group destroyed: such models are left out.
     """
     module: Any = sys.modules.get("torch.distributed.fsdp")
-    kinds = [] if module is None else [module.FullyShardedDataParallel]
-    for kind in kinds:  # grows
-        kinds += kind.__subclasses__()
-    for unit in [one for one in objects if type(one) in kinds]:
+    kind = None if module is None else module.FullyShardedDataParallel
+    for unit in [one for one in objects if kind is not None and issubclass(type(one), kind)]:
         handle: Any = getattr(unit, "_handle", None)  # None: nothing was left for it to flatten, or it is being made
         if handle is None or not handle._use_orig_params:
             continue
@@ -105,18 +103,14 @@ def place_of(param: Tensor) -> UnitPlace | None:
     """A parameter's place in FSDP1's units; None if it is not FSDP1's, or its model cannot be found."""
     if not is_flattened(param):
         return None
-    found, last = _known(param), _PLACES.get(param)
-    if found is None and not (isinstance(last, float) and time.monotonic() < last + _PATIENCE):
-        know(gc.get_objects(), param)  # a parameter does not know its unit
-        found = _known(param)
-        if found is None:
-            _PLACES[param] = time.monotonic()
-    return found
-
-
-def _known(param: Tensor) -> UnitPlace | None:
     found = _PLACES.get(param)
-    return found if isinstance(found, UnitPlace) and found.holds(param) else None
+    if isinstance(found, UnitPlace) and found.holds(param):
+        return found
+    if not isinstance(found, float) or time.monotonic() > found + _PATIENCE:
+        _PLACES.pop(param, None)
+        know(gc.get_objects(), param)  # a parameter does not know its unit
+        found = _PLACES.setdefault(param, time.monotonic())
+    return found if isinstance(found, UnitPlace) else None
 
 
 def _found(param: Tensor) -> UnitPlace:
@@ -130,13 +124,9 @@ def _found(param: Tensor) -> UnitPlace:
     return place
 
 
-def _is_flat(param: Tensor) -> bool:
-    return bool(getattr(param, "_is_flat_param", False))
-
-
 def refuse_flat(param: Tensor) -> None:
     """Raise ValueError (without the name) for a flat parameter."""
-    if _is_flat(param):
+    if getattr(param, "_is_flat_param", False):
         raise ValueError(
             "it is a flat parameter of FSDP1 (use_orig_params=False), the tensors of a unit in one: write "
             "FullyShardedDataParallel(..., use_orig_params=True)"
@@ -153,10 +143,8 @@ class FSDP1Engine(FlatEngine):
     """Original parameters."""
 
     def recognizes(self, param: Tensor) -> bool:
-        if not is_flattened(param):
-            return False
-        place = None if _is_flat(param) else place_of(param)
-        return place is None or place.is_sharded  # NO_SHARD: whole where it is
+        place = place_of(param)
+        return is_flattened(param) if place is None else place.is_sharded  # NO_SHARD: whole where it is
 
     def info(self, param: Tensor) -> FlatShard:
         return _found(param).info

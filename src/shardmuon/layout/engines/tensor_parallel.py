@@ -104,10 +104,17 @@ def tensor_parallel_engine(param: Tensor, group: Group) -> TensorParallelEngine 
     Raises:
         ValueError: A group that says that its tensors are cut has none, or what is this rank's own cannot be told.
     """
-    shards, options = _shards_of(group), (group.get("partition_dim"), group.get("partition_stride"))
-    if shards is None or (group.get("rank_local") and cut_of(param, *options) is None):
-        return None
-    return TensorParallelEngine(shards, options)
+    shards, dim, stride = (group.get(key) for key in ("tp_group", "partition_dim", "partition_stride"))
+    shards = GroupRef.of(shards, "tp_group")
+    if shards is not None and shards.ranks:
+        alone = group.get("rank_local") and cut_of(param, dim, stride) is None
+        return None if alone else TensorParallelEngine(shards, (dim, stride))
+    if dim not in (None, -1):
+        raise ValueError(
+            f"partition_dim={dim} says that it is cut, but no tp_group says over which ranks. Give Muon(...) or its "
+            f"group tp_group=, the tensor-parallel process group ({AUTOTP_GROUP})"
+        )
+    return None
 
 
 def cut_of(param: Tensor, dim: Any = None, stride: Any = None) -> Cut | None:
@@ -137,23 +144,6 @@ def cut_of(param: Tensor, dim: Any = None, stride: Any = None) -> Cut | None:
     if not isinstance(stride, int) or stride < 1:
         raise ValueError(f"partition_stride={stride!r} must be a whole number of at least 1")
     return Cut(dim, stride)
-
-
-def _shards_of(group: Group) -> GroupRef | None:
-    """The tensor-parallel group of a group's plain tensors.
-
-    Raises:
-        ValueError: There is none, and the group says that its tensors are cut.
-    """
-    shards = GroupRef.of(group.get("tp_group"), "tp_group")
-    if shards is not None and shards.ranks:
-        return shards
-    if group.get("partition_dim") not in (None, -1):
-        raise ValueError(
-            f"partition_dim={group['partition_dim']} says that it is cut, but no tp_group says over which ranks. "
-            f"Give Muon(...) or its group tp_group=, the tensor-parallel process group ({AUTOTP_GROUP})"
-        )
-    return None
 
 
 def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> None:
