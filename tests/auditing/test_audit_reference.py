@@ -147,7 +147,7 @@ def test_the_update_is_recovered_from_the_weights(mode: WeightDecayMode, scale: 
     before, update = (torch.randn(20, 30, generator=generator, dtype=torch.float64) for _ in range(2))
     after = before.clone()
     s = _settings(mode)
-    apply_([after], [update], s.lr * scale, lr=s.lr, weight_decay=s.weight_decay, mode=mode)
+    apply_([after], [update], [s.lr * scale], lr=s.lr, weight_decay=s.weight_decay, mode=mode)
     # A weight is rounded when it is decayed and when the update comes off, on each way; and so is what comes off.
     sizes = 4 * before.abs() / (s.lr * scale) + 4 * update.abs()
     assert_rounded(recovered_update(before, after, s, scale, update), update, roundings=1, scale=sizes)

@@ -420,7 +420,7 @@ def test_a_large_tile_has_the_same_bits_in_slabs(
             weight, grad, momentum, result = (x.permute(order).contiguous().permute(order).clone() for x in made)
             out = torch.empty(shape, dtype=wire)
             momentum_into_([out], [grad], [momentum], momentum=0.9, nesterov=True)
-            apply_([weight], [result], 0.3, 0.1, 0.01, mode)
+            apply_([weight], [result], [0.3], 0.1, 0.01, mode)
             found.append([out, momentum, weight])
         for whole, cut in zip(*found, strict=True):
             assert torch.equal(whole, cut)

@@ -104,28 +104,26 @@ class Binding(KeptTable):
         self.on_weights = {n: of for n, of in stages.items() if any(isinstance(one, WeightStage) for one in of)}
         self.alike, self.elsewhere = _alike(table, rank)
         self.bits, self.num_bits = dict[int, int](), 0
-        on_weights, shapes = self.on_weights, self.shapes
-        devices = [self._device(bucket) for bucket in self.buckets]
+        homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
+        shapes, buckets = self.shapes, list(zip(self.buckets, homes, strict=True))
         # of all parameters and of the last step's; of those whose norms are fresh, too
-        self.buckets_without = lru_cache(maxsize=2)(partial(_buckets, plan, rank, shapes, self.buckets, devices))
-        self.weight_sets = lru_cache(maxsize=3)(partial(_weight_sets, plan, rank, shapes, on_weights))
-
-    def _device(self, bucket: Bucket) -> torch.device:
-        """Device of a bucket's wires."""
-        device = self.members[self.plan.items[bucket.items[0]].param].param.device
-        return wire_device(device, self.ns_device, bucket.ranks if bucket.exchange else (self.rank,))
+        self.buckets_without = lru_cache(maxsize=2)(partial(_buckets, plan, rank, shapes, buckets, ns_device))
+        self.weight_sets = lru_cache(maxsize=3)(partial(_weight_sets, plan, rank, shapes, self.on_weights))
 
 
 def _buckets(
     plan: Plan,
     rank: int,
     shapes: Sequence[Ints],
-    buckets: Sequence[Bucket],
-    devices: Sequence[torch.device],
+    buckets: Sequence[tuple[Bucket, torch.device]],  # with the device of its parameters
+    ns_device: torch.device | None,
     missing: frozenset[int],
 ) -> Buckets:
-    programs = [make_program(plan, bucket, rank, missing) for bucket in buckets]
-    return Buckets([Bound(plan, *one) for one in zip(programs, [shapes] * len(buckets), devices, strict=True)])
+    found = []
+    for bucket, home in buckets:
+        device = wire_device(home, ns_device, bucket.ranks if bucket.exchange else (rank,))
+        found.append(Bound(plan, make_program(plan, bucket, rank, missing), shapes, device))
+    return Buckets(found)
 
 
 def _weight_sets(

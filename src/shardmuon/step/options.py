@@ -115,11 +115,12 @@ class Settings:
     @cached_property
     def text(self) -> str:
         """Text of the settings, equal on ranks that do the same; names a callable instead of printing its address."""
-        said = {one.name: repr(getattr(self, one.name)) for one in fields(self) if one.compare}
+        said = {one.name: str(getattr(self, one.name)) for one in fields(self) if one.compare}
         if isinstance(self.given_lr, Tensor) and self.given_lr.dtype != torch.float64:  # which counts as a float
             said["lr"] += f" ({self.given_lr.dtype})"
         if callable(self.adjust_lr_fn):
-            said["adjust_lr_fn"] = getattr(self.adjust_lr_fn, "__qualname__", type(self.adjust_lr_fn).__name__)
+            function = getattr(self.adjust_lr_fn, "__wrapped__", self.adjust_lr_fn)  # see `settings_of`
+            said["adjust_lr_fn"] = getattr(function, "__qualname__", type(function).__name__)
         return " ".join(f"{name}={text}" for name, text in said.items())
 
     @cached_property

@@ -130,11 +130,9 @@ class Side:
             found += buffer.as_strided(row.sizes, row.strides, row.start).unbind(0)
         return found
 
-    def portions(
-        self, work: Work, *columns: Sequence[Tensor], alike: Sequence[object] = ()
-    ) -> list[tuple[list[int], _Pick]]:
+    def portions(self, work: Work, *columns: Sequence[Tensor]) -> list[tuple[list[int], _Pick]]:
         """The tiles that one call of a list operation takes: of the same settings, of one dtype and device in each
-        column, equal in `alike`. Numbers of each portion's tiles, and what takes theirs out of a list for all."""
+        column. Numbers of each portion's tiles, and what takes theirs out of a list for all."""
         first: dict[int, int] = {}  # settings, made anew whenever one changes -> the first tile that has them
         settings = map(id, map(work.settings.__getitem__, self.params))
         kinds: list[Sequence[object]] = [list(map(first.setdefault, settings, itertools.count()))]
@@ -142,8 +140,6 @@ class Side:
             kinds += list(map(_dtype_of, column)), list(map(_device_of, column))
         if work.rounding:
             kinds.append([param in work.rounding for param in self.params])
-        if alike:
-            kinds.append(alike)
         limit = PORTION if columns[0][0].device.type == "cpu" else PORTION_ELSEWHERE
         known, found = self._dealt.get(len(columns), (None, []))
         if known != (kinds, limit):
@@ -251,11 +247,10 @@ def apply_results(
     if not side.loads:
         return
     weights = side.of(work.weights)
-    tiles = zip(side.params, side.shapes, strict=True)
-    scales = [work.settings[param].scales[shape] for param, shape in tiles]
-    for places, of in side.portions(work, weights, alike=scales):
-        first, scale = side.params[places[0]], scales[places[0]]
+    for places, of in side.portions(work, weights):
+        first = side.params[places[0]]
         s, chosen, added = work.settings[first], of(weights), of(updates)
+        scales = [s.scales[shape] for shape in of(side.shapes)]
         device, dtype = chosen[0].device, chosen[0].dtype
         if {*map(_device_of, added)} != {device}:
             added = [update.to(device) for update in added]
@@ -264,10 +259,10 @@ def apply_results(
         if stream is not None:
             rounded = [_rounder(side, work, i, dtype) for i in places]
         elif like_torch and s.weight_decay_mode == "decoupled":
-            for w, u, i in zip(chosen, added, places, strict=True):
+            for w, u, i, scale in zip(chosen, added, places, scales, strict=True):
                 apply_like_torch_(w, u, s.given_lr, scale, side.patches[i], side.shapes[i], weight_decay=s.weight_decay)
             continue
-        apply_(chosen, added, s.lr * scale, s.lr, s.weight_decay, s.weight_decay_mode, rounded)
+        apply_(chosen, added, [s.lr * x for x in scales], s.lr, s.weight_decay, s.weight_decay_mode, rounded)
 
 
 def _rounder(side: Side, work: Work, at: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -341,7 +336,7 @@ def l2_gradient(grad: Tensor, param: Tensor, weight_decay: float) -> Tensor:
 def apply_(
     params: Sequence[Tensor],  # local views of one device and dtype, updated in place
     updates: Sequence[Tensor],  # same shapes, orthogonalized; wire dtype
-    alpha: float,  # lr * scale of their matrices
+    alphas: Sequence[float],  # lr * scale of each view's matrix
     lr: float,
     weight_decay: float,
     mode: WeightDecayMode,
@@ -366,7 +361,9 @@ def apply_(
         # a CPU's `add` widens as it goes; other devices have no list operation for that
         widens = given[0].dtype in _HALVES and weights[0].device.type == "cpu"
         summands = given if widens or given[0].dtype == weights[0].dtype else foreach_to(given, weights)
-        foreach_add_(weights, summands, alpha=-alpha)
+        for alpha in dict.fromkeys(alphas):
+            of = _pick([at for at, other in enumerate(alphas) if other == alpha])
+            foreach_add_(of(weights), of(summands), alpha=-alpha)
         if half:
             foreach_copy_(stored, weights if rounded is None else [r(w) for r, w in zip(rounded, weights, strict=True)])
 

@@ -121,7 +121,7 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
             if options[of_adamw] is None:
                 rows = found.adamw[of_adamw] = []
                 for p in group["params"]:
-                    rows.append(_row(p, state))
+                    rows.append(_adamw_row(p, state))
     except Exception as wrong:
         name = members[number].name if of_adamw < 0 else name_of(groups[of_adamw], of_adamw, len(rows))
         if isinstance(wrong, OUT_OF_MEMORY):
@@ -200,7 +200,7 @@ def _check_writable(what: str, tensor: Tensor) -> None:
 _LOAD = "Load the optimizer's state again"
 
 
-def _row(p: Tensor, state: State) -> Row | None:
+def _adamw_row(p: Tensor, state: State) -> Row | None:
     """Tensors that AdamW steps of a parameter; None: see `Proposal.adamw`.
 
     Raises:
