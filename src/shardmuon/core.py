@@ -318,7 +318,7 @@ class StepCall(Call[Binding]):
                 flags = Flag.AUDIT
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)
-        digests = digests_of(kept, self.proposal, self.options, self._due) if len(kept.component) > 1 else None
+        digests = digests_of(kept, self.proposal, self._due) if len(kept.component) > 1 else None
         return Ballot(self.phase, flags, digests, self.proposal.presence, kept.num_bits)
 
     def lines(self, kept: Binding, ranks: Ranks) -> list[ProposalLine]:

@@ -402,19 +402,11 @@ def fingerprint(storage: Tensor) -> int:
         flat = flat.clone()
     words = flat.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    places = torch.empty(0, dtype=torch.int64, device=flat.device)
     chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # intermediate results stay in a CPU's cache
-    for start in range(0, words.numel(), chunk):
-        part = words[start : start + chunk]
-        if len(places) != len(part):
-            places = torch.arange(1, len(part) + 1, device=flat.device, dtype=torch.int64).mul_(GAMMA)
-        total += mix_((places + part).add_(_wrapped(start * GAMMA))).sum()  # wraps around modulo 2**64
+    for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):
+        places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
+        total += mix_(places.mul_(GAMMA).add_(part)).sum()  # wraps around modulo 2**64
     return int(total.item())
-
-
-def _wrapped(number: int) -> int:
-    """An integer modulo 2**64, as a signed number."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def groups_of(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> list[Ranks]:

@@ -277,12 +277,10 @@ def drop_what_means_nothing(group: MutableMapping[str, Any], given: Collection[s
 
 def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     """Give a group, in place, the options of its kind that it lacks: its `use_muon` may have changed."""
-    if group["use_muon"]:
-        missing = {key: value for key, value in defaults.items() if key not in ONLY_ADAMW}
-    else:
-        missing = {key: value for key, value in {**defaults, **ADAMW_DEFAULTS}.items() if key not in ONLY_MUON}
-    for key, value in missing.items():
-        group.setdefault(key, value)
+    others = ONLY_ADAMW if group["use_muon"] else ONLY_MUON
+    for key, value in (defaults if group["use_muon"] else {**defaults, **ADAMW_DEFAULTS}).items():
+        if key not in others:
+            group.setdefault(key, value)
 
 
 def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:

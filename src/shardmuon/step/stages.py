@@ -227,23 +227,18 @@ class WeightSet:
         self.ranks, self._rank = next(iter(self._params.values())).layout.ranks, rank
         self._stage = _on_weights(next(iter(stages.values())))
         self._sizes = [len(spec.layout.tiles) for spec in self._params.values()]
-        tiles, kept = list[Load](), list[KeptLoad]()
-        self._tiles_at, self._counts, self._kept_at = list[int](), list[bool](), list[int]()
-        matrices = [
-            (param, matrix) for param, size in zip(self._params, self._sizes, strict=True) for matrix in range(size)
-        ]
-        for at, (param, matrix) in enumerate(matrices):
-            layout = self._params[param].layout
-            for tile in layout.tiles[matrix].get(rank, ()):
-                tiles.append(Load(param, tile, BufferPlace(0, row_major(tile.sizes))))
-                self._tiles_at.append(at)
-                self._counts.append(layout.keepers[tile.held.piece][0] == rank)
-            number = [stage.key for stage in keeping(stages[param])].index(self._stage.key)
-            for tile in self._params[param].kept[number].layout.tiles[matrix].get(rank, ()):
-                kept.append(KeptLoad(param, number, tile, 0, 0))
-                self._kept_at.append(at)
-        self._tiles = Side(tiles, [spec.layout.view for spec in plan.specs], shapes)
-        self._kept = KeptSide(plan, kept)
+        number_of = {p: [one.key for one in keeping(stages[p])].index(self._stage.key) for p in self._params}
+        sizes = zip(self._params, self._sizes, strict=True)
+        matrices = list(enumerate((param, matrix) for param, size in sizes for matrix in range(size)))
+        layouts = {param: spec.layout for param, spec in self._params.items()}
+        kept_layouts = {param: spec.kept[number_of[param]].layout for param, spec in self._params.items()}
+        tiles = [(at, p, tile) for at, (p, matrix) in matrices for tile in layouts[p].tiles[matrix].get(rank, ())]
+        kept = [(at, p, tile) for at, (p, matrix) in matrices for tile in kept_layouts[p].tiles[matrix].get(rank, ())]
+        self._tiles_at, self._kept_at = [at for at, *_ in tiles], [at for at, *_ in kept]
+        self._counts = [layouts[p].keepers[tile.held.piece][0] == rank for _, p, tile in tiles]
+        loads = [Load(p, tile, BufferPlace(0, row_major(tile.sizes))) for _, p, tile in tiles]
+        self._tiles = Side(loads, [spec.layout.view for spec in plan.specs], shapes)
+        self._kept = KeptSide(plan, [KeptLoad(p, number_of[p], tile, 0, 0) for _, p, tile in kept])
 
     def __str__(self) -> str:
         return f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in self._params.values()])}"

@@ -116,7 +116,7 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
             if callable(of_group.adjust_lr_fn):
                 shapes = dict.fromkeys((m.rows, m.cols) for m in binding.table.layouts[number].view.matrices)
                 said = *said, " ".join(f"adjust_lr_fn{shape}={of_group.scales[shape]!r}" for shape in shapes)
-            found.said.append(said)
+            found.said.append((*said, of_group.text))
         for of_adamw, group in enumerate(groups):
             if options[of_adamw] is None:
                 rows = found.adamw[of_adamw] = []
@@ -250,14 +250,12 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------ what ranks must have alike
 
 
-def digests_of(
-    binding: Binding, proposal: Proposal, options: Sequence[Settings | None], due: str
-) -> dict[Ranks, bytes]:
+def digests_of(binding: Binding, proposal: Proposal, due: str) -> dict[Ranks, bytes]:
     """Digest of what each set of ranks must have alike in this step. `due`: text on when they audit."""
-    found, texts = {}, ["" if settings is None else settings.text for settings in options]
+    found = {}
     for ranks, numbers in binding.alike.items():
         if len(ranks) > 1:
-            said = ((proposal.said[n], texts[binding.members[n].group]) for n in numbers)
+            said = map(proposal.said.__getitem__, numbers)
             runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
             found[ranks] = digest_of((binding.digests.get(ranks), due, runs))
     return found
@@ -271,10 +269,10 @@ def lines_of(binding: Binding, proposal: Proposal, ranks: Ranks, due: str) -> li
     first line is the plan's."""
     lines = [("", binding.digests.get(ranks, b"").hex(), "")]
     for number in binding.alike[ranks]:
-        said = proposal.said[number][1:]
+        _, *said, options = proposal.said[number]
         named = [f"{what}={dtype}" for what, dtype in zip(("weights", "gradient", BUFFER), said, strict=False)]
         more = [str(value).replace(" ", "") for value in said[3:]]
-        text = " ".join([*named, *more, f"{proposal.settings[number].text}{due}"])
+        text = " ".join([*named, *more, f"{options}{due}"])
         lines.append((binding.members[number].name, STATES[proposal.states[number]], text))
     return lines
 
