@@ -288,22 +288,21 @@ class StepCall(Call[Binding]):
     def is_current(self, kept: Binding) -> bool:
         groups = self._core.param_groups
         self.options = self._core.options.read(groups)
-        if len(kept.planned) != len(groups):
+        if kept.planned != ["" if settings is None else settings.planned for settings in self.options]:
             return False
-        members = iter(kept.members)
-        for number, (group, settings) in enumerate(zip(groups, self.options, strict=True)):
-            if kept.planned[number] != ("" if settings is None else settings.planned):
-                return False
-            if settings is None:
-                continue
-            for p in group["params"]:  # frameworks swap parameters after __init__
-                if p.requires_grad or p.grad is not None:  # `takes_part`
-                    member = next(members, None)
-                    if member is None or member.param is not p or member.group != number:
-                        return False  # another parameter, or of a group with other settings
-                    if member.engine.signature(p) != member.signature:
-                        return False
-        return next(members, None) is None
+        listed = [  # frameworks swap parameters after __init__
+            (number, p)
+            for number, group in enumerate(groups)
+            if self.options[number] is not None
+            for p in group["params"]
+            if p.requires_grad or p.grad is not None  # `takes_part`
+        ]
+        if len(listed) != len(kept.members):
+            return False
+        for (number, p), member in zip(listed, kept.members, strict=True):
+            if member.param is not p or member.group != number or member.engine.signature(p) != member.signature:
+                return False  # another parameter, or of a group with other settings, or one that lies otherwise
+        return True
 
     def read(self, kept: Binding) -> Ballot:
         core, audits, flags = self._core, self._core.audits, Flag.NONE

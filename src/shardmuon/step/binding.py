@@ -67,11 +67,11 @@ class Binding(KeptTable):
         table: Who stores what.
         plan: Plan of the table's parameters.
         members: The table's parameters, index for index.
-        settings: Those of each group.
+        settings: Settings of each.
+        planned: For each group, the text of options that the plan was made for; "" for AdamW's.
         ns_device: Where matrices are orthogonalized; None: where their buckets' wires are.
 
     Attributes:
-        planned: For each group, the text of options that the plan was made for; "" for AdamW's.
         buckets: Those that this rank takes part in, in the plan's order.
         shapes: Shape of this rank's storage of each parameter.
         digests: Set of ranks -> what its ranks plan alike, and that no other plan has.
@@ -91,16 +91,17 @@ class Binding(KeptTable):
         table: Table,
         plan: Plan,
         members: tuple[Member, ...],
-        settings: Sequence[Settings | None],
+        settings: Sequence[Settings],
+        planned: list[str],
         ns_device: torch.device | None,
     ) -> None:
         super().__init__(table)
-        self.rank, self.table, self.plan, self.members, self.ns_device = rank, table, plan, members, ns_device
-        self.planned = ["" if of_group is None else of_group.planned for of_group in settings]
+        self.rank, self.table, self.plan, self.members, self.planned = rank, table, plan, members, planned
+        self.ns_device = ns_device
         self.buckets = [bucket for bucket in plan.buckets if rank in bucket.ranks]
         self.shapes = [tuple(one.engine.storage(one.param).shape) for one in members]
         self.digests = {ranks: digest + table.token for ranks, digest in plan.digests.items() if len(ranks) > 1}
-        stages = {number: _settings(settings, member.group).stages for number, member in enumerate(members)}
+        stages = {number: of_member.stages for number, of_member in enumerate(settings)}
         self.on_weights = {n: of for n, of in stages.items() if any(isinstance(one, WeightStage) for one in of)}
         self.alike, self.elsewhere = _alike(table, rank)
         self.bits, self.num_bits = dict[int, int](), 0
@@ -130,13 +131,6 @@ def _weight_sets(
     plan: Plan, rank: int, shapes: Sequence[Ints], on_weights: Mapping[int, Stages], numbers: frozenset[int]
 ) -> list[WeightSet]:
     return weight_sets(plan, {n: stages for n, stages in on_weights.items() if n in numbers}, rank, shapes)
-
-
-def _settings(settings: Sequence[Settings | None], group: int) -> Settings:
-    """Settings of a group of matrices."""
-    found = settings[group]
-    assert found is not None, "a group of matrices"
-    return found
 
 
 def takes_part(param: Tensor) -> bool:
@@ -284,9 +278,11 @@ def bound(
         number, engine, param = of_group[id(one.group)], engine_for(one.param, one.group), one.param
         remember_shape(engine, param, layout)
         kept = partial(_kept_layout, known, engine, claim, layout)
-        settings.append(_settings(options, number))
+        of_member = options[number]
+        assert of_member is not None, "a group of matrices"
+        settings.append(of_member)
         doubles = param.dtype == torch.float64
-        spec = make_spec(one.name, layout, settings[-1], param.device, chooser, (exchange.dtype, doubles), kept)
+        spec = make_spec(one.name, layout, of_member, param.device, chooser, (exchange.dtype, doubles), kept)
         members.append(Member(param, number, one.name, one.identity, engine, engine.signature(param)))
         if keeper.dtype == "int8":
             check_blocks(one.name, layout)
@@ -297,7 +293,8 @@ def bound(
         route = "owner"  # replicas on unlike machines would drift apart
     plan = make_plan(specs, Policy(route, exchange.bucket_bytes, machine, config.orthogonalizer.split_k))
     plan = replace(plan, notes=(*rates_text(plan, settings), *notes))
-    return Binding(rank, table, plan, tuple(members), options, chooser.device)
+    planned = ["" if of_options is None else of_options.planned for of_options in options]
+    return Binding(rank, table, plan, tuple(members), settings, planned, chooser.device)
 
 
 def _kept_layout(

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -45,14 +45,8 @@ _HALVES = (torch.bfloat16, torch.float16)
 Stored = Sequence[Sequence[Tensor]]  # of each parameter and each of its `Spec.kept`, what this rank stores of it; fp32
 
 
-class _Row(NamedTuple):
-    """Neighbouring tiles of one form at equal distances in a buffer: one view with a dim more."""
-
-    sizes: Ints
-    strides: Ints
-    start: int
-
-
+# Neighbouring tiles of one form at equal distances in a buffer, as one view with a dim more: sizes, strides, start
+_Row = tuple[Ints, Ints, int]
 _Pick = Callable[[Sequence[Any]], Sequence[Any]]  # takes some tiles' entries out of a list with one for each
 _dtype_of, _device_of = operator.attrgetter("dtype"), operator.attrgetter("device")
 
@@ -127,7 +121,7 @@ class Side:
         """Each tile as a view of the buffer, in the shape that `of` gives it."""
         found: list[Tensor] = []
         for row in self._rows:
-            found += buffer.as_strided(row.sizes, row.strides, row.start).unbind(0)
+            found += buffer.as_strided(*row).unbind(0)
         return found
 
     def portions(self, work: Work, *columns: Sequence[Tensor]) -> list[tuple[list[int], _Pick]]:
@@ -154,13 +148,13 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
     for load in loads:
         sizes, strides, start = load.tile.sizes, load.place.strides, load.place.start
         if rows:
-            last = rows[-1]
-            count, step = last.sizes[0], start - last.start
-            alike = (last.sizes[1:], last.strides[1:]) == (sizes, strides)
-            if alike and step > 0 and (count == 1 or step == count * last.strides[0]):
-                rows[-1] = _Row((count + 1, *sizes), (step // count, *strides), last.start)
+            (count, *last_sizes), (distance, *last_strides), first = rows[-1]
+            step = start - first
+            alike = (*last_sizes,) == sizes and (*last_strides,) == strides
+            if alike and step > 0 and (count == 1 or step == count * distance):
+                rows[-1] = (count + 1, *sizes), (step // count, *strides), first
                 continue
-        rows.append(_Row((1, *sizes), (0, *strides), start))
+        rows.append(((1, *sizes), (0, *strides), start))
     return rows
 
 
