@@ -84,9 +84,7 @@ class Run:
 def checks(run: Run, device: torch.device) -> None:
     """One process."""
     for name, options in CONFIGS.items():
-        for tensor_lr in (False, True):
-            what = f"no wait, {name}" + (", lr on the device" if tensor_lr else "")
-            run.do(what, lambda o=options, t=tensor_lr: step_without_a_wait(device, t, **o), needs=10, check=True)
+        run.do(f"no wait, {name}", lambda o=options: step_without_a_wait(device, **o), needs=10, check=True)
     for name in ("standard", "gram"):
         run.do(f"CUDA graph, {name}", lambda name=name: _captured(device, name), needs=10, check=True)
     run.do("Triton's products", lambda: _kernels(device), needs=30, check=True)

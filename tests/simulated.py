@@ -21,7 +21,7 @@ from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.plan import Gram, Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound, Kernel, run_gram, run_owners
-from shardmuon.step.options import Settings, batch_text, settings_of
+from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
 from shardmuon.step.update import Rounding, Work
 from shardmuon.variants import Stages, keeping, stages_of
@@ -230,7 +230,7 @@ def planned(
                 layout,
                 tuple(map(str, choices)),
                 tuple(rows * cols * min(rows, cols) for rows, cols in shapes),
-                batch_text(settings_of(group)),
+                settings_of(group).batch,
                 itemsizes=tuple(8 if number in wide or c.method == "reference" else _itemsize(c) for c in choices),
                 kept=kept,
                 grams=tuple(Gram(min(shape) ** 3, "") for shape in shapes),

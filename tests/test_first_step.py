@@ -249,7 +249,7 @@ def _made_before_init() -> str:
     found = find_ddp(object(), model.parameters())
     assert found is wrapped
     assert find_ddp(object(), _model().parameters()) is None
-    return repeated_text(found, made_alone=True)
+    return repeated_text(found)
 
 
 def test_the_ddp_line_names_the_group_and_the_order(world2: RankPool) -> None:

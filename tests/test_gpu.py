@@ -45,10 +45,9 @@ on_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA devices for N
 
 
 @on_gpu
-@pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_steady_step_does_not_wait(config: str, tensor_lr: bool) -> None:
-    step_without_a_wait(torch.device("cuda"), tensor_lr, **CONFIGS[config])
+def test_a_steady_step_does_not_wait(config: str) -> None:
+    step_without_a_wait(torch.device("cuda"), **CONFIGS[config])
 
 
 @on_gpu

@@ -171,23 +171,13 @@ def foreach_lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) 
     return [made[i] for i in range(len(start))]
 
 
-def foreach_scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    """`Tensor.mul_` of each tensor with a number, or with a 0-dim tensor on their device. All fp32, or all fp64."""
-    if tensors and tensors[0].device.type == "cpu":
-        if not isinstance(factor, Tensor):  # else a tensor is made of it for each
-            factor = torch.tensor(factor, dtype=tensors[0].dtype, device="cpu")
-        torch._foreach_mul_(list(tensors), factor)
+def foreach_scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    """`Tensor.mul_` of each tensor with a number. All fp32, or all fp64."""
+    if tensors[0].device.type == "cpu":  # where of a number a tensor would be made for each
+        torch._foreach_mul_(list(tensors), torch.tensor(factor, dtype=tensors[0].dtype, device="cpu"))
         return
     for _, (a,) in _lists(tensors):
         torch._foreach_mul_(a, factor)
-
-
-def foreach_times(tensors: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
-    """`Tensor.mul` of each tensor with a 0-dim tensor on their device."""
-    made: dict[int, Tensor] = {}
-    for rows, (a,) in _lists(tensors):
-        made.update(zip(rows, torch._foreach_mul(a, factor), strict=True))
-    return [made[i] for i in range(len(tensors))]
 
 
 def _in_place(

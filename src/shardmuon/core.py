@@ -37,21 +37,22 @@ from shardmuon.routing.groups import RoutingRow
 from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import (
     Binding,
-    How,
     bound,
+    chooser_of,
     counts_of_lacking,
     fingerprint,
     groups_of,
     groups_of_params,
     listed_of,
     number_bits,
+    stamp_of,
 )
 from shardmuon.step.bucket import Kernel, run_buckets
 from shardmuon.step.kept import Settled
-from shardmuon.step.options import Group, GroupOptions, OptionsReader
+from shardmuon.step.options import Group, OptionsReader, Settings
 from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
 from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
-from shardmuon.variants import WEIGHT_NORMS, Stages
+from shardmuon.variants import WEIGHT_NORMS
 
 if TYPE_CHECKING:
     from shardmuon.auditing.live import StepAudit
@@ -70,7 +71,7 @@ class Core:
         binding: The plan in force with what this rank knows of it.
         component: The ranks that have voted together last.
         broken: Why the last step left the ranks out of step.
-        options: Reads groups. See [Note: an lr on the device] in step/options.py.
+        options: Reads groups.
         settled: Norms of weights that a step has looked at since they were made or loaded.
         hosts, first: Who may call `step`, and what a first one tells.
     """
@@ -153,8 +154,6 @@ class Core:
         """Change weights and state, as all ranks have agreed. Returns what an audit of the step has found."""
         if binding.elsewhere:
             proposal.hear(binding, verdict.presence)
-        self.options.num_steps += 1
-        self.options.has_agreed = True
         if proposal.made or proposal.fresh or MISPLACED in proposal.states:
             self._take_over(binding, proposal)
         self.audits.num_steps += 1
@@ -164,11 +163,11 @@ class Core:
         missing: frozenset[int] = frozenset()  # parameters without a gradient
         if NONE in proposal.states:
             missing = frozenset(n for n, state in enumerate(proposal.states) if state == NONE)
-        on_weights: dict[int, Stages] = {}
+        on_weights: frozenset[int] = frozenset()
         if binding.on_weights:
-            on_weights = {n: stages for n, stages in binding.on_weights.items() if n not in missing}
-            new = {n: stages for n, stages in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n])}
-            begin_weights(binding.weight_sets(new) if new else (), proposal, self.traffic, self.zeros)
+            on_weights = frozenset(binding.on_weights) - missing
+            new = frozenset(n for n in on_weights if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n]))
+            begin_weights(binding.weight_sets(new), proposal, self.traffic, self.zeros)
         kernel = Kernel(binding.ns_device, self.graphs, self.watch)
         run_buckets(binding.buckets_without(missing), proposal, kernel, self.traffic)
         if on_weights:
@@ -275,7 +274,7 @@ class StepCall(Call[Binding]):
 
     def __init__(self, core: Core, fault: Fault) -> None:
         self._core = core
-        self.options: list[GroupOptions] = []
+        self.options: list[Settings | None] = []
         if core.process_group is not None:
             with fault:  # its ranks wait for this one, also where it has no parameter
                 self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if it was destroyed
@@ -289,22 +288,21 @@ class StepCall(Call[Binding]):
     def is_current(self, kept: Binding) -> bool:
         groups = self._core.param_groups
         self.options = self._core.options.read(groups)
-        if len(kept.planned) != len(groups):
+        if kept.planned != ["" if settings is None else settings.planned for settings in self.options]:
             return False
-        members = iter(kept.members)
-        for number, (group, options) in enumerate(zip(groups, self.options, strict=True)):
-            if options.planned != kept.planned[number]:
-                return False
-            if options.settings is None:
-                continue
-            for p in group["params"]:  # frameworks swap parameters after __init__
-                if p.requires_grad or p.grad is not None:  # `takes_part`
-                    member = next(members, None)
-                    if member is None or member.param is not p or member.group != number:
-                        return False  # another parameter, or of a group with other settings
-                    if member.engine.signature(p) != member.signature:
-                        return False
-        return next(members, None) is None
+        listed = [  # frameworks swap parameters after __init__
+            (number, p)
+            for number, group in enumerate(groups)
+            if self.options[number] is not None
+            for p in group["params"]
+            if p.requires_grad or p.grad is not None  # `takes_part`
+        ]
+        if len(listed) != len(kept.members):
+            return False
+        for (number, p), member in zip(listed, kept.members, strict=True):
+            if member.param is not p or member.group != number or member.engine.signature(p) != member.signature:
+                return False  # another parameter, or of a group with other settings, or one that lies otherwise
+        return True
 
     def read(self, kept: Binding) -> Ballot:
         core, audits, flags = self._core, self._core.audits, Flag.NONE
@@ -319,11 +317,11 @@ class StepCall(Call[Binding]):
                 flags = Flag.AUDIT
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)
-        digests = digests_of(kept, self.proposal, self.options, self._due) if len(kept.component) > 1 else None
+        digests = digests_of(kept, self.proposal, self._due) if len(kept.component) > 1 else None
         return Ballot(self.phase, flags, digests, self.proposal.presence, kept.num_bits)
 
     def lines(self, kept: Binding, ranks: Ranks) -> list[ProposalLine]:
-        return lines_of(kept, self.proposal, self.options, ranks, self._due)
+        return lines_of(kept, self.proposal, ranks, self._due)
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[ProposalLine] | None]) -> str:
         return difference(ranks, everyone)
@@ -341,11 +339,10 @@ class StepCall(Call[Binding]):
 
     def listed(self) -> list[Listed]:
         core = self._core
-        core.options.forget_rates()
         self.options = core.options.read(core.param_groups)
-        self._how = How.of(core.param_groups, core.config)
-        listed = listed_of(core.param_groups, self.options, core.config, core.keeper, self._how)
-        self.stamp = self._how.stamp(listed[0].param.device if listed else torch.device("cpu"))
+        self._chooser = chooser_of(core.param_groups, core.config)
+        listed = listed_of(core.param_groups, self.options, core.config, core.keeper, self._chooser)
+        self.stamp = stamp_of(self._chooser, listed[0].param.device if listed else torch.device("cpu"))
         self._refs = groups_of_params(listed)
         self.groups = {ranks: ref.group_name for ranks, ref in self._refs.items()}
         self.fingerprint = fingerprint
@@ -354,8 +351,8 @@ class StepCall(Call[Binding]):
     def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
         # others are told of how many parameters gradients may lack here
         core = self._core
-        made = bound(my_rank(), table, core.param_groups, self.options, core.config, self._how, core.keeper)
-        sets = made.weight_sets(made.on_weights)
+        made = bound(my_rank(), table, core.param_groups, self.options, core.config, self._chooser, core.keeper)
+        sets = made.weight_sets(frozenset(made.on_weights))
         self._groups = {r: self._refs[r].live() if r in table.groups else None for r in groups_of(made.buckets, sets)}
         return made, counts_of_lacking(table)
 

@@ -3,9 +3,11 @@ users a ValueError), a step that ranks cannot finish together an `ExchangeError`
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -95,12 +97,8 @@ def fault_text(error: BaseException, where: str = "") -> str:
 
 def _place(error: BaseException) -> str:
     """File and line at which an exception without text was raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return "no text"
-    return f"raised at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"raised at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "no text"
 
 
 _SIGNED = re.compile(r"rank (\d+): (.*)", re.DOTALL)
@@ -123,12 +121,8 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
     """Ranks (ascending) as messages and tables show them: "0,1,3", "0-7", "0-3,9,12-15"."""
     if len(ranks) <= 4:
         return ",".join(map(str, ranks))
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])  # equal along a run
+    runs = [[rank for _, rank in run] for _, run in numbered]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 

@@ -27,7 +27,6 @@ class FirstStep:
     """
 
     def __init__(self) -> None:
-        self._made_alone = default_group() is None
         self._said_idle = self.is_over = False
 
     def stepped(self, optimizer: object, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -36,7 +35,7 @@ class FirstStep:
         if self.is_over:
             ddp = find_ddp(optimizer, _kept_here(groups))
             if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
-                warnings.warn(repeated_text(ddp, self._made_alone), stacklevel=level_of_the_caller())
+                warnings.warn(repeated_text(ddp), stacklevel=level_of_the_caller())
         elif not self._said_idle and any(  # not where FSDP1 stores nothing of a parameter
             p.numel() > 0 or not is_flattened(p) for group in groups for p in group["params"]
         ):
@@ -87,19 +86,12 @@ def find_ddp(optimizer: object, params: Iterable[Tensor]) -> DistributedDataPara
     return wrapper if wrapper is not None and len(group_ranks(wrapper.process_group)) > 1 else None
 
 
-def repeated_text(ddp: DistributedDataParallel, made_alone: bool) -> str:
-    """Advice on what to write so that the ranks of a DistributedDataParallel share the work.
-
-    Args:
-        ddp: The wrapper.
-        made_alone: True if the optimizer was made before init_process_group.
-    """
+def repeated_text(ddp: DistributedDataParallel) -> str:
+    """Advice on what to write so that the ranks of this wrapper share the work."""
     world = ddp.process_group is default_group()
     group = "torch.distributed.group.WORLD" if world else "the process group that DistributedDataParallel was given"
-    text = (
+    return (
         f"DistributedDataParallel keeps this optimizer's matrices equal on {len(group_ranks(ddp.process_group))} "
-        f"ranks, and each of them orthogonalizes all. Share the work: Muon(..., process_group={group})"
+        f"ranks, and each of them orthogonalizes all. Share the work: Muon(..., process_group={group}). Make the "
+        "optimizer after init_process_group: before it, torch.distributed.group.WORLD is None"
     )
-    if made_alone:
-        text += ". Make the optimizer after init_process_group: before it, torch.distributed.group.WORLD is None"
-    return text

@@ -1,4 +1,4 @@
-"""Texts for messages and reports: near spellings of a name that does not exist, and tables."""
+"""Texts for messages and reports: near spellings of a name that does not exist, tables, long lists."""
 
 from __future__ import annotations
 
@@ -46,3 +46,9 @@ def table(
     widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
     lines = (header, ["-" * width for width in widths], *body)
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are."""
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join([*names[:3], *more])

@@ -19,7 +19,7 @@ from shardmuon.layout.engines.flat import FlatShard, home_of, mark_flat
 from shardmuon.layout.mesh import Cut, flat_part
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.step.binding import How
+from shardmuon.step.binding import chooser_of
 from shardmuon.testing.pool import RankPool
 
 
@@ -114,5 +114,5 @@ def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
     assert homes == [torch.device("meta"), None, None]
     options = ((shard, {}), (shard, {"orthogonalizer": Orthogonalizer(device="cpu")}), (on_one, {}))
     optimizers = [Muon([p], lr=1e-3, **given) for p, given in options]
-    places = [How.of(optimizer.param_groups, optimizer.config).device for optimizer in optimizers]
+    places = [chooser_of(optimizer.param_groups, optimizer.config).device for optimizer in optimizers]
     assert places == [torch.device("meta"), torch.device("cpu"), None]

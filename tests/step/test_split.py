@@ -35,7 +35,7 @@ from shardmuon.plan import plan as plan_module
 from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Policy, make_plan
-from shardmuon.step.binding import WireFormat, make_spec
+from shardmuon.step.binding import make_spec
 from shardmuon.step.options import OptionsReader
 from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, parameters
@@ -257,7 +257,7 @@ def _stepped(layout: str, split: bool, how: Chooser) -> tuple[plan_module.Plan, 
     (options,) = OptionsReader().read([group])
 
     def spec(name: str, view: MatrixView) -> plan_module.Spec:
-        return make_spec(name, SIMULATED[layout](view), options, CPU, how, WireFormat(4, True), _KEEPS_NOTHING)
+        return make_spec(name, SIMULATED[layout](view), options, CPU, how, (None, False), _KEEPS_NOTHING)
 
     def chosen(before: int, after: int, latencies: int, policy: Policy) -> bool:
         return bool(latencies) or split  # owners of each replica where there can be some
@@ -364,7 +364,7 @@ def _priced(split_k: int, **changes: int) -> plan_module.Plan:
     (options,) = OptionsReader().read([group_of()])
     how, cuda = Chooser("auto", None, split_k=split_k), torch.device("cuda")
     layouts = [sharded(matrix_view(shape), [range(16)], 0) for shape in ((4096, 14336), (2048, 2048), (512, 2048))]
-    specs = [make_spec("w", each, options, cuda, how, WireFormat(4, True), _KEEPS_NOTHING) for each in layouts]
+    specs = [make_spec("w", each, options, cuda, how, (None, False), _KEEPS_NOTHING) for each in layouts]
     return make_plan(specs, Policy(machine=MACHINES["h100"]._replace(**changes), split_k=split_k))
 
 

@@ -25,8 +25,8 @@ from shardmuon.options import Exchange, Orthogonalizer, Storage
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
-from shardmuon.step.binding import WireFormat, check_blocks, make_spec
-from shardmuon.step.options import GroupOptions, OptionsReader
+from shardmuon.step.binding import check_blocks, make_spec
+from shardmuon.step.options import OptionsReader
 from shardmuon.variants import Stage
 
 
@@ -105,9 +105,9 @@ class _Planning:
             warnings.simplefilter("ignore")
             muon = Muon(model.module, orthogonalizer=here, **given)
         self._groups = muon.param_groups
-        self._options: list[GroupOptions] = OptionsReader().read(self._groups)
+        self._options = OptionsReader().read(self._groups)
         self._chooser = self._orthogonalizer.chooser()
-        self._wire = WireFormat.of(self._orthogonalizer, self._exchange, doubles=weights == torch.float64)
+        self._wire = self._exchange.dtype, weights == torch.float64
         self._views: dict[tuple[int, Ints], MatrixView] = {}
         self._coefficients: dict[tuple[int, int], Triples] = {}
         self._specs: dict[tuple[int, int], Spec] = {}  # by group and layout
@@ -155,18 +155,19 @@ class _Planning:
     def _view_of(self, param: Param) -> MatrixView:
         key = param.group, param.shape
         if key not in self._views:
-            options = self._options[param.group].view
-            if options is None:
+            settings = self._options[param.group]
+            if settings is None:
                 self._views[key] = MatrixView(param.shape, param.shape, -1, (), 1)
             else:
                 flat = {"view": "auto"} if len(param.shape) == 2 else {}  # also of one of a stack
-                self._views[key] = matrix_view(param.shape, **{**options, **flat})
+                self._views[key] = matrix_view(param.shape, **{**settings.view, **flat})
         return self._views[key]
 
     def _spec_of(self, param: Param, layout: ParamLayout, place: OnMesh | None) -> Spec:
         key = param.group, id(layout)
         if key not in self._specs:
-            options = self._options[param.group]
+            settings = self._options[param.group]
+            assert settings is not None, "a group of matrices"
             if self.storage.momentum_dtype == "int8":
                 check_blocks(param.name, layout)
 
@@ -175,11 +176,10 @@ class _Planning:
                 return kept_layout(layout, kept_view(layout.view, numbers), place)
 
             device = torch.device(self._device)
-            made = make_spec(param.name, layout, options, device, self._chooser, self._wire, kept_of)
+            made = make_spec(param.name, layout, settings, device, self._chooser, self._wire, kept_of)
             self._specs[key] = made._replace(slicings=()) if self.storage.momentum_dtype == "int8" else made
-            assert options.settings is not None, "a group of matrices"
             shapes = ((m.rows, m.cols) for m in layout.view.matrices)
-            self._coefficients.update(dict.fromkeys(shapes, options.settings.coefficients))
+            self._coefficients.update(dict.fromkeys(shapes, settings.coefficients))
         return self._specs[key]._replace(name=param.name)
 
     def _stored(self, unit: Unit, at: int) -> Stored:

@@ -75,22 +75,15 @@ def _completed(
     engines: Callable[[], set[Engine]],
 ) -> list[Row]:
     """The rows of a group's parameters that have a gradient, or lack it only because nothing of them is stored here."""
+    others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
+    stepped = engines() | set(map(engine_of, others))  # engines of which some parameter is stepped
     found: list[Row] = []
-    stepped: set[Engine] | None = None  # engines of which some parameter is stepped, once anybody asks
     for p, row in zip(params, rows, strict=True):
-        if row is None:
-            grad, engine = p.grad, engine_of(p)
-            if grad is None:
-                if not (p.requires_grad and engine.lacks_gradient(p)):
-                    continue
-                if stepped is None:
-                    others = (one for group in groups if not group["use_muon"] for one in group["params"])
-                    stepped = engines() | {engine_of(one) for one in others if one.grad is not None}
-                if engine not in stepped:
-                    continue
-                grad = engine.wrap(torch.zeros_like(engine.storage(p)), p)
-            row = _row(p, grad, engine, state[p])
-        found.append(row)
+        grad, engine = p.grad, engine_of(p)
+        if grad is None and p.requires_grad and engine in stepped and engine.lacks_gradient(p):
+            grad = engine.wrap(torch.zeros_like(engine.storage(p)), p)
+        if grad is not None:
+            found.append(row or _row(p, grad, engine, state[p]))
     return found
 
 
@@ -110,8 +103,6 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
     What a parameter kept as Muon's goes: its `step` counts other things, and its momentum and what stages kept would
     come back stale.
     """
-    if len(state) == 3 and STEP in state and MOMENTS[0] in state and MOMENTS[1] in state:
-        return
     for key in (BUFFER, SCALE, *KEPT_KEYS):
         state.pop(key, None)
     if all(key in state for key in (STEP, *MOMENTS)):
@@ -143,24 +134,25 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
     copied: dict[tuple[object, ...], tuple[Tensor, list[_Tensors]]] = {}
     for *tensors, state in rows:
         step, param = state[STEP], tensors[0]
-        end: _Tensors | None = None
         numel, strides = param.numel(), param.stride()
         rest = numel % (_VECTOR // param.element_size()) if cuts else 0
         dense = all(map(Tensor.is_contiguous, tensors))
         if not dense and is_dense(param) and all(t.stride() == strides for t in tensors):
             tensors, dense = [t.as_strided((numel,), (1,)) for t in tensors], True  # the kernel looks at no strides
-        if not dense or (rest and numel < _SMALL):
-            uncounted.append(step)
-            end = tensors
-        elif rest:
-            flats, whole = [t.view(-1) for t in tensors], numel - rest
+        if dense and not rest:
+            lines.append((tensors, step))
+            continue
+        end: _Tensors = tensors
+        if dense and numel >= _SMALL:
+            whole = numel - rest
+            flats = [t.view(-1) for t in tensors]
             lines.append(([t[:whole] for t in flats], step))
             end = [t[whole:] for t in flats]
         else:
-            lines.append((tensors, step))
-        if end is not None:  # side by side with others of their dtypes and number of steps, if no wait tells that
-            key = (*(t.dtype for t in end), float(step) if cuts else len(copied))
-            copied.setdefault(key, (step, []))[1].append(end)
+            uncounted.append(step)
+        # side by side with others of their dtypes and number of steps, if no wait tells that
+        key = (*(t.dtype for t in end), float(step) if cuts else len(copied))
+        copied.setdefault(key, (step, []))[1].append(end)
     return lines, uncounted, [(_side_by_side(several, step), several) for step, several in copied.values()]
 
 
@@ -187,11 +179,7 @@ def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device
     lines += [line for line, _ in copies]
     params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*(tensors for tensors, _ in lines), strict=True))
     beta1, beta2 = map(float, group["betas"])
-    lr, decay = group["lr"], float(group["weight_decay"])
-    if isinstance(lr, Tensor) and lr.device.type != "cpu" and lr.device == device:
-        lr = lr.reshape(()).float()  # stays there: reading it would wait. The kernel reads fp32
-    else:
-        lr = float(lr)
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
     if decay and group.get("adamw") == "cautious":
         _decay_cautiously_(params, grads, exp_avgs, beta1, lr * decay)
         decay = 0.0
@@ -222,7 +210,7 @@ def _decay_cautiously_(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],  # before this step
     beta1: float,
-    rate: float | Tensor,  # lr * weight_decay
+    rate: float,  # lr * weight_decay
 ) -> None:
     """W <- W (1 - rate) where W and the coming update have the same sign (arXiv 2510.12402).
 

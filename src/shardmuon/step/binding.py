@@ -4,9 +4,9 @@ which it is made. Ranks of a running job and `shardmuon plan`, which has none, m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,7 +17,7 @@ from shardmuon.comm.vote import Unlike, in_order
 from shardmuon.errors import ranks_text
 from shardmuon.layout.bind import KeptTable, Listed, Table
 from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.base import Claim, name_of, names_of
+from shardmuon.layout.engines.base import Claim, named_params, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
 from shardmuon.layout.engines.tensor_parallel import remember_shape
 from shardmuon.layout.mesh import OnMesh
@@ -25,7 +25,7 @@ from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
 from shardmuon.layout.views import Ints, kept_view
 from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
 from shardmuon.momentum.stores import BLOCK, GAMMA, mix_
-from shardmuon.options import Exchange, MuonConfig, Orthogonalizer
+from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice, Chooser, Task, can_slice, factor_flops, is_narrow, slice_costs, work
 from shardmuon.orthogonalize.gram import schedule_fault
@@ -35,7 +35,7 @@ from shardmuon.plan.plan import Bucket, Gram, Kept, Plan, Policy, Spec, make_pla
 from shardmuon.plan.program import make_program
 from shardmuon.plan.slices import Slicing
 from shardmuon.step.bucket import Bound, Buckets
-from shardmuon.step.options import Group, GroupOptions, rates_text
+from shardmuon.step.options import Group, Settings, rates_text
 from shardmuon.step.stages import WeightSet, weight_sets
 from shardmuon.variants import Stage, Stages, WeightStage, gram_fault, keeping
 
@@ -49,7 +49,6 @@ class Member(NamedTuple):
         name, identity: Name for messages, and the name that all ranks give it.
         engine: The engine that reaches its storage.
         signature: Its engine's, when the plan was made.
-        kept: Key -> global shape of each state tensor of its stages.
     """
 
     param: Tensor
@@ -58,18 +57,21 @@ class Member(NamedTuple):
     identity: str
     engine: Engine
     signature: object
-    kept: Mapping[str, Ints]
 
 
-@dataclass
 class Binding(KeptTable):
     """A plan with this rank's part of it. `sets`, `component`, `token` and `world` are its table's.
 
-    Attributes:
+    Args:
+        rank: This one.
         table: Who stores what.
         plan: Plan of the table's parameters.
         members: The table's parameters, index for index.
-        planned: For each group, the text of options that the plan was made for.
+        settings: Settings of each.
+        planned: For each group, the text of options that the plan was made for; "" for AdamW's.
+        ns_device: Where matrices are orthogonalized; None: where their buckets' wires are.
+
+    Attributes:
         buckets: Those that this rank takes part in, in the plan's order.
         shapes: Shape of this rank's storage of each parameter.
         digests: Set of ranks -> what its ranks plan alike, and that no other plan has.
@@ -79,53 +81,56 @@ class Binding(KeptTable):
         elsewhere: The parameters that only other ranks store any of, and whose gradient may lack here.
         bits: Number -> presence bit of each parameter whose gradient some ranks may lack.
         num_bits: Number of presence bits of the component.
-        ns_device: Where matrices are orthogonalized; None: where their buckets' wires are.
+        buckets_without: The programs of a step in which these parameters have no gradient.
+        weight_sets: The sets in which norms of these parameters' weights are summed.
     """
 
-    rank: int
-    table: Table
-    plan: Plan
-    members: tuple[Member, ...]
-    planned: tuple[str, ...]
-    buckets: tuple[Bucket, ...]
-    shapes: tuple[Ints, ...]
-    digests: dict[Ranks, bytes]
-    on_weights: dict[int, Stages]
-    alike: dict[Ranks, tuple[int, ...]]
-    elsewhere: frozenset[int]
-    bits: dict[int, int] = field(default_factory=dict)
-    num_bits: int = 0
-    ns_device: torch.device | None = None
-    said: dict[Ranks, tuple[object, bytes]] = field(default_factory=dict)  # what a set's last digest was made of
-    _of_step: dict[frozenset[int], Buckets] = field(default_factory=dict)
-    _weights: dict[frozenset[int], list[WeightSet]] = field(default_factory=dict)
+    def __init__(
+        self,
+        rank: int,
+        table: Table,
+        plan: Plan,
+        members: tuple[Member, ...],
+        settings: Sequence[Settings],
+        planned: list[str],
+        ns_device: torch.device | None,
+    ) -> None:
+        super().__init__(table)
+        self.rank, self.table, self.plan, self.members, self.planned = rank, table, plan, members, planned
+        self.ns_device = ns_device
+        self.buckets = [bucket for bucket in plan.buckets if rank in bucket.ranks]
+        self.shapes = [tuple(one.engine.storage(one.param).shape) for one in members]
+        self.digests = {ranks: digest + table.token for ranks, digest in plan.digests.items() if len(ranks) > 1}
+        stages = {number: of_member.stages for number, of_member in enumerate(settings)}
+        self.on_weights = {n: of for n, of in stages.items() if any(isinstance(one, WeightStage) for one in of)}
+        self.alike, self.elsewhere = _alike(table, rank)
+        self.bits, self.num_bits = dict[int, int](), 0
+        homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
+        shapes, buckets = self.shapes, list(zip(self.buckets, homes, strict=True))
+        # of all parameters and of the last step's; of those whose norms are fresh, too
+        self.buckets_without = lru_cache(maxsize=2)(partial(_buckets, plan, rank, shapes, buckets, ns_device))
+        self.weight_sets = lru_cache(maxsize=3)(partial(_weight_sets, plan, rank, shapes, self.on_weights))
 
-    def __post_init__(self) -> None:
-        super().__init__(self.table)
 
-    def buckets_without(self, missing: frozenset[int]) -> Buckets:
-        """The programs of a step in which these parameters have no gradient."""
-        if missing not in self._of_step:
-            whole = self._of_step.get(frozenset())
-            self._of_step = {} if whole is None else {frozenset(): whole}  # two at most: of all, and the last of some
-            programs = [make_program(self.plan, bucket, self.rank, missing) for bucket in self.buckets]
-            bounds = [Bound(self.plan, one, self.shapes, self._device(one.bucket)) for one in programs]
-            self._of_step[missing] = Buckets.of(bounds)
-        return self._of_step[missing]
+def _buckets(
+    plan: Plan,
+    rank: int,
+    shapes: Sequence[Ints],
+    buckets: Sequence[tuple[Bucket, torch.device]],  # with the device of its parameters
+    ns_device: torch.device | None,
+    missing: frozenset[int],
+) -> Buckets:
+    found = []
+    for bucket, home in buckets:
+        device = wire_device(home, ns_device, bucket.ranks if bucket.exchange else (rank,))
+        found.append(Bound(plan, make_program(plan, bucket, rank, missing), shapes, device))
+    return Buckets(found)
 
-    def _device(self, bucket: Bucket) -> torch.device:
-        """Device of a bucket's wires."""
-        device = self.members[self.plan.items[bucket.items[0]].param].param.device
-        return wire_device(device, self.ns_device, bucket.ranks if bucket.exchange else (self.rank,))
 
-    def weight_sets(self, stages: Mapping[int, Stages]) -> list[WeightSet]:
-        """The sets in which norms of these parameters' weights are summed."""
-        key = frozenset(stages)
-        if key not in self._weights:
-            if len(self._weights) > 2:  # of those whose norms are fresh, of all, of the last step's
-                self._weights.clear()
-            self._weights[key] = weight_sets(self.plan, stages, self.rank, self.shapes)
-        return self._weights[key]
+def _weight_sets(
+    plan: Plan, rank: int, shapes: Sequence[Ints], on_weights: Mapping[int, Stages], numbers: frozenset[int]
+) -> list[WeightSet]:
+    return weight_sets(plan, {n: stages for n, stages in on_weights.items() if n in numbers}, rank, shapes)
 
 
 def takes_part(param: Tensor) -> bool:
@@ -171,37 +176,36 @@ def _holders(layout: ParamLayout) -> Ranks:
     return tuple(rank for rank, pieces in layout.pieces.items() if pieces)
 
 
-def _alike(table: Table, rank: int) -> tuple[dict[Ranks, tuple[int, ...]], frozenset[int]]:
-    """`Binding.alike` and `Binding.elsewhere`."""
+def _alike(table: Table, rank: int) -> tuple[dict[Ranks, list[int]], frozenset[int]]:
+    """`Binding.alike` and `Binding.elsewhere`. Set by set: the order is the same on all ranks of one."""
     found: dict[Ranks, list[int]] = {ranks: [] for ranks in table.sets}
-    lacking: list[int] = []
-    for ranks, numbers in table.sets.items():
-        for number in numbers:
-            if _lacking(table, number):
-                lacking.append(number)
-            else:
-                found[ranks].append(number)
-    for number in lacking:  # set by set: the order is the same on all of its ranks
-        holders = _holders(table.layouts[number])
+    elsewhere: list[int] = []
+    numbers = [(ranks, number) for ranks, of_set in table.sets.items() for number in of_set]
+    for ranks, number in sorted(numbers, key=lambda one: _lacking(table, one[1])):  # which come last
+        holders = _holders(table.layouts[number]) if _lacking(table, number) else ranks
         if rank in holders:
             found.setdefault(holders, []).append(number)
-    elsewhere = frozenset(number for number in lacking if rank not in _holders(table.layouts[number]))
-    return {ranks: tuple(numbers) for ranks, numbers in found.items()}, elsewhere
+        else:
+            elsewhere.append(number)
+    return found, frozenset(elsewhere)
 
 
 def listed_of(
-    groups: Sequence[Group], options: Sequence[GroupOptions], config: MuonConfig, keeper: Keeper, how: How
+    groups: Sequence[Group],
+    options: Sequence[Settings | None],
+    config: MuonConfig,
+    keeper: Keeper,
+    chooser: Chooser,
 ) -> list[Listed]:
     found, whole = [], config.text()
-    for index, (group, of_group) in enumerate(zip(groups, options, strict=True)):
-        named, text = bool(names_of(group)) or keeper.rounds, f"{of_group.alike} {whole}"
-        for position, p in enumerate(group["params"]):
-            name = name_of(group, index, position)
-            if of_group.settings is None:
+    for index, (group, settings) in enumerate(zip(groups, options, strict=True)):
+        named = bool(names_of(group)) or keeper.rounds
+        for name, p in named_params(group, index):
+            if settings is None:
                 _check_not_flat(name, p)
             elif takes_part(p):
-                dtypes = f"weights={p.dtype} products={how.products(p.device)}"
-                found.append(Listed(name, name if named else "", p, group, of_group.view, f"{text} {dtypes}"))
+                text = f"{settings.alike} {whole} weights={p.dtype} products={_products(chooser, p.device)}"
+                found.append(Listed(name, name if named else "", p, group, settings.view, text))
     return found
 
 
@@ -212,117 +216,84 @@ def _check_not_flat(name: str, param: Tensor) -> None:
         raise ValueError(f"{name}: {wrong}") from None
 
 
-class How(NamedTuple):
-    """The way to orthogonalize on this rank: the choice of a method for each matrix, and a device.
-
-    Attributes:
-        chooser: Chooses how to orthogonalize each matrix.
-        device: Device that orthogonalizes; None: that of the parameters.
-    """
-
-    chooser: Chooser
-    device: torch.device | None = None
-
-    @classmethod
-    def of(cls, groups: Sequence[Group], config: MuonConfig) -> How:
-        device = config.ns_device
-        if device is None:
-            muon = (p for group in groups if group["use_muon"] for p in group["params"])
-            device = next((home for home in map(offloaded_from, muon) if home is not None), None)
-        return cls(replace(config.orthogonalizer.chooser(), device=device), device)
-
-    def products(self, device: torch.device) -> torch.dtype:
-        """The dtype of products, by default, of parameters on a device: on CPUs it depends on what they multiply in
-        hardware, which may differ from rank to rank."""
-        method = "standard" if self.chooser.method == "auto" else self.chooser.method
-        return self.chooser.dtype or default_dtype(method, self.device or device)
-
-    def stamp(self, device: torch.device) -> str:
-        """Text about this machine, as far as products depend on it. `device`: that of the parameters."""
-        where = self.device or device
-        # "torch" leaves the process's own flags as they are
-        flags = f"; {precision_flags(where)}" if self.chooser.method == "torch" else ""
-        return machine_stamp(where) + flags
+def chooser_of(groups: Sequence[Group], config: MuonConfig) -> Chooser:
+    """The choice of a method for each matrix on this rank, and of the device that orthogonalizes; None: that of the
+    parameters."""
+    muon = (p for group in groups if group["use_muon"] for p in group["params"])
+    homes = (home for home in map(offloaded_from, muon) if home is not None)
+    return replace(config.orthogonalizer.chooser(), device=config.ns_device or next(homes, None))
 
 
-def _notes(table: Table, how: How, config: MuonConfig) -> tuple[str, ...]:
+def _products(chooser: Chooser, device: torch.device) -> torch.dtype:
+    """The dtype of products, by default, of parameters on a device: on CPUs it depends on what they multiply in
+    hardware, which may differ from rank to rank."""
+    method = "standard" if chooser.method == "auto" else chooser.method
+    return chooser.dtype or default_dtype(method, chooser.device or device)
+
+
+def stamp_of(chooser: Chooser, device: torch.device) -> str:
+    """Text about this machine, as far as products depend on it. `device`: that of the parameters."""
+    where = chooser.device or device
+    # "torch" leaves the process's own flags as they are
+    return machine_stamp(where) + (f"; {precision_flags(where)}" if chooser.method == "torch" else "")
+
+
+def _notes(table: Table, chooser: Chooser, route: str) -> Iterator[str]:
     """Lines for the printed plan on how far equal bits reach.
 
     Raises:
         Unlike: Ranks on unlike machines are to repeat each other's work.
     """
-    notes: dict[str, None] = {}
     for ranks in table.sets:
         kinds: dict[str, list[int]] = {}
         for rank in ranks:
             kinds.setdefault(table.stamps[rank], []).append(rank)
         if len(kinds) > 1:
             unlike = "; ".join(f"ranks {ranks_text(tuple(those))} have {kind}" for kind, those in kinds.items())
-            if config.exchange.route == "local":
+            if route == "local":
                 raise Unlike(f"route='local' needs equal machines, but {unlike}. Use Exchange(route='auto')")
-            notes[f"machines differ: {unlike}. Each matrix has one owner; another one would give it other bits"] = None
-    where = how.device or (table.params[0].param.device if table.params else torch.device("cpu"))
-    if how.chooser.measured is not None:
-        notes[how.chooser.measured.about_slots(where)] = None
+            yield f"machines differ: {unlike}. Each matrix has one owner; another one would give it other bits"
+    where = chooser.device or (table.params[0].param.device if table.params else torch.device("cpu"))
+    if chooser.measured is not None:
+        yield chooser.measured.about_slots(where)
     elif where.type != "cpu":
-        notes["slots of batches: not searched on this machine, see `shardmuon verify --slots FILE`"] = None
-    return tuple(notes)
+        yield "slots of batches: not searched on this machine, see `shardmuon verify --slots FILE`"
 
 
 def bound(
     rank: int,
     table: Table,
     groups: Sequence[Group],
-    options: Sequence[GroupOptions],
+    options: Sequence[Settings | None],
     config: MuonConfig,
-    how: How,
+    chooser: Chooser,
     keeper: Keeper,
 ) -> Binding:
-    notes = _notes(table, how, config)
+    exchange = config.exchange
+    notes = tuple(dict.fromkeys(_notes(table, chooser, exchange.route)))
     of_group = {id(group): number for number, group in enumerate(groups)}
-    members, specs, kept_layouts = [], [], dict[tuple[ParamLayout, str], ParamLayout]()
+    members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
     for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
-        number = of_group[id(one.group)]
-        engine = engine_for(one.param, one.group)
-        remember_shape(engine, one.param, layout)
-        kept = partial(_kept_layout, kept_layouts, engine, claim, layout)
-        wire = WireFormat.of(config.orthogonalizer, config.exchange, doubles=one.param.dtype == torch.float64)
-        spec = make_spec(one.name, layout, options[number], one.param.device, how.chooser, wire, kept)
-        keys = [stage.key for stage in keeping(_spec_stages(options[number]))]
-        shapes = dict(zip(keys, (kept.layout.view.shape for kept in spec.kept), strict=True))
-        signature = engine.signature(one.param)
-        members.append(Member(one.param, number, one.name, one.identity, engine, signature, shapes))
-        specs.append(spec)
+        number, engine, param = of_group[id(one.group)], engine_for(one.param, one.group), one.param
+        remember_shape(engine, param, layout)
+        kept = partial(_kept_layout, known, engine, claim, layout)
+        of_member = options[number]
+        assert of_member is not None, "a group of matrices"
+        settings.append(of_member)
+        doubles = param.dtype == torch.float64
+        spec = make_spec(one.name, layout, of_member, param.device, chooser, (exchange.dtype, doubles), kept)
+        members.append(Member(param, number, one.name, one.identity, engine, engine.signature(param)))
         if keeper.dtype == "int8":
             check_blocks(one.name, layout)
-            specs[-1] = specs[-1]._replace(slicings=())  # a slice may cut such a block
-    machine = config.exchange.machine or machine_of(table.stamps.values())
-    route = config.exchange.route
+            spec = spec._replace(slicings=())  # a slice may cut such a block
+        specs.append(spec)
+    machine, route = exchange.machine or machine_of(table.stamps.values()), exchange.route
     if route == "auto" and len(set(table.stamps.values())) > 1:
         route = "owner"  # replicas on unlike machines would drift apart
-    policy = Policy(route, config.exchange.bucket_bytes, machine, config.orthogonalizer.split_k)
-    plan = make_plan(specs, policy)
-    plan = replace(plan, notes=(*rates_text(plan, [options[member.group].settings for member in members]), *notes))
-    of_each = [_spec_stages(options[member.group]) for member in members]
-    stored = tuple(tuple(m.engine.storage(m.param).shape) for m in members)
-    return Binding(
-        rank,
-        table,
-        plan,
-        tuple(members),
-        tuple(o.planned for o in options),
-        tuple(bucket for bucket in plan.buckets if rank in bucket.ranks),
-        stored,
-        {ranks: digest + table.token for ranks, digest in plan.digests.items() if len(ranks) > 1},
-        {number: stages for number, stages in enumerate(of_each) if any(isinstance(s, WeightStage) for s in stages)},
-        *_alike(table, rank),
-        ns_device=how.device,
-    )
-
-
-def _spec_stages(options: GroupOptions) -> Stages:
-    """The stages of a group's matrices."""
-    return () if options.settings is None else options.settings.stages
+    plan = make_plan(specs, Policy(route, exchange.bucket_bytes, machine, config.orthogonalizer.split_k))
+    plan = replace(plan, notes=(*rates_text(plan, settings), *notes))
+    planned = ["" if of_options is None else of_options.planned for of_options in options]
+    return Binding(rank, table, plan, tuple(members), settings, planned, chooser.device)
 
 
 def _kept_layout(
@@ -337,30 +308,26 @@ def _kept_layout(
     return known[key]
 
 
-class WireFormat(NamedTuple):
-    """Bytes per element of wires, and True if matrices with half-precision products have narrower ones all the same:
-    see `Exchange.dtype`."""
+Wire = tuple[torch.dtype | None, bool]  # `Exchange.dtype`, and True for a parameter of fp64
 
-    itemsize: int
-    narrows: bool
 
-    @classmethod
-    def of(cls, orthogonalizer: Orthogonalizer, exchange: Exchange, *, doubles: bool) -> WireFormat:
-        """The wire of a parameter, as the optimizer's options ask for it. `doubles`: True for a parameter of fp64."""
-        if exchange.dtype is not None:
-            return cls(exchange.dtype.itemsize, False)
-        if doubles or orthogonalizer.method == "reference" or orthogonalizer.products_dtype == torch.float64:
-            return cls(8, False)  # fp64 gradients may lie outside the range of fp32
-        return cls(4, True)
+def _itemsize(choice: Choice, chooser: Chooser, wire: Wire) -> int:
+    """Bytes per element of wires of matrices that are orthogonalized so."""
+    dtype, doubles = wire
+    if dtype is not None:
+        return dtype.itemsize
+    if doubles or chooser.method == "reference" or chooser.dtype == torch.float64:
+        return 8  # fp64 gradients may lie outside the range of fp32
+    return 2 if is_narrow(choice) else 4
 
 
 def make_spec(
     name: str,
     layout: ParamLayout,
-    options: GroupOptions,
+    settings: Settings,
     device: torch.device,
     chooser: Chooser,
-    wire: WireFormat,
+    wire: Wire,
     kept_of: Callable[[Stage], ParamLayout],
 ) -> Spec:
     """One parameter as the planner sees it.
@@ -368,38 +335,29 @@ def make_spec(
     Args:
         name: Name for messages.
         layout: Who stores what.
-        options: Options of its group, which is one of matrices.
+        settings: Settings of its group.
         device: Device of the parameter.
         chooser: The optimizer's chooser.
-        wire: Of this parameter.
+        wire: What was asked of its wires.
         kept_of: A stage that keeps anything -> who keeps what.
 
     Raises:
         ValueError: A choice cannot run on the device.
     """
-    assert options.settings is not None, "a group of matrices"
-    coefficients, stages = options.settings.coefficients, options.settings.stages
+    made: dict[tuple[int, int], tuple[Any, ...]] = {}
     shapes = [(m.rows, m.cols) for m in layout.view.matrices]
-    tasks = {shape: Task(*shape, coefficients, chooser.device or device) for shape in dict.fromkeys(shapes)}
-    choices = {shape: chooser.choice(task) for shape, task in tasks.items()}
-    sizes = {s: 2 if wire.narrows and is_narrow(choice) else wire.itemsize for s, choice in choices.items()}
-    costs = {shape: work(choice, *tasks[shape]) for shape, choice in choices.items()}
-    sliced = {s: not stages and can_slice(choice, tasks[s]) for s, choice in choices.items()}
-    slicings = {s: Slicing(*slice_costs(choices[s], tasks[s])) if can else None for s, can in sliced.items()}
-    grams = {shape: _gram(choice, tasks[shape], sizes[shape], stages) for shape, choice in choices.items()}
-    return Spec(
-        name,
-        layout,
-        tuple(str(choices[shape]) for shape in shapes),
-        tuple(costs[shape] for shape in shapes),
-        options.batch,
-        device.type,
-        tuple(sizes[shape] for shape in shapes),
-        tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(stages)),
-        tuple(grams[shape] for shape in shapes),
-        tuple(choices[shape].reason for shape in shapes),
-        tuple(slicings[shape] for shape in shapes) if any(slicings.values()) else (),
-    )
+    for shape in dict.fromkeys(shapes):
+        task = Task(*shape, settings.coefficients, chooser.device or device)
+        choice = chooser.choice(task)
+        size = _itemsize(choice, chooser, wire)
+        cuts = Slicing(*slice_costs(choice, task)) if not settings.stages and can_slice(choice, task) else None
+        gram = _gram(choice, task, size, settings.stages)
+        made[shape] = str(choice), work(choice, *task), size, gram, choice.reason, cuts
+    columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 6
+    hows, costs, sizes, grams, reasons, slicings = columns
+    kept = tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(settings.stages))
+    slicings = slicings if any(slicings) else ()
+    return Spec(name, layout, hows, costs, settings.batch, device.type, sizes, kept, grams, reasons, slicings)
 
 
 def _gram(choice: Choice, task: Task, itemsize: int, stages: Stages) -> Gram:
@@ -440,19 +398,11 @@ def fingerprint(storage: Tensor) -> int:
         flat = flat.clone()
     words = flat.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    places = torch.empty(0, dtype=torch.int64, device=flat.device)
     chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # intermediate results stay in a CPU's cache
-    for start in range(0, words.numel(), chunk):
-        part = words[start : start + chunk]
-        if len(places) != len(part):
-            places = torch.arange(1, len(part) + 1, device=flat.device, dtype=torch.int64).mul_(GAMMA)
-        total += mix_((places + part).add_(_wrapped(start * GAMMA))).sum()  # wraps around modulo 2**64
+    for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):
+        places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
+        total += mix_(places.mul_(GAMMA).add_(part)).sum()  # wraps around modulo 2**64
     return int(total.item())
-
-
-def _wrapped(number: int) -> int:
-    """An integer modulo 2**64, as a signed number."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def groups_of(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> list[Ranks]:

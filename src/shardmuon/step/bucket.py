@@ -35,12 +35,13 @@ from shardmuon.orthogonalize.gram import FiniteWatch, pack_symmetric, unpack_sym
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.copies import Copy
 from shardmuon.plan.gram import GramProgram, Message
-from shardmuon.plan.pipeline import Turn, turns
+from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Program, Relay
 from shardmuon.plan.types import Batch, aligned
 from shardmuon.step.stages import BatchStages, KeptSide, Result, finish, sides_of_batches
-from shardmuon.step.update import Results, Side, Work, apply_results, update_momentum
+from shardmuon.step.update import Side, Work, apply_results, update_momentum
+from shardmuon.texts import listed
 
 _CPU = torch.device("cpu")
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -100,17 +101,15 @@ class Bound:
     def __str__(self) -> str:
         bucket, plan = self.program.bucket, self.plan
         items = [plan.items[number] for number in bucket.items if not plan.items[number].part]
-        named = [f"{plan.specs[item.param].name} {item.rows}x{item.cols}" for item in items[:3]]
-        more = [f"{len(items) - 3} more"] if len(items) > 3 else []
-        which = f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)}"
-        return f"{which} (ranks {ranks_text(bucket.ranks)}: {', '.join(named + more)})"
+        named = listed([f"{plan.specs[item.param].name} {item.rows}x{item.cols}" for item in items])
+        return f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)} (ranks {ranks_text(bucket.ranks)}: {named})"
 
     def buffer(self, splits: Sequence[int]) -> Tensor:  # 1-D
         """Memory for what goes to each rank."""
         return torch.empty(sum(splits), dtype=self.wire, device=self.device)
 
 
-class Buckets(NamedTuple):
+class Buckets:
     """The buckets of this rank in a step in which certain parameters have a gradient. Kept from step to step.
 
     Attributes:
@@ -119,15 +118,10 @@ class Buckets(NamedTuple):
         moves: True if anything travels, so that other ranks wait for this one.
     """
 
-    bounds: list[Bound]
-    order: list[tuple[Turn, int]]
-    moves: bool
-
-    @classmethod
-    def of(cls, bounds: list[Bound]) -> Buckets:
+    def __init__(self, bounds: list[Bound]) -> None:
         relays = [bound.program.relay is not None for bound in bounds]
-        order = turns(relays, [bound.program.bucket.ranks for bound in bounds])
-        return cls(bounds, list(order), any(bound.moves for bound in bounds))
+        self.bounds, self.moves = bounds, any(bound.moves for bound in bounds)
+        self.order = list(turns(relays, [bound.program.bucket.ranks for bound in bounds]))
 
 
 def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) -> None:
@@ -174,8 +168,7 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     batches = torch.empty(program.batch_numel, dtype=bound.wire, device=kernel.device or bound.device)
     own = bound.own.on(batches)
     update_momentum(bound.own, work, own)
-    if bound.idle.loads:  # of what another replica sends on
-        update_momentum(bound.idle, work, None)
+    update_momentum(bound.idle, work, None)  # of what another replica sends on
     yield
     if gathers:
         _copy(gather.copies, pending.pop().wait(), batches)
@@ -185,24 +178,23 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     if gathers:
         pending.append(exchange(_results(bound, work, batches), scatter.owner_splits, scatter.holder_splits))
     yield
-    sources = [Results(bound.own, batches, own)]
     came: Tensor | None = None
     if gathers:
         came = pending.pop().wait()
         if scatter.heard:
             bound.heard.hear(came, work.kept)
-        sources.append(Results(bound.returned, came))
+        own += bound.returned.on(came)
     passed = None if relay is None else _passed_on(bound, relay, work, came, batches)
-    apply_results(bound.held, work, sources, like_torch=bound.like_torch)
+    apply_results(bound.held, work, own, like_torch=bound.like_torch)
     if passed is None or relay is None:
         return
-    del batches, own, sources, came
+    del batches, own, came
     pending.append(exchange(passed, relay.send_splits, relay.recv_splits))
     del passed
     yield
     came = pending.pop().wait()
     bound.heard_late.hear(came, work.kept)
-    apply_results(bound.idle, work, [Results(bound.idle, came)], like_torch=bound.like_torch)
+    apply_results(bound.idle, work, bound.idle.on(came), like_torch=bound.like_torch)
 
 
 def _momenta(bound: Bound, work: Work) -> Tensor:  # 1-D: what the gather sends
@@ -245,13 +237,13 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
         if stages is None:
             if out is not x:
                 x.copy_(out)
-        elif stages.after and x.device.type != "cpu":
-            waiting.append(Result(stages, x, out))  # a launch for all costs less than one for each
         else:
-            finish([Result(stages, x, out)])
+            waiting.append(Result(stages, x, out))
+            if x.device.type == "cpu" or not stages.after:
+                finish([waiting.pop()])
         del fed, out  # may be wider than the wire, and the next batch needs room
     if waiting:
-        finish(waiting)
+        finish(waiting)  # elsewhere a launch for all costs less than one for each
 
 
 def _matrices(batch: Batch, batches: Tensor) -> Tensor:  # (B, rows, cols)
@@ -386,18 +378,15 @@ def run_gram(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> It
     program = bound.program
     assert isinstance(program, GramProgram), "of a bucket of this route"
     gather, scatter, shards = program.gather, program.scatter, bound.buffer([program.batch_numel])
+    tiles = bound.held.on(shards)
+    update_momentum(bound.held, work, tiles)
     views = {one.item: shards.as_strided(one.shape, (one.shape[1], 1), one.start) for one in program.shards}
-    update_momentum(bound.foreign, work, bound.foreign.on(shards))
-    sent = {message.item: _part(bound, views[message.item]) for message in program.parts_sent}
+    norms = {item: _normalize(view) for item, view in views.items()}
+    parts = {one.item: [_part(bound, views[one.item], norms[one.item])] for one in program.shards if one.added}
+    sent = {message.item: parts.pop(message.item)[0] for message in program.parts_sent}
     send = _packed(bound, program.parts_sent, gather.holder_splits, sent)
-    norms = {item: part.norm for item, part in sent.items()}  # of this rank's shards
     pending = [exchange(send, gather.holder_splits, gather.owner_splits)]
     del send, sent
-    update_momentum(bound.own, work, bound.own.on(shards))
-    mine = [one.item for one in program.shards if one.added and one.item not in norms]
-    parts = {item: [_part(bound, views[item])] for item in mine}
-    norms.update((item, parts[item][0].norm) for item in mine)
-    norms.update((item, _normalize(view)) for item, view in views.items() if item not in norms)
     yield
     came = pending.pop().wait()
     for message in program.parts_came:
@@ -415,13 +404,11 @@ def run_gram(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> It
         factor = factors.pop(item)
         with exact_products(bound.device):
             x.copy_((factor.matrix * _ratio(norms[item], factor.norm)) @ x)
-    results = [Results(side, shards) for side in (bound.own, bound.returned)]
-    apply_results(bound.held, work, results, like_torch=bound.like_torch)
+    apply_results(bound.held, work, tiles, like_torch=bound.like_torch)
 
 
-def _part(bound: Bound, x: Tensor) -> _Scaled:  # (short side, columns), divided by its norm
-    """The Gram matrix X X^T of a shard, however few columns this rank has, and the norm of the shard."""
-    norm = _normalize(x)
+def _part(bound: Bound, x: Tensor, norm: Tensor) -> _Scaled:  # (short side, columns), of norm 1; 0-dim fp64
+    """The Gram matrix X X^T of a shard, however few columns this rank has, and the norm that the shard had."""
     products = Products((len(x), max(x.shape)), bound.device, bound.wire)
     return _Scaled(products.symmetric_mm(x, x.mT, out=x.new_empty(len(x), len(x))), norm)
 
@@ -456,8 +443,7 @@ def _iterated(bound: Bound, work: Work, wholes: Mapping[int, _Scaled]) -> Iterat
 def _normalize(x: Tensor) -> Tensor:  # (short side, columns), divided in place; 0-dim fp64
     """Divide a shard by its Frobenius norm, at any scale. Returns the norm."""
     norm = foreach_norm([x], 2)[0]
-    batch = x.unsqueeze(0)
-    normalize_into(batch, batch)  # its norm is taken before the first element is written
+    normalize_into(x.unsqueeze(0), x.unsqueeze(0))  # its norm is taken before the first element is written
     return norm
 
 

@@ -28,11 +28,8 @@ KEPT_DTYPE = torch.float32  # whatever weights and products are
 
 def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
     """Key -> the global shape of each state tensor of a parameter with these matrices."""
-    return {stage.key: _view_of(stage, view).shape for stage in keeping(stages)}
-
-
-def _view_of(stage: Any, view: MatrixView) -> MatrixView:
-    return kept_view(view, [stage.num_kept(matrix.rows, matrix.cols) for matrix in view.matrices])
+    numbers = {stage.key: [stage.num_kept(m.rows, m.cols) for m in view.matrices] for stage in keeping(stages)}
+    return {key: kept_view(view, of_stage).shape for key, of_stage in numbers.items()}
 
 
 def start_kept(
@@ -54,13 +51,9 @@ def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tup
     Checkpoints make state before there was a step, where a norm of 0 says that it is not known. Ranks must agree on
     these: stages on weights begin with a reduction for them, and a copy that only one rank lost would begin from zeros.
     """
-    on_weights = [stage.key for stage in stages if isinstance(stage, WeightStage)]
-    found = []
-    for stage in keeping(stages):
-        value = state.get(stage.key)
-        if value is None or (stage.key in on_weights and value not in settled):
-            found.append(stage.key)
-    return tuple(found)
+    on_weights = {stage.key for stage in stages if isinstance(stage, WeightStage)}
+    keys = [stage.key for stage in keeping(stages)]
+    return tuple(k for k in keys if state.get(k) is None or (k in on_weights and state[k] not in settled))
 
 
 class MatrixNumbers(NamedTuple):

@@ -1,12 +1,8 @@
 """Options of parameter groups: checks of a new group, and each group in a step as one frozen object, which is made
 anew only when the group says something else. Talks to no other rank.
 
-[Note: an lr on the device]
-    The host compares every option among the ranks before each step. To compare an lr that lies on the device it would
-    wait for all work queued so far. So such an lr is read with the first step of a plan and with every hundredth from
-    then on, on every rank in the same step; between those, ranks are trusted to set it alike. After a look that they
-    did not agree to they look again, until they do. Weights are stepped with the tensor itself in every step. An lr
-    that the host can read (a number, a tensor on the CPU) is compared each time.
+A learning rate may be a tensor. The host reads it in every step, to compare it among the ranks; it waits for one that
+lies on an accelerator.
 """
 
 from __future__ import annotations
@@ -14,13 +10,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import is_capturing
 from shardmuon.comm.groups import GroupRef
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.layout.engines import Engine, engine_for
@@ -86,64 +82,77 @@ class Scales(dict[tuple[int, int], float]):
         return value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Settings:
-    """Options of one parameter group, read afresh at every step."""
+    """Options of one group of matrices, read afresh at every step.
+
+    Attributes:
+        lr: Learning rate; `given_lr` as the group has it, which may be a tensor.
+        coefficients: (a, b, c) of each Newton-Schulz step.
+        stages: Stages of its variant.
+        scales: Factor on the learning rate by the shape of a matrix.
+        alike: Text of what ranks must have alike when a plan is made, besides `view`.
+        planned: Text of what a plan is made for: that, `view`, and this rank's process groups.
+        view: How its parameters are read as matrices.
+    """
 
     lr: float
     weight_decay: float
     momentum: float
     nesterov: bool
-    coefficients: tuple[tuple[float, float, float], ...]  # one per Newton-Schulz step
+    coefficients: tuple[tuple[float, float, float], ...]
     eps: float
     adjust_lr_fn: LrScale
     extra_scale_factor: float
     weight_decay_mode: WeightDecayMode
-    stages: Stages = ()  # of its variant
-    tensor_lr: Tensor | None = field(default=None, compare=False, repr=False)  # as the user gave it; lr is its value
-    scales: Scales = field(default_factory=lambda: Scales(None, 1.0), compare=False, repr=False)
+    stages: Stages = ()
+    given_lr: float | Tensor = field(default=0.0, compare=False)
+    scales: Scales = field(default_factory=lambda: Scales(None, 1.0), compare=False)
+    alike: str = field(default="", compare=False)
+    planned: str = field(default="", compare=False)
+    view: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def text(self) -> str:
+        """Text of the settings, equal on ranks that do the same; names a callable instead of printing its address."""
+        said = {one.name: str(getattr(self, one.name)) for one in fields(self) if one.compare}
+        if isinstance(self.given_lr, Tensor) and self.given_lr.dtype != torch.float64:  # which counts as a float
+            said["lr"] += f" ({self.given_lr.dtype})"
+        if callable(self.adjust_lr_fn):
+            function = getattr(self.adjust_lr_fn, "__wrapped__", self.adjust_lr_fn)  # see `settings_of`
+            said["adjust_lr_fn"] = getattr(function, "__qualname__", type(function).__name__)
+        return " ".join(f"{name}={text}" for name, text in said.items())
+
+    @cached_property
+    def batch(self) -> str:
+        """Text of the options that the matrices of a batch must share."""
+        return f"{(self.coefficients, self.eps)!r} {stages_text(self.stages)}".rstrip()
 
 
-def settings_of(group: Mapping[str, Any]) -> Settings:
-    """The group's options as this step uses them."""
-    return Settings(
+def settings_of(group: Group) -> Settings:
+    """The group's options as this step uses them. A function of the user's is asked once for each shape."""
+    function, extra, view = group["adjust_lr_fn"], float(group["extra_scale_factor"]), view_options(group)
+    function = cache(function) if callable(function) else function
+    found = Settings(
         float(group["lr"]),
         float(group["weight_decay"]),
         float(group["momentum"]),
         bool(group["nesterov"]),
         per_step(group["ns_coefficients"], group["ns_steps"]),
         float(group["eps"]),
-        group["adjust_lr_fn"],
-        float(group["extra_scale_factor"]),
+        function,
+        extra,
         group["weight_decay_mode"],
         stages_of(group),
-        group["lr"] if isinstance(group["lr"], Tensor) else None,
-        Scales(group["adjust_lr_fn"], float(group["extra_scale_factor"])),
+        group["lr"],
+        Scales(function, extra),
     )
+    alike = " ".join([*(f"{key}={group.get(key)!r}" for key in _ALIKE), found.batch.replace(" ", "")])
+    planned = f"{alike} {view} {[group.get(key) for key in PLACE_OPTIONS]}"
+    return replace(found, alike=alike, planned=planned, view=view)
 
 
-def _settings_text(settings: Settings) -> str:
-    """Text of settings, equal on two ranks that do the same; names a callable instead of printing its address."""
-    scale = settings.adjust_lr_fn
-    named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
-    lr = settings.tensor_lr
-    lr_dtype = "" if lr is None or lr.dtype == torch.float64 else f" ({lr.dtype})"  # an fp64 tensor counts as a float
-    if lr is not None and lr.device.type != "cpu":
-        lr_dtype += f" on {lr.device.type}"
-    variant = f" variant={stages_text(settings.stages)}" if settings.stages else ""
-    return (
-        f"lr={settings.lr!r}{lr_dtype} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
-        f"nesterov={settings.nesterov} ns={settings.coefficients} eps={settings.eps!r} adjust_lr_fn={named} "
-        f"extra_scale_factor={settings.extra_scale_factor!r} weight_decay_mode={settings.weight_decay_mode}{variant}"
-    )
-
-
-def batch_text(settings: Settings) -> str:
-    """The options that the matrices of a batch must share."""
-    return f"{(settings.coefficients, settings.eps)!r} {stages_text(settings.stages)}".rstrip()
-
-
-def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
+def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
     """The parameter's matrices by its group's options. Raises ValueError with its name if they do not fit."""
     engine: Engine | None = None
     shape: Ints = ()
@@ -157,85 +166,30 @@ def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
         raise ValueError(f"{name}: {wrong}") from None
 
 
-class GroupOptions(NamedTuple):
-    """A group's options.
-
-    Attributes:
-        settings: Settings of its matrices in a step; None if the group is AdamW's.
-        text: The settings as text, equal on ranks that do the same.
-        alike: Text of what ranks must have alike when a plan is made, besides `view`.
-        planned: Text of what a plan is made for: that, `view`, and this rank's process groups.
-        batch: Text of what the matrices of a batch share.
-        view: How its parameters are read as matrices.
-    """
-
-    settings: Settings | None
-    text: str = ""
-    alike: str = ""
-    planned: str = ""
-    batch: str = ""
-    view: Mapping[str, Any] | None = None
-
-    def with_rate(self, lr: Tensor) -> GroupOptions:
-        """The same options with an lr that lies on an accelerator; its value was read before."""
-        if self.settings is None:
-            return self
-        settings = replace(self.settings, tensor_lr=lr)
-        return self._replace(settings=settings, text=_settings_text(settings))
-
-
-_EVERY = 100  # steps
-
-
 class OptionsReader:
-    """Reads the groups of an optimizer. Keeps what each has said last, and what the host knows of rates on devices.
-
-    Attributes:
-        rates: Number of a group -> what was read last of its lr that lies on a device, under one plan.
-        num_steps: That all ranks have begun under this plan. They count together, so all look in the same one.
-        has_agreed: One was begun since the last look.
-    """
+    """Reads the groups of an optimizer. Keeps what each has said last, and what was made of it."""
 
     def __init__(self) -> None:
-        self._said: list[tuple[object, ...]] = []
-        self._options: list[GroupOptions] = []
-        self.rates: dict[int, float] = {}
-        self.num_steps, self.has_agreed = 0, False
+        self._kept: list[tuple[tuple[object, ...], Settings | None]] = []
 
-    def read(self, groups: Sequence[Group]) -> list[GroupOptions]:
-        """The options of each group as they are now.
+    def read(self, groups: Sequence[Group]) -> list[Settings | None]:
+        """Settings of each group's matrices as they are now; None for a group of AdamW's.
 
         Raises:
-            ValueError: One has no meaning; with the group's number.
+            ValueError: An option has no meaning; with the group's number.
         """
-        del self._said[len(groups) :], self._options[len(groups) :]
-        looks = not self.has_agreed or (self.num_steps + 1) % _EVERY == 0
-        rates: dict[int, Tensor] = {}
+        kept: list[tuple[tuple[object, ...], Settings | None]] = []
         for index, group in enumerate(groups):
-            lr = group.get("lr")
-            if isinstance(lr, Tensor) and lr.device.type != "cpu" and lr.numel() == 1:  # else it is refused
-                rates[index] = lr
-                group = {**group, "lr": self._on_host(index, lr, looks)}
             said = tuple(map(group.get, _READ))
             if list in map(type, said):
                 said = _copied(said)
-            if isinstance(said[_LR], Tensor) or self._said[index : index + 1] != [said]:
-                self._options[index : index + 1] = [_options_of(index, group)]
-                self._said[index : index + 1] = [said]
-        found = list(self._options)
-        for index, lr in rates.items():
-            found[index] = found[index].with_rate(lr)
-        return found
-
-    def _on_host(self, index: int, lr: Tensor, looks: bool) -> float:
-        if looks and not is_capturing(lr.device):
-            self.has_agreed = False
-            self.rates[index] = float(lr)
-        return self.rates.get(index, 0.0)
-
-    def forget_rates(self) -> None:
-        """Forget rates that were read: with a new plan other ranks may have looked in another step."""
-        self.rates, self.num_steps, self.has_agreed = {}, 0, False
+            anew = isinstance(said[_LR], Tensor) or callable(said[_ADJUST])
+            if anew or index >= len(self._kept) or self._kept[index][0] != said:
+                kept.append((said, _settings_of(index, group)))
+            else:
+                kept.append(self._kept[index])
+        self._kept = kept
+        return [settings for _, settings in kept]
 
 
 def _copied(values: Sequence[Any]) -> tuple[object, ...]:
@@ -243,26 +197,20 @@ def _copied(values: Sequence[Any]) -> tuple[object, ...]:
     return tuple(_copied(v) if type(v) is list else v for v in values)
 
 
-_LR = _READ.index("lr")
+_LR, _ADJUST = _READ.index("lr"), _READ.index("adjust_lr_fn")
 
 
-def _options_of(index: int, group: Group) -> GroupOptions:
+def _settings_of(index: int, group: Group) -> Settings | None:
     try:
         check_hyperparameters(f"group {index}: ", group)
-        if not group["use_muon"]:
-            return GroupOptions(None)
-        settings, view = settings_of(group), view_options(group)
+        return settings_of(group) if group["use_muon"] else None
     except OUT_OF_MEMORY:
         raise
     except Exception as wrong:
         raise ValueError(fault_text(wrong, f"group {index}: ")) from wrong
-    batch = batch_text(settings)
-    alike = " ".join([*(f"{key}={group.get(key)!r}" for key in _ALIKE), batch.replace(" ", "")])
-    planned = f"{alike} {view} {[group.get(key) for key in PLACE_OPTIONS]}"
-    return GroupOptions(settings, _settings_text(settings), alike, planned, batch, view)
 
 
-def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:
+def rates_text(plan: Plan, settings: Sequence[Settings]) -> list[str]:
     """Lines for the printed plan: the lr of matrices times its scale. A function of the user's is left to the step.
 
     Args:
@@ -272,11 +220,8 @@ def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:
     shapes: dict[tuple[float, float], dict[str, None]] = {}
     for item in plan.items:
         s = settings[item.param]
-        assert s is not None, "a group of matrices"
-        if callable(s.adjust_lr_fn):
-            continue
-        scale = s.scales[item.rows, item.cols]
-        shapes.setdefault((s.lr, scale), {})[f"{item.rows}x{item.cols}"] = None
+        if not callable(s.adjust_lr_fn):
+            shapes.setdefault((s.lr, s.scales[item.rows, item.cols]), {})[f"{item.rows}x{item.cols}"] = None
     return [
         f"lr {lr:.4g} when planned, x {scale:.4g} = {lr * scale:.4g}: {', '.join(those)}"
         for (lr, scale), those in shapes.items()
@@ -332,12 +277,10 @@ def drop_what_means_nothing(group: MutableMapping[str, Any], given: Collection[s
 
 def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     """Give a group, in place, the options of its kind that it lacks: its `use_muon` may have changed."""
-    if group["use_muon"]:
-        missing = {key: value for key, value in defaults.items() if key not in ONLY_ADAMW}
-    else:
-        missing = {key: value for key, value in {**defaults, **ADAMW_DEFAULTS}.items() if key not in ONLY_MUON}
-    for key, value in missing.items():
-        group.setdefault(key, value)
+    others = ONLY_ADAMW if group["use_muon"] else ONLY_MUON
+    for key, value in (defaults if group["use_muon"] else {**defaults, **ADAMW_DEFAULTS}).items():
+        if key not in others:
+            group.setdefault(key, value)
 
 
 def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:

@@ -36,9 +36,10 @@ from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.orthogonalize import empty_batch, normalize
 from shardmuon.plan.copies import BufferPlace
-from shardmuon.plan.plan import Plan
+from shardmuon.plan.plan import Item, Plan
 from shardmuon.plan.program import KeptLoad, Load, Program
 from shardmuon.step.update import Side, Stored, Work
+from shardmuon.texts import listed
 from shardmuon.variants import AfterStage, BeforeStage, Stages, WeightStage, keeping, scaled_
 
 
@@ -86,14 +87,14 @@ def sides_of_batches(plan: Plan, program: Program) -> list[list[KeptSide]]:
     found = []
     for batch in program.batches:
         items = [plan.items[number] for number in batch.items]
-        of_batch = []
-        for number in range(len(plan.specs[items[0].param].kept)):
-            layouts = [plan.specs[item.param].kept[number].layout for item in items]
-            tiles = [layout.tiles[item.matrix][program.rank][0] for layout, item in zip(layouts, items, strict=True)]
-            loads = [KeptLoad(item.param, number, tile, 0, 0) for item, tile in zip(items, tiles, strict=True)]
-            of_batch.append(KeptSide(plan, loads))
-        found.append(of_batch)
+        numbers = range(len(plan.specs[items[0].param].kept))
+        found.append([KeptSide(plan, [_kept_load(plan, one, n, program.rank) for one in items]) for n in numbers])
     return found
+
+
+def _kept_load(plan: Plan, item: Item, number: int, rank: int) -> KeptLoad:
+    """All that a rank keeps of a matrix for one stage, which does not travel."""
+    return KeptLoad(item.param, number, plan.specs[item.param].kept[number].layout.tiles[item.matrix][rank][0], 0, 0)
 
 
 class BatchStages:
@@ -226,28 +227,21 @@ class WeightSet:
         self.ranks, self._rank = next(iter(self._params.values())).layout.ranks, rank
         self._stage = _on_weights(next(iter(stages.values())))
         self._sizes = [len(spec.layout.tiles) for spec in self._params.values()]
-        tiles, kept = list[Load](), list[KeptLoad]()
-        self._tiles_at, self._counts, self._kept_at = list[int](), list[bool](), list[int]()
-        matrices = [
-            (param, matrix) for param, size in zip(self._params, self._sizes, strict=True) for matrix in range(size)
-        ]
-        for at, (param, matrix) in enumerate(matrices):
-            layout = self._params[param].layout
-            for tile in layout.tiles[matrix].get(rank, ()):
-                tiles.append(Load(param, tile, BufferPlace(0, row_major(tile.sizes))))
-                self._tiles_at.append(at)
-                self._counts.append(layout.keepers[tile.held.piece][0] == rank)
-            number = [stage.key for stage in keeping(stages[param])].index(self._stage.key)
-            for tile in self._params[param].kept[number].layout.tiles[matrix].get(rank, ()):
-                kept.append(KeptLoad(param, number, tile, 0, 0))
-                self._kept_at.append(at)
-        self._tiles = Side(tiles, [spec.layout.view for spec in plan.specs], shapes)
-        self._kept = KeptSide(plan, kept)
+        number_of = {p: [one.key for one in keeping(stages[p])].index(self._stage.key) for p in self._params}
+        sizes = zip(self._params, self._sizes, strict=True)
+        matrices = list(enumerate((param, matrix) for param, size in sizes for matrix in range(size)))
+        layouts = {param: spec.layout for param, spec in self._params.items()}
+        kept_layouts = {param: spec.kept[number_of[param]].layout for param, spec in self._params.items()}
+        tiles = [(at, p, tile) for at, (p, matrix) in matrices for tile in layouts[p].tiles[matrix].get(rank, ())]
+        kept = [(at, p, tile) for at, (p, matrix) in matrices for tile in kept_layouts[p].tiles[matrix].get(rank, ())]
+        self._tiles_at, self._kept_at = [at for at, *_ in tiles], [at for at, *_ in kept]
+        self._counts = [layouts[p].keepers[tile.held.piece][0] == rank for _, p, tile in tiles]
+        loads = [Load(p, tile, BufferPlace(0, row_major(tile.sizes))) for _, p, tile in tiles]
+        self._tiles = Side(loads, [spec.layout.view for spec in plan.specs], shapes)
+        self._kept = KeptSide(plan, [KeptLoad(p, number_of[p], tile, 0, 0) for _, p, tile in kept])
 
     def __str__(self) -> str:
-        names = [spec.name for spec in self._params.values()]
-        more = [f"{len(names) - 3} more"] if len(names) > 3 else []
-        return f"ranks {ranks_text(self.ranks)}: {', '.join(names[:3] + more)}"
+        return f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in self._params.values()])}"
 
     def squares(self, work: Work) -> Tensor:  # (matrices,), fp64
         """The part of each matrix's squared norm that this rank has."""
@@ -337,14 +331,12 @@ def weight_sets(plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Seq
 
 # ------------------------------------------------------------------------------------------------- matrices of zeros
 
-_SHOWN = 3  # names in a message
-
 
 class ZeroWatch:
     """Watch for matrices whose norm was 0 when their stages first asked for it. One for each optimizer."""
 
     def __init__(self) -> None:
-        self.coming: deque[tuple[str, str, Tensor | Later]] = deque()  # parameter, its stage, which are zero
+        self.coming: deque[tuple[str, str, Later]] = deque()  # parameter, its stage, which are zero
 
     def add(
         self,
@@ -353,35 +345,28 @@ class ZeroWatch:
         zero: Tensor,  # (matrices of the parameter,), bool
     ) -> None:
         """Note which matrices of one parameter are zeros. Waits for nothing."""
-        self.coming.append((name, type(stage).__name__, zero if zero.device.type == "cpu" else Later(zero)))
+        self.coming.append((name, type(stage).__name__, Later(zero)))
 
     def report(self) -> None:
         """Warn of what has arrived by now: once for each kind of stage."""
         found: dict[str, list[str]] = {}
         while self.coming:
             name, stage, zero = self.coming[0]
-            if isinstance(zero, Later):
-                if not zero.has_arrived():
-                    break
-                zero = zero.value()
+            if not zero.has_arrived():
+                break
             self.coming.popleft()
-            which = zero.nonzero().flatten().tolist()
+            which = zero.value().nonzero().flatten().tolist()
             if which:
-                found.setdefault(stage, []).append(name if len(which) == len(zero) else f"{name}{which}")
+                found.setdefault(stage, []).append(name if len(which) == len(zero.value()) else f"{name}{which}")
         if not found:
             return
-        texts = [f"{_listed(names)} ({stage})" for stage, names in found.items()]
+        texts = [f"{listed(names)} ({stage})" for stage, names in found.items()]
         warnings.warn(
             f"{'; '.join(texts)}: zero before the first step, so there was no norm to keep. That step was one of plain "
             "Muon, and the norm that it gave counts from now on. If it is not to be held so small, write "
             '{"params": [...], "variant": None} for these, or initialize them',
             stacklevel=level_of_the_caller(),
         )
-
-
-def _listed(names: list[str]) -> str:
-    more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-    return ", ".join(names[:_SHOWN] + more)
 
 
 def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch) -> None:

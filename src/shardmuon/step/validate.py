@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,14 +28,15 @@ from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding
 from shardmuon.step.kept import Settled, start_kept, stored_kept, unsettled
-from shardmuon.step.options import Group, GroupOptions, Scales, Settings
+from shardmuon.step.options import Group, Settings
 from shardmuon.step.update import Work
-from shardmuon.variants import KEPT_KEYS
+from shardmuon.variants import KEPT_KEYS, keeping
 
 State = Mapping[Tensor, MutableMapping[str, Any]]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+@dataclass
 class Proposal(Work):
     """One step as this rank would make it, with what it tells the other ranks of that.
 
@@ -44,18 +45,17 @@ class Proposal(Work):
         said: For each parameter, values that ranks must have alike.
         made: Number of a parameter -> its whole state, for those whose state will change.
         fresh: Number of a parameter -> keys of norms that no step has looked at since they were made or loaded.
-        adamw: Number of a group -> tensors that AdamW steps of each of its parameters, as far as they could be told.
+        adamw: Number of a group -> tensors that AdamW steps of each of its parameters; None: no gradient, no state yet,
+            or it lies otherwise.
         presence: A bit for each parameter whose gradient some ranks may lack, and this one has.
     """
 
-    def __init__(self, num: int) -> None:
-        super().__init__([None] * num, [None] * num, [None] * num, [], [()] * num)
-        self.states: list[int] = [NONE] * num
-        self.said: list[tuple[object, ...]] = []
-        self.made: dict[int, dict[str, Any]] = {}
-        self.fresh: dict[int, tuple[str, ...]] = {}
-        self.adamw: dict[int, list[Row | None]] = {}
-        self.presence = 0
+    states: list[int] = field(default_factory=list)
+    said: list[tuple[object, ...]] = field(default_factory=list)
+    made: dict[int, dict[str, Any]] = field(default_factory=dict)
+    fresh: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    adamw: dict[int, list[Row | None]] = field(default_factory=dict)
+    presence: int = 0
 
     def hear(self, binding: Binding, presence: int) -> None:
         """Step parameters that only other ranks store any of if those have the gradient, else leave them out."""
@@ -83,7 +83,7 @@ class Memory(NamedTuple):
     settled: Settled
 
 
-def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupOptions], memory: Memory) -> Proposal:
+def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settings | None], memory: Memory) -> Proposal:
     """Read gradients and state.
 
     Most parameters, in nearly every step, are known at a glance: gradient and state lie as they do, and are stored as
@@ -92,107 +92,97 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
     Raises:
         ValueError: One is unusable; with the parameter's name.
     """
-    found, name = Proposal(len(binding.members)), ""
-    asked: dict[int, Settings] = {}
-    closely = bool(binding.elsewhere)
+    (state, keeper, _), members = memory, binding.members
+    settings = cast("list[Settings]", [options[member.group] for member in members])
+    num = len(members)
+    found = Proposal([None] * num, [None] * num, [None] * num, settings, [()] * num, states=[NONE] * num)
+    weights, grads, momenta = found.weights, found.grads, found.momenta
+    plain = keeper.dtype is None and keeper.device is None and not (keeper.rounds_weights or binding.elsewhere)
+    number, of_adamw, rows = 0, -1, list[Row | None]()
     try:
-        for number, member in enumerate(binding.members):
-            name, settings, param = member.name, options[member.group].settings, member.param
-            assert settings is not None, "an AdamW group has no matrices"
-            grad, kept = param.grad, memory.state.get(param, _NOTHING)
+        for number, member in enumerate(members):
+            param, of_group = member.param, settings[number]
+            grad, kept = param.grad, state.get(param, _NOTHING)
             looked: Sequence[Tensor] | None = None  # storages, if a glance tells enough
-            if grad is not None and not (closely or settings.stages):
+            if plain and grad is not None and len(kept) == 1 and not of_group.stages:
                 looked = member.engine.storages(param, grad, kept.get(BUFFER))  # whatever a framework has put there
-            if (
-                looked is not None
-                and memory.keeper.is_kept(kept, looked[2], looked[1])
-                and looked[1].dtype.is_floating_point
-            ):
+            dtype = None if looked is None else looked[1].dtype
+            if looked is not None and dtype is not None and looked[2].dtype == dtype and dtype.is_floating_point:
                 found.states[number] = READY
-                found.weights[number], found.grads[number], found.momenta[number] = looked
-                said: tuple[object, ...] = (READY, looked[0].dtype, looked[1].dtype, looked[2].dtype)
+                weights[number], grads[number], momenta[number] = looked
+                said: tuple[object, ...] = (READY, looked[0].dtype, dtype, dtype)
             else:
-                said = _read(found, number, binding, settings, memory)
-            if callable(settings.adjust_lr_fn):
-                if member.group not in asked:
-                    asked[member.group] = _asked_anew(settings)
-                settings = asked[member.group]
+                said = _look(found, number, binding, memory)
+            if callable(of_group.adjust_lr_fn):
                 shapes = dict.fromkeys((m.rows, m.cols) for m in binding.table.layouts[number].view.matrices)
-                said = *said, " ".join(f"adjust_lr_fn{shape}={settings.scales[shape]!r}" for shape in shapes)
-            found.said.append(said)
-            found.settings.append(settings)
-    except OUT_OF_MEMORY as wrong:
-        raised_at(wrong, name)
-        raise
+                said = *said, " ".join(f"adjust_lr_fn{shape}={of_group.scales[shape]!r}" for shape in shapes)
+            found.said.append((*said, of_group.text))
+        for of_adamw, group in enumerate(groups):
+            if options[of_adamw] is None:
+                rows = found.adamw[of_adamw] = []
+                for p in group["params"]:
+                    rows.append(_adamw_row(p, state))
     except Exception as wrong:
+        name = members[number].name if of_adamw < 0 else name_of(groups[of_adamw], of_adamw, len(rows))
+        if isinstance(wrong, OUT_OF_MEMORY):
+            raised_at(wrong, name)
+            raise
         raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
     for number, bit in binding.bits.items():
         if found.states[number] != NONE and number not in binding.elsewhere:
             found.presence |= 1 << bit
-    for index, group in enumerate(groups):
-        if options[index].settings is None:
-            found.adamw[index] = _adamw_rows(index, group, memory.state)
     return found
 
 
-def _asked_anew(settings: Settings) -> Settings:
-    """Settings whose scales are asked of the user's function once in this step, also for audits of it."""
-    scales = Scales(settings.adjust_lr_fn, settings.extra_scale_factor)
-    return replace(
-        settings, scales=scales, adjust_lr_fn=lambda rows, cols: dict(scales)[rows, cols], extra_scale_factor=1.0
-    )
-
-
-def _read(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory) -> tuple[object, ...]:
+def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> tuple[object, ...]:
     """Note what this rank has of a parameter, and what ranks must have alike of it."""
-    member, keeper = binding.members[number], memory.keeper
+    member, keeper, stages = binding.members[number], memory.keeper, found.settings[number].stages
     param, engine, kept = member.param, member.engine, memory.state.get(member.param, _NOTHING)
-    grad = param.grad
-    weight = engine.storage(param)
+    grad, weight = param.grad, engine.storage(param)
     if number in binding.elsewhere:
         grad = engine.wrap(torch.zeros_like(weight, dtype=gradient_dtype(param) or weight.dtype), param)
     if grad is None:
         _check_gradient_elsewhere(param)
         return (NONE,)
-    if 0 in weight.stride():
-        _check_writable("storage", weight)
+    _check_writable("storage", weight)
     storage = gradient_storage(param, grad, engine, weight)
     if storage is None:
         check_can_align(param, weight)
-    found.states[number] = READY if storage is not None else MISPLACED
     buffer = kept.get(BUFFER)
     momentum = None if buffer is None else _state_storage(param, buffer, BUFFER, engine, weight)
+    found.states[number] = READY if storage is not None else MISPLACED
     found.weights[number], found.grads[number], found.momenta[number] = weight, storage, momentum
     dtypes = weight.dtype, grad.dtype, None if buffer is None else buffer.dtype
     said: tuple[object, ...] = (found.states[number], *dtypes)
-    if settings.stages:
-        found.fresh[number] = unsettled(settings.stages, kept, memory.settled)
     if keeper.rounds:
         said = *said, f"{STEP}={count_of(kept)}"
-    like = storage if storage is not None else torch.empty_like(weight, dtype=grad.dtype)
-    if settings.stages or not keeper.is_kept(kept, momentum, like):
-        _make(found, number, binding, settings, memory, like)
-    return (*said, f"new={found.fresh[number]}") if settings.stages else said
+    if stages:
+        found.fresh[number] = unsettled(stages, kept, memory.settled)
+        said = *said, f"new={found.fresh[number]}"
+    _make(found, number, binding, memory, storage if storage is not None else torch.empty_like(weight, dtype=dtypes[1]))
+    return said
 
 
-def _make(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory, grad: Tensor) -> None:
+def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: Tensor) -> None:
     """Make what the state of a parameter lacks for its options, and note what it will be."""
-    member, view = binding.members[number], binding.plan.specs[number].layout.view
-    kept = memory.state.get(member.param, _NOTHING)
-    about: dict[str, Any] = {"stacked": view.num_row_dims == 2}
-    made = start_kept(member.kept, member.engine, member.param, kept, **about)
+    member, spec, keeper = binding.members[number], binding.plan.specs[number], memory.keeper
+    param, engine, view = member.param, member.engine, spec.layout.view
+    stages, stacked = keeping(found.settings[number].stages), view.num_row_dims == 2
+    shapes = {stage.key: kept.layout.view.shape for stage, kept in zip(stages, spec.kept, strict=True)}
+    kept = memory.state.get(param, _NOTHING)
+    made = start_kept(shapes, engine, param, kept, stacked=stacked)
     state = {**kept, **made}
-    found.kept[number] = stored_kept(member.kept, member.engine, member.param, state, **about)
-    if not made and memory.keeper.is_kept(kept, found.momenta[number], grad, len(found.kept[number])):
+    found.kept[number] = stored_kept(shapes, engine, param, state, stacked=stacked)
+    if not made and keeper.is_kept(kept, found.momenta[number], grad, len(shapes)):
         return
-    wrong = coded_fault(member.engine, member.param, view.num_row_dims, kept)
+    wrong = coded_fault(engine, param, view.num_row_dims, kept)
     if wrong is not None:
         raise ValueError(wrong)
     for key in KEPT_KEYS:  # of a variant that the group had before: it would be stale when that comes back
-        if key not in member.kept:
+        if key not in shapes:
             state.pop(key, None)
     found.made[number] = state
-    found.momenta[number], rounding = memory.keeper.fit(member.param, member.engine, member.identity, view, grad, state)
+    found.momenta[number], rounding = keeper.fit(param, engine, member.identity, view, grad, state)
     if rounding.momentum is not None or rounding.weights is not None:
         found.rounding[number] = rounding
 
@@ -210,54 +200,48 @@ def _check_writable(what: str, tensor: Tensor) -> None:
 _LOAD = "Load the optimizer's state again"
 
 
-def _adamw_rows(index: int, group: Group, state: State) -> list[Row | None]:
-    """Tensors that AdamW steps for each parameter of a group; None: no gradient, no state yet, or it lies otherwise.
+def _adamw_row(p: Tensor, state: State) -> Row | None:
+    """Tensors that AdamW steps of a parameter; None: see `Proposal.adamw`.
 
     Raises:
-        ValueError: Gradient or state is unusable; with the parameter's name.
+        ValueError: Gradient or state is unusable; the message lacks the name.
     """
-    found: list[Row | None] = []
-    try:
-        for p in group["params"]:
-            grad, kept, row = p.grad, state.get(p, _NOTHING), None
-            storages = None
-            if grad is not None and len(kept) == 3:
-                storages = engine_of(p).storages(p, grad, kept.get(MOMENTS[0]), kept.get(MOMENTS[1]))
-            if storages is not None:
-                weight, grad, moment, square = storages
-                step, dtype = kept.get(STEP), grad.dtype
-                if (
-                    moment.dtype == square.dtype == p.dtype == dtype
-                    and dtype.is_floating_point
-                    and isinstance(step, Tensor)
-                    and step.numel() == 1
-                ):
-                    row = Row(weight, grad, moment, square, state[p])
-            if row is None:
-                _check_adamw(p, kept)
-            found.append(row)
-    except OUT_OF_MEMORY:
-        raise
-    except Exception as wrong:
-        raise ValueError(f"{name_of(group, index, len(found))}: {fault_text(wrong)}") from wrong
-    return found
+    grad, kept = p.grad, state.get(p, _NOTHING)
+    if grad is not None and len(kept) == 3:
+        storages = engine_of(p).storages(p, grad, kept.get(MOMENTS[0]), kept.get(MOMENTS[1]))
+        if storages is not None:
+            weight, grad, moment, square = storages
+            step, dtype = kept.get(STEP), grad.dtype
+            if (
+                moment.dtype == square.dtype == p.dtype == dtype
+                and dtype.is_floating_point
+                and isinstance(step, Tensor)
+                and step.numel() == 1
+            ):
+                return Row(weight, grad, moment, square, state[p])
+    _check_adamw(p, kept)
+    return None
 
 
 def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
-    grad = p.grad
-    if grad is None:
+    """Raise ValueError for what torch's AdamW cannot step. It mixes no dtypes, and finds out only when other parameters
+    have changed."""
+    if p.grad is None:
         _check_gradient_elsewhere(p)
         return
-    engine = engine_of(p)
+    engine, dtype = engine_of(p), p.grad.dtype
     weight = engine.storage(p)
-    if 0 in weight.stride():
-        _check_writable("storage", weight)
-    gradient_storage(p, grad, engine, weight)
-    _check_adamw_dtypes(p, grad, None)
-    _check_adamw_dtypes(p, grad, kept.get(MOMENTS[0]))
-    for key in MOMENTS:
-        if key in kept and _state_storage(p, kept[key], key, engine, weight).dtype != grad.dtype:
-            raise ValueError(f"its {key} is {kept[key].dtype}, its gradient {grad.dtype}. {_LOAD}")
+    _check_writable("storage", weight)
+    gradient_storage(p, p.grad, engine, weight)
+    dtypes = {"the parameter": p.dtype}
+    dtypes |= {f"its {k}": _state_storage(p, kept[k], k, engine, weight).dtype for k in MOMENTS if k in kept}
+    for what, found in dtypes.items():
+        if found != dtype:
+            raise ValueError(
+                f"its gradient is {dtype}, {what} {found}, which AdamW cannot mix. Cast a model before its optimizer "
+                "is made, or load the optimizer's state again after casting: that casts it too. If nothing was cast, "
+                "an engine keeps gradients in another dtype: leave out FSDP1's keep_low_precision_grads"
+            )
     steps = kept.get(STEP)
     if STEP in kept and not (isinstance(steps, Tensor) and steps.numel() == 1):
         raise ValueError(f"its {STEP} is {steps!r}, not a tensor of one element. {_LOAD}")
@@ -266,47 +250,30 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------ what ranks must have alike
 
 
-def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], due: str) -> dict[Ranks, bytes]:
+def digests_of(binding: Binding, proposal: Proposal, due: str) -> dict[Ranks, bytes]:
     """Digest of what each set of ranks must have alike in this step. `due`: text on when they audit."""
     found = {}
     for ranks, numbers in binding.alike.items():
         if len(ranks) > 1:
-            said = due, *((proposal.said[n], options[binding.members[n].group].text) for n in numbers)
-            last = binding.said.get(ranks)
-            if last is None or last[0] != said:  # in most steps as in the one before
-                runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
-                digest = digest_of((binding.digests.get(ranks), runs))
-                last = binding.said[ranks] = said, digest
-            found[ranks] = last[1]
+            said = map(proposal.said.__getitem__, numbers)
+            runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
+            found[ranks] = digest_of((binding.digests.get(ranks), due, runs))
     return found
 
 
-class ProposalLine(NamedTuple):
-    """Text on what a rank is about to do with one parameter.
-
-    Attributes:
-        name: Name of the parameter.
-        gradient: State of its gradient, one of the words of `STATES`.
-        text: Dtypes, state and options, separated by spaces.
-    """
-
-    name: str
-    gradient: str
-    text: str
+ProposalLine = tuple[str, str, str]  # name of a parameter; one of the words of `STATES`; dtypes, state and options
 
 
-def lines_of(
-    binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks, due: str
-) -> list[ProposalLine]:
+def lines_of(binding: Binding, proposal: Proposal, ranks: Ranks, due: str) -> list[ProposalLine]:
     """Text of what a set of ranks must have alike in this step, as `digests_of` has it: a line for each parameter; the
     first line is the plan's."""
-    lines = [ProposalLine("", binding.digests.get(ranks, b"").hex(), "")]
+    lines = [("", binding.digests.get(ranks, b"").hex(), "")]
     for number in binding.alike[ranks]:
-        member, said = binding.members[number], proposal.said[number][1:]
+        _, *said, options = proposal.said[number]
         named = [f"{what}={dtype}" for what, dtype in zip(("weights", "gradient", BUFFER), said, strict=False)]
         more = [str(value).replace(" ", "") for value in said[3:]]
-        text = " ".join([*named, *more, f"{options[member.group].text}{due}"])
-        lines.append(ProposalLine(member.name, STATES[proposal.states[number]], text))
+        text = " ".join([*named, *more, f"{options}{due}"])
+        lines.append((binding.members[number].name, STATES[proposal.states[number]], text))
     return lines
 
 
@@ -321,20 +288,19 @@ def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) 
             "ranks; else call optimizer.prepare() on every rank"
         )
     for said in lines:  # of one parameter, by each rank
-        found: dict[str, list[int]] = {}
-        for rank, line in zip(ranks, said, strict=True):
-            found.setdefault(line.gradient, []).append(rank)
-        if len(found) > 1:
-            parts = (f"ranks {found[word]} have {word}" for word in STATES if word in found)
+        (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
+        if len(set(gradients)) > 1:
+            have = {word: [r for r, own in zip(ranks, gradients, strict=True) if own == word] for word in STATES}
+            parts = (f"ranks {those} have {word}" for word, those in have.items() if those)
             return (
-                f"{said[0].name}: {', '.join(parts)}. Every rank that shares a parameter must have its gradient, or "
-                "none. Set the missing ones to zeros"
+                f"{name}: {', '.join(parts)}. Every rank that shares a parameter must have its gradient, or none. Set "
+                "the missing ones to zeros"
             )
-        words = [line.text.split(" ") for line in said]
+        words = [text.split(" ") for _, _, text in said]
         if any(mine != words[0] for mine in words):
             own = (" ".join(word for word in mine if any(word not in theirs for theirs in words)) for mine in words)
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, own, strict=True))
-            return f"{said[0].name}: ranks {ranks} are about to step with different options or state: {texts}"
+            return f"{name}: ranks {ranks} are about to step with different options or state: {texts}"
     return f"ranks {ranks_text(ranks)} are about to do different things"
 
 
@@ -384,19 +350,6 @@ def check_can_align(param: Tensor, weight: Tensor) -> None:
         )
 
 
-def _check_adamw_dtypes(param: Tensor, grad: Tensor, moment: Tensor | None) -> None:
-    """Raise ValueError if dtypes differ: torch's AdamW mixes none, and finds out only when other parameters have
-    changed."""
-    kept = param if moment is None else moment
-    if grad.dtype != kept.dtype:
-        what = "the parameter" if moment is None else "its exp_avg"
-        raise ValueError(
-            f"its gradient is {grad.dtype}, {what} {kept.dtype}, which AdamW cannot mix. Cast a model before its "
-            "optimizer is made, or load the optimizer's state again after casting: that casts it too. If nothing was "
-            "cast, an engine keeps gradients in another dtype: leave out FSDP1's keep_low_precision_grads"
-        )
-
-
 def check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
     """Raise ValueError (without the name) if a state tensor does not lie as the parameter, or may not be written to."""
     if buffer is not None:
@@ -417,8 +370,7 @@ def _state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weig
             f"its {key} is {found.layout}, {found.dtype} on {found.device}, and must be strided, real and not on meta. "
             f"{_LOAD}"
         )
-    if 0 in found.stride():
-        _check_writable(key, found)
+    _check_writable(key, found)
     return found
 
 

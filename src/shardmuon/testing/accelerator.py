@@ -89,11 +89,10 @@ def waits_are_errors(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def step_without_a_wait(device: torch.device, tensor_lr: bool = False, **options: Any) -> None:
+def step_without_a_wait(device: torch.device, **options: Any) -> None:
     """Take a steady step. Raises RuntimeError where it waits for a CUDA device."""
     model = make_model(device)
-    lr: Any = torch.tensor(0.02, dtype=torch.float32, device="cpu").to(device) if tensor_lr else 0.02
-    optimizer = make_optimizer(model, lr=lr, **options)
+    optimizer = make_optimizer(model, lr=0.02, **options)
     for _ in range(3):
         optimizer.step()
     with waits_are_errors(device):
