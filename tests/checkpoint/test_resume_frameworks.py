@@ -99,8 +99,9 @@ def test_fsdp1s_full_state_resumes_on_any_number_of_ranks_or_is_refused_where_it
     for pool in (world2, world4):
         for found in pool.run(_resumed_by_fsdp1, file, False):
             assert [name for name in SHAPES if not torch.equal(found[name], wanted[name])] == []
-    for error in world2.run_catching(_resumed_by_fsdp1, file, True):
-        assert "second_moment" in str(error) and "variant='normuon' keeps" in str(error), error
+    for pool in (world2, world4):  # one of four ranks stores nothing of the matrix
+        for error in pool.run_catching(_resumed_by_fsdp1, file, True):
+            assert "second_moment" in str(error) and "variant='normuon' keeps" in str(error), error
 
 
 def _under_zero(row: str, dtype: torch.dtype, folder: str, lost: bool) -> list[str]:

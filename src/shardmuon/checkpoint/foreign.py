@@ -377,7 +377,7 @@ def _read(target: _Target, entry: _Entry, form: _Format, keeper: Keeper) -> tupl
             mu = float(entry.group[form.mu])
             state[key] = state[key].to(torch.promote_types(value.dtype, torch.float32)) * (1 - mu)
             done.append(f"x (1 - {mu:g})")
-    lacking = [key for key in kept_keys(group) if key not in state] if group["use_muon"] else []
+    lacking = [key for key in kept_keys(group) if key not in state]
     done += [f"{key} starts from zeros" for key in lacking]
     found = read_param(target.name, p, state | {key: start[key] for key in lacking}, group, group, keeper)
     for key, value in entry.state.items():
