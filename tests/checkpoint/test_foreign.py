@@ -102,7 +102,7 @@ def test_a_run_goes_on_in_torch_and_back_here_bit_for_bit(dtype: torch.dtype) ->
             "group 0: torch.optim.Muon has one ns_coefficients triple",
         ),
         (0, {"num_heads": 2}, "a: torch.optim.Muon takes a 2-D parameter of shape (12, 8) as no or one matrix"),
-        (1, {"adamw": "cautious"}, "group 1: adamw='cautious' is none that torch.optim.AdamW has"),
+        (1, {"adamw": "cautious"}, "group 1: adamw='cautious' is none of those torch.optim.AdamW has"),
     ],
 )
 def test_what_torch_cannot_do_is_not_exported(index: int, change: dict[str, Any], says: str) -> None:

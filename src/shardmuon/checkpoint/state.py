@@ -259,13 +259,14 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
 
 
 def _own(found: Mapping[str, Any], group: Mapping[str, Any], keeper: Keeper) -> Mapping[str, Any]:
-    """Leave out the zeros that FSDP1's form has of the other optimizer's state (frameworks/fsdp1.py)."""
+    """Leave out what frameworks add to a kind's own state: the count that Megatron gives back to every parameter, and
+    the zeros that FSDP1's form has of the other optimizer's state (frameworks/fsdp1.py)."""
     if not group["use_muon"]:
         return {key: value for key, value in found.items() if key not in (BUFFER, SCALE)}
+    dropped: tuple[str, ...] = () if keeper.rounds else (STEP,)
     others = [found[key] for key in MOMENTS if key in found]
-    if not others or any(is_dtensor(t) or not isinstance(t, Tensor) or bool(t.any()) for t in others):
-        return found
-    dropped = MOMENTS if keeper.rounds else (*MOMENTS, STEP)
+    if not any(is_dtensor(t) or not isinstance(t, Tensor) or bool(t.any()) for t in others):
+        dropped += MOMENTS
     return {key: value for key, value in found.items() if key not in dropped}
 
 

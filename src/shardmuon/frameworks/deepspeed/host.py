@@ -50,7 +50,6 @@ from shardmuon.frameworks.deepspeed.partitions import (
     shape_of,
     slices_of,
     swapped_numel,
-    swapper_of,
     zero3_of,
 )
 from shardmuon.host import Host, Progress, Stepped, Weight, caller
@@ -308,7 +307,7 @@ class DeepSpeedHost(Host):
             raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
         with known_insides():
-            if swapper_of(self._params) is not None:
+            if getattr(zero3_of(self._params), "swap_optimizer", False):
                 refuse_loaded(caller("_take_model_step", "deepspeed"))
             self._restore_options(core)
             for index, (group, _) in enumerate(self.groups):

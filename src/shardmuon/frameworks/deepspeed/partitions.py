@@ -315,12 +315,6 @@ def zero3_of(params: Iterable[Tensor]) -> Any:
     return next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
 
 
-def swapper_of(params: Iterable[Tensor]) -> Any:
-    """DeepSpeed's swapper for the partitions of these model parameters, None if they are not offloaded to NVMe."""
-    zero3 = zero3_of(params)
-    return zero3.optimizer_swapper if getattr(zero3, "swap_optimizer", False) else None
-
-
 def swapped_numel(flat: Tensor, zero3: Any) -> int:
     """Elements of a flat that lies in files now and then, 0 for one that stays in memory."""
     if not getattr(zero3, "swap_optimizer", False):
