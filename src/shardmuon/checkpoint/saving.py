@@ -398,17 +398,13 @@ class _Reader(FileSystemReader):
 
     items: Mapping[str, Any]
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
-        self._folder = Path(path)
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Do as DCP does, once it has been looked at.
 
         Raises:
             ValueError: The metadata names something that is not part of a checkpoint.
         """
-        for file in sorted(self._folder.glob("*.metadata")):  # one for all ranks, or one for each
+        for file in sorted(Path(self.path).glob("*.metadata")):  # one for all ranks, or one for each
             try:
                 with file.open("rb") as stream:
                     _MetadataUnpickler(stream).load()

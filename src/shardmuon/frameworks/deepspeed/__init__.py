@@ -26,14 +26,17 @@ _GROUPS = {  # key in DeepSpeed's "params" -> argument of param_groups
     "betas": "adamw_betas",
     "eps": "adamw_eps",
 }
-_IGNORED = ("torch_adam", "fused")  # how DeepSpeed computes its AdamW
+_DEFAULT = "Write a value, or delete it for DeepSpeed's default"
 _NOT_HERE = {
+    "torch_adam": "DeepSpeed's own Adam is not used: delete it",
+    "fused": "DeepSpeed's own Adam is not used: delete it",
+    "adam_w_mode": "AdamW's decay is decoupled here, as with true: delete it",
     "per_head_muon": 'Name the heads with from_config(..., overrides={"*.q_proj.weight": {"num_heads": 8}})',
     "max_grad_norm": "Write gradient_clipping in the configuration itself",
-    "fp32_optimizer_states": "State is fp32",
+    "fp32_optimizer_states": "State is fp32: delete it",
     "storage": "DeepSpeed keeps state, in fp32: write zero_optimization.offload_optimizer",
-    "tp_group": "DeepSpeed's groups are used",
-    "process_group": "DeepSpeed's groups are used",
+    "tp_group": "DeepSpeed's groups are used: delete it",
+    "process_group": "DeepSpeed's groups are used: delete it",
 }
 _OBJECTS = {"orthogonalizer": Orthogonalizer, "exchange": Exchange, "audit": Audit}
 _PARTS = "matrices would be replaced by parts of them"
@@ -103,41 +106,33 @@ def from_config(
             f'optimizer: found {json.dumps(wanted)}; write "optimizer": {{"type": "Muon", "params": {{"lr": 0.02, '
             '"adam_lr": 0.0003, "weight_decay": 0.1}}}}'
         )
-    params = {key: value for key, value in (wanted.get("params") or {}).items() if key not in _IGNORED}
+    params = dict(wanted.get("params") or {})
     for key, value in params.items():
-        if key in _NOT_HERE:
-            raise ValueError(f"optimizer.params: {key} has no meaning here. {_NOT_HERE[key]}, and delete it")
-        if value is None and key in _GROUPS:
-            raise ValueError(f"optimizer.params: {key} is null. Write a value, or delete it for DeepSpeed's default")
-    if not params.pop("adam_w_mode", True):
-        raise ValueError(
-            "optimizer.params: adam_w_mode is false, but AdamW's decay is decoupled here. Delete it, or write true"
-        )
+        if value is None or key in _NOT_HERE:
+            raise ValueError(f"optimizer.params: {key} is {json.dumps(value)}. {_NOT_HERE.get(key, _DEFAULT)}")
     _refuse_sharding(given)
-    options = {key: value for key, value in params.items() if key not in _GROUPS}
-    if "ns_method" in options:
-        options["orthogonalizer"] = {"method": options.pop("ns_method"), **options.get("orthogonalizer", {})}
-    for key, kind in _OBJECTS.items():
-        if isinstance(options.get(key), Mapping):
-            options[key] = kind(**options[key])
     # DeepSpeed's defaults; it decays all parameters alike, biases and norms too
     routed: dict[str, Any] = {"weight_decay": 0.0, "lr": 0.02, "adamw_lr": 3e-4, "adamw_eps": 1e-10, "decay_1d": True}
     routed |= {"adamw_lr": params["lr"]} if "lr" in params else {}
-    routed |= {argument: params[key] for key, argument in _GROUPS.items() if key in params}  # muon_lr after lr
+    routed |= {argument: params.pop(key) for key, argument in _GROUPS.items() if key in params}  # muon_lr after lr
     if "adamw_betas" in routed:
         routed["adamw_betas"] = tuple(routed["adamw_betas"])
+    if "ns_method" in params:
+        params["orthogonalizer"] = {"method": params.pop("ns_method"), **params.get("orthogonalizer", {})}
+    for key, kind in _OBJECTS.items():
+        if isinstance(params.get(key), Mapping):
+            params[key] = kind(**params[key])
     groups: Iterable[Mapping[str, Any]] = param_groups(model, overrides=overrides, **routed)
     if any(getattr(p, "allreduce", True) is False for p in model.parameters()):
         groups = expert_groups(groups)
-    optimizer = Muon(groups, lr=routed["lr"], **options)
+    optimizer = Muon(groups, lr=routed["lr"], **params)
     for p in model.parameters():
         if hasattr(p, "use_muon"):
             del p.use_muon
     for key, value in REQUIRED.items():
         if given.get(key, value) != value:
             raise ValueError(f"{key}: found {given[key]}; DeepSpeed takes an optimizer not its own only with {value}")
-        given[key] = value
-    return optimizer, given
+    return optimizer, given | REQUIRED
 
 
 def _refuse_sharding(config: Mapping[str, Any]) -> None:
