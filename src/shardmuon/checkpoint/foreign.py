@@ -17,7 +17,6 @@ from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import is_dtensor
 from shardmuon.checkpoint.state import (
-    ADAMW_KEYS,
     clean_name,
     init_missing,
     kept_keys,
@@ -26,9 +25,7 @@ from shardmuon.checkpoint.state import (
     read_param,
 )
 from shardmuon.layout.engines.base import named_params
-from shardmuon.momentum.keeper import BUFFER, SCALE, Keeper
-from shardmuon.options import per_step
-from shardmuon.step.options import view_of
+from shardmuon.momentum.keeper import BUFFER, Keeper
 
 Muon = Any  # `shardmuon.Muon`, which stands above
 _StateDict = Mapping[str, Any]
@@ -388,80 +385,3 @@ def _read(target: _Target, entry: _Entry, form: _Format, keeper: Keeper) -> tupl
         if isinstance(value, Tensor) and key != "step" and value.dtype != found[key].dtype:
             done.append(f"{str(value.dtype)[6:]} to {str(found[key].dtype)[6:]}")
     return found, tuple(dict.fromkeys(done))
-
-
-# ------------------------------------------------------------------------------------------------------ to torch
-
-
-def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State dicts for a torch.optim.Muon over the Muon groups and a torch.optim.AdamW over the others.
-
-    Both list parameters in this optimizer's order. With the method "torch" training goes on there bit for bit.
-
-    Returns:
-        (Muon's, AdamW's); tensors are copies.
-
-    Raises:
-        ValueError: A parameter or option has no counterpart in torch.optim.Muon.
-    """
-    made: dict[bool, dict[str, Any]] = {is_muon: {"state": {}, "param_groups": []} for is_muon in (True, False)}
-    for index, group in enumerate(optimizer.param_groups):
-        _check_torch_can(index, group)
-        is_muon = bool(group["use_muon"])
-        out, wanted = made[is_muon], (BUFFER,) if is_muon else ADAMW_KEYS
-        start = sum(len(g["params"]) for g in out["param_groups"])
-        out["param_groups"].append(_options_of_torch(group, range(start, start + len(group["params"]))))
-        for number, (name, p) in enumerate(named_params(group, index), start):
-            state = optimizer.state.get(p, {})
-            if SCALE in state:
-                raise ValueError(
-                    f"{name}: its momentum is 8-bit codes, which torch.optim.Muon cannot read. Load the state into one "
-                    "with Storage(momentum_dtype=torch.float32), step, and export that"
-                )
-            if state:
-                out["state"][number] = {key: state[key].clone() for key in wanted if key in state}
-    return made[True], made[False]
-
-
-def _options_of_torch(group: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
-    """A group as torch's state dicts have it, with these numbers of its parameters."""
-    names = {"param_names": list(group["param_names"])} if "param_names" in group else {}
-    options = {key: group[key] for key in ("lr", "weight_decay", "eps")} | names | {"params": list(numbers)}
-    if not group["use_muon"]:  # in the arithmetic that this optimizer uses itself, see shardmuon.step.adamw
-        defaults = torch.optim.AdamW([torch.zeros(1, device="cpu")]).state_dict()["param_groups"][0]
-        return {**defaults, "fused": True, "betas": group["betas"], **options}
-    steps = per_step(group["ns_coefficients"], group["ns_steps"])
-    options |= {key: group[key] for key in ("momentum", "nesterov", "adjust_lr_fn")}
-    return options | {"ns_coefficients": steps[0], "ns_steps": len(steps)}
-
-
-# Options of ours -> the values that torch has, of groups of matrices and of the others.
-_OF_TORCH: dict[bool, dict[str, tuple[Any, ...]]] = {
-    True: {
-        "adjust_lr_fn": (None, "original", "match_rms_adamw"),
-        "extra_scale_factor": (1.0,),
-        "weight_decay_mode": ("decoupled",),
-        "variant": (None,),
-    },
-    False: {"adamw": ("adamw",)},
-}
-
-
-def _check_torch_can(index: int, group: Mapping[str, Any]) -> None:
-    is_muon = bool(group["use_muon"])
-    for key, choices in _OF_TORCH[is_muon].items():
-        if group[key] not in choices:
-            raise ValueError(
-                f"group {index}: {key}={group[key]!r} is none of those torch.optim.{'Muon' if is_muon else 'AdamW'} "
-                f"has: {choices}. Set one of them; what another one keeps is not exported"
-            )
-    if not is_muon:
-        return
-    if len(set(per_step(group["ns_coefficients"], group["ns_steps"]))) != 1:
-        raise ValueError(f"group {index}: torch.optim.Muon has one ns_coefficients triple for all steps. Set one")
-    for name, p in named_params(group, index):
-        if p.ndim != 2 or len(view_of(name, p, group).matrices) != 1:
-            raise ValueError(
-                f"{name}: torch.optim.Muon takes a {p.ndim}-D parameter of shape {tuple(p.shape)} as no or one matrix, "
-                "here it is several or reshaped. Leave it out of the optimizer you export"
-            )
