@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_gpt import clean, gpt, half, megatron, needs_megatron, optimizer_config, shards_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from shardmuon import Muon
 from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
-from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool
 from shardmuon.testing.frameworks import Fsdp1Run, ZeroRun, quiet
 
@@ -99,8 +97,9 @@ def test_fsdp1s_full_state_resumes_on_any_number_of_ranks_or_is_refused_where_it
     for pool in (world2, world4):
         for found in pool.run(_resumed_by_fsdp1, file, False):
             assert [name for name in SHAPES if not torch.equal(found[name], wanted[name])] == []
-    for error in world2.run_catching(_resumed_by_fsdp1, file, True):
-        assert "second_moment" in str(error) and "variant='normuon' keeps" in str(error), error
+    for pool in (world2, world4):  # one of four ranks stores nothing of the matrix
+        for error in pool.run_catching(_resumed_by_fsdp1, file, True):
+            assert "second_moment" in str(error) and "variant='normuon' keeps" in str(error), error
 
 
 def _under_zero(row: str, dtype: torch.dtype, folder: str, lost: bool) -> list[str]:
@@ -138,45 +137,3 @@ def test_a_checkpoint_of_deepspeed_that_lost_what_stages_keep_is_an_error_at_the
     pytest.importorskip("deepspeed")
     for error in deepspeed_pools[2].run_catching(_under_zero, "zero2", torch.float32, str(tmp_path), True):
         assert "its momentum was loaded, and not second_moment" in str(error), error
-
-
-def _under_megatron() -> bool:
-    """bf16 weights, of which the distributed optimizer steps fp32 shards."""
-    with megatron():
-        from megatron.core import parallel_state
-
-        ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        dtype, sharded = half(torch.bfloat16), {"use_distributed_optimizer": True}
-        model = gpt(0, ddp=sharded, calculate_per_token_loss=True, **dtype)
-        config = optimizer_config(clip_grad=0.0, adam_beta1=0.83, adam_beta2=0.9, weight_decay=2.0, **sharded, **dtype)
-        optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.125, adamw="cautious")
-        groups = {
-            n: g for part in optimizer.chained_optimizers for g in part.optimizer.param_groups for n in g["param_names"]
-        }
-        params = {clean(name): p for name, p in model.named_parameters()}
-        dense = {n: nn.Parameter(p.detach().float()) for n, p in params.items() if not groups[n]["use_muon"]}
-        said = ("lr", "betas", "eps", "weight_decay")
-        listed = [{"params": [p], "use_muon": False, **{k: groups[n][k] for k in said}} for n, p in dense.items()]
-        one = Muon(listed, lr=0.125, adamw="cautious")
-        for step in range(STEPS):
-            model.zero_grad_buffer()
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(step)
-            for name, p in params.items():
-                grad = torch.randint(-16, 17, p.shape, generator=generator) / 8
-                p.main_grad.copy_(grad if ranks.rank() == 0 else torch.zeros_like(grad))
-                if name in dense:
-                    dense[name].grad = grad
-            model.finish_grad_sync()
-            optimizer.step()
-            one.step()
-        shards = [
-            (dense[name].flatten()[slice(*part)], shard) for name, part, shard in shards_of(optimizer) if name in dense
-        ]
-        assert all(torch.equal(wanted, shard.flatten()) for wanted, shard in shards)
-        return sum(shard.numel() for _, shard in shards) > 0
-
-
-@needs_megatron
-def test_megatrons_distributed_optimizer_has_the_bits_of_one_process(world2: RankPool) -> None:
-    assert world2.run(_under_megatron) == [True] * 2

@@ -51,6 +51,7 @@ ROUND_ROBIN = {"round_robin_gradients": True}
 
 # ------------------------------------------------------------------------------------------- the dense update
 
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.03, "warmup_max_lr": 0.05}}}
 STRADDLING = [Case(1), Case(2, "gram", accumulate=2, zero=OFFLOAD), Case(3)]
 # One start of DeepSpeed for several settings that do not hinder each other; each setting that docs/deepspeed.md names.
 CASES = [
@@ -75,6 +76,7 @@ CASES = [
         Case(3, "gram", zero={"sub_group_size": 1000, "overlap_comm": False, "reduce_bucket_size": 1000}, accumulate=2),
     ),
     (3, Case(3, zero={"reduce_scatter": False}, zero_init=True)),
+    *((2, Case(stage, config=WARMUP)) for stage in (2, 3)),
     (4, Case(3, dtype="bf16", zero={**OFFLOAD, "offload_param": {"device": "cpu"}})),
     (4, Case(2, clip=1.0, accumulate=2, zero=OFFLOAD)),
     (3, Case(3, "gram", clip=1.0)),
@@ -85,11 +87,14 @@ def _stepped(case: Case) -> float:
     steps = 1 if case.clip else 2
     with started(case) as job:
         for number in range(steps):
+            for mine, theirs in zip(job.reference.param_groups, job.optimizer.param_groups, strict=True):
+                mine["lr"] = theirs["lr"] if "scheduler" in case.config else mine["lr"]
             job.step(number)
         job.check()
         # The reference has moved: there is something to be wrong about. A step of lr 0.02 on a row, whose length
         # becomes 0.68 or more, moves it by 0.0136.
         assert min(float((job.dense.get_parameter(n) - job.start[n]).norm()) for n in MUON) > 0.013
+        assert ("scheduler" in case.config) == (job.optimizer.param_groups[0]["lr"] != case.groups[0][1]["lr"])
         if case.clip:
             assert float(job.engine.get_global_grad_norm()) > 2 * case.clip
         if case in STRADDLING:
@@ -129,22 +134,6 @@ def test_flat_partitions_get_the_dense_update_at_every_setting(
 ) -> None:
     """Each matrix once in the job; ranks do not know of each other at stage 0."""
     assert sum(deepspeed_pools[world].run(_stepped, case)) == (RUNS * world if case.stage == 0 else RUNS)
-
-
-def _scheduled(stage: int) -> None:
-    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 4}}
-    with started(Case(stage, config={"scheduler": warmup})) as job:
-        for number in range(3):
-            for mine, theirs in zip(job.reference.param_groups, job.optimizer.param_groups, strict=True):
-                mine["lr"] = theirs["lr"]
-            job.step(number)
-        assert job.optimizer.param_groups[0]["lr"] not in (0.02, 0.0)
-        job.check()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_schedule_of_the_configuration_reaches_the_update(two: RankPool, stage: int) -> None:
-    two.run(_scheduled, stage)
 
 
 # ------------------------------------------------------------------------------------------- what is refused
@@ -238,10 +227,8 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
     ("world", "case"),
     [
         (2, Case(2, dtype="bf16")),
-        (2, Case(3, dtype="bf16")),
         (3, Case(1, accumulate=2, zero={**ROUND_ROBIN, **OFFLOAD, **SMALL})),
-        (4, Case(2, accumulate=2, zero={**ROUND_ROBIN, "contiguous_gradients": False, **SMALL})),
-        (3, Case(3, accumulate=2, zero=SUB_GROUPS)),
+        (3, Case(3, dtype="bf16", accumulate=2, zero=SUB_GROUPS)),
     ],
     ids=str,
 )

@@ -1,8 +1,7 @@
-"""DeepSpeed's JSON, versions and settings: what they make, and what is refused before anything is partitioned."""
+"""DeepSpeed's versions and settings: what is refused before anything is partitioned."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -10,19 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from deepspeed_job import Case, import_deepspeed, quiet
 from torch import nn
 
-from shardmuon import Audit, Muon, Orthogonalizer, Storage
-from shardmuon.core import MuonConfig
-from shardmuon.frameworks.deepspeed import REQUIRED, from_config
+from shardmuon import Muon, Storage
 from shardmuon.frameworks.deepspeed.partitions import check_version, refuse_options, slices_of
-from shardmuon.testing import RankPool
-
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: shardmuon[deepspeed]"
-)
 
 
 @pytest.mark.parametrize(
@@ -67,123 +57,19 @@ def test_an_older_deepspeed_is_refused_and_a_newer_one_warned_of(
         check_version()
 
 
-# ------------------------------------------------------------------------------------------- DeepSpeed's JSON
-
-
-@needs_deepspeed
 @pytest.mark.parametrize(
-    "params",
+    ("kind", "setting", "words"),
     [
-        None,
-        {},
-        {"muon_lr": 0.03},
-        {"adam_lr": 1e-4},
-        {"lr": 5e-3},
-        {"lr": 5e-3, "adam_lr": 0, "eps": 1e-7},
-        {"lr": 1e-3, "muon_lr": 0.03, "weight_decay": 0.01, "betas": [0.8, 0.9], "momentum": 0.9},
+        ("MiCS_Optimizer", {}, r"MiCS_Optimizer \(MiCS, ZenFlow\) is not supported"),
+        ("DeepSpeedZeroOptimizer_Stage3", {"zero_hpz_partition_size": 2}, "leave hpZ out"),
+        ("DeepSpeedZeroOptimizer_Stage3", {"partial_offload": 0.5}, r"partial_offload=0.5 .* offload_optimizer\.ratio"),
+        ("DeepSpeedZeroOptimizer_Stage3", {"zenflow": True}, "zenflow=True of ZeRO 3"),
     ],
 )
-def test_a_json_says_and_leaves_out_what_it_does_with_deepspeeds_muon(params: dict[str, Any] | None) -> None:
-    """Options of every parameter, biases and norms too: learning rate, decay and the rest of the half that it is in. A
-    parameter's own `use_muon` is followed, and removed; the caller's configuration is left as it is."""
-    import_deepspeed()
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
-    model: Any = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6, bias=False), nn.Linear(6, 4))
-    model[3].weight.use_muon = False
-    config = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "Muon", "params": params}}
-    mine, rest = from_config(model, config)
-    assert rest == {"zero_optimization": {"stage": 1}, **REQUIRED}
-    assert "optimizer" in config
-    assert not any(hasattr(p, "use_muon") for p in model.parameters())
-    for p in model.parameters():
-        p.use_muon = p.ndim == 2 and p is not model[3].weight
-    theirs = MuonWithAuxAdam(DeepSpeedEngine._muon_param_groups(list(model.parameters()), params or {}))
-    for p in model.parameters():
-        found, expected = (
-            next(group for group in optimizer.param_groups if any(p is q for q in group["params"]))
-            for optimizer in (mine, theirs)
-        )
-        for key in ("use_muon", "lr", "weight_decay", *(["momentum"] if p.use_muon else ["betas", "eps"])):
-            value = expected[key]
-            assert found[key] == (tuple(value) if isinstance(value, list) else value), (tuple(p.shape), key)
-        assert found.get("weight_decay_mode", "decoupled") == "decoupled"
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        ({"ns_method": "auto"}, {}),
-        ({"ns_method": "gram"}, {"orthogonalizer": Orthogonalizer(method="gram")}),
-        (
-            {"orthogonalizer": {"method": "gram", "dtype": "float32"}},
-            {"orthogonalizer": Orthogonalizer("gram", "float32")},
-        ),
-        ({"orthogonalizer": {"dtype": "auto", "cuda_graphs": False}}, {"orthogonalizer": Orthogonalizer(dtype="auto")}),
-        ({"exchange": {"route": "auto"}}, {}),
-        ({"audit": {"every": 1000, "action": "warn"}}, {"audit": Audit(1000, action="warn")}),
-        ({}, {}),
-    ],
-)
-def test_a_json_says_options_of_the_whole_optimizer(params: dict[str, Any], expected: dict[str, Any]) -> None:
-    optimizer, _ = from_config(nn.Linear(4, 8), {"optimizer": {"type": "Muon", "params": params}})
-    assert optimizer.config == MuonConfig(**expected)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"optimizer": {"type": "Muon", "params": {"adam_lr": None}}}, "adam_lr is null"),
-        ({"optimizer": {"type": "Muon", "params": {"betas": None}}}, "betas is null"),
-        ({"optimizer": {"type": "AdamW", "params": {}}}, '"type": "Muon"'),
-        ({"optimizer": {"type": "Muon", "params": {"lrate": 1}}}, "no keyword 'lrate'"),
-        ({"optimizer": {"type": "Muon", "params": {"audit": {"evry": 9}}}}, "argument 'evry'"),
-        ({"optimizer": {"type": "Muon", "params": {"exchange": "owner"}}}, "must be a shardmuon.Exchange"),
-        ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer: found False"),
-        ({"optimizer": {"type": "Muon", "params": {"lr": "auto"}}}, "lr='auto' is text"),
-        (
-            {"optimizer": {"type": "Muon", "params": {"per_head_muon": True}}},
-            "per_head_muon has no meaning .*num_heads",
-        ),
-        ({"optimizer": {"type": "Muon", "params": {"adam_w_mode": False}}}, "adam_w_mode is false"),
-        ({"optimizer": {"type": "Muon", "params": {"storage": {"momentum_device": "cpu"}}}}, "offload_optimizer"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size: found 2.* Write 0 or 1"),
-        ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled: found true"),
-        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "zero_hpz_partition_size: found 2"),
-        ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size: found 2"),
-        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "ZenFlow.* Leave it out"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio: found 0.5"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, "super_offload"),
-    ],
-)
-def test_a_json_that_asks_for_something_else_is_refused(change: dict[str, Any], words: str) -> None:
-    config: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, **change}
-    with pytest.raises((ValueError, TypeError), match=words):
-        from_config(nn.Linear(4, 4), config)
-
-
-def _stepped_from_json(stage: int) -> tuple[bool, float]:
-    with quiet() as deepspeed:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 8))
-        params = {"lr": 0.02, "adam_lr": 1e-3, "ns_method": "standard"}
-        written = {**Case(stage).written(), "optimizer": {"type": "Muon", "params": params}}
-        del written["gradient_clipping"]
-        optimizer, config = from_config(model, written)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        before = [p.detach().clone() for p in model.parameters()]
-        engine.backward(engine(torch.ones(2, 16)).square().sum())
-        engine.step()
-        moved = all(not torch.equal(a, p) for a, p in zip(before, model.parameters(), strict=True))
-        ran = torch.tensor(float(optimizer.traffic.orthogonalized))
-        dist.all_reduce(ran)
-        clipped = engine.gradient_clipping()
-        engine.destroy()
-        return moved and ran.item() == 2, clipped
-
-
-@needs_deepspeed
-def test_the_optimizer_of_a_json_orthogonalizes_each_matrix_once(deepspeed_pools: dict[int, RankPool]) -> None:
-    """DeepSpeed clips where the configuration does not say so, as docs/deepspeed.md does."""
-    assert deepspeed_pools[2].run(_stepped_from_json, 2) == [(True, 1.0)] * 2
+def test_kinds_of_zero_3_that_step_by_themselves_or_cut_otherwise_are_refused(
+    kind: str, setting: dict[str, Any], words: str
+) -> None:
+    param: Any = nn.Parameter(torch.ones(4, 3))
+    param._z3_optimizer = type(kind, (), setting)()
+    with pytest.raises(ValueError, match=words):
+        slices_of(torch.ones(12), [param])

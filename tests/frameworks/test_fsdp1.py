@@ -441,61 +441,6 @@ def test_flat_parameters_that_come_into_groups_later_are_refused_by_all_ranks(wo
     assert_refused(world2, FLAT, _put_in_later, use_muon)
 
 
-def _differing() -> None:
-    model = wrapped(tied())
-    optimizer = Muon(model, **OPTIONS)
-    train(model, optimizer, range(1))
-    optimizer.param_groups[0]["lr"] = 0.02 + dist.get_rank()
-    before = whole_weights(model)
-    try:
-        train(model, optimizer, range(1))
-    finally:
-        assert unlike(whole_weights(model), before) == []
-
-
-def test_ranks_that_differ_are_told_on_every_rank_and_nothing_changes(world2: RankPool) -> None:
-    for says in ("ranks (0, 1) are about to step with different options", "lr=1.02"):
-        assert_refused(world2, says, _differing)
-
-
-def _by_hand() -> list[str]:
-    """Groups of named tensors, with options of their own."""
-    plain, net = tied(), tied()
-    models = plain, wrapped(net)
-    for model in models:
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        matrices = [(n, p) for n, p in named.items() if n.endswith(("up.weight", "mix.weight"))]
-        groups = [
-            {"params": matrices[:1], "lr": 0.05, "momentum": 0.8},
-            {"params": matrices[1:], "weight_decay": 0.3},
-            {"params": [(n, p) for n, p in named.items() if n not in dict(matrices)], "use_muon": False, "lr": 0.003},
-        ]
-        train(model, Muon(groups, lr=0.01), range(2))
-    return unlike(whole_weights(models[1]), plain_weights(plain))
-
-
-def test_groups_made_by_hand_have_the_bits_of_one_process(world2: RankPool) -> None:
-    assert world2.run(_by_hand) == [[], []]
-
-
-def _made_before() -> tuple[list[str], bool]:
-    net = tied()
-    optimizer = Muon(net, **OPTIONS)
-    model = wrapped(net, use_orig_params=False)
-    before = whole_weights(model)
-    with pytest.warns(UserWarning, match="has a gradient") as said:
-        train(model, optimizer, range(1))
-    return [str(w.message) for w in said], unlike(whole_weights(model), before) == []
-
-
-def test_an_optimizer_of_parameters_that_are_no_more_says_so(world2: RankPool) -> None:
-    """An optimizer made before use_orig_params=False trains nothing, as any other one, and says so."""
-    for said, unchanged in world2.run(_made_before):
-        assert unchanged
-        assert len(said) == 1
-        assert "make the optimizer after fully_shard(), FSDP()" in said[0]
-
-
 STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))  # 1 plants in every function, which takes a minute
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import itertools
 import logging
 import math
-import os
 import random
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,20 +62,8 @@ def _random_units(count: int) -> Iterator[tuple[list[tuple[int, ...]], int]]:
         )
 
 
-def test_shards_of_a_buffer_hold_whole_rows_and_every_row_once() -> None:
-    for shapes, num_shards in _random_units(300):
-        starts, total = buffer_layout(shapes, num_shards)
-        taken = sorted((a, a + math.prod(shape)) for a, shape in zip(starts, shapes, strict=True))
-        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(taken))
-        assert total % num_shards == 0
-        assert taken[-1][1] <= total
-        for shape, ranges in zip(shapes, row_ranges(shapes, num_shards), strict=True):
-            held = sorted(r for r in ranges if r[0] < r[1])
-            assert [row for a, b in held for row in range(a, b)] == list(range(shape[0]))
-
-
 @needs_package
-def test_the_buffer_is_laid_out_as_the_package_does() -> None:
+def test_a_buffer_is_laid_out_as_the_package_does_in_whole_rows_each_once() -> None:
     with cuda_on_cpu(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron_fsdp.experimental.layout import GlobalLayout
@@ -84,6 +71,10 @@ def test_the_buffer_is_laid_out_as_the_package_does() -> None:
         for shapes, num_shards in _random_units(300):
             theirs = GlobalLayout.build(shapes, num_shards)
             assert (list(theirs.tensor_to_offset), theirs.size) == buffer_layout(shapes, num_shards)
+            for shape, ranges in zip(shapes, row_ranges(shapes, num_shards), strict=True):
+                assert [row for a, b in sorted(r for r in ranges if r[0] < r[1]) for row in range(a, b)] == list(
+                    range(shape[0])
+                )
 
 
 def _cut_at_random(rng: random.Random, length: int, parts: int) -> list[tuple[int, int]]:
@@ -838,18 +829,17 @@ def _example(hybrid: str) -> bool:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        said = io.StringIO()
+        started = mock.patch.object(sys, "argv", [str(EXAMPLE)]), mock.patch.object(torch.cuda, "is_available", bool)
+        with started[0], started[1], contextlib.redirect_stderr(said), pytest.raises(SystemExit, match="2"):
+            module.main()
+        assert "run this where every rank has a GPU" in said.getvalue()
         return bool(module.train(torch.device("cpu"), "optim_grads_params", hybrid, 2, 32, 1))
 
 
 @needs_package
 @pytest.mark.parametrize(("hybrid", "world"), [("none", 2), ("shard", 4)])
-def test_the_example_trains_with_the_bits_of_one_process(hybrid: str, world: int) -> None:
+def test_the_example_trains_with_the_bits_of_one_process_and_says_at_once_that_it_needs_gpus(
+    hybrid: str, world: int
+) -> None:
     assert get_pool(world).run(_example, hybrid) == [True] * world
-
-
-@needs_package
-def test_the_example_says_at_once_that_it_needs_gpus() -> None:
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run([sys.executable, EXAMPLE], env=hidden, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert "run this where every rank has a GPU" in ended.stderr

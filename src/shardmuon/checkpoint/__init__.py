@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardmuon.checkpoint.foreign import FORMATS, LoadReport, load_foreign, merge_ranks, to_torch_muon
+    from shardmuon.checkpoint.foreign import FORMATS, LoadReport, load_foreign, merge_ranks
     from shardmuon.checkpoint.saving import load, save
 
-__all__ = ["FORMATS", "LoadReport", "load", "load_foreign", "merge_ranks", "save", "to_torch_muon"]
+__all__ = ["FORMATS", "LoadReport", "load", "load_foreign", "merge_ranks", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,6 @@ from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import is_dtensor
 from shardmuon.checkpoint.state import (
-    ADAMW_KEYS,
     clean_name,
     init_missing,
     kept_keys,
@@ -25,10 +24,8 @@ from shardmuon.checkpoint.state import (
     placed_like,
     read_param,
 )
-from shardmuon.layout.engines.base import name_of
-from shardmuon.momentum.keeper import BUFFER, SCALE, Keeper
-from shardmuon.options import per_step
-from shardmuon.step.options import view_of
+from shardmuon.layout.engines.base import named_params
+from shardmuon.momentum.keeper import BUFFER, Keeper
 
 Muon = Any  # `shardmuon.Muon`, which stands above
 _StateDict = Mapping[str, Any]
@@ -193,8 +190,7 @@ def load_foreign(
     kinds = [_kind(parts_of(d)[1]) if kind == "auto" else kind for d in dicts]
     if not FORMATS.keys() >= {*kinds}:
         raise ValueError(f"kind={kind!r} is not one of auto, {', '.join(FORMATS)}")
-    groups = enumerate(optimizer.param_groups)
-    targets = [_Target(name_of(g, i, at), p, g) for i, g in groups for at, p in enumerate(g["params"])]
+    targets = [_Target(*pair, g) for i, g in enumerate(optimizer.param_groups) for pair in named_params(g, i)]
     keeper: Keeper = optimizer.keeper  # type: ignore[attr-defined]
     loaded: dict[Tensor, dict[str, Tensor]] = {}
     rows: list[_LoadedRow] = []
@@ -296,48 +292,53 @@ def _matched(
     """Pairs of our parameter and theirs, by name if both have names, else by position."""
     by_param = {id(t.param): t for t in targets}
     named, given = bool(entries) and all(isinstance(e.name, str) for e in entries), isinstance(order, Mapping)
+    ours = {clean_name(t.name): t for t in targets if t.group.get("param_names")}
     if given:
         ours = {clean_name(name): by_param[id(p)] for name, p in order.items() if id(p) in by_param}
-    else:
-        ours = {clean_name(t.name): t for t in targets if t.group.get("param_names")}
-    if given and not named:
-        raise ValueError(
-            "params gives names, but the state dict numbers its parameters. Give params as a list, in the order in "
-            "which the other optimizer had them"
-        )
+        if not named:
+            raise ValueError(
+                "params gives names, but the state dict numbers its parameters. Give params as a list, in the order in "
+                "which the other optimizer had them"
+            )
     if named and (ours or given or isinstance(entries[0].key, str)):
-        strange = next((e.name for e in entries if clean_name(e.name) not in ours and e.state), None)
-        if not ours:
-            raise ValueError(
-                "the state dict names its parameters, the optimizer does not: give "
-                "params=dict(model.named_parameters())"
-            )
-        if strange is not None:
-            raise ValueError(
-                f"{strange}: the state dict has state for it, but the optimizer has no such parameter (it has "
-                f"{', '.join(list(ours)[:4])}, ...). Rename the keys of the state dict, or give params="
-            )
-        return [(ours[clean_name(e.name)], e) for e in entries if clean_name(e.name) in ours]
-    if order is not None:
-        strange = next((p for p in order if id(p) not in by_param), None)
-        if strange is not None:
-            raise ValueError(f"params lists a {tuple(strange.shape)} tensor that is none of the optimizer's parameters")
-        chosen = [by_param[id(p)] for p in order]
-    elif skips:
+        return _by_name(entries, ours)
+    chosen = [by_param.get(id(p)) for p in order] if order is not None else _in_our_order(entries, targets, several)
+    if order is None and skips:
         raise ValueError(
             "skip_matrices: the state dict numbers its parameters, and one optimizer for all has them in another "
             "order than Muon's and AdamW's groups here. Give the order it had: params=list(model.parameters()) if "
             "it was made so"
         )
-    else:
-        is_adamw = all("betas" in e.group and "momentum" not in e.group for e in entries)
-        chosen = [t for t in targets if not several or bool(t.group["use_muon"]) != is_adamw]
-    if len(chosen) != len(entries):
+    found = [target for target in chosen if target is not None]
+    if len(found) != len(chosen):
+        strange = tuple(order[chosen.index(None)].shape)
+        raise ValueError(f"params lists a {strange} tensor that is none of the optimizer's parameters")
+    if len(found) != len(entries):
         raise ValueError(
-            f"the state dict lists {len(entries)} parameters, {len(chosen)} are to take them. Give params= in the "
+            f"the state dict lists {len(entries)} parameters, {len(found)} are to take them. Give params= in the "
             "order the other optimizer had them, and the state dicts of all its parts"
         )
-    return list(zip(chosen, entries, strict=True))
+    return list(zip(found, entries, strict=True))
+
+
+def _by_name(entries: Sequence[_Entry], ours: Mapping[str, _Target]) -> list[tuple[_Target, _Entry]]:
+    if not ours:
+        raise ValueError(
+            "the state dict names its parameters, the optimizer does not: give params=dict(model.named_parameters())"
+        )
+    strange = next((e.name for e in entries if clean_name(e.name) not in ours and e.state), None)
+    if strange is not None:
+        raise ValueError(
+            f"{strange}: the state dict has state for it, but the optimizer has no such parameter (it has "
+            f"{', '.join(list(ours)[:4])}, ...). Rename the keys of the state dict, or give params="
+        )
+    return [(ours[clean_name(e.name)], e) for e in entries if clean_name(e.name) in ours]
+
+
+def _in_our_order(entries: Sequence[_Entry], targets: Sequence[_Target], several: bool) -> list[_Target | None]:
+    """All our parameters; of our Muon (AdamW) groups only for a state dict that is one of several."""
+    is_adamw = all("betas" in e.group and "momentum" not in e.group for e in entries)
+    return [t for t in targets if not several or bool(t.group["use_muon"]) != is_adamw]
 
 
 # --------------------------------------------------------------------------------------------------- conversion
@@ -377,88 +378,10 @@ def _read(target: _Target, entry: _Entry, form: _Format, keeper: Keeper) -> tupl
             mu = float(entry.group[form.mu])
             state[key] = state[key].to(torch.promote_types(value.dtype, torch.float32)) * (1 - mu)
             done.append(f"x (1 - {mu:g})")
-    lacking = [key for key in kept_keys(group) if key not in state] if group["use_muon"] else []
+    lacking = [key for key in kept_keys(group) if key not in state]
     done += [f"{key} starts from zeros" for key in lacking]
     found = read_param(target.name, p, state | {key: start[key] for key in lacking}, group, group, keeper)
     for key, value in entry.state.items():
         if isinstance(value, Tensor) and key != "step" and value.dtype != found[key].dtype:
             done.append(f"{str(value.dtype)[6:]} to {str(found[key].dtype)[6:]}")
     return found, tuple(dict.fromkeys(done))
-
-
-# ------------------------------------------------------------------------------------------------------ to torch
-
-
-def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State dicts for a torch.optim.Muon over the Muon groups and a torch.optim.AdamW over the others.
-
-    Both list parameters in this optimizer's order. With the method "torch" training goes on there bit for bit.
-
-    Returns:
-        (Muon's, AdamW's); tensors are copies.
-
-    Raises:
-        ValueError: A parameter or option has no counterpart in torch.optim.Muon.
-    """
-    adamw = torch.optim.AdamW([torch.zeros(1, device="cpu")]).state_dict()["param_groups"][0]
-    made: dict[bool, dict[str, Any]] = {is_muon: {"state": {}, "param_groups": []} for is_muon in (True, False)}
-    for index, group in enumerate(optimizer.param_groups):
-        _check_torch_can(index, group)
-        out, is_muon = made[group["use_muon"]], group["use_muon"]
-        options = {key: group[key] for key in (_MUON_OPTIONS if is_muon else _ADAMW_OPTIONS)}
-        if is_muon:
-            steps = per_step(group["ns_coefficients"], group["ns_steps"])
-            options |= {"ns_coefficients": steps[0], "ns_steps": len(steps)}
-        else:  # the arithmetic that this optimizer uses itself, see shardmuon.step.adamw
-            options = {**adamw, "fused": True, **options}
-        if "param_names" in group:
-            options["param_names"] = list(group["param_names"])
-        start = sum(len(g["params"]) for g in out["param_groups"])
-        out["param_groups"].append({**options, "params": list(range(start, start + len(group["params"])))})
-        wanted = (BUFFER,) if is_muon else ADAMW_KEYS
-        for position, p in enumerate(group["params"]):
-            state = optimizer.state.get(p, {})
-            if SCALE in state:
-                raise ValueError(
-                    f"{name_of(group, index, position)}: its momentum is 8-bit codes, which torch.optim.Muon cannot "
-                    "read. Load the state into one with Storage(momentum_dtype=torch.float32), step, and export that"
-                )
-            if state:
-                out["state"][start + position] = {key: state[key].clone() for key in wanted if key in state}
-    return made[True], made[False]
-
-
-_MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-_ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
-# Options of ours -> the values that torch has; and how to do without the others.
-_OF_TORCH: dict[str, tuple[Any, ...]] = {
-    "adjust_lr_fn": (None, "original", "match_rms_adamw"),
-    "extra_scale_factor": (1.0,),
-    "weight_decay_mode": ("decoupled",),
-    "variant": (None,),
-}
-
-
-def _check_torch_can(index: int, group: Mapping[str, Any]) -> None:
-    if not group["use_muon"]:
-        if group.get("adamw", "adamw") != "adamw":
-            raise ValueError(
-                f"group {index}: adamw={group['adamw']!r} is none that torch.optim.AdamW has. To export the state as "
-                "AdamW's, set the group's adamw to \"adamw\"; save that of an optimizer of your own by itself"
-            )
-        return
-    for key, choices in _OF_TORCH.items():
-        if group.get(key) not in choices:
-            raise ValueError(
-                f"group {index}: {key}={group[key]!r} is none of those torch.optim.Muon has: {choices}. Set one of "
-                "them; what another one keeps is not exported"
-            )
-    if len(set(per_step(group["ns_coefficients"], group["ns_steps"]))) != 1:
-        raise ValueError(f"group {index}: torch.optim.Muon has one ns_coefficients triple for all steps. Set one")
-    for position, p in enumerate(group["params"]):
-        name = name_of(group, index, position)
-        if p.ndim != 2 or len(view_of(name, p, group).matrices) != 1:
-            raise ValueError(
-                f"{name}: torch.optim.Muon takes a {p.ndim}-D parameter of shape {tuple(p.shape)} as no or one matrix, "
-                "here it is several or reshaped. Leave it out of the optimizer you export"
-            )

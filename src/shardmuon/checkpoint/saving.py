@@ -17,7 +17,7 @@ import math
 import os
 import pickle
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.utils._pytree import tree_map_only
 
 from shardmuon._torch import names_in
-from shardmuon.checkpoint.state import init_missing, keys_of, merged_group, placed_like, read_param
+from shardmuon.checkpoint.state import init_missing, keys_of, merged_group, read_state
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import Fault, run_together
 from shardmuon.errors import HALF_LOADED, ExchangeError, fault_text, made_public
@@ -51,13 +49,14 @@ from shardmuon.layout.engines.tensor_parallel import remember_shape
 from shardmuon.layout.pieces import Box, Held, Tile, spans_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
-from shardmuon.momentum.keeper import SCALE, STEP, Keeper
+from shardmuon.momentum.keeper import BUFFER, SCALE, STEP, Keeper
 from shardmuon.momentum.stores import BLOCK, scale_shape
 from shardmuon.options import view_options
-from shardmuon.step.kept import CARRIED, with_carried
+from shardmuon.step.kept import CARRIED
 from shardmuon.variants import KEPT_KEYS
 
 Muon = Any  # `shardmuon.Muon`, which stands above
+_Groups = Sequence[Mapping[str, Any]]
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
@@ -104,19 +103,21 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
             there (a hook, too little memory). On every rank; both are unchanged. If a model refuses its own old weights
             as well, the optimizer makes no step before it has loaded a checkpoint.
     """
-    saved: dict[str, Any] = {"optimizer": {}}
+    saved: dict[str, Any] = {"optimizer": {"param_groups": ()}}
     with made_public():
         table = _describe_shards(model, optimizer)
-        reader, options, planner = run_together(lambda: (_Reader(path), _OptionsPlanner(), _Planner()))
-    _read(saved, reader, options)
+        reader, planner = run_together(lambda: (_Reader(path), _Planner()))
+    _read(saved, reader, planner)
     with made_public():
-        room = run_together(partial(_Room, model, optimizer, saved["optimizer"], options.kept))
+        groups = run_together(lambda: _paired(optimizer.param_groups, saved["optimizer"]["param_groups"], model))
+        room = run_together(lambda: _room_for(reader.items, model, optimizer, groups))
         weights = run_together(lambda: _copied(get_model_state_dict(model)))
-        targets = run_together(partial(_as_global, weights, room.state, model, room.groups, table))
+        targets = run_together(lambda: _as_global(weights, room, model, _merged(optimizer.param_groups, groups), table))
     _read(targets, reader, planner)
     with made_public():
-        state = run_together(partial(room.read, optimizer.keeper))
-        _take_over(weights, state, room.groups, model, optimizer)
+        found = {"state": room, "param_groups": groups}
+        state, merged = run_together(lambda: read_state(optimizer.param_groups, found, optimizer.keeper))
+        _take_over(weights, state, merged, model, optimizer)
 
 
 def _read(targets: dict[str, Any], reader: _Reader, planner: _Planner) -> None:
@@ -126,106 +127,78 @@ def _read(targets: dict[str, Any], reader: _Reader, planner: _Planner) -> None:
         dcp.load(targets, storage_reader=reader, planner=planner)
 
 
-class _Room:
-    """Room for what a file has: state as it starts, and the groups as they will be.
-
-    Attributes:
-        state: Parameter's name -> key -> tensor.
-        groups: The optimizer's with the saved options.
-
-    Raises:
-        ValueError: The file does not fit the optimizer.
-    """
-
-    def __init__(
-        self, model: nn.Module, optimizer: Muon, saved: Mapping[str, Any], kept: Mapping[str, Collection[str]]
-    ) -> None:
-        self._names, self._like, self.state = names_in(model), dict[str, Any](), dict[str, dict[str, Any]]()
-        self._saved = _paired(optimizer.param_groups, saved.get("param_groups") or [], self._names)
-        pairs = enumerate(zip(optimizer.param_groups, self._saved, strict=True))
-        self.groups = [merged_group(index, *pair) for index, pair in pairs]
-        for group, p in ((of, p) for of in self.groups for p in of["params"]):
-            name, start, keeper = self._names[id(p)], dict[str, Any](), optimizer.keeper
-            found = kept.get(name, ())
-            if not found and p.requires_grad:
-                raise ValueError(
-                    f"{name}: the checkpoint has no state for it: it was frozen when it was saved, or the "
-                    "checkpoint is damaged or of another model. To let it start afresh, call requires_grad_(False) "
-                    "on it, load, and train it again"
-                )
-            if found:
-                if group["use_muon"] and (SCALE in found) != (
-                    keeper.dtype == "int8"
-                ):  # as in the file: a step turns it
-                    keeper = Keeper("int8" if SCALE in found else None, None, False)
-                init_missing(p, group, start, keeper)
-                self._like[name], self.state[name] = start, {key: start[key] for key in start if key in found}
-
-    def read(self, keeper: Keeper) -> dict[Tensor, dict[str, Any]]:
-        """Return what has been read, by parameter, checked and in the dtypes that the optimizer works with."""
-        found: dict[Tensor, dict[str, Any]] = {}
-        for group, theirs in zip(self.groups, self._saved, strict=True):
-            carried = with_carried({}, [theirs])  # in files that FSDP1's own functions have made
-            for p, name in ((p, self._names[id(p)]) for p in group["params"]):
-                if name in self.state:
-                    like, kept = self._like[name], carried.get(name, {})
-                    entry = self.state[name] | {key: placed_like(kept[key], like.get(key)) for key in kept}
-                    found[p] = read_param(name, p, entry, group, theirs, keeper)
-        return found
+def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
+    """Weights, state and groups by names, alike on every layout. Collective. DCP writes a tuple as one value."""
+    members = _members(optimizer.param_groups, model)
+    with torch.no_grad():
+        optimizer.complete_state()
+    packed = tree_map_only(Tensor, lambda t: t.detach().cpu(), optimizer.state_dict()["param_groups"])
+    state = dict[str, Any]()
+    for group, of_file, names in zip(optimizer.param_groups, packed, members, strict=True):
+        of_file["params"] = names
+        of_file.pop(CARRIED, None)  # FSDP1's form has it there
+        for name, p in zip(names, group["params"], strict=True):
+            own = optimizer.state.get(p, {})
+            state[name] = {key: own[key] for key in (*keys_of(group), SCALE, STEP) if key in own}
+    return get_model_state_dict(model), state, tuple(packed)
 
 
-def _paired(
-    mine: Sequence[Mapping[str, Any]], saved: Sequence[dict[str, Any]], names: Mapping[int, str]
-) -> list[dict[str, Any]]:
-    """The saved group of each of the optimizer's, by the names of its parameters.
+def _members(groups: _Groups, model: nn.Module) -> list[list[str]]:
+    """The model's names of each group's parameters."""
+    names = names_in(model)
+    for index, group in enumerate(groups):
+        for position, p in enumerate(group["params"]):
+            if id(p) not in names:
+                raise ValueError(f"{name_of(group, index, position)}: it is no parameter of the model. Give the model")
+    return [[names[id(p)] for p in group["params"]] for group in groups]
+
+
+def _paired(mine: _Groups, saved: _Groups, model: nn.Module) -> list[dict[str, Any]]:
+    """The saved group of each of the optimizer's, with its parameters in the optimizer's order.
 
     Raises:
         ValueError: Groups have other members.
     """
     left, found = list(saved), list[dict[str, Any]]()
-    for index, group in enumerate(mine):
-        members = _names_of(group, index, names)
+    for index, members in enumerate(_members(mine, model)):
         other = next((g for g in left if {*g["params"]} == {*members}), None)
-        if other is None:
+        if other is None or len(saved) != len(mine):
             raise ValueError(
-                f"group {index} ({', '.join(members[:3])}, ..; {len(members)} parameters): no group of the checkpoint "
-                f"has these parameters. It has groups of {', '.join(str(len(g['params'])) for g in saved)} parameters. "
-                "Make the groups as they were when it was saved"
+                f"group {index} of {len(mine)} ({', '.join(members[:3])}, ..; {len(members)} parameters): the "
+                f"checkpoint has {len(saved)} groups, of {', '.join(str(len(g['params'])) for g in saved)} parameters, "
+                f"and {'these in one' if other else 'no such one'}. Make the groups as they were when it was saved"
             )
-        left.remove(other)
-        found.append(other)
-    if left:
-        raise ValueError(
-            f"the checkpoint has a group more ({', '.join(left[0]['params'][:3])}, ..) than the optimizer. Make the "
-            "groups as they were when it was saved"
-        )
+        left = [group for group in left if group is not other]
+        found.append({**other, "params": members, "param_names": None})
     return found
 
 
-def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
-    """Weights, state and groups by names, alike on every layout: without what FSDP1's form adds. Collective."""
-    names = names_in(model)
-    members = [_names_of(group, index, names) for index, group in enumerate(optimizer.param_groups)]
-    with torch.no_grad():
-        optimizer.complete_state()
-    saved = optimizer.state_dict()
-    entries, state = with_carried(saved["state"], saved["param_groups"]), dict[str, Any]()
-    for group, packed, own in zip(optimizer.param_groups, saved["param_groups"], members, strict=True):
-        wanted = {*keys_of(group), *((SCALE, STEP) if group["use_muon"] and optimizer.keeper.rounds else (SCALE,))}
-        packed.pop(CARRIED, None)
-        for name, key in zip(own, packed["params"], strict=True):
-            if key in entries:
-                state[name] = {kind: value for kind, value in entries[key].items() if kind in wanted}
-        packed["params"] = own
-    return get_model_state_dict(model), state, saved["param_groups"]
+def _merged(mine: _Groups, saved: _Groups) -> list[dict[str, Any]]:
+    """The optimizer's groups with the saved options."""
+    return [merged_group(index, *pair) for index, pair in enumerate(zip(mine, saved, strict=True))]
 
 
-def _names_of(group: Mapping[str, Any], index: int, names: Mapping[int, str]) -> list[str]:
-    """The model's names of a group's parameters."""
-    lost = next((at for at, p in enumerate(group["params"]) if id(p) not in names), None)
-    if lost is not None:
-        raise ValueError(f"{name_of(group, index, lost)}: it is no parameter of the model. Give the whole model")
-    return [names[id(p)] for p in group["params"]]
+def _room_for(
+    items: Mapping[str, Any], model: nn.Module, optimizer: Muon, groups: _Groups
+) -> dict[str, dict[str, Tensor]]:
+    """Zeros for all state that a file has, as stored there: parameter's name -> key -> tensor.
+
+    Args:
+        items: The file's own list of what it holds.
+        model, optimizer: Whose parameters they are.
+        groups: The saved groups, in the optimizer's order.
+    """
+    names, room = names_in(model), dict[str, dict[str, Tensor]]()
+    for group in _merged(optimizer.param_groups, groups):
+        for p in group["params"]:
+            at, start = f"optimizer.state.{names[id(p)]}.", dict[str, Tensor]()
+            momentum = items.get(at + BUFFER)
+            dtype = None if momentum is None else momentum.properties.dtype
+            keeper = Keeper("int8" if dtype == torch.int8 else dtype, optimizer.keeper.device, rounds_weights=True)
+            init_missing(p, group, start, keeper)
+            found = {key: value for key, value in start.items() if at + key in items}
+            room |= {names[id(p)]: found} if found else {}
+    return room
 
 
 def _take_over(
@@ -417,11 +390,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """A reader of a checkpoint folder that looks at its metadata first."""
+    """A reader of a checkpoint folder that looks at its metadata first.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
-        self._folder = Path(path)
+    Attributes:
+        items: What the file holds: "optimizer.state.<parameter>.<key>" -> its dtype and size.
+    """
+
+    items: Mapping[str, Any]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Do as DCP does, once it has been looked at.
@@ -429,13 +404,15 @@ class _Reader(FileSystemReader):
         Raises:
             ValueError: The metadata names something that is not part of a checkpoint.
         """
-        for file in sorted(self._folder.glob("*.metadata")):  # one for all ranks, or one for each
+        for file in sorted(Path(self.path).glob("*.metadata")):  # one for all ranks, or one for each
             try:
                 with file.open("rb") as stream:
                     _MetadataUnpickler(stream).load()
             except pickle.UnpicklingError as error:
                 raise ValueError(f"{file}: not read: {error}. Take another copy, from a source you trust") from None
-        return super().read_metadata(*args, **kwargs)
+        metadata = super().read_metadata(*args, **kwargs)
+        self.items = metadata.state_dict_metadata
+        return metadata
 
 
 class _Planner(DefaultLoadPlanner):
@@ -447,35 +424,13 @@ class _Planner(DefaultLoadPlanner):
         Raises:
             ValueError: The value is more than numbers, texts, tensors and containers of them.
         """
-        name = read_item.dest_index.fqn
         try:
             torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition(" Please use")[0]
             raise ValueError(
-                f"{name}: not read: {reason} If you trust it, allow it with torch.serialization.add_safe_globals"
+                f"{read_item.dest_index.fqn}: not read: {reason} If you trust it, allow it with "
+                "torch.serialization.add_safe_globals"
             ) from None
         value.seek(0)
         super().load_bytes(read_item, value)
-
-
-class _OptionsPlanner(_Planner):
-    """A plan of loading all that a file has of groups, under whatever keys, into a dict that has "optimizer": {}.
-
-    Attributes:
-        kept: Parameter's name -> keys of the state that the file has of it.
-    """
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Make the places, then do as DCP does."""
-        self.kept: dict[str, set[str]] = {}
-        for name, path in dict(getattr(metadata, "planner_data", None) or {}).items():
-            kind = path[1] if len(path) > 1 and path[0] == "optimizer" else None
-            if kind == "state" and len(path) == 4:
-                self.kept.setdefault(path[2], set()).add(path[3])
-            if kind == "param_groups" and metadata is not None:
-                item, place = metadata.state_dict_metadata[name], None
-                if isinstance(item, TensorStorageMetadata):
-                    place = torch.empty(item.size, dtype=item.properties.dtype)
-                set_element(state_dict, path, place)
-        super().set_up_planner(state_dict, metadata, is_coordinator)

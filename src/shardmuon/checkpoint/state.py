@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.layout.engines import engine_for, engine_of
-from shardmuon.layout.engines.base import name_of
+from shardmuon.layout.engines.base import name_of, named_params
 from shardmuon.layout.engines.fsdp1 import lies_elsewhere
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper, coded_fault
 from shardmuon.options import PLACE_OPTIONS, check_hyperparameters
@@ -29,7 +29,6 @@ from shardmuon.step.options import view_of
 from shardmuon.step.validate import check_buffer
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
-_MUON_KEYS = (BUFFER,)
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 # Options that a group must bring along with state: those without which it was not saved by Muon or AdamW at all.
 _MARKS = {True: ("lr", "momentum", "ns_coefficients"), False: ("lr", "betas")}
@@ -40,12 +39,12 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", 
 
 def keys_of(group: Mapping[str, Any]) -> tuple[str, ...]:
     """Keys of the state of a group's parameters."""
-    return (*_MUON_KEYS, *kept_keys(group)) if group["use_muon"] else ADAMW_KEYS
+    return (BUFFER, *kept_keys(group)) if group["use_muon"] else ADAMW_KEYS
 
 
 def kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
     """Keys under which the stages of a group's variant keep state."""
-    return tuple(stage.key for stage in keeping(stages_of(group)))
+    return tuple(stage.key for stage in keeping(stages_of(group))) if group["use_muon"] else ()
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
@@ -109,28 +108,26 @@ def read_state(
             f"the state dict has {len(theirs)} parameter groups, the optimizer {len(groups)}. Make the groups as they "
             "were when it was saved, or match parameters by name: shardmuon.checkpoint.load_foreign"
         )
-    state: dict[Any, dict[str, Any]] = {}
     merged = [merged_group(i, *pair) for i, pair in enumerate(zip(groups, theirs, strict=True))]
     counts = Counter(key for group in theirs for key in group["params"])
     wrong = [f"{key!r} is listed {count} times" for key, count in counts.items() if count > 1]
     wrong += [f"{key!r} has state and is listed nowhere" for key in entries if key not in counts]
     if wrong:
         raise ValueError(f"in the state dict {wrong[0]} ({len(wrong)} such faults). The checkpoint is damaged")
-    lacking: list[str] = []
+    state, lacking = dict[Any, dict[str, Any]](), list[str]()
     for index, (group, their_group) in enumerate(zip(merged, theirs, strict=True)):
-        for position, (p, key) in enumerate(zip(group["params"], their_group["params"], strict=True)):
-            name, found = name_of(group, index, position), entries.get(key)
-            if not found:
-                if found is None and p.requires_grad and entries and not lies_elsewhere(p):
-                    lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
-            elif isinstance(found, Mapping) and found.keys() <= {*KEPT_KEYS} and lies_elsewhere(p):
-                state[p] = _read_kept(name, p, found, group)  # all that there is of it here
-            else:
-                state[p] = read_param(name, p, found, group, their_group, keeper)
+        for (name, p), key in zip(named_params(group, index), their_group["params"], strict=True):
+            found = entries.get(key)
+            unsaved = found is None and bool(entries) and p.requires_grad
+            if unsaved and not lies_elsewhere(p):
+                lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
+            elif found or (unsaved and kept_keys(group)):  # which ranks that store nothing of it have, too
+                state[p] = read_param(name, p, found or {}, group, their_group, keeper)
     if lacking:
         raise ValueError(
             f"{lacking[0]}, although it has for {len(state)} other parameters ({len(lacking)} of them lack it). The "
-            "checkpoint is incomplete or of another model; if the parameter is to start afresh, set its entry to {}"
+            "checkpoint is incomplete or of another model. If the parameter is to start afresh, set its entry to {}; "
+            "for checkpoint.load, freeze it until it is loaded (requires_grad_(False))"
         )
     return state, merged
 
@@ -206,10 +203,8 @@ def clean_name(name: str) -> str:
 
 def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Names must stand in the same order: state goes by position, and equal shapes would hide a swap."""
-    ours, saved = mine.get("param_names") or (), theirs.get("param_names") or ()
-    if ours and saved and len(saved) != len(ours):
-        raise ValueError(f"{where}the state dict names {len(saved)} parameters, the optimizer {len(ours)}")
-    for position, (a, b) in enumerate(zip(ours, saved, strict=False)):
+    pairs = zip(mine.get("param_names") or (), theirs.get("param_names") or (), strict=False)
+    for position, (a, b) in enumerate(pairs):
         if clean_name(str(a)) != clean_name(str(b)):
             raise ValueError(
                 f"{a}: parameter {position} of {where[:-2]} is called {b!r} in the state dict. Give the optimizer its "
@@ -225,82 +220,82 @@ def read_param(
     Raises:
         ValueError: The state does not fit; says the parameter's name.
     """
-    needed, allowed = keys_of(group), (*_MUON_KEYS, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if group["use_muon"] else ()))
-    kind = "Muon's" if group["use_muon"] else "AdamW's"
+    try:
+        _check_keys(p, found, group, theirs)
+        if group["use_muon"]:
+            wrong = coded_fault(engine_of(p), p, view_of(name, p, group).num_row_dims, found)
+            if wrong is not None:
+                raise ValueError(wrong)
+        return {key: _read_value(p, key, value, group, keeper) for key, value in _own(found, group, keeper).items()}
+    except ValueError as wrong:
+        raise ValueError(f"{name}: {wrong}") from None
+
+
+def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise ValueError (without the name) for state that is not of this group's kind and variant."""
+    is_muon, there = bool(group["use_muon"]), {*found} if isinstance(found, Mapping) else set()
+    needed, kind = {*keys_of(group)}, "Muon" if is_muon else "AdamW"
+    if is_muon and BUFFER not in there and lies_elsewhere(p):
+        needed.discard(BUFFER)  # what stages keep is all that there is of it here
     keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
-    muons = group["use_muon"] and isinstance(found, Mapping) and set(_MUON_KEYS) <= found.keys()
-    if muons and not set(needed) <= found.keys():
+    lacking = sorted(needed - there)
+    if is_muon and lacking and BUFFER not in lacking:
         raise ValueError(
-            f"{name}: its state in the checkpoint is {keys} and lacks {sorted(set(needed) - found.keys())}, which "
-            f"variant={group['variant']!r} keeps: it was saved without that. Load it with variant=None, and set the "
-            "groups' variant afterwards to begin with it from here"
+            f"its state in the checkpoint is {keys} and lacks {lacking}, which variant={group['variant']!r} keeps: it "
+            "was saved without that. Load it with variant=None, and set the groups' variant afterwards to begin with "
+            "it from here"
         )
-    if not isinstance(found, Mapping) or not set(needed) <= found.keys() or not found.keys() <= set(allowed):
+    if lacking or not there <= {BUFFER, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if is_muon else ())}:
         raise ValueError(
-            f"{name}: its state in the checkpoint is {keys}, {kind} is {sorted(needed)}. It was saved by another "
-            "optimizer, or the parameter was routed otherwise: see shardmuon.checkpoint.load_foreign"
+            f"its state in the checkpoint is {keys}, {kind}'s is {sorted(needed)}. It was saved by another optimizer, "
+            "or the parameter was routed otherwise: see shardmuon.checkpoint.load_foreign"
         )
-    marks = [key for key in _MARKS[bool(group["use_muon"])] if key not in theirs]
-    if marks:
-        raise ValueError(
-            f"{name}: the checkpoint's group has no {marks[0]!r} (it has {sorted(map(str, theirs))}), so it was not "
-            f"saved by {kind[:-2]}: its buffers may mean something else. See shardmuon.checkpoint.load_foreign"
-        )
-    if group["use_muon"]:
-        wrong = coded_fault(engine_of(p), p, view_of(name, p, group).num_row_dims, found)
-        if wrong is not None:
-            raise ValueError(f"{name}: {wrong}")
-    kept = _read_kept(name, p, found, group) if group["use_muon"] else {}
-    own = {key: value for key, value in _own(found, group, keeper).items() if key not in KEPT_KEYS}
-    return {key: _read_value(name, p, key, value, keeper) for key, value in own.items()} | kept
-
-
-def _read_kept(name: str, p: Tensor, found: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """State of stages, checked, in fp32 where the parameter is."""
-    view, engine = view_of(name, p, group), engine_for(p, group)
-    shapes = state_shapes(stages_of(group), view)
-    made: dict[str, Any] = {}
-    for key, value in found.items():
-        if key not in KEPT_KEYS:
-            continue
-        if key in shapes:
-            wrong = engine.kept_storage(value, p, shapes[key], stacked=view.num_row_dims == 2)
-            if isinstance(wrong, str):
-                raise ValueError(f"{name}: its {key} in the checkpoint is {wrong}")
-        made[key] = value.to(device=engine.storage(p).device, dtype=KEPT_DTYPE)
-    return made
+    for mark in _MARKS[is_muon]:
+        if mark not in theirs:
+            raise ValueError(
+                f"the checkpoint's group has no {mark!r} (it has {sorted(map(str, theirs))}), so it was not saved by "
+                f"{kind}: its buffers may mean something else. See shardmuon.checkpoint.load_foreign"
+            )
 
 
 def _own(found: Mapping[str, Any], group: Mapping[str, Any], keeper: Keeper) -> Mapping[str, Any]:
-    """Leave out the zeros that FSDP1's form has of the other optimizer's state (frameworks/fsdp1.py)."""
+    """Leave out what frameworks add to a kind's own state: the count that Megatron gives back to every parameter, and
+    the zeros that FSDP1's form has of the other optimizer's state (frameworks/fsdp1.py)."""
     if not group["use_muon"]:
         return {key: value for key, value in found.items() if key not in (BUFFER, SCALE)}
+    dropped: tuple[str, ...] = () if keeper.rounds else (STEP,)
     others = [found[key] for key in MOMENTS if key in found]
-    if not others or any(is_dtensor(t) or not isinstance(t, Tensor) or bool(t.any()) for t in others):
-        return found
-    dropped = MOMENTS if keeper.rounds else (*MOMENTS, STEP)
+    if not any(is_dtensor(t) or not isinstance(t, Tensor) or bool(t.any()) for t in others):
+        dropped += MOMENTS
     return {key: value for key, value in found.items() if key not in dropped}
 
 
-def _read_value(name: str, p: Tensor, key: str, value: Any, keeper: Keeper) -> Any:
-    if key == STEP:
-        return _read_step(name, value, p)
+def _read_value(p: Tensor, key: str, value: Any, group: Mapping[str, Any], keeper: Keeper) -> Tensor:
+    """One tensor of a parameter's state in the dtype and place that the optimizer works with."""
+    engine = engine_for(p, group)
+    device = engine.storage(p).device
+    if key in KEPT_KEYS:
+        view = view_of("", p, group)
+        shape = state_shapes(stages_of(group), view).get(key)  # None: of another variant, or not known yet
+        wrong = None if shape is None else engine.kept_storage(value, p, shape, stacked=view.num_row_dims == 2)
+        if isinstance(wrong, str):
+            raise ValueError(f"its {key} in the checkpoint is {wrong}")
+        return value.to(device=device, dtype=KEPT_DTYPE)  # type: ignore[no-any-return]
+    if key == STEP:  # as torch's AdamW keeps it
+        return torch.tensor(_count_of(value), dtype=torch.float32, device=device)
     if key == SCALE or (key == BUFFER and isinstance(value, Tensor) and value.dtype == torch.int8):
         return keeper.take(p, key, value)
     if not isinstance(value, Tensor) or not value.is_floating_point():
         found = f"of dtype {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise ValueError(f"{name}: its {key} in the checkpoint is {found}, not a floating-point tensor")
-    try:
-        check_buffer(p, value, key)
-    except ValueError as wrong:
-        raise ValueError(f"{name}: {wrong}") from None
+        raise ValueError(f"its {key} in the checkpoint is {found}, not a floating-point tensor")
+    check_buffer(p, value, key)
     return keeper.take(p, key, value) if key == BUFFER else value.to(device=p.device, dtype=p.dtype)
 
 
-def _read_step(name: str, value: Any, p: Tensor) -> Tensor:  # fp32 scalar, as torch's AdamW keeps it
-    """AdamW's counter from a number or a tensor. Raises ValueError if it is not a count."""
+def _count_of(value: Any) -> float:
+    """A counter from a number or a tensor. Raises ValueError (without the name) if it is not a count."""
     count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     number = isinstance(count, (int, float)) and not isinstance(count, bool)
     if not number or not 0 <= count < math.inf or count != int(count):
-        raise ValueError(f"{name}: its step in the checkpoint is {value!r}, not a whole number of at least 0")
-    return torch.tensor(float(count), dtype=torch.float32, device=engine_of(p).storage(p).device)
+        raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")
+    return float(count)

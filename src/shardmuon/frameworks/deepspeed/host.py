@@ -50,7 +50,6 @@ from shardmuon.frameworks.deepspeed.partitions import (
     shape_of,
     slices_of,
     swapped_numel,
-    swapper_of,
     zero3_of,
 )
 from shardmuon.host import Host, Progress, Stepped, Weight, caller
@@ -101,6 +100,11 @@ class Flat(Core):
         self.param_groups = [{**group, "params": self.shards, "param_names": self.names}]
         self.state = defaultdict(dict)
 
+    @property
+    def states(self) -> dict[str, dict[str, Any]]:
+        """State of each parameter's part, by the parameter's name."""
+        return {name: self.state[shard] for name, shard in zip(self.names, self.shards, strict=True)}
+
     def unlike_model(self) -> list[str]:
         """Names of the parameters whose part in the flat is not what the model has there."""
         pairs = zip(self.names, self.slices, strict=True)
@@ -119,12 +123,12 @@ class Flat(Core):
         Raises:
             ValueError: It lacks what the group's variant keeps.
         """
-        for name, shard in zip(self.names, self.shards, strict=True):
-            if not self.state[shard]:
+        for name, state in self.states.items():
+            if not state:
                 fault = missing_fault(name, group, carried.get(name, {}))
                 if fault is not None:
                     raise ValueError(fault)
-                self.state[shard] |= {k: v.to(shard.device, copy=True) for k, v in carried.pop(name, {}).items()}
+                state |= {key: v.to(self.flat.device, copy=True) for key, v in carried.pop(name, {}).items()}
 
 
 class DeepSpeedHost(Host):
@@ -223,8 +227,7 @@ class DeepSpeedHost(Host):
         if self.is_active:
             kept = dict(self._carried)
             for inner in self._cores:
-                named = zip(inner.names, inner.shards, strict=True)
-                kept |= {name: kept_in(inner.state[shard]) for name, shard in named if inner.state[shard]}
+                kept |= {name: kept_in(state) for name, state in inner.states.items() if state}
             # By name, all in the first group: of a universal checkpoint stage 3 loads that one's options for every one.
             carry(saved["param_groups"][0], kept)
 
@@ -308,7 +311,7 @@ class DeepSpeedHost(Host):
             raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
         with known_insides():
-            if swapper_of(self._params) is not None:
+            if getattr(zero3_of(self._params), "swap_optimizer", False):
                 refuse_loaded(caller("_take_model_step", "deepspeed"))
             self._restore_options(core)
             for index, (group, _) in enumerate(self.groups):
@@ -447,19 +450,14 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
 def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Read what DeepSpeed saved of this rank's memory. Raises ValueError if it does not belong to these partitions."""
     unknown = sorted(set(options) - {"load_module_strict", "load_lr_scheduler_states"})
-    if unknown:
-        raise ValueError(f"load_checkpoint: {unknown} cannot be chosen with NVMe offload: all is loaded")
-    if engine.load_universal_checkpoint():
+    if unknown or engine.load_universal_checkpoint():
         raise ValueError(
-            'checkpoint: {"load_universal": true} with NVMe offload: DeepSpeed reads none: leave the key out'
+            f"with NVMe offload all of a plain checkpoint is loaded, found {unknown or 'load_universal'}: leave it out"
         )
     tag = tag if tag is not None else (folder / "latest").read_text().strip()
     zero3 = engine.optimizer
     path = Path(engine._get_zero_ckpt_name(str(folder), tag))
-    if not path.is_file():
-        raise ValueError(f"no file {path}: the checkpoint is of another number of ranks, or is none of ZeRO 3")
-    file = torch.load(path, map_location="cpu", weights_only=False)
-    saved: dict[str, Any] = file.get("optimizer_state_dict", {})
+    saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False).get("optimizer_state_dict", {})
     flats = zero3.fp32_partitioned_groups_flat
     mine = [0 if swapped_numel(flat, zero3) else flat.numel() for flat in flats]
     theirs = [flat.numel() for flat in saved.get("fp32_flat_groups", ())]

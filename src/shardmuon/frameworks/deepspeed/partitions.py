@@ -182,13 +182,23 @@ def _places(params: Sequence[Tensor]) -> list[int]:
     return places
 
 
+_STAGE_3 = {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}  # as its optimizer has them
+_WHY = {
+    "zero_hpz_partition_size": "leave hpZ out",
+    "partial_offload": "leave offload_optimizer.ratio out, with which DeepSpeed's own Adam steps a part",
+    "zenflow": "leave it out, as it steps parts of gradients by itself",
+}
+
+
 def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
     """Stage 3: rank r holds an equal part of each parameter, padded at the end."""
     kind = type(zero3).__name__
     if kind != "DeepSpeedZeroOptimizer_Stage3":
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
-    if getattr(zero3, "zero_hpz_partition_size", 1) > 1:
-        raise ValueError("zero_hpz_partition_size > 1 (hpZ) is not supported: set it to 1")
+    for name, allowed in _STAGE_3.items():
+        found = getattr(zero3, name, allowed)
+        if found != allowed:
+            raise ValueError(f"{name}={found!r} of ZeRO 3 is not supported, {allowed!r} is: {_WHY[name]}")
     number = _number_of(flat, zero3)
     params, offset, slices = zero3.fp16_groups[number], 0, []
     group = params[0].ds_process_group
@@ -313,12 +323,6 @@ class DeepSpeedEngine(Engine):
 def zero3_of(params: Iterable[Tensor]) -> Any:
     """DeepSpeed's stage-3 optimizer that steps any of these model parameters, or None."""
     return next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
-
-
-def swapper_of(params: Iterable[Tensor]) -> Any:
-    """DeepSpeed's swapper for the partitions of these model parameters, None if they are not offloaded to NVMe."""
-    zero3 = zero3_of(params)
-    return zero3.optimizer_swapper if getattr(zero3, "swap_optimizer", False) else None
 
 
 def swapped_numel(flat: Tensor, zero3: Any) -> int:

@@ -81,10 +81,7 @@ def get_megatron_optimizer(
         if members:
             place = {"process_group": groups.expt_dp if expert else groups.dp_cp, "tp_group": _tp(groups, expert)}
             muon = Muon([{**group, **place} for group in members], **place, lr=config.lr, **options)
-            if shared is None:
-                parts.append(_whole(config, muon, groups, expert))
-            else:
-                parts.append(_cut(config, muon, groups, expert, model_chunks, shared))
+            parts.append(_wrapped(config, muon, groups, expert, model_chunks, shared))
     return _core("optimizer.optimizer").ChainedOptimizer(parts)
 
 
@@ -265,9 +262,8 @@ def _routed(
             "default_config": lr == config.lr,
         }
         for expert in (False, True):
-            named = {
-                n: p for n, p in zip(group["param_names"], group["params"], strict=True) if _is_expert(p) == expert
-            }
+            named = dict(zip(group["param_names"], group["params"], strict=True))
+            named = {name: p for name, p in named.items() if _is_expert(p) == expert}
             if named:
                 whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
@@ -300,49 +296,44 @@ def _aligned(
 # ------------------------------------------------------------------------------------------------- Megatron's classes
 
 
-def _whole(config: Any, muon: Muon, groups: Any, expert: bool) -> Any:
-    """One optimizer in Megatron's wrapper; every replica has all main weights."""
-    core = _core("optimizer.optimizer")
-    muon.register_load_state_dict_pre_hook(_drop_counts)
-    if config.fp16 or config.bf16:
-        wrapped = core.Float16OptimizerWithFloat16Params(muon, config, _scaler(config), _fill_state)
-    else:
-        wrapped = core.FP32Optimizer(muon, config, _fill_state)
-    wrapped.grad_stats_parallel_group = groups.tp_ep_pp if expert else groups.mp
-    muon.hosts.insert(0, WholeHost(groups.pp.size() > 1 or (expert and groups.ep.size() > 1)))
-    return _finished(wrapped, groups, expert)
-
-
-def _cut(
-    config: Any, muon: Muon, groups: Any, expert: bool, chunks: Sequence[nn.Module], shared: Mapping[str, Any]
+def _wrapped(
+    config: Any, muon: Muon, groups: Any, expert: bool, chunks: Sequence[nn.Module], shared: Mapping[str, Any] | None
 ) -> Any:
-    """One optimizer in Megatron's distributed one. `shared`: its process groups, by the names that Megatron gives."""
-    wrapped = distributed_optimizer(
-        _core("optimizer.distrib_optimizer").DistributedOptimizer,
-        muon,
-        config,
-        _scaler(config),
-        _fill_state,
-        process_group=groups.expt_dp if expert else groups.dp_cp,
-        tp_group=_tp(groups, expert),
-        model_chunks=chunks,
-        per_model_buffers={i: c.expert_parallel_buffers if expert else c.buffers for i, c in enumerate(chunks)},
-        data_parallel_group=shared["intra_expt_dp_group" if expert else "intra_dp_cp_group"],
-        data_parallel_group_gloo=shared["intra_expt_dp_group_gloo" if expert else "intra_dp_cp_group_gloo"],
-        data_parallel_group_idx=shared["expt_tp_pp_with_egtp_remat_group" if expert else "mp_group"].rank(),
-        distributed_optimizer_instance_id=0
-        if shared["inter_dist_opt_group"] is None
-        else shared["inter_dist_opt_group"].rank(),
-    )
-    wrapped.grad_stats_parallel_group = shared["intra_dist_opt_group"]
-    return _finished(wrapped, groups, expert)
+    """One optimizer in Megatron's wrapper.
 
-
-def _finished(wrapped: Any, groups: Any, expert: bool) -> Any:
+    Args:
+        shared: Process groups of the distributed optimizer, by the names that Megatron gives; None: every replica has
+            all main weights.
+    """
+    tp_group = _tp(groups, expert)
+    if shared is not None:
+        instances = shared["inter_dist_opt_group"]
+        wrapped = distributed_optimizer(
+            _core("optimizer.distrib_optimizer").DistributedOptimizer,
+            muon,
+            config,
+            _scaler(config),
+            _fill_state,
+            process_group=groups.expt_dp if expert else groups.dp_cp,
+            tp_group=tp_group,
+            model_chunks=chunks,
+            per_model_buffers={i: c.expert_parallel_buffers if expert else c.buffers for i, c in enumerate(chunks)},
+            data_parallel_group=shared["intra_expt_dp_group" if expert else "intra_dp_cp_group"],
+            data_parallel_group_gloo=shared["intra_expt_dp_group_gloo" if expert else "intra_dp_cp_group_gloo"],
+            data_parallel_group_idx=shared["expt_tp_pp_with_egtp_remat_group" if expert else "mp_group"].rank(),
+            distributed_optimizer_instance_id=0 if instances is None else instances.rank(),
+        )
+        wrapped.grad_stats_parallel_group = shared["intra_dist_opt_group"]
+    else:
+        kinds, half = _core("optimizer.optimizer"), config.fp16 or config.bf16
+        kind = kinds.Float16OptimizerWithFloat16Params if half else kinds.FP32Optimizer
+        wrapped = kind(muon, config, *([_scaler(config)] if half else []), _fill_state)
+        wrapped.grad_stats_parallel_group = groups.tp_ep_pp if expert else groups.mp
+        muon.hosts.insert(0, WholeHost(groups.pp.size() > 1 or (expert and groups.ep.size() > 1)))
     wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
     for param in wrapped.get_parameters():
         param.requires_grad_(True)  # fp32 main weights do not, so they would count as frozen and have no state to load
-        if _tp(groups, expert) is None:
+        if tp_group is None:
             param.tensor_model_parallel = False  # Megatron's layers say True even where one rank has the whole
     return wrapped
 
@@ -368,14 +359,3 @@ def _fill_state(optimizer: Muon, config: Any = None) -> None:
     """Give an optimizer state to load into: zeros."""
     with torch.no_grad():
         optimizer.complete_state()
-
-
-def _drop_counts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Drop the counts of steps from Muon's state: Megatron saves one count and gives it back to every parameter; Muon's
-    have none."""
-    muon = [key for group in state_dict["param_groups"] if group["use_muon"] for key in group["params"]]
-    state = dict(state_dict["state"])
-    for key in muon:
-        if key in state and "momentum_scale" not in state[key]:
-            state[key] = {name: value for name, value in state[key].items() if name != "step"}
-    return {**state_dict, "state": state}

@@ -140,17 +140,12 @@ def _cuts_of(param: DTensor) -> tuple[AxisCut, ...]:
 
 def _tensor_parallel_axis(param: DTensor) -> int | None:
     """The mesh axis of tensor parallelism. v2 has none yet."""
-    from torch.distributed.tensor import Shard
+    name, names = _tensor_parallel_name(param), param.device_mesh.mesh_dim_names or ()
+    return names.index(name) if name in names else None
 
-    mesh = param.device_mesh
-    index = getattr(param, "megatron_fsdp_dist_index", None)
-    name = getattr(index, "tp_dim", None)
-    names = mesh.mesh_dim_names or ()
-    if name in names:
-        return names.index(name)
-    # Without its attributes a parameter can still be told by its mesh: only a tensor-parallel axis cuts other dims.
-    others = [a for a, p in enumerate(param.placements) if isinstance(p, Shard) and p.dim % param.ndim != 0]
-    return others[0] if index is None and len(others) == 1 else None
+
+def _tensor_parallel_name(param: DTensor) -> str | None:
+    return getattr(getattr(param, "megatron_fsdp_dist_index", None), "tp_dim", None)
 
 
 def _known_start(param: DTensor) -> int:
@@ -168,20 +163,20 @@ def _known_start(param: DTensor) -> int:
     return int(found.tensor_relative_offset) if found is not None and found.numel == numel else UNKNOWN
 
 
-def _uncounted(param: DTensor) -> str | None:
+def _uncounted(param: Any) -> str | None:
     """The reason why a norm over all ranks counts the parameter several times; None: its mesh lists all who keep it."""
-    index = getattr(param, "megatron_fsdp_dist_index", None)
-    name = getattr(index, "tp_dim", None)
-    if name is not None and name not in (param.device_mesh.mesh_dim_names or ()):
-        expert = getattr(getattr(param, "orig_param", None), "allreduce", True) is False
-        mesh = getattr(index, "expt_device_mesh" if expert else "device_mesh", None)
-        names = getattr(mesh, "mesh_dim_names", None) or ()
-        if mesh is not None and name in names and mesh.size(names.index(name)) > 1:
-            return (
-                f"it is replicated over the {mesh.size(names.index(name))} tensor-parallel ranks (mesh axis {name!r}), "
-                "which its own mesh does not list, so it would count several times. Clip with Megatron's own function"
-            )
-    return None
+    name = _tensor_parallel_name(param)
+    if name is None or name in (param.device_mesh.mesh_dim_names or ()):
+        return None
+    expert = getattr(getattr(param, "orig_param", None), "allreduce", True) is False
+    mesh: Any = getattr(param.megatron_fsdp_dist_index, "expt_device_mesh" if expert else "device_mesh", None)
+    num_ranks = mesh[name].size() if mesh is not None and name in (mesh.mesh_dim_names or ()) else 1
+    if num_ranks == 1:
+        return None
+    return (
+        f"it is replicated over the {num_ranks} tensor-parallel ranks (mesh axis {name!r}), which its own mesh does "
+        "not list, so it would count several times. Clip with Megatron's own function"
+    )
 
 
 # -------------------------------------------------------------------------------------------------- checkpoints

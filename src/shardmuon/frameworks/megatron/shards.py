@@ -26,8 +26,7 @@ Every private attribute of Megatron's optimizers that shardmuon reads or overrid
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
-from shardmuon.step.kept import CARRIED, carry, carry_by_position, kept_in, loaded_over, missing_fault, take_carried
+from shardmuon.step.kept import carry, carry_by_position, kept_in, loaded_over, missing_fault, take_carried
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 _KeptByName = dict[str, dict[str, Tensor]]  # name -> key -> tensor
@@ -108,7 +107,6 @@ class ShardHost(Host):
         """Take over groups that now hold shards of all their parameters, empty ones where this rank has nothing."""
         self.shards, self._attached = shards, True
         self._restore(core)
-        self._fill_gradients(core)
 
     def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
         """Take over a state dict as torch does, and what stages keep. Collective over all ranks, once attached."""
@@ -131,9 +129,7 @@ class ShardHost(Host):
         Raises:
             ValueError: There is momentum, and not what the variant keeps; or counts differ.
         """
-        kept: _KeptByName = {}
-        for group in packed:
-            kept |= group.get(CARRIED) or {}
+        kept = take_carried([dict(group) for group in packed])
         counts = {int(group["step"]) for group in packed if group.get("step") is not None}
         if len(counts) > 1:
             raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
@@ -159,24 +155,11 @@ class ShardHost(Host):
                 core.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        """Let the groups carry what stages keep, on the CPU, where files are read: Megatron's checkpoints have no place
-        for it beside Adam's state."""
-        for packed, group in zip(saved["param_groups"], core.param_groups, strict=True):
-            if keeping(stages_of(packed)):
-                mine = [weight for weight in self.weights(core) if weight.group is group]
-                kept = {w.name: {key: v.cpu() for key, v in kept_in(core.state[w.stored]).items()} for w in mine}
-                carry(packed, kept)
-
-    def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
-        """Give empty shards their gradients; it is always a step."""
-        self._fill_gradients(core)
-        return None
-
-    def _fill_gradients(self, core: Stepped) -> None:
-        """Give empty shards empty gradients, as no gradient reaches them."""
-        for weight in self.weights(core):
-            if not weight.stored.numel():
-                weight.stored.grad = torch.empty_like(weight.stored)
+        """Let the first group carry what stages keep, by name, on the CPU, where files are read: Megatron's checkpoints
+        have no place for it beside Adam's state."""
+        states = {weight.name: core.state[weight.stored] for weight in self.weights(core)}
+        kept = {name: {key: v.cpu() for key, v in kept_in(state).items()} for name, state in states.items()}
+        carry(saved["param_groups"][0], kept)
 
     def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
         core.take_step(fault)
@@ -196,7 +179,6 @@ class ShardHost(Host):
         ]
 
 
-@cache
 def _optimizer_class(base: type) -> type:
     class Distributed(base):  # type: ignore[misc]
         """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`, whose host has the shards."""
@@ -269,6 +251,7 @@ def distributed_optimizer(
                 shard, start = shards.get(param), 0
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
+                    shard.grad = torch.empty_like(shard)  # which no one sets, and Megatron unscales
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start
                     wrapped.model_param_group_index_map[param] = index, order

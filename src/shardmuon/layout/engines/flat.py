@@ -96,7 +96,8 @@ class FlatEngine(Engine):
         if info.copies:
             parallel = f", {num_parts} replicas,"
         cut = "" if info.cut is None else f", cut along dim {info.cut.dim} with stride {info.cut.stride}"
-        return Claim((info.shape, info.cut), f"{info.kind}{parallel}{cut}", tuple(param.shape), (info.start,))
+        text = f"{info.kind}{parallel}{cut}"
+        return Claim((info.shape, info.cut), text, tuple(param.shape), (info.start,), empty_lacks_gradient=True)
 
     def stored(self, claims: Mapping[int, Claim], grid: Grid) -> Stored:
         form = next(iter(claims.values())).form

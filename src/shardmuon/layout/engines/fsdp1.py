@@ -167,4 +167,4 @@ class FSDP1Engine(FlatEngine):
                 "flattened it. Tensor parallelism goes with fully_shard (FSDP2); or put it in a group with "
                 "use_muon=False"
             )
-        return super().claim(param, group)._replace(empty_lacks_gradient=True)
+        return super().claim(param, group)
