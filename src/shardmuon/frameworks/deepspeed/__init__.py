@@ -16,7 +16,7 @@ from torch import nn
 from shardmuon.frameworks.deepspeed.host import load_checkpoint as load_checkpoint
 from shardmuon.muon import Muon
 from shardmuon.options import Audit, Exchange, Orthogonalizer
-from shardmuon.routing.groups import Overrides, param_groups
+from shardmuon.routing.groups import Overrides, param_groups, parse_overrides
 
 _GROUPS = {  # key in DeepSpeed's "params" -> argument of param_groups
     "lr": "lr",
@@ -24,7 +24,6 @@ _GROUPS = {  # key in DeepSpeed's "params" -> argument of param_groups
     "adam_lr": "adamw_lr",
     "weight_decay": "weight_decay",
     "betas": "adamw_betas",
-    "eps": "adamw_eps",
 }
 _IGNORED = ("torch_adam", "fused")  # how DeepSpeed computes its AdamW
 _NOT_HERE = {
@@ -107,13 +106,14 @@ def from_config(
     for key, value in params.items():
         if key in _NOT_HERE:
             raise ValueError(f"optimizer.params: {key} has no meaning here. {_NOT_HERE[key]}, and delete it")
-        if value is None and key in _GROUPS:
+        if value is None and key in (*_GROUPS, "eps"):
             raise ValueError(f"optimizer.params: {key} is null. Write a value, or delete it for DeepSpeed's default")
     if not params.pop("adam_w_mode", True):
         raise ValueError(
             "optimizer.params: adam_w_mode is false, but AdamW's decay is decoupled here. Delete it, or write true"
         )
     _refuse_sharding(given)
+    eps = params.pop("eps", 1e-10)
     options = {key: value for key, value in params.items() if key not in _GROUPS}
     if "ns_method" in options:
         options["orthogonalizer"] = {"method": options.pop("ns_method"), **options.get("orthogonalizer", {})}
@@ -121,12 +121,17 @@ def from_config(
         if isinstance(options.get(key), Mapping):
             options[key] = kind(**options[key])
     # DeepSpeed's defaults; it decays all parameters alike, biases and norms too
-    routed: dict[str, Any] = {"weight_decay": 0.0, "lr": 0.02, "adamw_lr": 3e-4, "adamw_eps": 1e-10, "decay_1d": True}
+    routed: dict[str, Any] = {"weight_decay": 0.0, "lr": 0.02, "adamw_lr": 3e-4}
     routed |= {"adamw_lr": params["lr"]} if "lr" in params else {}
     routed |= {argument: params[key] for key, argument in _GROUPS.items() if key in params}  # muon_lr after lr
     if "adamw_betas" in routed:
         routed["adamw_betas"] = tuple(routed["adamw_betas"])
-    groups: Iterable[Mapping[str, Any]] = param_groups(model, overrides=overrides, **routed)
+    decays = {"weight_decay": routed["weight_decay"]}
+    rules = [(rule.pattern, {**decays, **rule.options}) for rule in parse_overrides(overrides)]
+    groups: Iterable[dict[str, Any]] = param_groups(model, overrides=[*rules, ("*", decays)], **routed)
+    for group in groups:
+        if not group["use_muon"]:
+            group.setdefault("eps", eps)
     if any(getattr(p, "allreduce", True) is False for p in model.parameters()):
         groups = expert_groups(groups)
     optimizer = Muon(groups, lr=routed["lr"], **options)
