@@ -239,6 +239,8 @@ MEASURED: dict[str, Any] = {
 def test_hooks_measure_attention_over_all_batches_of_a_step_and_change_nothing(name: str) -> None:
     model, outcomes = MEASURED[name](), []
     batches = [_normal(2, 5, 12, seed=s, scale=1.0 + s) for s in range(3)]
+    for x in batches:
+        x[0, -1] *= 10.0  # the largest logits are those of what padding hides
     for is_hooked in (False, True):
         clip = _hooked(model, tau=math.inf) if is_hooked else None
         model.zero_grad()
