@@ -739,7 +739,7 @@ BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda given=given: Muon(nn.Linear(3, 4), lr=0.1, **given), ValueError, f"group 1: {says}")  # type: ignore[misc]
         for given, says in (
             ({"adamw_lr": "1e-3"}, "lr='1e-3' is text"),
-            ({"adamw_eps": "1e-8"}, "eps='1e-8' is text"),
+            ({"overrides": {"bias": {"eps": "1e-8"}}}, "eps='1e-8' is text"),
             ({"adamw_betas": ("0.9", "0.95")}, "betas=('0.9', '0.95') must be two numbers"),
         )
     ),

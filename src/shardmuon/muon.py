@@ -114,7 +114,7 @@ class Muon(Core, Optimizer):
         audit: When steps are compared with a dense reference, see `Audit`.
         adamw_lr: Of a module only: the learning rate of all that is not a matrix. Default: the one at which AdamW's
             updates are as large as the matrices', which `shardmuon.param_groups` prints. docs/learning_rate.md.
-        **for_module: Of a module only: adamw_betas, adamw_eps, decay_1d and overrides of `shardmuon.param_groups`.
+        **for_module: Of a module only: adamw_betas and overrides of `shardmuon.param_groups`.
 
     Raises:
         ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`

@@ -190,13 +190,13 @@ class Audit(_Options):
 
 OPTION_OBJECTS = {"orthogonalizer": Orthogonalizer, "exchange": Exchange, "storage": Storage, "audit": Audit}
 OPTIMIZER_KEYWORDS = (*OPTION_OBJECTS, "process_group")
-# A field -> how it is written: messages to who puts it elsewhere.
+# A keyword of the optimizer, or a field of one -> how it is written: messages to who puts it elsewhere.
 PLACES = {
     option.name: f"{keyword}=shardmuon.{kind.__name__}({option.name}=...)"
     for keyword, kind in OPTION_OBJECTS.items()
     for option in fields(kind)
     if option.name == "route" or "_" in option.name  # "dtype" and the like may be anybody's
-}
+} | {keyword: f"{keyword}=..." for keyword in OPTIMIZER_KEYWORDS}
 
 
 def _check_objects(given: Mapping[str, object]) -> None:
@@ -316,7 +316,7 @@ def check_keys(where: str, given: Iterable[str]) -> None:
     for key in given:
         if key in GROUP_OPTIONS or key in _FOREIGN:
             continue
-        place = PLACES.get(key) or (f"{key}=..." if key in OPTIMIZER_KEYWORDS else None)
+        place = PLACES.get(key)
         if place is not None:
             raise ValueError(
                 f"{where}{key} applies to the whole optimizer. Write Muon(..., {place}); where another class makes the "

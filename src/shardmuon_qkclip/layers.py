@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shardmuon.layout.views import Ints
-from shardmuon.routing.presets import find_preset, fused_parts
+from shardmuon.routing.presets import Role, find_preset, fused_parts
 from shardmuon.routing.roles import Place, find_places, logical_shape
 
 _Role = Literal["q", "k", "q_pe", ""]
@@ -66,14 +65,9 @@ class Rows:
                 "('q', 'k', 'q_pe' or '', which is anything else) and 1 row or more, repeats 1 or more, dim 0 or 1"
             )
 
-    @property
-    def total(self) -> int:
-        """Number of all rows."""
-        return self.repeats * sum(size for _, size in self.parts)
-
-    def num(self, role: _Role) -> int:
-        """Number of rows of a role."""
-        return self.repeats * sum(size for what, size in self.parts if what == role)
+    def num(self, *roles: _Role) -> int:
+        """Number of rows of these roles; without any, of all."""
+        return self.repeats * sum(size for role, size in self.parts if role in roles or not roles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +110,7 @@ class Attention:
         """Role -> number of heads that share its rows, in the order in which `scaling.py` has their factors."""
         return {"": 1, "q": self.num_heads, "q_pe": self.num_heads, "k": self.num_groups}
 
-    def places(self, rows: Rows) -> Tensor:  # (rows.total,), int64
+    def places(self, rows: Rows) -> Tensor:  # (rows.num(),), int64
         """The place of each row's factor among those that `scaling.py` makes. Rows of a role are dealt to its heads in
         order, in equal parts."""
         out, seen = list[Tensor](), Counter[_Role]()
@@ -158,7 +152,7 @@ class Holder(NamedTuple):
 
     Attributes:
         name: Without what wrappers put into it.
-        module: The module.
+        module: The module; of a wrapper and what it wraps the inner one.
         weights: What it calls each parameter at or below it -> the parameter and its place.
     """
 
@@ -166,26 +160,26 @@ class Holder(NamedTuple):
     module: nn.Module
     weights: dict[str, tuple[Tensor, Place]]
 
-    def shape(self, below: str) -> Ints | None:
-        """The global shape of a parameter; () where nothing here tells it (plain tensor-parallel shards); None if there
-        is none, or it is no matrix."""
+    def num_rows(self, below: str) -> int:
+        """Number of rows of a matrix; 0 where nothing here tells it (plain tensor-parallel shards), -1 if there is no
+        such matrix."""
         if below not in self.weights:
-            return None
+            return -1
         param, place = self.weights[below]
         shape, unknown = logical_shape(param, place.module)
-        return () if unknown else shape if len(shape) == 2 else None
+        return 0 if unknown else shape[0] if len(shape) == 2 else -1
+
+    def preset(self, below: str) -> Role | None:
+        """The role that its module's type gives a matrix."""
+        param, place = self.weights[below]
+        shape, unknown = logical_shape(param, place.module)
+        return find_preset(place.owners, shape) if len(shape) == 2 and not unknown else None
 
     def number(self, *names: str) -> int:
         """The first positive number that the module or its config has by one of these names, else 0."""
-        for name in names:
-            for owner in (self.module, getattr(self.module, "config", None)):
-                value = getattr(owner, name, None)
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                    return value
-        return 0
-
-
-_HeldLayer = tuple[Attention, Holder]  # what is scaled, and whose forward makes the logits
+        owners = (self.module, getattr(self.module, "config", None))
+        values = (getattr(owner, name, None) for name in names for owner in owners)
+        return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
 
 
 class _Form(NamedTuple):
@@ -200,7 +194,7 @@ class _Form(NamedTuple):
     parts: dict[str, _Parts]
     repeats: int = 1
     dim: int = 0
-    heads: int | None = None
+    heads: int = 0
 
 
 def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
@@ -213,55 +207,35 @@ def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
         ValueError: A layer's sizes do not fit its weights, or a weight looks like fused queries and keys of a type that
             is not known.
     """
-    return tuple(layer for layer, _ in find_layers(model))
+    return tuple(find_layers(find_holders(model)))
 
 
-def find_layers(model: nn.Module) -> list[_HeldLayer]:
-    """The layers of `attention_layers`, each with the module that has it."""
-    holders, found = _holders(model), list[_HeldLayer]()
-    for holder in holders:
-        form = next(_forms(holder), None)
-        if form is not None:
-            found.append((_layer(holder, form), holder))
-    inside = {id(module) for _, holder in found for module in holder.module.modules()}
-    for holder in holders:
-        shape = holder.shape("weight")
-        if shape and id(holder.module) not in inside:
+def find_holders(model: nn.Module) -> dict[str, Holder]:
+    """Every module that holds parameters, by its name."""
+    found: dict[str, Holder] = {}
+    for param, places in find_places(model):
+        for place in places:
+            for below, module in place.owners:
+                name = place.name.removesuffix(below).rstrip(".")
+                found.setdefault(name, Holder(name, module, {})).weights.setdefault(below, (param, place))
+    return found
+
+
+def find_layers(holders: Mapping[str, Holder]) -> list[Attention]:
+    """The layers of `attention_layers`."""
+    forms = {name: next(_forms(holder), None) for name, holder in holders.items()}
+    found = [_layer(holders[name], form) for name, form in forms.items() if form is not None]
+    known = {name for name, form in forms.items() if form is not None}
+    for name, holder in holders.items():
+        around = {name[:at] for at, letter in enumerate(f"{name}.") if letter == "."} | {""}
+        if holder.num_rows("weight") > 0 and known.isdisjoint(around):
             place = holder.weights["weight"][1]
-            if "q" in (fused_parts(place.name) or ()) and find_preset(place.owners, shape) is None:
+            if "q" in (fused_parts(place.name) or ()) and holder.preset("weight") is None:
                 raise ValueError(
                     f"{place.name}: by its name it holds queries and keys, but of a type that is not known, so which "
                     f'rows are whose is not. {_LIST_THEM}, with parts such as (("q", rows), ("k", rows), ("", rows))'
                 )
     return found
-
-
-def modules_of(model: nn.Module, layers: Iterable[Attention], hooked: bool) -> list[_HeldLayer]:
-    """Layers that the user lists, with their modules. `hooked`: their forwards are to be measured.
-
-    Raises:
-        ValueError: There is no module of a layer's name.
-    """
-    holders, found = {holder.name: holder for holder in _holders(model)[::-1]}, list[_HeldLayer]()
-    for layer in layers:
-        if layer.name not in holders and hooked:
-            raise ValueError(
-                f"layers: there is no module {layer.name!r} in {type(model).__name__} whose forward could be measured. "
-                "A layer's name is its module's, or write logits=, a function that returns the maxima"
-            )
-        found.append((layer, holders.get(layer.name, Holder("", model, {}))))
-    return found
-
-
-def _holders(model: nn.Module) -> list[Holder]:
-    found: dict[int, Holder] = {}
-    for param, places in find_places(model):
-        for place in places:
-            for below, module in place.owners:
-                name = place.name[: len(place.name) - len(below)].rstrip(".")
-                holder = found.setdefault(id(module), Holder(name, module, {}))
-                holder.weights.setdefault(below, (param, place))
-    return list(found.values())
 
 
 def _forms(holder: Holder) -> Iterator[_Form]:
@@ -273,36 +247,29 @@ def _forms(holder: Holder) -> Iterator[_Form]:
                 f"{holder.name}: add_bias_kv=True adds a key that no projection makes, so scaling weights does not "
                 "bound its logits. Make it with add_bias_kv=False, or leave the layer out with layers="
             )
-        fused: _Parts = tuple((role, module.embed_dim) for role in ("q", "k", ""))
-        leaves = {
-            "in_proj_weight": fused,
-            "in_proj_bias": fused,
-            "q_proj_weight": fused[:1],
-            "k_proj_weight": fused[1:2],
-        }
-        yield _Form(leaves, heads=module.num_heads)
+        q, k, v = ((role, module.embed_dim) for role in ("q", "k", ""))
+        both = {"in_proj_weight": (q, k, v), "in_proj_bias": (q, k, v)}
+        yield _Form({**both, "q_proj_weight": (q,), "k_proj_weight": (k,)}, heads=module.num_heads)  # type: ignore[dict-item]
     for query, key, sizes in _LATENT:
         if {f"{query}.weight", f"{key}.weight"} <= holder.weights.keys():
             (nope, rope, value), heads = map(number, sizes), number(*_HEADS)
             parts: dict[str, _Parts] = {f"{query}.weight": (("q", nope), ("q_pe", rope))}
             yield _Form({**parts, f"{key}.weight": (("k", nope), ("", value))}, heads, heads=heads)
     for query, key in _SEPARATE:
-        shapes = [holder.shape(f"{leaf}.weight") for leaf in (query, key)]
-        if None not in shapes:
-            num_q, num_k = (shape[0] if shape else 0 for shape in shapes)
+        num_q, num_k = (holder.num_rows(f"{leaf}.weight") for leaf in (query, key))
+        if min(num_q, num_k) >= 0:
             yield _Form({f"{query}.weight": (("q", num_q),), f"{key}.weight": (("k", num_k),)})
+    if "linear_qkv.weight" in holder.weights and number("kv_channels"):  # Megatron: of each group queries, key, value
+        size, heads = number("kv_channels"), number("num_attention_heads")
+        groups = number("num_query_groups") or heads or 1
+        yield _Form({"linear_qkv.weight": (("q", heads // groups * size), ("k", size), ("", size))}, groups)
     for below in holder.weights:
-        if below == "linear_qkv.weight" and number("kv_channels"):  # Megatron: of each group its queries, key and value
-            size, heads = number("kv_channels"), number("num_attention_heads")
-            groups = number("num_query_groups") or heads or 1
-            yield _Form({below: (("q", heads // groups * size), ("k", size), ("", size))}, groups)
-        shape = holder.shape(below) if below.count(".") == 1 and below.endswith(".weight") else None
-        preset = find_preset(holder.weights[below][1].owners, shape) if shape else None
+        preset = holder.preset(below) if below.count(".") == 1 and below.endswith(".weight") else None
         if preset is not None and preset.reason.startswith("fused q, k, v"):
-            num_q, num_k, *rest = preset.view["split_sizes"]
-            if len(rest) == 1:  # else q, k, v, z of something else; k, v of cross-attention
+            sizes = preset.view["split_sizes"]
+            if len(sizes) == 3:  # else q, k, v, z of something else; k, v of cross-attention
                 groups, dim = preset.view.get("split_groups", 1), preset.view.get("split_dim", 0)
-                yield _Form({below: (("q", num_q), ("k", num_k), ("", rest[0]))}, groups, dim)
+                yield _Form({below: tuple(zip(("q", "k", ""), sizes, strict=True))}, groups, dim)
 
 
 def _layer(holder: Holder, form: _Form) -> Attention:
@@ -311,15 +278,16 @@ def _layer(holder: Holder, form: _Form) -> Attention:
     Raises:
         ValueError: A size is not known, or does not fit.
     """
-    rows, sizes = list[Rows](), [size for parts in form.parts.values() for _, size in parts]
-    for leaf, parts in form.parts.items() if all(sizes) and form.repeats else ():
+    rows = list[Rows]()
+    is_known = form.repeats and all(size for parts in form.parts.values() for _, size in parts)
+    for leaf, parts in form.parts.items() if is_known else ():
         for below, dim in ((leaf, form.dim), (f"{leaf.removesuffix('.weight')}.bias", 0)):
             if below in holder.weights:
                 rows.append(Rows(holder.weights[below][1].name, parts, form.repeats, dim))
     num_q, num_k = (max((one.num(role) for one in rows), default=0) for role in ("q", "k"))
-    size = (
-        num_q // form.heads if form.heads else holder.number(*_SIZES) or num_q // (holder.number(*_HEADS) or num_q + 1)
-    )
+    heads = form.heads or holder.number(*_HEADS)
+    size = 0 if form.heads else holder.number(*_SIZES)
+    size = size or (num_q // heads if heads else 0)
     if not size or num_q % size or num_k % size:
         raise ValueError(
             f"{holder.name}: {' and '.join(form.parts)} make queries and keys, but of how many rows, or of what size a "

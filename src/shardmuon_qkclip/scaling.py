@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -34,7 +35,6 @@ from torch.optim import Optimizer
 from shardmuon.comm.groups import GroupRef, Ranks, group_for, my_rank, num_ranks, talking_device
 from shardmuon.comm.vote import Ballot, Fault, Phase, Unlike, close_lane
 from shardmuon.errors import (
-    OUT_OF_MEMORY,
     RELOAD,
     REMEDY,
     ExchangeError,
@@ -50,9 +50,10 @@ from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.pieces import Tile, spans_of
 from shardmuon.layout.table import ParamLayout, digest_of
-from shardmuon.layout.views import Ints, matrix_view
+from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.options import PLACE_OPTIONS, view_options
-from shardmuon.step.kept import MatrixNumbers, forget_norms
+from shardmuon.step.kept import forget_norms
+from shardmuon.variants import WEIGHT_NORMS
 from shardmuon_qkclip.layers import Attention, Rows
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Scaled(NamedTuple):
     gains: Tensor
 
 
-class _ClippedWeight(NamedTuple):
+class _Target(NamedTuple):
     """A weight of a layer.
 
     Attributes:
@@ -100,76 +101,61 @@ class _ClippedWeight(NamedTuple):
         rows: What its rows are.
         weight: As it is stepped.
         engine: Reaches its storage.
-        key: Changes with all that the layout table depends on.
+        is_frozen: The model's parameter is frozen now, so the layer is left alone.
     """
 
     layer: Attention
     rows: Rows
     weight: Weight
     engine: Engine
-    key: object
+    is_frozen: bool
+
+    def key(self) -> object:
+        """A value that changes with all that the layout table depends on."""
+        stored, group = self.weight.stored, self.weight.group
+        place = [group.get(key) for key in ("rank_local", *PLACE_OPTIONS)]
+        return self.layer, self.rows, id(stored), self.engine, self.engine.signature(stored), place, self.is_frozen
 
 
-class _Found(NamedTuple):
-    """The weights of some layers.
-
-    Attributes:
-        key: Changes with all that the layout table depends on.
-        targets: The weights.
-        spared: Layers that are not scaled, having a frozen weight.
-    """
-
-    key: object
-    targets: list[_ClippedWeight]
-    spared: set[str]
-
-
-_Told = dict[tuple[Ranks, ...], list[tuple[str, int]]]  # sets of ranks that share some layers -> names, num_heads
+_Told = dict[str, tuple[int, Ranks]]  # layer -> its heads, and all ranks with which a rank shares or replicates it
 
 
 class _Bound(KeptTable):
     """A layout table of the weights, which all ranks have.
 
     Attributes:
-        found: The weights.
-        beyond: The ranks of `process_group`.
-        layouts: Who stores what of each weight.
-        places: For each, where its rows' factors stand, on its device.
-        matrices: For each, which of its matrices a row is in.
+        key: Changes with all that the table depends on.
+        targets: The weights.
+        layouts: Who stores what of each.
+        places: For each, where its rows' factors stand among the layer's, on its device.
         slots: (layer, number of heads, ranks that the layer's sets connect), in the order of the reduction.
-        mine: The layer of each slot; None: it is of other ranks.
     """
 
-    def __init__(self, table: Table, found: _Found, beyond: Ranks | None) -> None:
+    def __init__(self, table: Table, targets: Sequence[_Target], key: object) -> None:
         super().__init__(table)
-        self.found, self.beyond, self.layouts = found, beyond, table.layouts
-        self.mine, self.slots = list[str | None](), list[tuple[str, int, Ranks]]()
-        self.places, self.matrices = list[Tensor](), list[MatrixNumbers | None]()
-        for target, layout in zip(found.targets, table.layouts, strict=True):
+        self.key, self.targets, self.layouts = key, targets, table.layouts
+        self.slots = list[tuple[str, int, Ranks]]()
+        self.places = list[Tensor]()
+        for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
-            if size != rows.total:  # the layout is the same on every rank that has it
+            if size != rows.num():  # the layout is the same on every rank that has it
                 raise Unlike(
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
-                    f"{rows.repeats} times make {rows.total}"
+                    f"{rows.repeats} times make {rows.num()}"
                 )
             self.places.append(target.layer.places(rows).to(target.weight.stored.device))
-            self.matrices.append(_matrices(target, layout.view.shape))
 
     def hear(self, everyone: Sequence[_Told]) -> None:
         """Give each layer its slots in the reduction, from what each rank of the component tells."""
-        listed: dict[tuple[Ranks, ...], set[tuple[str, int]]] = {}
-        for theirs in everyone:
-            for sets, layers in theirs.items():
-                listed.setdefault(sets, set()).update(layers)
-        for layer in sorted(set().union(*listed.values())):
+        for name in sorted(set().union(*everyone)):
             connected: list[set[int]] = []
-            for ranks in (ranks for sets, layers in listed.items() if layer in layers for ranks in sets):
+            told = [theirs[name] for theirs in everyone if name in theirs]
+            for _, ranks in told:
                 touching = [other for other in connected if not other.isdisjoint(ranks)]
                 connected = [other for other in connected if other.isdisjoint(ranks)]
                 connected.append(set(ranks).union(*touching))
-            self.slots += [(*layer, tuple(ranks)) for ranks in sorted(map(sorted, connected))]
-        own = {target.layer.name for target in self.found.targets}
-        self.mine = [name if name in own and my_rank() in ranks else None for name, _, ranks in self.slots]
+            heads = {rank: num_heads for num_heads, ranks in told for rank in ranks}
+            self.slots += [(name, heads[ranks[0]], tuple(ranks)) for ranks in sorted(map(sorted, connected))]
 
 
 class Scaler(Call[_Bound]):
@@ -179,7 +165,7 @@ class Scaler(Call[_Bound]):
         optimizer: Steps them.
         layers: The layers.
         process_group: Ranks that see other batches with the same weights, beyond those that share the weights.
-        params: Parameter name -> the model's parameter, where it is known. A layer is left alone while one is frozen.
+        params: Parameter name -> the model's parameter, where it is known.
     """
 
     phase = Phase.QK_CLIP
@@ -226,22 +212,19 @@ class Scaler(Call[_Bound]):
             self._numbers = float(tau), float(alpha)
             try:
                 self._given = measure()
-            except OUT_OF_MEMORY:
-                raise
             except Exception as wrong:
-                raise ValueError(
-                    f"QK-clip: the function logits= raised {type(wrong).__name__}: {wrong}. It must return the largest "
-                    f"logit of each head, as tensors, of the layers {list(self._by_name)}"
-                ) from wrong
+                if stays_itself(wrong):
+                    raise
+                raise ValueError(f"QK-clip: the function logits= raised {type(wrong).__name__}: {wrong}") from wrong
         try:
             bound, _ = agree(self, fault)
-            self._all = _largest(self._flat, bound.component, self._group) if bound.slots else self._flat
+            self._all = _largest(self._own, bound.component, self._group)
         except Refused:  # all ranks raise, and may go on
             raise
         except BaseException as error:  # other ranks may wait, or have gone on
-            if num_ranks() > 1:
+            if not self._is_alone:
                 self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
-                if self._bound is not None and not self._is_alone and not isinstance(error, ExchangeError):
+                if self._bound is not None:
                     close_lane(self._bound.component)  # whoever waits for this rank fails at once
             raise
 
@@ -259,52 +242,47 @@ class Scaler(Call[_Bound]):
             done = self._scale(bound)
         try:
             settle(fault, bound.component, Phase.QK_CLIP)
-            return done
-        except Refused as refused:
-            text = str(refused)
-        except ExchangeError as error:
-            self._remember(str(error))
-            raise
-        broken = self._remember(f"{text}. Weights of queries and keys may be half scaled")
-        if fault.cause is not None and stays_itself(fault.cause):
-            raise fault.cause
-        raise ExchangeError(broken) from fault.cause
+        except (Refused, ExchangeError) as error:
+            broken = self._remember(f"{error}. Weights of queries and keys may be half scaled")
+            if isinstance(error, ExchangeError):
+                raise
+            if fault.cause is not None and stays_itself(fault.cause):
+                raise fault.cause from None
+            raise ExchangeError(broken) from fault.cause
+        return done
 
     def _scale(self, bound: _Bound) -> dict[str, Scaled]:
         (tau, alpha), done, factor = self._numbers, dict[str, Scaled](), dict[str, Tensor]()
-        found, device = bound.found, self._own[self._layers[0].name].device
-        parts = self._all.to(device).split([num_heads for _, num_heads, _ in bound.slots])
-        maxima = self._own | {name: part for name, part in zip(bound.mine, parts, strict=True) if name is not None}
+        parts = self._all.to(self._own.device).split([num_heads for _, num_heads, _ in bound.slots])
+        maxima = {name: part for (name, _, ranks), part in zip(bound.slots, parts, strict=True) if my_rank() in ranks}
+        frozen = {target.layer.name for target in bound.targets if target.is_frozen}
         for name, layer in self._by_name.items():
-            gain = gains(layer, maxima[name], math.inf if name in found.spared else tau)
+            gain = gains(layer, maxima[name], math.inf if name in frozen else tau)
             done[name], factor[name] = Scaled(maxima[name], gain), _factors(layer, gain, alpha)
-        now = {id(w.stored): w.now for w in _weights_of(self._optimizer)}
-        for at, target in enumerate(found.targets):
-            name, is_now = target.layer.name, now.get(id(target.weight.stored), True)
-            if math.isfinite(tau) and name not in found.spared and is_now:  # else a later call of this step scales it
-                self._multiply(target, factor[name], bound.layouts[at], bound.places[at], bound.matrices[at])
+        now = {id(weight.stored): weight.now for weight in _weights_of(self._optimizer)}
+        for target, layout, places in zip(bound.targets, bound.layouts, bound.places, strict=True):
+            is_now = now.get(id(target.weight.stored), True)  # else a later call of this step scales it
+            if math.isfinite(tau) and target.layer.name not in frozen and is_now:
+                self._multiply(target, layout, factor[target.layer.name].to(places.device)[places])
         return done
 
     def _multiply(
         self,
-        target: _ClippedWeight,
-        factor: Tensor,
+        target: _Target,
         layout: ParamLayout,
-        places: Tensor,
-        matrices: MatrixNumbers | None,
+        per_row: Tensor,  # of the whole weight, on every rank
     ) -> None:
         """Scale what this rank stores of a weight."""
         stored, dim = target.weight.stored, target.rows.dim
-        per_row = factor.to(places.device)[places]  # of the whole weight, on every rank
-        if per_row.device.type == "cpu" and bool((per_row == 1.0).all()):  # elsewhere the host would wait
-            return
         for core in self._keeping():  # norms that variants keep are those before it is scaled
-            if stored in core.state:
-                forget_norms(core.state[stored], core.settled, per_row, matrices)
+            kept = core.state.get(stored, {})
+            if any(key in kept for key in WEIGHT_NORMS):
+                view = matrix_view(layout.view.shape, **view_options(target.weight.group))
+                forget_norms(kept, core.settled, _scaled_matrices(per_row, dim, view))
         local = target.engine.storage(stored)
         per_row = per_row.double() if local.dtype == torch.float64 else per_row
-        for view, start in _views(local, layout, dim):
-            view.mul_(per_row[start : start + view.shape[dim]].view(-1, *[1] * (view.ndim - 1 - dim)))
+        for part, start in _views(local, layout, dim):
+            part.mul_(per_row[start : start + part.shape[dim]].view(-1, *[1] * (part.ndim - 1 - dim)))
 
     def _remember(self, text: str) -> str:
         """Let the optimizer refuse further steps, as after an error in one of its own; returns why."""
@@ -323,33 +301,31 @@ class Scaler(Call[_Bound]):
         core, host = _core_of(self._optimizer), host_of(self._optimizer)
         return () if core is None else (core,) if host is None else tuple(host.keeping(core))
 
-    def trained(self) -> list[Attention]:
-        """Layers whose queries have gradients."""
-        targets = () if self._bound is None else self._bound.found.targets
-        return [t.layer for t in targets if t.rows.num("q") and t.weight.param.grad is not None]
-
     # ------------------------------------------------------------------------------------------------- what is voted
 
     def known(self) -> _Bound | None:
         return self._bound
 
     def is_current(self, kept: _Bound) -> bool:
-        return kept.beyond == self.beyond and kept.found.key == self.find().key
+        return kept.key == self._key(self._find())
+
+    def _key(self, targets: Sequence[_Target]) -> object:
+        return self._layers, self.beyond, [target.key() for target in targets]
 
     def listed(self) -> list[Listed]:
-        self._found = self.find()
-        return [self._one_listed(target) for target in self._found.targets]
+        self._found = self._find()
+        return [self._one_listed(target) for target in self._found]
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
         return [(weight.name, weight.stored, weight.group) for weight in _weights_of(self._optimizer)]
 
     def made(self, table: Table) -> tuple[_Bound, _Told]:
-        bound, told = _Bound(table, self._found, self.beyond), _Told()
-        beyond = () if self.beyond is None else (self.beyond,)
-        for name, layer in self._by_name.items():
-            mine = {number for number, target in enumerate(self._found.targets) if target.layer is layer}
-            sets = [ranks for ranks, numbers in bound.sets.items() if not mine.isdisjoint(numbers)]
-            told.setdefault((*sets, *beyond), []).append((name, layer.num_heads))
+        bound = _Bound(table, self._found, self._key(self._found))
+        told: _Told = {layer.name: (layer.num_heads, (my_rank(), *(self.beyond or ()))) for layer in self._layers}
+        for ranks, numbers in bound.sets.items():
+            for name in {self._found[number].layer.name for number in numbers}:
+                num_heads, others = told[name]
+                told[name] = num_heads, (*others, *ranks)
         return bound, told
 
     def heard(self, kept: _Bound, everyone: Sequence[_Told]) -> None:
@@ -357,89 +333,89 @@ class Scaler(Call[_Bound]):
         self._bound = kept
 
     def read(self, kept: _Bound) -> Ballot:
-        device = kept.found.targets[0].weight.stored.device
-        self._own = self._maxima(device)
-        fp32: Any = {"dtype": torch.float32, "device": device}
+        device = kept.targets[0].weight.stored.device
+        own = self._maxima(device)
         parts = [
-            torch.full((num_heads,), -math.inf, **fp32) if name is None else self._own[name]
-            for name, (_, num_heads, _) in zip(kept.mine, kept.slots, strict=True)
+            own[name] if name in own and my_rank() in ranks else torch.full((num_heads,), -math.inf, device=device)
+            for name, num_heads, ranks in kept.slots
         ]
-        self._flat = torch.cat([torch.empty(0, **fp32), *parts])
+        self._own = torch.cat(parts)
         self._keeping()  # takes over what was loaded: where the others hear of it if that fails
-        sets = (*kept.sets, *(() if kept.beyond is None else (kept.beyond,)))
+        sets = (*kept.sets, *(() if self.beyond is None else (self.beyond,)))
         return Ballot(self.phase, digests={ranks: digest_of((kept.token, self.lines(kept, ranks))) for ranks in sets})
 
     def lines(self, kept: _Bound, ranks: Ranks) -> list[str]:
         tau, alpha = self._numbers
         layers = [f"{len(self._layers)} attention layers", *map(repr, self._layers)]
-        return [f"tau={tau!r} alpha={alpha!r}", *(layers if ranks == kept.beyond else ())]
+        return [f"tau={tau!r} alpha={alpha!r}", *(layers if ranks == self.beyond else ())]
 
     def _maxima(self, device: torch.device) -> dict[str, Tensor]:
         """One vector for each layer, -inf where nothing was measured."""
-        given, found = self._given, dict[str, Tensor]()
-        if not isinstance(given, Mapping):
-            raise ValueError(
-                f"QK-clip: logits are {type(given).__name__}, expected layer -> the largest logits of its heads"
-            )
-        unknown = sorted(set(given) - set(self._by_name))
-        if unknown:
-            raise ValueError(f"logits of {unknown[0]!r}: no such layer. Layers are {list(self._by_name)}")
+        found = dict[str, Tensor]()
+        for name in self._given:
+            if name not in self._by_name:
+                raise ValueError(f"logits of {name!r}: no such layer. Layers are {list(self._by_name)}")
         for name, layer in self._by_name.items():
-            maxima = given.get(name)
+            maxima = self._given.get(name)
             if maxima is None:
-                maxima = torch.full((layer.num_heads,), -torch.inf, device=device)
-            if not isinstance(maxima, Tensor) or tuple(maxima.shape) != (layer.num_heads,):
-                what = tuple(maxima.shape) if isinstance(maxima, Tensor) else type(maxima).__name__
+                maxima = torch.full((layer.num_heads,), -math.inf, device=device)
+            what = tuple(maxima.shape) if isinstance(maxima, Tensor) else type(maxima).__name__
+            if what != (layer.num_heads,):
                 raise ValueError(
                     f"logits of {name!r}: found {what}, expected a tensor of shape ({layer.num_heads},), the largest "
                     "logit of each head; -inf for heads that other ranks of a tensor-parallel group have"
                 )
             maxima = maxima.detach().to(device, torch.float32)
-            found[name] = maxima.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            found[name] = maxima.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         return found
 
     # ------------------------------------------------------------------------------------------------ where it lies
 
-    def find(self, *, strictly: bool = False) -> _Found:
+    def _find(self) -> list[_Target]:
         """Every weight of the layers: the model's parameter, or what is stepped by its name.
 
         Raises:
-            ValueError: One is not there, but for one that was frozen and taken out (`strictly`: also then, and where
-                another tensor than the model's is stepped by its name), or two layers have it.
+            ValueError: One is not there, or two layers have it.
         """
         weights = _weights_of(self._optimizer)
         by_param, by_name = {id(w.param): w for w in weights}, {w.name: w for w in weights}
-        found, spared = dict[int, _ClippedWeight](), set[str]()
+        found = dict[int, _Target]()
         for layer, rows in [(one, rows) for one in self._layers for rows in one.rows]:
-            param, named = self._params.get(rows.weight), by_name.get(rows.weight)
-            weight, frozen = by_param.get(id(param)), param is not None and not param.requires_grad
-            if weight is None and not (strictly and param is not None and not _is_copy(named, param)):
-                weight = named
-            if frozen:
-                spared.add(layer.name)
-            if weight is None and (strictly or not frozen):
-                kind, why = self._optimizer.__class__.__name__, ""
-                if frozen:
-                    why = " It is frozen (requires_grad=False); unfrozen when the optimizer is made, it would be."
-                elif named is not None:
-                    why = " It steps a weight of this name, which is another tensor than the model's."
+            param = self._params.get(rows.weight)
+            weight = by_param.get(id(param)) or by_name.get(rows.weight)
+            if weight is None:
+                raise self._missing(layer, rows)
+            first = found.get(id(weight.stored))
+            if first is not None:
                 raise ValueError(
-                    f"{layer.name}: {rows.weight} is not among the weights of {kind}, so it cannot be scaled with "
-                    f"the others.{why} Give it to the optimizer with its name, or leave the layer out with layers="
+                    f"{first.rows.weight} of {first.layer.name} and {rows.weight} of {layer.name} are one weight: no "
+                    "one factor is right for both. Leave the layers out with layers="
                 )
-            if weight is not None:
-                first = found.setdefault(id(weight.stored), _target(layer, rows, weight))
-                if (first.layer, first.rows) != (layer, rows):
-                    raise ValueError(
-                        f"{first.rows.weight} of {first.layer.name} and {rows.weight} of {layer.name} are one weight: "
-                        "no one factor is right for both. Leave the layers out with layers="
-                    )
+            try:
+                engine = engine_for(weight.stored, {**weight.group, "use_muon": False})
+            except ValueError as wrong:
+                raise ValueError(f"{weight.name}: {wrong}") from None
+            frozen = not (weight.param if param is None else param).requires_grad
+            found[id(weight.stored)] = _Target(layer, rows, weight, engine, frozen)
         if not found or len(self._by_name) < len(self._layers):
-            raise ValueError("all attention layers are frozen and no longer the optimizer's, or two have one name")
-        key = (self._layers, sorted(spared), [target.key for target in found.values()])
-        return _Found(key, list(found.values()), spared)
+            raise ValueError(f"layers: found {[layer.name for layer in self._layers]}, expected layers of unlike names")
+        return list(found.values())
 
-    def _one_listed(self, target: _ClippedWeight) -> Listed:
+    def check_model(self) -> None:
+        """Raise ValueError unless the optimizer steps the very parameters of the model, or copies in another dtype."""
+        for target in self._find():
+            param, stepped = self._params.get(target.rows.weight), target.weight.param
+            if param is not None and stepped is not param and stepped.dtype == param.dtype:
+                raise self._missing(target.layer, target.rows)
+
+    def _missing(self, layer: Attention, rows: Rows) -> ValueError:
+        return ValueError(
+            f"{layer.name}: {rows.weight} is not among the weights of {self._optimizer.__class__.__name__}, so it "
+            "cannot be scaled with the others. Make the optimizer of this very model (another tensor of that name is "
+            "none of its weights), with names and before a layer is frozen, or leave the layer out with layers="
+        )
+
+    def _one_listed(self, target: _Target) -> Listed:
         """A weight as the layout table lists it.
 
         Raises:
@@ -447,55 +423,29 @@ class Scaler(Call[_Bound]):
         """
         weight = target.weight
         group: dict[str, Any] = {**weight.group, "use_muon": False}  # no matrices are read
-        engine, replicas = engine_for(weight.stored, group), GroupRef.of(group.get("process_group"))
-        if group.get("rank_local") or (replicas is not None and not replicas.ranks):
-            replicas = None
-        if replicas is None and type(engine) is Engine and not group.get("rank_local"):
-            replicas = group["process_group"] = self._group
-        alone = engine.ties(weight.stored, group).sets == ((my_rank(),),)
-        if alone and num_ranks() > 1 and self._group is None and replicas is None:
-            raise ValueError(
-                f"{weight.name}: it is a plain tensor on each of {num_ranks()} ranks, and which of them see other "
-                "batches with the same weights is not known. Write process_group=torch.distributed.group.WORLD if all "
-                f"do (DDP), or the data- and context-parallel group; process_group=({my_rank()},) for this rank alone"
-            )
-        alike = f"{target.layer} {target.rows} {target.layer.name in self._found.spared}"
+        replicas = GroupRef.of(group.get("process_group"))
+        is_plain = type(target.engine) is Engine and not group.get("rank_local")
+        if is_plain and (replicas is None or not replicas.ranks):
+            group["process_group"] = self._group
+            if self._group is None and num_ranks() > 1:
+                raise ValueError(
+                    f"{weight.name}: it is a plain tensor on each of {num_ranks()} ranks, and which of them see other "
+                    "batches with the same weights is not known. Write process_group=torch.distributed.group.WORLD if "
+                    f"all do (DDP), or the data- and context-parallel group; process_group=({my_rank()},) for this "
+                    "rank alone"
+                )
+        alike = f"{target.layer} {target.rows} {target.is_frozen}"
         return Listed(weight.name, target.rows.weight, weight.stored, group, None, alike)
 
 
-def _target(layer: Attention, rows: Rows, weight: Weight) -> _ClippedWeight:
-    try:
-        engine = engine_for(weight.stored, {**weight.group, "use_muon": False})
-        lies = engine.signature(weight.stored)
-    except ValueError as wrong:
-        raise ValueError(f"{weight.name}: {wrong}") from None
-    place = [weight.group.get(key) for key in ("rank_local", *PLACE_OPTIONS)]
-    return _ClippedWeight(layer, rows, weight, engine, (id(weight.stored), engine, lies, place))
-
-
-def _is_copy(weight: Weight | None, param: Tensor) -> bool:
-    """True if a weight of a parameter's name is its copy in another precision, as mixed precision steps it."""
-    if weight is None:
-        return False
-    return param.dtype != weight.param.dtype or getattr(param, "main_param", None) is weight.param
-
-
-def _matrices(target: _ClippedWeight, shape: Ints) -> MatrixNumbers | None:
-    """The matrix that each row is in, by the options of its group; None: there is one, or a row is in several."""
-    group, dim = target.weight.group, target.rows.dim
-    if len(shape) != 2 or not group.get("use_muon") or "view" not in group:
-        return None
-    view = matrix_view(shape, **view_options(group))
-    first = dim + (0 <= view.split_dim < dim)
-    mine = range(first, first + 1 + (view.split_dim == dim))  # fine dims that run along the rows
-    number = torch.full([size if d in mine else 1 for d, size in enumerate(view.fine)], -1, device="cpu")
-    for at, matrix in enumerate(view.matrices):
-        spans = enumerate(zip(matrix.start, matrix.sizes, strict=True))
-        here = number[tuple(slice(a, a + size) if d in mine else slice(None) for d, (a, size) in spans)]
-        if bool((here >= 0).any()):
-            return None
-        here.fill_(at)
-    return None if len(view.matrices) < 2 else MatrixNumbers(number.flatten().to(target.weight.stored.device), at + 1)
+def _scaled_matrices(per_row: Tensor, dim: int, view: MatrixView) -> Tensor:  # (matrices,), bool
+    """True for each matrix of a weight in which a row (or column) is multiplied with anything but 1."""
+    changed, strides = per_row != 1.0, view.refined([int(d == dim) for d in range(len(view.shape))])
+    found = []
+    for matrix in view.matrices:
+        sizes = [size if stride else 1 for size, stride in zip(matrix.sizes, strides, strict=True)]
+        found.append(changed.as_strided(sizes, strides, sum(map(mul, matrix.start, strides))).any())
+    return torch.stack(found)
 
 
 def _largest(
@@ -504,6 +454,8 @@ def _largest(
     hint: GroupRef | None,
 ) -> Tensor:  # 1-D
     """The elementwise maximum over some ranks. Collective among them."""
+    if len(ranks) == 1:
+        return flat
     group = group_for(ranks, hint)
     flat = flat.to(talking_device(flat.device, group))
     with naming(lambda: f"QK-clip: the largest logits of ranks {ranks_text(ranks)}", "Nothing was scaled here"):

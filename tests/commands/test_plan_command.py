@@ -198,8 +198,6 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
     "audit": (Audit(every=3), False),
     "adamw_lr": (1e-3, False),
     "adamw_betas": ((0.9, 0.9), False),
-    "adamw_eps": (1e-9, False),
-    "decay_1d": (True, False),
     "overrides": ({"*.q_proj.weight": {"num_heads": 4}}, True),
 }
 

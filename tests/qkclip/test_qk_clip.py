@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from shardmuon import Muon
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon_qkclip import QKClip, qk_clip
-from shardmuon_qkclip.clip import largest_logits
 from shardmuon_qkclip.layers import Attention, Rows, attention_layers
+from shardmuon_qkclip.logits import largest_logits
 
 
 def _normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -98,6 +98,12 @@ def assert_measured(clip: QKClip, wanted: list[Tensor]) -> None:
 def _idle(model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer whose steps change nothing."""
     return torch.optim.SGD(model.named_parameters(), lr=0.0)
+
+
+def _with(model: Any, **changes: Any) -> Any:
+    for name, value in changes.items():
+        setattr(model, name, value)
+    return model
 
 
 def _hooked(model: nn.Module, **options: Any) -> QKClip:
@@ -216,6 +222,7 @@ MEASURED: dict[str, Any] = {
     "sdpa, biases": lambda: Llama(bias=True),
     "sdpa, a head a key": lambda: Llama(groups=6),
     "written out": Eager,
+    "normed queries, which are only measured": lambda: _with(Llama(), q_norm=nn.RMSNorm(4)),
     **{
         f"torch's, {mask}, {'weights' if need_weights else 'fused'}": lambda options=(mask, need_weights, first): (
             Torchs(*options)
@@ -232,6 +239,8 @@ MEASURED: dict[str, Any] = {
 def test_hooks_measure_attention_over_all_batches_of_a_step_and_change_nothing(name: str) -> None:
     model, outcomes = MEASURED[name](), []
     batches = [_normal(2, 5, 12, seed=s, scale=1.0 + s) for s in range(3)]
+    for x in batches:
+        x[0, -1] *= 10.0  # the largest logits are those of what padding hides
     for is_hooked in (False, True):
         clip = _hooked(model, tau=math.inf) if is_hooked else None
         model.zero_grad()
@@ -243,7 +252,9 @@ def test_hooks_measure_attention_over_all_batches_of_a_step_and_change_nothing(n
     assert clip is not None
     with torch.no_grad():
         model(100 * batches[0])  # evaluation does not count
+    before = [p.detach().clone() for p in model.parameters()]
     clip._optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert_measured(clip, [torch.stack([largest(model, x) for x in batches]).amax(0)])
     clip.close()
     model(batches[0]).sum().backward()
@@ -268,7 +279,7 @@ def test_a_function_gives_the_maxima() -> None:
     clip = _hooked(model, logits=lambda: {"": torch.tensor([1.0, 2.0, 400.0, 4.0, 5.0, 6.0])})
     clip._optimizer.step()
     (layer,) = clip.report.layers
-    assert (clip.report.num_clipped, layer.smallest_gain, clip.report.max_logit) == (1, 0.25, 400.0)
+    assert (clip.report.num_clipped, min(layer.gains), clip.report.max_logit) == (1, 0.25, 400.0)
     assert "max 400  clipped 1  gain 0.25" in str(clip.report)
 
 
@@ -307,12 +318,6 @@ def test_layers_of_the_demo_and_of_megatron_are_found_with_their_groups() -> Non
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
-
-
-def _with(model: Any, **changes: Any) -> Any:
-    for name, value in changes.items():
-        setattr(model, name, value)
-    return model
 
 
 def _one_weight() -> nn.Module:
@@ -373,60 +378,8 @@ def test_what_is_wrong_is_said_with_a_name(make: Any, said: str) -> None:
         make()
 
 
-def test_a_layer_with_normed_queries_can_be_measured() -> None:
-    model = _with(Llama(), q_norm=nn.RMSNorm(4))
-    clip = _hooked(model, tau=math.inf)
-    before = model.q_proj.weight.detach().clone()
-    model(_normal(1, 4, 12)).sum().backward()
-    clip._optimizer.step()
-    assert math.isfinite(clip.report.max_logit)
-    assert torch.equal(before, model.q_proj.weight)
-
-
 def test_heads_that_do_not_fit_the_weights_are_refused_where_they_are_measured() -> None:
     model = _with(Llama(), head_dim=8)
     _hooked(model, layers=[_LAYER])
     with pytest.raises(ValueError, match="its forward makes logits of 3 heads, and it has 6"):
         model(_normal(1, 4, 12))
-
-
-# ------------------------------------------------------------------------------------------------------------- a run
-
-
-class Growing(nn.Module):
-    """A byte model with logits that a large lr makes grow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.attention, self.head = nn.Embedding(16, 12), Llama(), nn.Linear(12, 16, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = F.rms_norm(self.embed(ids), (12,))
-        return self.head(x + self.attention(x))
-
-
-@pytest.mark.numeric
-def test_growing_logits_are_held_while_the_loss_goes_on_falling() -> None:
-    ids = torch.randint(0, 16, (4, 33), generator=torch.Generator().manual_seed(1))
-    runs = []
-    for tau in (math.inf, 20.0):
-        torch.manual_seed(0)
-        model, largest_of, losses = Growing(), [], []
-        for name in ("q_proj", "k_proj"):
-            nn.init.normal_(getattr(model.attention, name).weight, std=1.0)
-        optimizer = Muon(model, lr=0.2, weight_decay=0.0, adamw_lr=0.01)
-        clip = QKClip(model, optimizer, tau=tau)
-        for _ in range(45):
-            loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            loss.backward()
-            losses.append(float(loss.detach()))
-            optimizer.step()
-            optimizer.zero_grad()
-            largest_of.append(clip.report.max_logit)
-        runs.append((largest_of, losses))
-    (free, _), (held, losses) = runs
-    assert free[0] == held[0]  # the same model
-    assert max(free[10:]) > 100.0  # what is held would grow
-    # a step may lift logits above tau again before it is measured: by its own update, of q and of k
-    assert max(held[10:]) < 2 * 20.0 and max(held[10:]) < min(free[30:]) / 2
-    assert losses[-1] < losses[5] < losses[0]

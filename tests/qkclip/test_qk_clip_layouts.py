@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from contextlib import nullcontext
@@ -72,15 +73,18 @@ def _optimizer(params: dict[str, nn.Parameter], given: Any = None, **options: An
     return Muon(groups[: 2 if vectors else 1], lr=0.02, **options, **(given or {}))
 
 
+def _largest_of_all(world: int, number: int) -> dict[str, Tensor]:
+    everyone = [_maxima(rank + 10 * number) for rank in range(world)]
+    return {x.name: torch.stack([theirs[x.name] for theirs in everyone]).amax(0) for x in LAYERS}
+
+
 @lru_cache
 def _clipped_by_one(world: int, dtype: torch.dtype, rounds: int = 2) -> dict[str, Tensor]:
     """Weights clipped on one process with plain tensors, which sees the batches of all ranks."""
     params = {n: nn.Parameter(t) for n, t in _model(dtype).items()}
     optimizer = _optimizer(params)
     for number in range(rounds):
-        everyone = [_maxima(rank + 10 * number) for rank in range(world)]
-        largest = {x.name: torch.stack([theirs[x.name] for theirs in everyone]).amax(0) for x in LAYERS}
-        qk_clip(optimizer, largest, layers=LAYERS, process_group=(dist.get_rank(),))
+        qk_clip(optimizer, _largest_of_all(world, number), layers=LAYERS, process_group=(dist.get_rank(),))
     return {n: p.detach() for n, p in params.items()}
 
 
@@ -150,15 +154,13 @@ def _dense_steps(world: int, steps: int = 3, variant: str | None = None) -> dict
     model = nn.Module()
     for name, p in params.items():
         model.register_parameter(name, p)
-    at = {"step": 0}
+    numbers = itertools.count()
 
     def everyone() -> dict[str, Tensor]:
-        found = [_maxima(rank + 10 * at["step"]) for rank in range(world)]
-        return {x.name: torch.stack([theirs[x.name] for theirs in found]).amax(0) for x in LAYERS}
+        return _largest_of_all(world, next(numbers))
 
     QKClip(model, optimizer, layers=LAYERS, logits=everyone, process_group=(dist.get_rank(),))
     for number in range(steps):
-        at["step"] = number
         for name, grad in _grads(number).items():
             params[name].grad = grad.clone()
         optimizer.step()
@@ -173,25 +175,22 @@ def _zero_matches(row: str, dtype: torch.dtype, variant: str | None = None) -> t
     params = dict(model.named_parameters())
     options: dict[str, Any] = {"process_group": dist.group.WORLD} if row == "zero0" else {}
     optimizer = _optimizer(params, variant=variant, **options)
-    at = {"step": 0}
-    clip = QKClip(model, optimizer, layers=LAYERS, logits=lambda: _maxima(rank + 10 * at["step"]))
+    numbers = itertools.count()
+    clip = QKClip(model, optimizer, layers=LAYERS, logits=lambda: _maxima(rank + 10 * next(numbers)))
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": ZERO_ROWS[row]}
     if dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True}
     engine = initialize(model, optimizer, config, "cpu")
     for number in range(3):
-        at["step"] = number
         engine.backward(engine({n: t.to(dtype) for n, t in _grads(number).items()}))
         engine.step()
     assert clip.report.step == 3 and clip.report.num_clipped > 0
     whole = {n: p.detach() if row == "zero0" else whole_weight(p) for n, p in params.items()}
     other = [n for n, t in whole.items() if dtype == torch.float32 and not torch.equal(t, wanted[n])]
-    if "zero3" in row:
-        import deepspeed
+    import deepspeed
 
-        with deepspeed.zero.GatheredParameters(list(params.values())):
-            models = {n: p.detach().clone() for n, p in params.items()}
-    else:
+    whole_model = deepspeed.zero.GatheredParameters(list(params.values())) if "zero3" in row else nullcontext()
+    with whole_model:
         models = {n: p.detach().clone() for n, p in params.items()}
     copies = [n for n, t in whole.items() if not torch.equal(models[n], t.to(models[n].dtype))]
     with (
@@ -224,10 +223,9 @@ def _fsdp1_matches(row: str, variant: str | None = None) -> list[str]:
     world, rank = dist.get_world_size(), dist.get_rank()
     wanted = _dense_steps(world, variant=variant)
     run = Fsdp1Run(row, _model(), partial(_optimizer, variant=variant))  # type: ignore[arg-type]
-    at = {"step": 0}
-    QKClip(run._model, run.optimizer, layers=LAYERS, logits=lambda: _maxima(rank + 10 * at["step"]))
+    numbers = itertools.count()
+    QKClip(run._model, run.optimizer, layers=LAYERS, logits=lambda: _maxima(rank + 10 * next(numbers)))
     for number in range(3):
-        at["step"] = number
         run.step(_grads(number))
     return [n for n, t in run.weights().items() if not torch.equal(t, wanted[n])]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,7 +37,10 @@ class Job:
 
     def __init__(self, folder: Path | None = None, **options: Any) -> None:
         torch.manual_seed(0)
-        self.model, self.file = nn.Sequential(Llama(), nn.Linear(12, 12, bias=False), Llama(groups=6)), folder
+        self.model, self.file = (
+            nn.Sequential(Llama(), nn.Linear(12, 12, bias=False), Llama(groups=6)),
+            cast(Path, folder),
+        )
         for at in (0, 2):
             self.model[at].q_proj.weight.data.mul_(6.0)
         named = [(f"{at}.{name}", p) for at in (0, 2) for name, p in self.model[at].named_parameters()]
@@ -68,35 +71,6 @@ class Job:
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
-    # ---------------------------------------------------------------------------------- what may be between steps
-
-    def forward(self) -> None:
-        self.loss(50, 30.0)
-
-    def backward(self, scale: float = 30.0) -> None:
-        self.loss(50, scale).backward()
-
-    def drop(self, **options: Any) -> None:
-        self.optimizer.zero_grad(**options)
-        self.side.zero_grad()
-
-    def drop_gradients(self) -> None:
-        self.model.zero_grad()
-
-    def reset(self) -> None:
-        self.clip.reset()
-
-    def scaler_skips(self) -> None:
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(self.loss(50, 30.0)).backward()
-        self.model[0].q_proj.weight.grad.fill_(math.inf)
-        scaler.step(self.optimizer)
-
-    def step_the_side(self) -> None:
-        kept = self.model[1].weight.detach().clone()
-        self.side.step()
-        self.model[1].weight.data.copy_(kept)
-
     def keep(self) -> None:
         self.good = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
 
@@ -104,48 +78,74 @@ class Job:
         self.model.load_state_dict(self.good[0])
         self.optimizer.load_state_dict(self.good[1])
 
-    def load_the_optimizer(self) -> None:
-        self.optimizer.load_state_dict(self.good[1])
-
-    def save_the_file(self) -> None:
-        checkpoint.save(self.file, self.model, self.optimizer)  # type: ignore[arg-type]
-
-    def load_the_file(self) -> None:
-        checkpoint.load(self.file, self.model, self.optimizer)  # type: ignore[arg-type]
-
-    def fail_in_the_forward(self) -> None:
-        handle = self.model[2].o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            self.forward()
-        handle.remove()
-
-    def refused_step(self) -> None:
-        group = self.optimizer.param_groups[0]
-        group["lr"] = -1.0
-        with pytest.raises(ValueError, match="lr"):
-            self.optimizer.step()
-        group["lr"] = 0.02
-
 
 # ------------------------------------------------------------------------------------------ what led to no step
 
-NO_STEP: dict[str, tuple[Callable[[Job], None], ...]] = {
-    "evaluation": (Job.forward,),
-    "a skipped batch": (Job.backward, Job.drop),
-    "a skipped batch, zeros": (
-        partial(Job.backward, scale=math.nan),
-        partial(Job.drop, set_to_none=False),
-        Job.forward,
+
+def _forward(job: Job) -> None:
+    job.loss(50, 30.0)
+
+
+def _backward(job: Job, scale: float = 30.0) -> None:
+    job.loss(50, scale).backward()
+
+
+def _drop(job: Job, **options: Any) -> None:
+    for optimizer in (job.optimizer, job.side):
+        optimizer.zero_grad(**options)
+
+
+def _drop_gradients(job: Job) -> None:
+    job.model.zero_grad()
+
+
+def _scaler_skips(job: Job) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(job.loss(50, 30.0)).backward()
+    job.model[0].q_proj.weight.grad.fill_(math.inf)
+    scaler.step(job.optimizer)
+
+
+def _step_the_side(job: Job) -> None:
+    kept = job.model[1].weight.detach().clone()
+    job.side.step()
+    job.model[1].weight.data.copy_(kept)
+
+
+def _fail_in_the_forward(job: Job) -> None:
+    with job.model[2].o_proj.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+        _forward(job)
+
+
+def _refused_step(job: Job) -> None:
+    (group,) = job.optimizer.param_groups
+    group["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr"):
+        job.optimizer.step()
+    group["lr"] = 0.02
+
+
+_BAD = partial(_backward, scale=math.nan)
+NO_STEP: dict[str, tuple[Callable[[Job], Any], ...]] = {
+    "evaluation": (_forward,),
+    "a skipped batch": (_backward, _drop),
+    "a skipped batch, zeros": (_BAD, partial(_drop, set_to_none=False), _forward),
+    "a batch that is not finite": (_BAD, _drop_gradients),  # finite ones count
+    "a scaler's": (_scaler_skips, _drop),
+    "another optimizer's": (_backward, _step_the_side, _drop),
+    "rolled back": (Job.keep, _backward, _drop_gradients, Job.load),
+    "rolled back, the optimizer alone": (
+        *(Job.keep, _backward, _drop_gradients),
+        lambda job: job.optimizer.load_state_dict(job.good[1]),
     ),
-    "a batch that is not finite": (partial(Job.backward, scale=math.nan), Job.drop_gradients),  # finite ones count
-    "a scaler's": (Job.scaler_skips, Job.drop),
-    "another optimizer's": (Job.backward, Job.step_the_side, Job.drop),
-    "rolled back": (Job.keep, Job.backward, Job.drop_gradients, Job.load),
-    "rolled back, the optimizer alone": (Job.keep, Job.backward, Job.drop_gradients, Job.load_the_optimizer),
-    "loaded": (Job.save_the_file, Job.backward, Job.drop_gradients, Job.load_the_file),
-    "reset": (Job.backward, Job.drop_gradients, Job.reset),
-    "a forward that fails": (Job.fail_in_the_forward,),
-    "a refused step": (Job.backward, Job.refused_step, Job.drop),
+    "loaded": (
+        lambda job: checkpoint.save(job.file, job.model, job.optimizer),
+        *(_backward, _drop_gradients),
+        lambda job: checkpoint.load(job.file, job.model, job.optimizer),
+    ),
+    "reset": (_backward, _drop_gradients, lambda job: job.clip.reset()),
+    "a forward that fails": (_fail_in_the_forward,),
+    "a refused step": (_backward, _refused_step, _drop),
 }
 
 
@@ -182,11 +182,18 @@ def _zero_grad_after_the_forward(job: Job, losses: list[Callable[[], Tensor]]) -
     total.backward()
 
 
-@pytest.mark.parametrize("how", [_in_turn, _forwards_first, _zero_grad_after_the_forward])
+def _in_a_closure(job: Job, losses: list[Callable[[], Tensor]]) -> Callable[[], None]:
+    def closure() -> None:
+        job.optimizer.zero_grad()
+        _in_turn(job, losses)
+
+    return closure
+
+
+@pytest.mark.parametrize("how", [_in_turn, _forwards_first, _zero_grad_after_the_forward, _in_a_closure])
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_all_forwards_of_a_step_count(how: Any, reentrant: bool | None) -> None:
-    job = Job()
-    wanted = job.seen(1, 2, 3)
+    job, plain = Job(), Job()
 
     def loss(seed: int) -> Tensor:
         if reentrant is None:
@@ -196,25 +203,11 @@ def test_all_forwards_of_a_step_count(how: Any, reentrant: bool | None) -> None:
             x = recomputed(layer, x, use_reentrant=reentrant)
         return x.square().mean()
 
-    how(job, [lambda seed=seed: loss(seed) for seed in (1, 2, 3)])
-    job.optimizer.step()
+    wanted = plain.step(1, 2, 3)
+    job.optimizer.step(how(job, [lambda seed=seed: loss(seed) for seed in (1, 2, 3)]))
     assert_measured(job.clip, wanted)
-
-
-def test_a_closures_forward_counts() -> None:
-    job, plain = Job(), Job()
-
-    def closure() -> Tensor:
-        job.optimizer.zero_grad()
-        loss = job.loss(1)
-        loss.backward()
-        return loss
-
-    wanted = job.seen(1)
-    job.optimizer.step(closure)
-    assert_measured(job.clip, wanted)
-    plain.step(1)
-    assert_bitwise(job.weights(), plain.weights())
+    if how in (_in_turn, _in_a_closure):  # gradients of one order
+        assert_bitwise(job.weights(), plain.weights())
 
 
 def _accumulated(kind: str) -> tuple[list[tuple[float, ...]], list[Tensor]]:
@@ -273,10 +266,10 @@ def _of_a_twin_by_listed_layers(job: Job) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (_frozen, "0: 0.q_proj.weight is not among the weights of Muon.*It is frozen"),
+        (_frozen, "0: 0.q_proj.weight is not among the weights of Muon.*before a layer is frozen"),
         (_of_others, "0: 0.q_proj.weight is not among the weights of Muon.*leave the layer out"),
-        (_of_a_twin, "0.q_proj.weight is not among.*a weight of this name, which is another tensor than the model's"),
-        (_of_a_twin_by_listed_layers, "0.q_proj.weight is not among.*another tensor than the model's"),
+        (_of_a_twin, "0.q_proj.weight is not among.*another tensor of that name is none"),
+        (_of_a_twin_by_listed_layers, "0.q_proj.weight is not among.*another tensor of that name is none"),
     ],
 )
 def test_weights_that_are_not_the_optimizers_are_found_when_it_is_made(make: Callable[[Job], None], said: str) -> None:
@@ -289,8 +282,8 @@ def test_weights_that_are_not_the_optimizers_are_found_when_it_is_made(make: Cal
     [
         (lambda: {"0": torch.zeros(5)}, r"logits of '0': found \(5,\)"),
         (lambda: {"x": torch.zeros(6)}, "logits of 'x': no such layer"),
-        (lambda: {}["max_logit"], r"QK-clip: the function logits= raised KeyError: 'max_logit'.*\['0', '2'\]"),
-        (lambda: [1.0], "QK-clip: logits are list, expected layer ->"),
+        (lambda: {}["max_logit"], "QK-clip: the function logits= raised KeyError: 'max_logit'"),
+        (lambda: [1.0], "logits of 1.0: no such layer"),
     ],
 )
 def test_what_is_wrong_with_given_logits_is_raised_before_anything_moves(given: Any, said: str) -> None:
@@ -357,30 +350,22 @@ def raised(error: BaseException) -> Any:
     raise error
 
 
-@pytest.mark.parametrize("out", [False, True])
-def test_a_layer_is_not_scaled_while_a_weight_of_it_is_frozen(out: bool) -> None:
-    """`out`: it is taken out of the optimizer meanwhile."""
+def test_a_layer_is_not_scaled_while_a_weight_of_it_is_frozen() -> None:
     job = Job()
     job.step(1)
-    (group,), frozen = job.optimizer.param_groups, job.model[0].q_proj.weight
+    frozen = job.model[0].q_proj.weight
     frozen.requires_grad_(False)
-    kept = {key: list(group[key]) for key in ("params", "param_names")}
-    if out:
-        at = next(i for i, p in enumerate(group["params"]) if p is frozen)
-        group.update({key: listed[:at] + listed[at + 1 :] for key, listed in kept.items()})
-        job.optimizer.state.pop(frozen)
     before = frozen.detach().clone()
     job.model[0].k_proj.weight.data.mul_(50.0)
     job.model[2].q_proj.weight.data.mul_(50.0)
     job.step(2)
     assert_bitwise(frozen.detach(), before)
     first, second = job.clip.report.layers
-    assert (first.num_clipped, second.num_clipped > 0, max(first.maxima) > TAU) == (0, True, True)
+    assert (min(first.gains), min(second.gains) < 1.0, max(first.maxima) > TAU) == (1.0, True, True)
     frozen.requires_grad_(True)
-    group.update(kept)
     frozen.data.mul_(50.0)
     assert_measured(job.clip, job.step(3))
-    assert job.clip.report.layers[0].num_clipped > 0
+    assert min(job.clip.report.layers[0].gains) < 1.0
 
 
 # -------------------------------------------------------------------------------------------- nothing is measured
@@ -396,7 +381,7 @@ class Own(Llama):
 
 
 def test_layers_that_are_never_measured_are_named_once() -> None:
-    model = nn.ModuleDict({"seen": Llama(), "own": Own(), "idle": Llama()})
+    model = nn.ModuleDict({"seen": Llama(), "own": Own()})
     optimizer = Muon(model, lr=0.02)
     clip = QKClip(model, optimizer)
     x = _normal(2, 5, 12)
@@ -407,9 +392,9 @@ def test_layers_that_are_never_measured_are_named_once() -> None:
             optimizer.step()
         texts = [str(one.message) for one in said if "QK-clip" in str(one.message)]
         assert len(texts) == (number == 0)
-        assert number or ("'own'" in texts[0] and "'seen'" not in texts[0] and "'idle'" not in texts[0])
+        assert number or ("'own'" in texts[0] and "'seen'" not in texts[0])
         optimizer.zero_grad()
-    assert clip.report.layers[1].largest == -math.inf
+    assert max(clip.report.layers[1].maxima) == -math.inf
 
 
 # --------------------------------------------------------------------------------------------- the hook of zero_grad

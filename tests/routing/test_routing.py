@@ -196,19 +196,6 @@ def test_entries_that_are_no_map_do_not_decay_and_routers_do() -> None:
     assert (decays["e.gate_up_proj_bias"], decays["e.down_proj_bias"], decays["r.weight"]) == (0.0, 0.0, 0.1)
 
 
-@pytest.mark.parametrize("heads", ["num_heads", "heads"])
-def test_a_hint_says_for_which_order_of_rows_it_is_and_none_mixes_heads(heads: str) -> None:
-    """MaxViT and TinyViT store q, k and v of one head after the other, others all of q first. A name does not tell."""
-    attention = typed("AttentionCl", "timm.models.maxxvit", **{heads: 4}, qkv=linear(32, 96))
-    reason = routed(nn.ModuleDict({"a": attention}))["a.qkv.weight"].reason
-    (in_turn, *line), (by_head, *other) = re.findall(r'(if .*?): (?:".*?": )?(\{.*?\})', reason)
-    assert (in_turn, by_head) == ("if q, then k, then v", "if head by head")
-    stored = torch.arange(96)
-    for (text,), parts in ((line, stored.view(3, 32)), (other, stored.view(4, 3, 8).transpose(0, 1).reshape(3, 32))):
-        found = cut_matrices(matrix_view((96, 32), **ast.literal_eval(text)), stored[:, None].expand(96, 32))
-        assert [matrix[:, 0].tolist() for matrix in found] == parts.tolist()
-
-
 @pytest.mark.parametrize(
     ("name", "rows", "cols", "hint"),
     [

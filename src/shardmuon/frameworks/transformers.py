@@ -14,6 +14,7 @@ from torch import nn
 from shardmuon._torch import default_group, is_dtensor
 from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.muon import Muon
+from shardmuon.options import ADAMW_DEFAULTS
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -24,10 +25,10 @@ _LOG = logging.getLogger(__name__)
 class MuonFactory:
     """Makes a Trainer's optimizer from its model, when the Trainer asks for it.
 
-    What is not given comes from the TrainingArguments: ``lr``, ``weight_decay``, ``adamw_betas`` and ``adamw_eps`` from
-    ``learning_rate``, ``weight_decay``, ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``. The log has a line that
-    says which, and how many parameters go where. If the Trainer will wrap the model in DistributedDataParallel, the
-    ranks share the work.
+    What is not given comes from the TrainingArguments: ``lr``, ``weight_decay`` and ``adamw_betas`` from
+    ``learning_rate``, ``weight_decay``, ``adam_beta1`` and ``adam_beta2``, ``eps`` of the AdamW groups from
+    ``adam_epsilon``. The log has a line that says which, and how many parameters go where. If the Trainer will wrap the
+    model in DistributedDataParallel, the ranks share the work.
 
     Args:
         args: The Trainer's arguments. None: `lr` must be given, and the others are shardmuon's defaults.
@@ -58,7 +59,8 @@ class MuonFactory:
         if model is None:
             return self
         given = {**self._options, **options}
-        taken = _of_arguments(given.pop("args", self._args), given)
+        args = given.pop("args", self._args)
+        taken = _of_arguments(args, given)
         if "lr" not in given and "lr" not in taken:
             raise ValueError(
                 "MuonFactory knows no learning rate. Give it the Trainer's arguments, MuonFactory(args), or "
@@ -67,6 +69,9 @@ class MuonFactory:
         if "process_group" not in given:
             given["process_group"] = _replicas(model)
         optimizer = Muon(model, **taken, **given)
+        for group in optimizer.param_groups:
+            if args is not None and not group["use_muon"] and group["eps"] == ADAMW_DEFAULTS["eps"]:
+                group["eps"] = args.adam_epsilon
         if default_group() is None or my_rank() == 0:
             _LOG.warning(_said(optimizer, taken, given["process_group"]))
         return optimizer
@@ -80,7 +85,6 @@ def _of_arguments(args: Any, given: dict[str, Any]) -> dict[str, Any]:
         "lr": args.learning_rate,
         "weight_decay": args.weight_decay,
         "adamw_betas": (args.adam_beta1, args.adam_beta2),
-        "adamw_eps": args.adam_epsilon,
     }
     return {key: value for key, value in own.items() if key not in given}
 

@@ -37,7 +37,7 @@ from shardmuon.options import (
 )
 from shardmuon.routing.heads import RoutedParam, doubts_of, find_experts, find_heads
 from shardmuon.routing.presets import Role, numbers_out
-from shardmuon.routing.roles import Place, by, find_places, logical_shape, role_of
+from shardmuon.routing.roles import Place, by, find_places, logical_shape, num_text, role_of
 from shardmuon.texts import did_you_mean, table
 
 Pattern = str | Callable[[str, Tensor, nn.Module], bool]
@@ -100,13 +100,10 @@ class ParamGroups(list[dict[str, Any]]):
         lines = []
         for optimizer in ("Muon", "AdamW", "frozen"):
             rows = [row for row in self.rows if row.optimizer == optimizer]
-            counts = [_num(len(rows), "parameter")]
-            if optimizer == "Muon":
-                counts.append(_num(sum(len(row.matrices) for row in rows), "matrix"))
+            matrices = f"{num_text(sum(len(row.matrices) for row in rows), 'matrix')}, " if optimizer == "Muon" else ""
+            elements = num_text(sum(math.prod(row.shape) for row in rows), "element")
             if rows or optimizer != "frozen":
-                lines.append(
-                    f"{optimizer}: {', '.join(counts)}, {_num(sum(math.prod(r.shape) for r in rows), 'element')}"
-                )
+                lines.append(f"{optimizer}: {num_text(len(rows), 'parameter')}, {matrices}{elements}")
         if self.matched is not None and any(row.optimizer == "AdamW" for row in self.rows):
             lines.append(
                 f"AdamW's lr is {self.matched:.3g} times Muon's, to make its updates as large (no adamw_lr was given)"
@@ -115,17 +112,12 @@ class ParamGroups(list[dict[str, Any]]):
 
 
 def _table(rows: Iterable[RoutingRow]) -> str:
-    cells = []
+    cells = [("name", "shape", "matrices", "optimizer", "reason")]
     for row in rows:
         counts = Counter(row.matrices).items()
         matrices = ", ".join(f"{count} of {by(size)}" for size, count in counts) or "-"
         cells.append((row.name, by(row.shape), matrices, row.optimizer, row.reason))
-    return table([("name", "shape", "matrices", "optimizer", "reason"), *cells])
-
-
-def _num(count: int, what: str) -> str:
-    many = "matrices" if what == "matrix" else f"{what}s"
-    return f"{count:,} {what if count == 1 else many}"
+    return table(cells)
 
 
 def param_groups(
@@ -135,8 +127,6 @@ def param_groups(
     adamw_lr: float | Tensor | None = None,
     weight_decay: float = 0.1,
     adamw_betas: tuple[float, float] = (0.9, 0.95),
-    adamw_eps: float = 1e-8,
-    decay_1d: bool = False,
     overrides: Overrides | None = None,
     tp_group: Any = None,
     **muon_options: Any,
@@ -155,10 +145,8 @@ def param_groups(
         lr: Learning rate of the matrices. Required.
         adamw_lr: Learning rate of the rest. Default: what makes AdamW's updates as large as the matrices', see
             `matched_lr`; the table says how large that is.
-        weight_decay: Of matrices, embeddings and heads. For others, set it in the groups.
+        weight_decay: Of matrices, embeddings and heads. For others it is 0; set it in the groups.
         adamw_betas: AdamW's betas.
-        adamw_eps: AdamW's eps.
-        decay_1d: Let norms, biases and other 1-D parameters decay, too. By default their decay is 0.
         overrides: (pattern, choice) pairs; the first that matches wins. A pattern is a glob over parameter names or a
             predicate (name, parameter, module) -> bool. A choice is "muon", "adamw" or a dict of group options, such as
             ``{"use_muon": True, "num_heads": 8, "lr": 3e-4}``; without ``use_muon`` it leaves the routing as it is.
@@ -168,7 +156,7 @@ def param_groups(
 
     Returns:
         The groups. Each has ``params`` (tensors), ``param_names``, ``use_muon``, ``lr`` and ``weight_decay``; AdamW's
-        have ``betas`` and ``eps``; Muon's have the options above. `print` them for the routing table.
+        have ``betas``; Muon's have the options above. `print` them for the routing table.
 
     Raises:
         ValueError: Nothing is trainable, an override matches nothing or does not fit its parameter, or a parameter's
@@ -194,45 +182,38 @@ def param_groups(
             f"param_groups needs the model, found {type(model).__name__}: only the module that holds a parameter knows "
             "whether it is an embedding, a head, a convolution or a matrix. Pass the module itself"
         )
-    lr = given_lr("param_groups", lr)
     _check_options(muon_options)
-    tp_group = GroupRef.of(tp_group, "tp_group")
-    weights, doubts = _route(model, parse_overrides(overrides), tp_group)
+    place = {} if tp_group is None else {"tp_group": GroupRef.of(tp_group, "tp_group")}
+    both: dict[str, Any] = {**place, "lr": given_lr("param_groups", lr), "weight_decay": weight_decay}
+    weights, doubts = _route(model, parse_overrides(overrides), place.get("tp_group"))
     trained = [w for w in weights if w.param.requires_grad]
     if not trained:
         raise ValueError(
-            f"nothing to optimize: the model has {_num(len(weights), 'parameter')}, and none requires a "
+            f"nothing to optimize: the model has {num_text(len(weights), 'parameter')}, and none requires a "
             "gradient. Call requires_grad_(True) on those to train"
         )
     for w in trained:
         _check_usable(w)
-    place = {} if tp_group is None else {"tp_group": tp_group}
-    muon = {"use_muon": True, "lr": lr, "weight_decay": weight_decay, **place, **muon_options}
-    matrices = {w.name: _muon_options(w, muon) for w in trained if w.use_muon}
-    if not matrices:
+        if w.use_muon:
+            w.options, w.matrices = _muon_options(w, {"use_muon": True, **both, **muon_options})
+    if not any(w.use_muon for w in trained):
         doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
     for doubt in doubts:
         warnings.warn(f"param_groups: {doubt}", stacklevel=2)
     matched = None
     if adamw_lr is None:
-        listed = ((size, options) for options, sizes in matrices.values() for size in sizes)
-        matched = matched_lr((*size, _scale_of(options, *size)) for size, options in listed)
-        adamw_lr = lr if matched == 1.0 else lr * matched
-    adamw: dict[str, Any] = {"use_muon": False, **place, "lr": adamw_lr, "weight_decay": weight_decay}
-    adamw |= {"betas": adamw_betas, "eps": adamw_eps}
-    groups, rows = dict[Any, dict[str, Any]](), list[RoutingRow]()
-    for w in weights:
-        options, sizes = matrices.get(w.name, ({}, ()))
-        if not w.param.requires_grad:
-            rows.append(RoutingRow(w.name, w.shape, (), "frozen", "requires_grad is False"))
-            continue
+        matched = matched_lr((*size, _scale_of(w.options, *size)) for w in trained for size in w.matrices)
+        adamw_lr = both["lr"] if matched == 1.0 else both["lr"] * matched
+    groups = dict[Any, dict[str, Any]]()
+    for w in trained:
         if not w.use_muon:
-            decays = decay_1d or (len(w.shape) > 1 and w.role.decays)
-            options = {**adamw, **({} if decays else {"weight_decay": 0.0}), **w.given}
-        group = groups.setdefault(_key(options), {"params": [], "param_names": [], **options})
+            still = {} if len(w.shape) > 1 and w.role.decays else {"weight_decay": 0.0}
+            w.options = {"use_muon": False, **both, "lr": adamw_lr, "betas": adamw_betas, **still, **w.given}
+        key = tuple((name, id(v) if isinstance(v, Tensor) else repr(v)) for name, v in sorted(w.options.items()))
+        group = groups.setdefault(key, {"params": [], "param_names": [], **w.options})
         group["params"].append(w.param)
         group["param_names"].append(w.name)
-        rows.append(RoutingRow(w.name, w.shape, sizes, "Muon" if w.use_muon else "AdamW", w.reason))
+    rows = [RoutingRow(w.name, w.shape, w.matrices, w.optimizer, w.reason) for w in weights]
     return ParamGroups(sorted(groups.values(), key=lambda group: not group["use_muon"]), rows, matched)
 
 
@@ -265,22 +246,18 @@ def _scale_of(options: Mapping[str, Any], rows: int, cols: int) -> float:
 
 def _check_options(given: Iterable[str]) -> None:
     """Raise TypeError for keys that are no options of `param_groups`."""
+    own = [p.name for p in inspect.signature(param_groups).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for key in given:
-        place = PLACES.get(key) or (f"{key}=..." if key in OPTIMIZER_KEYWORDS else None)
         if key in MUON_OPTIONS:
             continue
-        if place is not None:
-            raise TypeError(f"param_groups: {key} is an option of the optimizer. Write shardmuon.Muon(groups, {place})")
-        if key in VIEW_DEFAULTS:
-            raise TypeError(
-                f"param_groups: {key} says how some parameters read as matrices. "
-                f'Write overrides={{"<name pattern>": {{"{key}": ...}}}}'
-            )
-        parameters = inspect.signature(param_groups).parameters.values()
-        allowed = (*(p.name for p in parameters if p.kind is p.KEYWORD_ONLY), *MUON_OPTIONS)
-        raise TypeError(
-            f"param_groups: there is no option {key!r}{did_you_mean(key, allowed)}. Allowed: {', '.join(allowed)}"
-        )
+        text = f"there is no option {key!r}{did_you_mean(key, (*own, *MUON_OPTIONS))}. Allowed: "
+        text += ", ".join((*own, *MUON_OPTIONS))
+        if key in PLACES:
+            text = f"{key} is an option of the optimizer. Write shardmuon.Muon(groups, {PLACES[key]})"
+        elif key in VIEW_DEFAULTS:
+            write = f'overrides={{"<name pattern>": {{"{key}": ...}}}}'
+            text = f"{key} says how some parameters read as matrices. Write {write}"
+        raise TypeError(f"param_groups: {text}")
 
 
 # ------------------------------------------------------------------------------------------------------ of Muon(model)
@@ -290,8 +267,6 @@ class ForModule(TypedDict, total=False):
     """Options of `param_groups` that `Muon(module)` takes, too, beside its own and `adamw_lr`."""
 
     adamw_betas: tuple[float, float] | None
-    adamw_eps: float | None
-    decay_1d: bool | None
     overrides: Overrides | None
 
 
@@ -402,7 +377,7 @@ def parse_overrides(overrides: Overrides | None) -> list[Rule]:
 
 
 def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -> tuple[list[RoutedParam], list[str]]:
-    """Every parameter once, in model order, with where it goes; and the choices that may be wrong."""
+    """Every parameter once, in model order, with where it goes and why; and the choices that may be wrong."""
     found = find_places(model)
     for rule in rules:
         if not any(rule.matches(*one) for one in found):
@@ -418,23 +393,23 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
     heads, doubts = find_heads(model, weights)
     for w in weights:
         w.use_muon = w.role.use_muon and w.name not in heads if w.settled is None else w.settled
-        w.reason = heads.get(w.name, w.role.reason)
-        if w.name in experts:
-            w.reason = f"stack of {w.shape[0]} experts, chosen by {experts[w.name].name}"
+        w.reason = experts.get(w.name) or heads.get(w.name) or w.role.reason
         if w.override:
             w.reason = f"{'' if 'use_muon' in w.given else f'{w.reason}, '}override {w.override}"
         elif w.settled is not None:
             w.reason = "p.use_muon"
         elif w.use_muon and w.role.remark:
             w.reason += f", {w.role.remark}"
+        if not w.param.requires_grad:
+            w.reason = "requires_grad is False"
     read = [w.name for w in weights if VIEW_DEFAULTS.keys() & w.given.keys()]
-    return weights, doubts + doubts_of(weights, experts, {*read, *heads})
+    return weights, doubts + doubts_of(weights, {*read, *heads, *experts})
 
 
 def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_group: GroupRef | None) -> RoutedParam:
     """A parameter with what its modules and the user say of it."""
-    none, name = Rule("", "", {}), places[0].name
-    rule = next((rule for rule in rules if rule.matches(param, places)), none)
+    name = places[0].name
+    rule = next((rule for rule in rules if rule.matches(param, places)), Rule("", "", {}))
     given = rule.options
     lies = {"tp_group": tp_group} | {key: given[key] for key in PLACE_OPTIONS if key in given}
     try:
@@ -482,27 +457,16 @@ def _check_usable(w: RoutedParam) -> None:
 
 def _muon_options(w: RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
     """The group options of a matrix parameter, and the sizes of its matrices. Raises with the parameter's name."""
+    view = {**VIEW_DEFAULTS, **w.role.view}
     splits = ("split_sizes", "split_groups", "num_heads")
     if any(key in w.given for key in splits):  # they replace the splits that the module's type has by default
-        view = {key: value for key, value in w.role.view.items() if key not in splits}
-    else:
-        view = dict(w.role.view)
+        view |= {key: VIEW_DEFAULTS[key] for key in splits}
     view |= {key: w.given[key] for key in VIEW_DEFAULTS if key in w.given}
     try:
         matrices = matrix_view(w.shape, **view).matrices
     except ValueError as wrong:
         raise ValueError(f"{w.name} ({w.reason}): {wrong}") from None
-    if view.get("split_sizes") is not None:
-        view["split_sizes"] = tuple(view["split_sizes"])
+    view["split_sizes"] = view["split_sizes"] and tuple(view["split_sizes"])
     given = {key: value for key, value in w.given.items() if key not in VIEW_DEFAULTS}
-    view = {key: view[key] for key, default in VIEW_DEFAULTS.items() if view.get(key, default) != default}
-    return {**muon, **given, **view}, tuple((matrix.rows, matrix.cols) for matrix in matrices)
-
-
-def _key(value: Any) -> Any:
-    """A hashable stand-in that is equal for equal options. A tensor equals itself only."""
-    if isinstance(value, Mapping):
-        return tuple((key, _key(item)) for key, item in sorted(value.items()))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_key, value))
-    return ("tensor", id(value)) if isinstance(value, Tensor) else value
+    changed = {key: value for key, value in view.items() if value != VIEW_DEFAULTS[key]}
+    return {**muon, **given, **changed}, tuple((matrix.rows, matrix.cols) for matrix in matrices)

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -43,6 +43,7 @@ class RoutedParam:
         override, given: Text of the override that matches it ("": none does), and the options that this sets.
         settled: `use_muon`, where the user said it: in an override or as `p.use_muon`.
         use_muon, reason: Where it goes, and why.
+        options, matrices: Of its group; (rows, cols) of each matrix that Muon orthogonalizes.
     """
 
     param: Tensor
@@ -54,10 +55,16 @@ class RoutedParam:
     settled: bool | None
     use_muon: bool = False
     reason: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    matrices: tuple[tuple[int, int], ...] = ()
 
     @property
     def name(self) -> str:
         return self.places[0].name
+
+    @property
+    def optimizer(self) -> Literal["Muon", "AdamW", "frozen"]:
+        return "frozen" if not self.param.requires_grad else "Muon" if self.use_muon else "AdamW"
 
     @property
     def is_open(self) -> bool:
@@ -220,21 +227,7 @@ class _Blocks:
 # ------------------------------------------------------------------------------------------------ routers and experts
 
 
-class _Router(NamedTuple):
-    """The weight whose rows choose among the matrices of a stack.
-
-    Attributes:
-        name: Its name.
-        width: Number of features that it reads.
-        first: The first stack of the experts' module that has so many features on one side.
-    """
-
-    name: str
-    width: int
-    first: RoutedParam
-
-
-def find_experts(weights: Sequence[RoutedParam]) -> dict[str, _Router]:
+def find_experts(weights: Sequence[RoutedParam]) -> dict[str, str]:
     """Make routers of the matrices that choose among experts, and biases of the rows that lie beside them.
 
     A router has as many rows as there are experts, stands beside them or in the module around, and reads what they
@@ -242,14 +235,15 @@ def find_experts(weights: Sequence[RoutedParam]) -> dict[str, _Router]:
     norms, too.
 
     Returns:
-        name -> router, of each stack that only its shape speaks for.
+        name -> reason, of each stack that only its shape speaks for and a router confirms: it reads as many features as
+        the first of the stacks that has so many on one side, which are inputs then.
     """
     stacks: dict[int, list[RoutedParam]] = {}
     for w in weights:
         if w.role.kind in ("bare", "matrices") and w.role.view.get("view") == "stack":
             for place in w.places:
                 stacks.setdefault(id(place.module), []).append(w)
-    found: dict[str, _Router] = {}
+    found: dict[str, str] = {}
     for w in weights:
         if len(w.shape) != 2 or w.shape[0] < 2 or w.role.kind not in ("linear", "bare", "router"):
             continue
@@ -259,8 +253,9 @@ def find_experts(weights: Sequence[RoutedParam]) -> dict[str, _Router]:
             first = next((stack for stack in experts if width in stack.shape[1:]), None)
             if w.role.kind != "router" and (first is not None or _is_list_of(module, w.shape)):
                 w.role = Role("router", f"router: its rows choose among {num} experts", reads=w.shape[1:])
-            if first is not None:
-                found |= {stack.name: _Router(w.name, width, first) for stack in experts if stack.role.kind == "bare"}
+            if first is not None and first.shape[2] == width:
+                reason = f"stack of {num} experts, chosen by {w.name}"
+                found |= {stack.name: reason for stack in experts if stack.role.kind == "bare"}
         own = [stack.shape for place in w.places for stack in stacks.get(id(place.module), ())]
         if w.role.kind != "router" and any(shape[0] == num and width in shape[1:] for shape in own):
             reason = f"a row for each of {num} experts: biases, or a router"
@@ -288,59 +283,43 @@ def _is_list_of(module: nn.Module, shape: Ints) -> bool:
 # ------------------------------------------------------------------------------------------------------------- doubts
 
 
-def doubts_of(weights: Sequence[RoutedParam], experts: Mapping[str, _Router], known: Collection[str]) -> list[str]:
+def doubts_of(weights: Sequence[RoutedParam], known: Collection[str]) -> list[str]:
     """A text for each kind of parameters that only their shape speaks for.
 
     Args:
         weights: All parameters of the model.
-        experts: Of `find_experts`.
         known: Names of those that are settled.
     """
     tables = [w.name for w in weights if w.role.kind == "broadcast" and w.is_open and not _is_positions(w, weights)]
     texts = [
         f"{', '.join(tables)}: a (1, M, N) parameter is a table for all of a batch (positions) or a stack of one "
-        f'expert. It went to AdamW as a table. If right, write overrides={{"{name}": "adamw"}}; '
+        f"expert. It went to AdamW as a table. If right, write {_override([name], 'adamw')}; "
         '{"use_muon": True, "view": "stack"} for a stack'
         for name in tables[:1]
     ]
     alike: dict[tuple[object, ...], list[RoutedParam]] = {}
     for w in weights:
-        num_dims, kind = len(w.shape), type(w.places[0].module)
-        if not w.is_open or w.name in known or (num_dims not in (2, 3) and w.name not in experts):
-            continue
-        if w.name in experts:
-            first, width = experts[w.name].first, experts[w.name].width
-            if first.shape[1] == width != first.shape[2]:  # it should have as many columns
-                alike.setdefault((kind,), []).append(w)
-        elif w.role.kind in ("pairs", "bare"):
-            alike.setdefault((kind, w.places[0].leaf, num_dims), []).append(w)
-    return texts + [_doubt(found, experts.get(found[0].name)) for found in alike.values()]
+        if w.is_open and w.name not in known and len(w.shape) in (2, 3) and w.role.kind in ("pairs", "bare"):
+            alike.setdefault((type(w.places[0].module), w.places[0].leaf, len(w.shape)), []).append(w)
+    return texts + [_doubt(found) for found in alike.values()]
 
 
-def _doubt(found: Sequence[RoutedParam], router: _Router | None) -> str:
+def _doubt(found: Sequence[RoutedParam]) -> str:
     """Text on parameters that are alike in what speaks for them."""
     w, more = found[0], f"; {len(found) - 1} more like it" if len(found) > 1 else ""
-    example, kind = f"{w.name} ({by(w.shape)}{more})", type(w.places[0].module).__name__
+    text = f"{w.name} ({by(w.shape)}{more}) is a parameter of {type(w.places[0].module).__name__}"
     names = [w.name] if len(found) == 1 else list(dict.fromkeys(numbers_out(one.name) for one in found))
-    if router is not None:
-        return (
-            f"{example} is a stack of experts of {kind}, read as (outputs, inputs). But {router.name} reads "
-            f"{router.width} features, and {router.first.name} ({by(router.first.shape)}) has as many rows, so its "
-            f"inputs seem to come first (x @ W). If so, write {_override(names, {'transposed': True})}; "
-            '"muon" if it is right as it is'
-        )
     if w.role.kind == "pairs":
         return (
-            f"{example} is a parameter of {kind} with a last dim of 2, as torch.view_as_real leaves complex numbers. "
-            f'It went to AdamW. If right, write {_override(names, "adamw")}; "muon" if it holds matrices of two inputs'
+            f"{text} with a last dim of 2, as torch.view_as_real leaves complex numbers. It went to AdamW. If right, "
+            f'write {_override(names, "adamw")}; "muon" if it holds matrices of two inputs'
         )
-    stacked = len(w.shape) == 3
-    went = f"a stack of {w.shape[0]} matrices, each" if stacked else "one matrix"
-    table = "a table (positions, codes, biases)" if stacked else "a table, a set of biases or scales"
+    went, table = "one matrix", "a table, a set of biases or scales"
+    if len(w.shape) == 3:
+        went, table = f"a stack of {w.shape[0]} matrices, each", "a table (positions, codes, biases)"
     return (
-        f"{example} is a parameter of {kind}, of which no rule knows what it is. It went to Muon as {went} of "
-        f'(outputs, inputs). If right, write {_override(names, "muon")}; {{"transposed": True}} if its inputs come '
-        f'first (x @ W), "adamw" if it is {table}'
+        f"{text}, of which no rule knows what it is. It went to Muon as {went} of (outputs, inputs). If right, write "
+        f'{_override(names, "muon")}; {{"transposed": True}} if its inputs come first (x @ W), "adamw" if it is {table}'
     )
 
 
@@ -354,10 +333,9 @@ def _is_positions(weight: RoutedParam, weights: Sequence[RoutedParam]) -> bool:
     return cols in widths and not any(rows == other[2] or cols == other[1] for other in others)
 
 
-def _override(names: Iterable[str], choice: object) -> str:
+def _override(names: Iterable[str], choice: str) -> str:
     """The line that a user may write to settle how these parameters are routed."""
-    text = repr(choice).replace("'", '"')
-    return "overrides={" + ", ".join(f'"{name}": {text}' for name in names) + "}"
+    return "overrides={" + ", ".join(f'"{name}": "{choice}"' for name in names) + "}"
 
 
 def _few(names: Sequence[str]) -> str:

@@ -314,7 +314,6 @@ _HINTS = (
     (re.compile(r"(w|to_)?kv(_proj)?", re.IGNORECASE), "k v"),
     (re.compile(r"kv_[ab]_proj\w*|in_proj(_\w+)?|x_proj", re.IGNORECASE), ""),
 )
-_HEADS = ("num_heads", "heads", "n_heads", "n_head", "num_attention_heads")  # what modules call their number
 
 
 def numbers_out(name: str) -> str:
@@ -328,31 +327,22 @@ def fused_parts(name: str) -> tuple[str, ...] | None:
     return next((tuple(parts.split()) for pattern, parts in _HINTS if pattern.fullmatch(word)), None)
 
 
-def fused_hint(name: str, shape: Ints, owners: Iterable[tuple[str, nn.Module]] = ()) -> str:
-    """A remark for the table if a matrix's name often means fused parts, with the lines that split them; or "".
+def fused_hint(name: str, shape: Ints) -> str:
+    """A remark for the table if a matrix's name often means fused parts, with the line that splits them; or "".
 
-    A name does not say how rows lie: all of q, then all of k, or q, k and v of one head after the other. A line for the
-    one would put rows of different heads together in the other, so each says for which order it is.
+    A name does not say how rows lie: all of q, then all of k, or q, k and v of one head after the other. The line for
+    the one would put rows of different heads together in the other, so it says for which order it is.
 
     Args:
         name: Name of the weight.
         shape: Shape of the weight; the last two dims count.
-        owners: The modules around it, see `find_preset`. One of the first three may know the number of heads.
     """
     parts = fused_parts(name)
     if parts is None:
         return ""
-    rows, cols = shape[-2:]
-    where = f'"{numbers_out(name)}": '
-    if not parts:
-        return f'fused? {where}{{"split_sizes": (..)}}'
-    num = len(parts)
-    known = rows % num == 0 and (num == 2 or rows == num * cols)
-    sizes = ", ".join([str(rows // num)] * num if known else [f"{part} rows" for part in parts])
-    hint = f'fused? if {", then ".join(parts)}: {where}{{"split_sizes": ({sizes})}}'
-    said = (vars(module).get(key) for _, module in list(owners)[:3] for key in _HEADS)
-    heads = next((n for n in said if isinstance(n, int) and n > 1), 1)
-    if "v" in parts and known and heads > 1 and rows % (num * heads) == 0:
-        of_head = ", ".join([str(rows // (num * heads))] * num)
-        hint += f'; if head by head: {{"split_sizes": ({of_head}), "split_groups": {heads}}}'
-    return hint
+    (rows, cols), num = shape[-2:], len(parts)
+    sizes, order = "..", f"if {', then '.join(parts)}: " if parts else ""
+    if parts:
+        known = rows % num == 0 and (num == 2 or rows == num * cols)
+        sizes = ", ".join([str(rows // num)] * num if known else [f"{part} rows" for part in parts])
+    return f'fused? {order}"{numbers_out(name)}": {{"split_sizes": ({sizes})}}'

@@ -199,7 +199,7 @@ def _role_at(place: Place, shape: Ints) -> Role:
     if isinstance(module, _CONVOLUTIONS):
         return _convolution(place, shape)
     if isinstance(module, nn.Linear):
-        return Role("linear", "linear", reads=shape[1:], remark=fused_hint(place.name, shape, place.owners))
+        return Role("linear", "linear", reads=shape[1:], remark=fused_hint(place.name, shape))
     return _bare(place, shape)
 
 
@@ -236,10 +236,10 @@ def _convolution(place: Place, shape: Ints) -> Role:
     view: dict[str, Any] = {"view": "flatten", "num_heads": groups} if groups > 1 else {"view": "flatten"}
     matrix = matrix_view(shape, **view).matrices[0]
     if min(matrix.rows, matrix.cols) == 1:
-        return Role("entries", f"{_num(groups, 'vector')} ({matrix.rows}x{matrix.cols})", view)
+        return Role("entries", f"{num_text(groups, 'vector')} ({matrix.rows}x{matrix.cols})", view)
     pointwise = groups == 1 and math.prod(shape[2:]) == 1 and not isinstance(module, _TRANSPOSED)
-    remark = fused_hint(place.name, shape[:2], place.owners) if pointwise else ""
-    return Role("matrices", f"convolution, {_num(groups, 'group')}", view, remark=remark)
+    remark = fused_hint(place.name, shape[:2]) if pointwise else ""
+    return Role("matrices", f"convolution, {num_text(groups, 'group')}", view, remark=remark)
 
 
 def _bare(place: Place, shape: Ints) -> Role:
@@ -254,7 +254,7 @@ def _bare(place: Place, shape: Ints) -> Role:
         kind: Any = "broadcast" if stack else "entries"
         return Role(kind, "leading dim of 1: a table for all of a batch", stack, shape[1:] if stack else ())
     if stack and min(shape[1:]) == 1:
-        return Role("entries", f"{_num(shape[0], 'vector')} ({by(shape[1:])})", stack)
+        return Role("entries", f"{num_text(shape[0], 'vector')} ({by(shape[1:])})", stack)
     if stack and isinstance(module, nn.Bilinear):
         return Role("matrices", f"stack of {shape[0]} matrices", stack, shape[1:])
     if not stack and shape[0] in (vars(module).get(name) for name in _NUM_OUTPUTS):
@@ -262,17 +262,19 @@ def _bare(place: Place, shape: Ints) -> Role:
             "linear",
             f"linear ({type(module).__name__})",
             reads=shape[1:],
-            remark=fused_hint(place.name, shape, place.owners),
+            remark=fused_hint(place.name, shape),
         )
     reads = shape[1:] if stack else shape
     if shape[-1] == 2:
         return Role("pairs", "last dim of 2: pairs of numbers, as complex ones are kept", stack, reads)
     reason = f"stack of {shape[0]} matrices, by its shape alone" if stack else "2-D parameter"
-    return Role("bare", reason, stack, reads, remark=fused_hint(place.name, shape, place.owners))
+    return Role("bare", reason, stack, reads, remark=fused_hint(place.name, shape))
 
 
-def _num(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
+def num_text(count: int, what: str) -> str:
+    """Text of a number of things: "1 matrix", "2,048 elements"."""
+    many = "matrices" if what == "matrix" else f"{what}s"
+    return f"{count:,} {what if count == 1 else many}"
 
 
 def by(shape: Sequence[int]) -> str:

@@ -11,12 +11,12 @@ no place for it. See [Note: what a stage keeps] in variants/base.py; where it li
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import is_dtensor
+from shardmuon._torch import local_if_any
 from shardmuon.layout.engines import Engine
 from shardmuon.layout.views import Ints, MatrixView, kept_view
 from shardmuon.variants import KEPT_KEYS, WEIGHT_NORMS, Stages, WeightStage, keeping, stages_of
@@ -56,37 +56,19 @@ def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tup
     return tuple(k for k in keys if state.get(k) is None or (k in on_weights and state[k] not in settled))
 
 
-class MatrixNumbers(NamedTuple):
-    """Numbers of the matrices in which each row (or column) of a parameter lies.
-
-    Attributes:
-        number: (rows,), int64: number of each row's matrix.
-        total: Number of matrices.
-    """
-
-    number: Tensor
-    total: int
-
-
 def forget_norms(
     state: Mapping[str, Any],
     settled: Settled,
-    factors: Tensor,  # (rows,), or of columns
-    matrices: MatrixNumbers | None,  # None: each row is in all of them
+    changed: Tensor,  # (matrices,), bool
 ) -> None:
-    """Let the next step measure anew the norms of matrices that have any row whose factor is not 1, as a parameter's
-    rows have been multiplied with `factors`. To be called on every rank that shares it; waits for no device."""
-    changed = factors != 1.0
+    """Let the next step measure anew the norms of those matrices of a parameter that have changed otherwise than by a
+    step. To be called on every rank that shares it; waits for no device."""
     for key in WEIGHT_NORMS:
         value = state.get(key)
         if isinstance(value, Tensor):
             settled.pop(value, None)
-            local = value.to_local() if is_dtensor(value) else value
-            if matrices is None or local.shape[-1] != matrices.total:
-                wrong = changed.any()
-            else:
-                sums = torch.zeros(matrices.total, dtype=torch.int32, device=changed.device)
-                wrong = sums.index_add_(0, matrices.number.to(changed.device), changed.int()) > 0
+            local = local_if_any(value)
+            wrong = changed if local.shape[-1] == len(changed) else changed.any()
             local.masked_fill_(wrong.to(local.device), 0.0)
 
 

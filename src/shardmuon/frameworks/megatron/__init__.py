@@ -245,13 +245,14 @@ def _routed(
         adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # a matched one would differ from stage to stage
         weight_decay=config.weight_decay,
         adamw_betas=(config.adam_beta1, config.adam_beta2),
-        adamw_eps=config.adam_eps,
         overrides=[(rule.pattern, rule.options) for rule in rules],
         **routing,
     )
     out = []
     for group in made:
         group.pop("tp_group", None)  # not the same on all ranks; `Muon` is told it
+        if not group["use_muon"]:
+            group.setdefault("eps", config.adam_eps)
         lr = float(group["lr"])
         own = {
             "max_lr": lr,
