@@ -266,7 +266,7 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "split_dim": 0,
     "transposed": False,
 }
-VARIANT_DEFAULTS: dict[str, Any] = {"variant": None, **{key: row.default for key, row in VARIANT_OPTIONS.items()}}
+VARIANT_DEFAULTS: dict[str, Any] = {"variant": None, **VARIANT_OPTIONS}
 # Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
 PLACE_DEFAULTS: dict[str, Any] = {
     "tp_group": None,
