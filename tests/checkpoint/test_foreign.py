@@ -93,7 +93,6 @@ def test_a_run_goes_on_in_torch_and_back_here_bit_for_bit(dtype: torch.dtype) ->
     ("index", "change", "says"),
     [
         (0, {"adjust_lr_fn": "spectral"}, "group 0: adjust_lr_fn='spectral' is none of those torch.optim.Muon has"),
-        (0, {"extra_scale_factor": 0.5}, "group 0: extra_scale_factor=0.5 is none of"),
         (0, {"weight_decay_mode": "l2"}, "group 0: weight_decay_mode='l2' is none of"),
         (0, {"variant": "normuon"}, "group 0: variant='normuon' is none of those torch.optim.Muon has"),
         (

@@ -28,6 +28,7 @@ from shardmuon.checkpoint.state import (
 from shardmuon.layout.engines.base import name_of
 from shardmuon.momentum.keeper import BUFFER, SCALE, Keeper
 from shardmuon.options import per_step
+from shardmuon.orthogonalize import TORCH_EPS
 from shardmuon.step.options import view_of
 
 Muon = Any  # `shardmuon.Muon`, which stands above
@@ -408,7 +409,7 @@ def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
         options = {key: group[key] for key in (_MUON_OPTIONS if is_muon else _ADAMW_OPTIONS)}
         if is_muon:
             steps = per_step(group["ns_coefficients"], group["ns_steps"])
-            options |= {"ns_coefficients": steps[0], "ns_steps": len(steps)}
+            options |= {"ns_coefficients": steps[0], "ns_steps": len(steps), "eps": TORCH_EPS}
         else:  # the arithmetic that this optimizer uses itself, see shardmuon.step.adamw
             options = {**adamw, "fused": True, **options}
         if "param_names" in group:
@@ -428,12 +429,11 @@ def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
     return made[True], made[False]
 
 
-_MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+_MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
 # Options of ours -> the values that torch has; and how to do without the others.
 _OF_TORCH: dict[str, tuple[Any, ...]] = {
     "adjust_lr_fn": (None, "original", "match_rms_adamw"),
-    "extra_scale_factor": (1.0,),
     "weight_decay_mode": ("decoupled",),
     "variant": (None,),
 }

@@ -68,14 +68,13 @@ class Scales(dict[tuple[int, int], float]):
     return something else each time. So each step has new ones, and asks before anything has changed.
     """
 
-    def __init__(self, adjust_lr_fn: LrScale, extra_scale_factor: float) -> None:
+    def __init__(self, adjust_lr_fn: LrScale) -> None:
         super().__init__()
-        self._options = adjust_lr_fn, extra_scale_factor
+        self._function = adjust_lr_fn
 
     def __missing__(self, shape: tuple[int, int]) -> float:
-        function, extra = self._options
         try:
-            value = float(lr_scale(function, *shape, extra))
+            value = float(lr_scale(self._function, *shape))
         except OUT_OF_MEMORY:
             raise
         except Exception as error:
@@ -95,13 +94,11 @@ class Settings:
     momentum: float
     nesterov: bool
     coefficients: tuple[tuple[float, float, float], ...]  # one per Newton-Schulz step
-    eps: float
     adjust_lr_fn: LrScale
-    extra_scale_factor: float
     weight_decay_mode: WeightDecayMode
     stages: Stages = ()  # of its variant
     tensor_lr: Tensor | None = field(default=None, compare=False, repr=False)  # as the user gave it; lr is its value
-    scales: Scales = field(default_factory=lambda: Scales(None, 1.0), compare=False, repr=False)
+    scales: Scales = field(default_factory=lambda: Scales(None), compare=False, repr=False)
 
 
 def settings_of(group: Mapping[str, Any]) -> Settings:
@@ -112,13 +109,11 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
         float(group["momentum"]),
         bool(group["nesterov"]),
         per_step(group["ns_coefficients"], group["ns_steps"]),
-        float(group["eps"]),
         group["adjust_lr_fn"],
-        float(group["extra_scale_factor"]),
         group["weight_decay_mode"],
         stages_of(group),
         group["lr"] if isinstance(group["lr"], Tensor) else None,
-        Scales(group["adjust_lr_fn"], float(group["extra_scale_factor"])),
+        Scales(group["adjust_lr_fn"]),
     )
 
 
@@ -133,14 +128,14 @@ def _settings_text(settings: Settings) -> str:
     variant = f" variant={stages_text(settings.stages)}" if settings.stages else ""
     return (
         f"lr={settings.lr!r}{lr_dtype} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
-        f"nesterov={settings.nesterov} ns={settings.coefficients} eps={settings.eps!r} adjust_lr_fn={named} "
-        f"extra_scale_factor={settings.extra_scale_factor!r} weight_decay_mode={settings.weight_decay_mode}{variant}"
+        f"nesterov={settings.nesterov} ns={settings.coefficients} adjust_lr_fn={named} "
+        f"weight_decay_mode={settings.weight_decay_mode}{variant}"
     )
 
 
 def batch_text(settings: Settings) -> str:
     """The options that the matrices of a batch must share."""
-    return f"{(settings.coefficients, settings.eps)!r} {stages_text(settings.stages)}".rstrip()
+    return f"{settings.coefficients!r} {stages_text(settings.stages)}".rstrip()
 
 
 def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
@@ -341,15 +336,11 @@ def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
 
 
 def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """`complete` the groups whose `use_muon` was changed since they were made. An eps that was the other kind's default
-    becomes this one's."""
+    """`complete` the groups whose `use_muon` was changed since they were made."""
     for group in groups:
         is_muon = group.get("use_muon", True)
         mark = "ns_coefficients" if is_muon else "betas"
         if "use_muon" in group and mark not in group:
-            muons, adamws = defaults["eps"], ADAMW_DEFAULTS["eps"]
-            if group.get("eps") == (adamws if is_muon else muons):
-                group["eps"] = muons if is_muon else adamws
             complete(group, defaults)
 
 
@@ -359,7 +350,8 @@ def fill_up(groups: Sequence[dict[str, Any]], mine: Sequence[Mapping[str, Any]],
     defaults = {key: value for key, value in {**GROUP_DEFAULTS, **defaults}.items() if key != "differentiable"}
     for index, group in enumerate(groups):
         group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
-        group.setdefault("use_muon", True)
+        if group.setdefault("use_muon", True):
+            group.pop("eps", None)  # torch.optim.Muon's, which no AdamW is to have later
         complete(group, defaults)
 
 

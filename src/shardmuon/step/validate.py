@@ -137,10 +137,8 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
 
 def _asked_anew(settings: Settings) -> Settings:
     """Settings whose scales are asked of the user's function once in this step, also for audits of it."""
-    scales = Scales(settings.adjust_lr_fn, settings.extra_scale_factor)
-    return replace(
-        settings, scales=scales, adjust_lr_fn=lambda rows, cols: dict(scales)[rows, cols], extra_scale_factor=1.0
-    )
+    scales = Scales(settings.adjust_lr_fn)
+    return replace(settings, scales=scales, adjust_lr_fn=lambda rows, cols: dict(scales)[rows, cols])
 
 
 def _read(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory) -> tuple[object, ...]:
