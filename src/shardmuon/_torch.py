@@ -101,8 +101,8 @@ def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
 
     The flags are global; they are put back at the end. With `flags` False they stay as they are.
     """
-    matmul: Any = getattr(torch.backends, "cuda" if device.type == "cuda" else "mkldnn").matmul
-    wanted: dict[str, Any] = _EXACT.get(device.type, {}) if flags else {}
+    matmul: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
+    wanted = _EXACT[device.type] if flags and device.type in _EXACT else {}
     before = {name: getattr(matmul, name) for name in wanted}
     autocast = torch.is_autocast_enabled(device.type)
     try:
@@ -177,8 +177,11 @@ def foreach_times(tensors: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]
 
 def foreach_scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """`Tensor.mul_` of each tensor with a number, or with a 0-dim tensor on their device. All fp32, or all fp64."""
-    if tensors and tensors[0].device.type == "cpu" and not isinstance(factor, Tensor):  # else one is made for each
-        factor = torch.tensor(factor, dtype=tensors[0].dtype, device="cpu")
+    if tensors and tensors[0].device.type == "cpu":
+        if not isinstance(factor, Tensor):  # else a tensor is made of it for each
+            factor = torch.tensor(factor, dtype=tensors[0].dtype, device="cpu")
+        torch._foreach_mul_(list(tensors), factor)
+        return
     _foreach(lambda alike: torch._foreach_mul_(alike, factor), tensors)
 
 
