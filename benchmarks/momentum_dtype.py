@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardmuon import Muon, Storage
 from shardmuon.layout.pieces import Patch
-from shardmuon.momentum.stores import BLOCK, Stream, decode, encode, round_by, scale_shape, step_coded_, step_rounded_
+from shardmuon.momentum.stores import BLOCK, Stream, decode, encode, round_by, scale_shape, step_stored_
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.step.update import momentum_into_
 
@@ -79,9 +79,8 @@ class Shadows:
             kept = self._ours.setdefault(
                 (index, name), [torch.zeros(s, dtype=d) for s, d in zip(shapes, (dtype, torch.float32), strict=False)]
             )
-            step_ = step_rounded_ if len(kept) == 1 else step_coded_
             updates[name] = torch.empty_like(grad)
-            step_(*kept, grad, updates[name], patch=whole, stream=stream, momentum=0.95, nesterov=True)
+            step_stored_(kept, grad, updates[name], patch=whole, stream=stream, momentum=0.95, nesterov=True)
         if measure:
             expected = orthogonalize(wanted[None], COEFFICIENTS, dtype=torch.float32)[0]
             for name, update in updates.items():
@@ -130,8 +129,8 @@ def times() -> dict[str, float]:
     codes, scales = torch.zeros(size, size, dtype=torch.int8), torch.zeros(size, size // BLOCK)
     steps: dict[str, Callable[[], None]] = {
         "fp32": lambda: momentum_into_([out], [grad], [plain], **rule),
-        "bf16": lambda: step_rounded_(half, grad, out, **rounding),
-        "int8": lambda: step_coded_(codes, scales, grad, out, **rounding),
+        "bf16": lambda: step_stored_([half], grad, out, **rounding),
+        "int8": lambda: step_stored_([codes, scales], grad, out, **rounding),
     }
     for name, step in steps.items():
         samples = []

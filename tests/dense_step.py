@@ -117,7 +117,7 @@ class _Param:
             moved = self.weight.flatten().clone()
         for number, at in enumerate(self._elements):
             result = self._orthogonalized(fed[at], number, group, stages)
-            scale = SCALES[group["adjust_lr_fn"]](*at.shape) * group["extra_scale_factor"]
+            scale = SCALES[group["adjust_lr_fn"]](*at.shape)
             step = _like_torch if like_torch else _applied
             moved[at] = step(moved[at], result, group["lr"], scale, decay, mode)
         self.weight = self._rounded(moved.view(self.weight.shape))
@@ -147,7 +147,6 @@ class _Param:
             x if unit is None else unit,
             coefficients,
             method=choice.method,
-            eps=group["eps"],
             dtype=choice.dtype,
             unit=unit is not None,
         )

@@ -565,25 +565,6 @@ def test_a_group_that_changes_to_adamw_has_adamws_eps() -> None:
     assert_rounded(weight.detach(), wanted, roundings=60)  # 1 - 0.95 cancels
 
 
-@pytest.mark.parametrize(("eps", "after"), [(None, 1e-7), (1e-8, 1e-7), (1e-5, 1e-5)])
-def test_a_group_that_changes_to_muon_has_muons_eps_unless_it_has_one_of_its_own(
-    eps: float | None, after: float
-) -> None:
-    """Numbers of method "torch", the one that reads eps, show it: a matrix whose norm is below eps is not scaled up."""
-    given = {} if eps is None else {"eps": eps}
-    weights = [torch.nn.Parameter(torch.zeros(4, 6)) for _ in range(2)]
-    changed = Muon(
-        [{"params": weights[:1], "use_muon": False, **given}], lr=1.0, orthogonalizer=Orthogonalizer("torch")
-    )
-    changed.param_groups[0]["use_muon"] = True
-    made = Muon(weights[1:], lr=1.0, eps=after, orthogonalizer=Orthogonalizer("torch"))
-    for weight, optimizer in zip(weights, (changed, made), strict=True):
-        weight.grad = torch.full_like(weight, 1e-9)
-        optimizer.step()
-    assert weights[0].abs().max() > 0
-    assert torch.equal(weights[0], weights[1])
-
-
 def test_a_state_without_the_variant_is_refused_before_any_step_too() -> None:
     """The group is neither left with its variant in silence nor without it."""
     optimizer = Muon([torch.nn.Parameter(torch.ones(4, 6))], lr=0.02, beta2=0.9)

@@ -63,17 +63,17 @@ def cpu_has_bf16_matmul() -> bool:
         if told not in ("0", "1"):
             raise ValueError(f"{CPU_BF16}={told!r} must be 0 (no bf16 products on this CPU), 1 (bf16) or unset")
         return told == "1"
-    probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    if probe is not None and probe():
-        return True
-    probe = getattr(torch.cpu, "_is_arm_bf16_supported", None)
-    return bool(probe is not None and probe())
+    return _cpu_has("_is_avx512_bf16_supported") or _cpu_has("_is_arm_bf16_supported")
 
 
 def cpu_has_amx() -> bool:
     """True if this CPU multiplies bf16 matrices in tiles (AMX), several times as fast as AVX512-BF16 does."""
-    probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return cpu_has_bf16_matmul() and bool(probe is not None and probe())
+    return cpu_has_bf16_matmul() and _cpu_has("_is_amx_tile_supported")
+
+
+def _cpu_has(name: str) -> bool:
+    """The answer of a private question of `torch.cpu`; False if this torch does not have it."""
+    return bool(getattr(torch.cpu, name, bool)())
 
 
 def mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
@@ -83,6 +83,17 @@ def mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
+_EXACT: dict[str, dict[str, Any]] = {  # kind of device -> flags of its products
+    "cpu": {"fp32_precision": "ieee"},
+    "cuda": {
+        "fp32_precision": "ieee",
+        "allow_fp16_reduced_precision_reduction": False,
+        "allow_bf16_reduced_precision_reduction": False,
+        "allow_fp16_accumulation": False,
+    },
+}
+
+
 @contextmanager
 def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
     """Matrix products with the same bits whatever the process has set: no TF32, no bf16 passes, sums in fp32, and no
@@ -90,49 +101,41 @@ def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
 
     The flags are global; they are put back at the end. With `flags` False they stay as they are.
     """
-    holders: list[tuple[Any, str, Any]] = []
-    if flags and device.type == "cuda":
-        matmul = torch.backends.cuda.matmul
-        holders = [
-            (matmul, "fp32_precision", "ieee"),
-            (matmul, "allow_fp16_reduced_precision_reduction", False),
-            (matmul, "allow_bf16_reduced_precision_reduction", False),
-            (matmul, "allow_fp16_accumulation", False),
-        ]
-    elif flags and device.type == "cpu":
-        mkldnn: Any = torch.backends.mkldnn
-        holders = [(mkldnn.matmul, "fp32_precision", "ieee")]
-    before = [(where, name, getattr(where, name)) for where, name, _ in holders]
+    matmul: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
+    wanted = _EXACT[device.type] if flags and device.type in _EXACT else {}
+    before = {name: getattr(matmul, name) for name in wanted}
     autocast = torch.is_autocast_enabled(device.type)
     try:
-        for where, name, value in holders:
-            setattr(where, name, value)
+        for name in wanted:
+            setattr(matmul, name, wanted[name])
         with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
             yield
     finally:
-        for where, name, value in before:
-            setattr(where, name, value)
+        for name in before:
+            setattr(matmul, name, before[name])
 
 
-def _lists(*columns: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Tensor]]]]:
-    """Rows (one tensor of each column) that a foreach operation takes together: their numbers, and their columns.
+def _foreach(operation: Callable[..., Any], *columns: Sequence[Tensor], **others: Any) -> Sequence[Tensor]:
+    """A list operation of torch on rows, one tensor of each column: what it makes of each, nothing if it is in place.
 
     On accelerators torch launches one kernel for a list whose tensors are dense, of one dtype in each column, and of
     the sizes and strides of their partners; as soon as one is not, it launches one for each tensor of the list
     (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). So rows that are not go by themselves.
     """
-    first = columns[0]
-    if not first:
-        return
-    if first[0].device.type == "cpu" or _go_together(columns):
-        yield list(range(len(first))), [list(column) for column in columns]
-        return
-    found: dict[tuple[object, ...], list[int]] = {}
+    if not columns[0]:
+        return ()
+    if columns[0][0].device.type == "cpu" or _go_together(columns):  # a CPU goes through lists row by row
+        made: Sequence[Tensor] | None = operation(*map(list, columns), **others)
+        return made or ()
+    alike: dict[tuple[object, ...], list[int]] = {}
     for i, row in enumerate(zip(*columns, strict=True)):
-        alike = all(t.stride() == row[0].stride() and t.shape == row[0].shape for t in row)
-        found.setdefault((alike and is_dense(row[0]), *(t.dtype for t in row)), []).append(i)
-    for rows in found.values():
-        yield rows, [[column[i] for i in rows] for column in columns]
+        dense = is_dense(row[0]) and all(t.stride() == row[0].stride() and t.shape == row[0].shape for t in row)
+        alike.setdefault((dense, *(t.dtype for t in row)), []).append(i)
+    found: dict[int, Tensor] = {}
+    for rows in alike.values():
+        results = operation(*([column[i] for i in rows] for column in columns), **others)
+        found.update(zip(rows, results or (), strict=False))
+    return [found[i] for i in sorted(found)]
 
 
 _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype")
@@ -151,24 +154,20 @@ def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def is_dense(t: Tensor) -> bool:
-    """True if the tensor's elements fill a stretch of memory without gaps, in any order of dims."""
-    if t.is_contiguous():
-        return True
-    dims = sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1)
-    expected = 1
-    for stride, size in dims:
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    """True if the tensor's elements, of which no two share memory, fill a stretch of it, in any order of dims."""
+    extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.is_contiguous() or extent + 1 == t.numel()
+
+
+# Of each row; they change the first column.
+foreach_lerp_ = partial(_foreach, torch._foreach_lerp_)  # (start, end, weight=): `Tensor.lerp_`
+foreach_add_ = partial(_foreach, torch._foreach_add_)  # (tensors, others, alpha=): `Tensor.add_`
+foreach_copy_ = partial(_foreach, torch._foreach_copy_)  # (targets, sources): `Tensor.copy_`, dtypes may differ
 
 
 def foreach_lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> Sequence[Tensor]:
     """`start + weight * (end - start)` for each pair, as `torch.lerp` computes it."""
-    made: dict[int, Tensor] = {}
-    for rows, (a, b) in _lists(start, end):
-        made.update(zip(rows, torch._foreach_lerp(a, b, weight), strict=True))
-    return [made[i] for i in range(len(start))]
+    return _foreach(torch._foreach_lerp, start, end, weight=weight)
 
 
 def foreach_scale_(tensors: Sequence[Tensor], factor: float) -> None:
@@ -176,37 +175,17 @@ def foreach_scale_(tensors: Sequence[Tensor], factor: float) -> None:
     if tensors[0].device.type == "cpu":  # where of a number a tensor would be made for each
         torch._foreach_mul_(list(tensors), torch.tensor(factor, dtype=tensors[0].dtype, device="cpu"))
         return
-    for _, (a,) in _lists(tensors):
-        torch._foreach_mul_(a, factor)
-
-
-def _in_place(
-    operation: Callable[..., object], targets: Sequence[Tensor], others: Sequence[Tensor], **numbers: float
-) -> None:
-    if targets and targets[0].device.type == "cpu":  # where torch goes through a list row by row
-        operation(list(targets), list(others), **numbers)
-        return
-    for _, columns in _lists(targets, others):
-        operation(*columns, **numbers)
-
-
-# Of each pair; they change the first list.
-foreach_lerp_ = partial(_in_place, torch._foreach_lerp_)  # (start, end, weight=): `Tensor.lerp_`
-foreach_add_ = partial(_in_place, torch._foreach_add_)  # (tensors, others, alpha=): `Tensor.add_`
-foreach_copy_ = partial(_in_place, torch._foreach_copy_)  # (targets, sources): `Tensor.copy_`, dtypes may differ
+    _foreach(lambda alike: torch._foreach_mul_(alike, factor), tensors)
 
 
 def foreach_to(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Each tensor in `dtype`, by default its partner's: itself, or new memory that on accelerators lies as its
-    partner's, so that they go together in further lists."""
-    wanted = [dtype or other.dtype for other in like]
-    if not tensors or tensors[0].device.type == "cpu":
-        return [t if t.dtype == d else t.to(d) for t, d in zip(tensors, wanted, strict=True)]
+    """Each tensor in `dtype`, by default its partner's: itself, or new memory that lies as its partner's, so that they
+    go together in further lists."""
     found = list(tensors)
-    other = [i for i, (t, d) in enumerate(zip(tensors, wanted, strict=True)) if t.dtype != d]
-    for i in other:
-        found[i] = torch.empty_like(like[i], dtype=wanted[i])
-    foreach_copy_([found[i] for i in other], [tensors[i] for i in other])
+    others = [i for i, t in enumerate(tensors) if t.dtype != (dtype or like[i].dtype)]
+    for i in others:
+        found[i] = torch.empty_like(like[i], dtype=dtype)
+    foreach_copy_([found[i] for i in others], [tensors[i] for i in others])
     return found
 
 

@@ -88,15 +88,12 @@ class Muon(Core, Optimizer):
         nesterov: Use Nesterov momentum.
         ns_coefficients: Name of a schedule ("keller", "quintic", "polar_express", .., see `shardmuon.schedule`), (a, b,
             c) of one Newton-Schulz step, or one triple per step. One that flips signs or diverges is refused.
-        eps: ``Orthogonalizer(method="torch")`` clamps the norm at eps as torch does. The other methods normalize
-            exactly at any scale and do not use it.
         ns_steps: Number of Newton-Schulz steps (ignored if there is a triple per step). Default: the schedule's own, 5
             for a single triple.
         adjust_lr_fn: Scale s of the learning rate by the global matrix shape: None or "original"
             (`sqrt(max(1, rows/cols))`), "match_rms_adamw" (`0.2 sqrt(max(rows, cols))`), "spectral"
             (`sqrt(max(rows, cols))`), "unit_rms_norm" (`sqrt(rows/cols)`), "none", or a callable
             (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
-        extra_scale_factor: Multiplies s.
         weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.step.update.apply_`.
         variant: "normuon", "muon_eq", "hyperball", or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
         beta2: Of the running average of "normuon".
@@ -137,11 +134,9 @@ class Muon(Core, Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_coefficients: str | Coefficients | Sequence[Coefficients] = (3.4445, -4.7750, 2.0315),
-        eps: float = 1e-7,
+        *,
         ns_steps: int | None = None,
         adjust_lr_fn: LrScale = None,
-        *,
-        extra_scale_factor: float = 1.0,
         weight_decay_mode: WeightDecayMode = "decoupled",
         variant: str | None = None,
         beta2: float = 0.95,
@@ -164,10 +159,8 @@ class Muon(Core, Optimizer):
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_coefficients": ns_coefficients,
-            "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "extra_scale_factor": extra_scale_factor,
             "weight_decay_mode": weight_decay_mode,
             "variant": variant,
             "beta2": beta2,

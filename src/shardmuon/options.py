@@ -266,7 +266,7 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "split_dim": 0,
     "transposed": False,
 }
-VARIANT_DEFAULTS: dict[str, Any] = {"variant": None, **{key: row.default for key, row in VARIANT_OPTIONS.items()}}
+VARIANT_DEFAULTS: dict[str, Any] = {"variant": None, **VARIANT_OPTIONS}
 # Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
 PLACE_DEFAULTS: dict[str, Any] = {
     "tp_group": None,
@@ -287,15 +287,13 @@ MUON_OPTIONS = (
     "momentum",
     "nesterov",
     "ns_coefficients",
-    "eps",
     "ns_steps",
     "adjust_lr_fn",
-    "extra_scale_factor",
     "weight_decay_mode",
     *VARIANT_DEFAULTS,
 )
-ONLY_MUON = ({*MUON_OPTIONS} - {"eps"}) | {*VIEW_OPTIONS}  # AdamW has an eps, too
-ONLY_ADAMW = {"betas", "adamw"}
+ONLY_MUON = {*MUON_OPTIONS, *VIEW_OPTIONS}
+ONLY_ADAMW = {*ADAMW_DEFAULTS, "adamw"}
 _ADAMW_KINDS = ("adamw", "cautious")
 GROUP_OPTIONS = (
     *dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, "adamw", *GROUP_DEFAULTS)),
@@ -304,10 +302,10 @@ GROUP_OPTIONS = (
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
 
 
-def lr_scale(adjust_lr_fn: LrScale, rows: int, cols: int, extra_scale_factor: float = 1.0) -> float:
+def lr_scale(adjust_lr_fn: LrScale, rows: int, cols: int) -> float:
     """The factor on the learning rate of a rows x cols matrix. The shape is the global matrix's, never a shard's."""
     function = adjust_lr_fn if callable(adjust_lr_fn) else LR_SCALES[adjust_lr_fn or "original"]
-    return function(rows, cols) * extra_scale_factor
+    return function(rows, cols)
 
 
 def check_keys(where: str, given: Iterable[str]) -> None:
@@ -337,17 +335,15 @@ def options_text(config: MuonConfig, groups: Sequence[Mapping[str, Any]]) -> str
         lines.append(
             f"group {index}: {'Muon' if group['use_muon'] else 'AdamW'}, {count} parameter{'' if count == 1 else 's'}"
         )
-        shown = _shown(group, whole["orthogonalizer"].method == "torch")
-        lines += [f"    {key}: {value}" for key, value in shown.items()]
+        lines += [f"    {key}: {value}" for key, value in _shown(group).items()]
     return "\n".join(lines)
 
 
-def _shown(group: Mapping[str, Any], uses_eps: bool) -> dict[str, Any]:
-    """A group's options that apply to it, and what others keep in it. `uses_eps`: whether Muon's method does."""
+def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options that apply to it, and what others keep in it."""
     hidden = {"params", "param_names", "use_muon", *(ONLY_ADAMW if group["use_muon"] else ONLY_MUON)}
-    if group["use_muon"]:
-        idle = {"eps": not uses_eps, "ns_steps": group["ns_steps"] is None}
-        hidden |= {key for key in idle if idle[key]}
+    if group["use_muon"] and group["ns_steps"] is None:
+        hidden.add("ns_steps")
     quiet = {**GROUP_DEFAULTS, **VARIANT_DEFAULTS, "adamw": "adamw"}
     return {
         key: value for key, value in group.items() if key not in hidden and not (key in quiet and value == quiet[key])
@@ -414,7 +410,7 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"{where}a tensor lr must have one element, found shape {tuple(lr.shape)}")
     is_muon = group.get("use_muon", True)
-    for key in ("lr", "weight_decay", "eps", *(("momentum", "extra_scale_factor") if is_muon else ())):
+    for key in ("lr", "weight_decay", "momentum" if is_muon else "eps"):
         _refuse_text(where, key, group[key])
         given = group[key].detach() if isinstance(group[key], Tensor) else group[key]
         try:
@@ -450,8 +446,6 @@ def _check_mathematics(where: str, group: Mapping[str, Any]) -> None:
         check_variant(group)
     except ValueError as wrong:
         raise ValueError(f"{where}{wrong}") from None
-    if float(group["eps"]) == 0.0:
-        raise ValueError(f"{where}eps={group['eps']} must be above 0")
     if group["momentum"] > 1.0:
         raise ValueError(f"{where}momentum={group['momentum']} must be at most 1")
     scale = group["adjust_lr_fn"]

@@ -137,7 +137,7 @@ def test_a_larger_norm_is_that_of_one_more_row_and_column(schedule: str) -> None
 
 
 def _settings(mode: WeightDecayMode, nesterov: bool = True) -> Settings:
-    return Settings(0.02, 0.1, 0.9, nesterov, KELLER, 1e-7, None, 1.0, mode)
+    return Settings(0.02, 0.1, 0.9, nesterov, KELLER, None, mode)
 
 
 @pytest.mark.parametrize("mode", WEIGHT_DECAY_MODES)

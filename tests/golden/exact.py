@@ -76,6 +76,15 @@ class Options:
     by_hash: bool = False
 
 
+def _original(rows: int, cols: int) -> float:
+    return math.sqrt(max(1, rows / cols))
+
+
+def _half(rows: int, cols: int) -> float:
+    return _original(rows, cols) / 2
+
+
+_SCALES = {None: _original, "none": lambda rows, cols: 1.0, _half: _half}
 BASE = {
     "lr": LRS[0],
     "weight_decay": 0.5,
@@ -89,7 +98,7 @@ OPTIONS: dict[str, Options] = {
     "independent decay": Options({"weight_decay_mode": "independent", "weight_decay": 0.125}),
     "cautious decay": Options({"weight_decay_mode": "cautious"}),
     "no decay, momentum 3/4, no scale": Options({"weight_decay": 0.0, "momentum": 0.75, "adjust_lr_fn": "none"}),
-    "many buckets": Options({"exchange": Exchange(bucket_bytes=3000), "extra_scale_factor": 0.5}),
+    "many buckets": Options({"exchange": Exchange(bucket_bytes=3000), "adjust_lr_fn": _half}),
     "bf16 weights": Options(dtype=torch.bfloat16),
     "bf16 weights, rounded by hash": Options(
         {"storage": Storage(stochastic_rounding=True)}, torch.bfloat16, by_hash=True
@@ -137,7 +146,7 @@ def run(layout: str, options: str) -> dict[str, Elements]:
     given = case.options(dist.get_world_size()) if dist.is_initialized() else {}
     groups = [{"params": [(name, param)], **PARAMS[name].options} for name, param in params.items()]
     found: dict[str, Elements] = {}
-    with mock.patch.dict(BACKENDS, standard=Method(alone=lambda x, coefficients, eps: stand_in(x))):
+    with mock.patch.dict(BACKENDS, standard=Method(alone=lambda x, coefficients: stand_in(x))):
         optimizer = Muon(groups, **{**BASE, **given, **of.muon})
         for step in range(len(LRS)):
             grads = placed(layout, {name: drawn(name, step).to(of.dtype) for name in PARAMS})
@@ -222,9 +231,9 @@ def _muon(name: str, of: Options) -> dict[str, Tensor]:
             moved = np.zeros_like(weight)
             for at in matrices(PARAMS[name]):
                 rows, cols = at.shape
-                scale = 1 if options.get("adjust_lr_fn") == "none" else math.sqrt(max(1, rows / cols))
+                scale = _SCALES[options.get("adjust_lr_fn")](rows, cols)
                 y = np.clip(np.trunc(2 * update[at]), -3, 3)
-                moved[at] = lr * scale * options.get("extra_scale_factor", 1) * np.fmod(y + y @ y.T @ y, 16) / 4
+                moved[at] = lr * scale * np.fmod(y + y @ y.T @ y, 16) / 4
             factor = {"decoupled": 1 - lr * decay, "independent": 1 - decay, "l2": 1, "cautious": 1 - lr * decay}[mode]
             decayed = np.where(moved * weight > 0, factor * weight, weight) if mode == "cautious" else factor * weight
             weight = _stored(decayed - moved, of.dtype)

@@ -101,7 +101,7 @@ OPTIONS: dict[str, Options] = {
     "match_rms_adamw": Options({"adjust_lr_fn": "match_rms_adamw"}),
     "spectral": Options({"adjust_lr_fn": "spectral", "nesterov": False}),
     "unit_rms_norm": Options({"adjust_lr_fn": "unit_rms_norm", "weight_decay_mode": "cautious"}),
-    "no scale": Options({"adjust_lr_fn": "none", "extra_scale_factor": 1.7}),
+    "no scale": Options({"adjust_lr_fn": "none"}),
     "scale by a function": Options({"adjust_lr_fn": _half_plus_ratio}),
     "polar_express": Options({"ns_coefficients": "polar_express"}),
     "keller, 3 steps": Options({"ns_coefficients": "keller", "ns_steps": 3}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import warnings
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardmuon.orthogonalize as package
 from shardmuon import Exchange, Muon, Orthogonalizer, schedule
 from shardmuon.commands.main import main
-from shardmuon.orthogonalize import BACKENDS, NS_METHODS, Method, default_dtype, orthogonalize
+from shardmuon.orthogonalize import BACKENDS, NS_METHODS, Method, orthogonalize
 from shardmuon.orthogonalize import choice as choice_module
 from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, flops, from_file, measure, rule
 from shardmuon.orthogonalize.gram import FiniteWatch
@@ -106,24 +105,15 @@ def test_the_rule_takes_the_gram_form_for_long_matrices() -> None:
     assert "not safe in torch.bfloat16" in rule(64, 256, KELLER, CPU, torch.bfloat16).reason
 
 
-def test_candidates_never_hold_the_gram_form_in_bf16() -> None:
-    for device in (CPU, torch.device("cuda")):
-        for dtype in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
-            found = candidates(device, dtype, ("torch", "triton"))
-            assert found[0].method == "standard"
-            assert not any(c.method == "gram" and c.dtype == torch.bfloat16 for c in found)
-            assert not any(c.kernel == "triton" and c.dtype == torch.float64 for c in found)
-            assert len(set(found)) == len(found)
-
-
-def test_a_choice_is_its_text() -> None:
-    for choice in (
-        *candidates(CPU, torch.float16, ("torch", "triton")),
-        Choice(),
-        Choice("torch"),
-        Choice("reference"),
-    ):
-        assert Choice.of(str(choice)) == choice
+def test_candidates_never_hold_the_gram_form_in_bf16_and_each_is_its_text() -> None:
+    for device, dtype in itertools.product((CPU, torch.device("cuda")), (None, BF16, FP16, FP32, FP64)):
+        found = candidates(device, dtype, ("torch", "triton"))
+        assert found[0].method == "standard"
+        assert not {("gram", BF16, "torch"), ("gram", BF16, "triton")} & {(c.method, c.dtype, c.kernel) for c in found}
+        assert not any(c.kernel == "triton" and c.dtype == FP64 for c in found)
+        assert len(set(found)) == len(found)
+        for choice in (*found, Choice("torch"), Choice("reference"), Choice("gram", FP32, "triton", True, 4)):
+            assert Choice.of(str(choice)) == choice
 
 
 def test_small_gains_leave_the_standard_form() -> None:
@@ -341,14 +331,6 @@ def test_ranks_that_are_unlike_are_told_or_refused_on_every_rank(
     assert how[0] == how[1]
 
 
-def test_default_dtypes() -> None:
-    cuda = torch.device("cuda")
-    assert default_dtype("standard", cuda) == default_dtype("torch", CPU) == torch.bfloat16
-    assert default_dtype("gram", cuda) == torch.float16
-    assert default_dtype("gram", CPU) == torch.float32
-    assert default_dtype("reference", cuda) == torch.float64
-
-
 # ------------------------------------------------------------------------------------------------ never a bad number
 
 
@@ -360,33 +342,23 @@ def _with_fast_backend(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensor]
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix that came in so is not made to look sound, and nothing is said of it."""
+
     def spoil(out: Tensor) -> Tensor:
         out[1, 2, 3] = bad
         return out
 
-    x, watch = normal(3, 8, 40), FiniteWatch()
+    x, watch = normal(4, 8, 40), FiniteWatch()
+    x[3, 0, 0] = bad
     sound = orthogonalize(x, KELLER, method="gram")
     _with_fast_backend(monkeypatch, spoil)
     found = orthogonalize(x, KELLER, method="gram", watch=watch)
-    assert torch.equal(found[0], sound[0])
-    assert torch.equal(found[2], sound[2])
+    assert torch.equal(found[[0, 2]], sound[[0, 2]])
     assert not found[1].any()
+    assert not found[3].isfinite().any()
     watch.send()
-    with pytest.warns(UserWarning, match="'gram' on 8x40 gave a non-finite result for 1 of 3 finite matrices in an"):
+    with pytest.warns(UserWarning, match="'gram' on 8x40 gave a non-finite result for 1 of 4 finite matrices in an"):
         watch.report()
-
-
-def test_a_non_finite_input_is_not_made_to_look_sound() -> None:
-    x = normal(3, 8, 40)
-    x[1, 0, 0] = float("nan")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        watch = FiniteWatch()
-        found = orthogonalize(x, KELLER, method="gram", watch=watch)
-        watch.send()
-        watch.report()
-    assert not found[1].isfinite().any()
-    assert found[0].isfinite().all()
 
 
 @pytest.mark.parametrize(("name", "steps"), [("keller", 30), ("deepseek_v4", 10), ("polar_express", 12)])
@@ -418,21 +390,12 @@ def test_global_precision_flags_change_nothing() -> None:
 
 
 def test_graphs_are_captured_for_shapes_that_repeat() -> None:
-    captured: list[tuple[int, ...]] = []
-
-    def capture(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
-        captured.append(tuple(x.shape))
-        return function
-
-    cache = GraphCache(capture)
-    batches = [normal(2, 4, 9, seed=s) for s in range(6)]
-    for x in batches:
-        assert torch.equal(cache.run(lambda t: 2 * t, x, "double"), 2 * x)
-    assert captured == [(2, 4, 9)]
-    for x in batches[:2]:
-        assert torch.equal(cache.run(lambda t: 3 * t, x, "triple"), 3 * x)  # another key: not the captured function
-    assert torch.equal(cache.run(lambda t: 2 * t, batches[0][:1], "double"), 2 * batches[0][:1])
-    assert len(cache) == 1
+    capture = mock.Mock(side_effect=lambda function, x: function)
+    cache, batches = GraphCache(capture), [normal(2, 4, 9, seed=s) for s in range(6)]
+    calls = [(x, 2.0) for x in batches] + [(x, 3.0) for x in batches[:2]] + [(batches[0][:1], 2.0)]
+    for x, factor in calls:  # those with another factor or shape do not repeat enough
+        assert torch.equal(cache.run(lambda t, factor=factor: factor * t, x, factor), factor * x)
+    assert [tuple(call.args[1].shape) for call in capture.mock_calls] == [(2, 4, 9)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -443,7 +406,7 @@ def test_cuda_graphs_have_the_functions_bits() -> None:
         for method, dtype in (("standard", torch.bfloat16), ("gram", torch.float16)):
             found = orthogonalize(x, KELLER, method=method, dtype=dtype, graphs=cache)
             assert torch.equal(found, orthogonalize(x, KELLER, method=method, dtype=dtype))
-    assert len(cache) == 2
+    assert len(cache._graphs) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch 2.11 of its own module
@@ -501,11 +464,11 @@ def test_a_measurement_waits_for_any_accelerator(kind: str, monkeypatch: pytest.
     [
         (
             {"orthogonalizer": Orthogonalizer(method="standard")},
-            "products in (bfloat16, for this CPU multiplies|float32, for this CPU has no)",
+            "products in (bfloat16, .* of standard on CPUs with|float32, .* on CPUs without) bfloat16 products",
         ),
         (
             {"orthogonalizer": Orthogonalizer(method="gram")},
-            "gram float32, products in float32, the default of 'gram' on CPUs",
+            "gram float32, products in float32, the default of gram on CPUs",
         ),
         (
             {"orthogonalizer": Orthogonalizer(method="gram", dtype="float16")},
@@ -513,7 +476,7 @@ def test_a_measurement_waits_for_any_accelerator(kind: str, monkeypatch: pytest.
         ),
         ({"orthogonalizer": Orthogonalizer(method="torch")}, "torch, products in bfloat16, as in torch.optim.Muon"),
         ({"orthogonalizer": Orthogonalizer(method="reference")}, "reference, products in float64, always"),
-        ({}, "by rule: .*; products in (bfloat16|float32), (for this CPU|the default of 'gram')"),
+        ({}, "by rule: .*; products in (bfloat16|float32), the default of (standard|gram) on CPUs"),
     ],
     ids=str,
 )
@@ -572,18 +535,6 @@ def test_auto_has_the_bits_of_what_it_takes(machine: str, gram: str, wire: Any, 
             for optimizer in (auto, *others):
                 optimizer.step()
     assert [name for name in SHAPES if not torch.equal(autos[name], forced[name])] == []
-
-
-def _on_ranks(folder: str, machine: str) -> bool:
-    measured, _ = _measured(Path(folder) / f"{os.getpid()}.json", machine, "some")
-    table = {name: ParamCase(shape, "") for name, shape in SHAPES.items()}
-    with _patched(machine):
-        return compare_with_dense("fsdp2", orthogonalizer=measured, table=table, lr=0.1).bitwise
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_auto_has_the_bits_of_one_process_on_ranks(machine: str, world2: RankPool, tmp_path: Path) -> None:
-    assert world2.run(_on_ranks, str(tmp_path), machine) == [True, True]
 
 
 WIRES = [  # method, dtype of the products, Exchange.dtype, the wire

@@ -16,7 +16,6 @@ from shardmuon.testing.tolerances import (
     assert_bitwise,
     assert_near,
     assert_same_orthogonalization,
-    orthogonalization_bound,
     polar_bound,
     relative_bound,
     roundoff,
@@ -65,7 +64,7 @@ def reference_bound(matrix: Tensor, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_torch_backend_has_torchs_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
     batch = torch.stack([normal(*shape, seed=s, dtype=dtype) for s in range(3)]) * 0.01
-    found = orthogonalize(batch, KELLER, method="torch", eps=1e-7)
+    found = orthogonalize(batch, KELLER, method="torch")
     for x, out in zip(batch, found, strict=True):
         wanted = _zeropower_via_newtonschulz(x.clone(), KELLER[0], 5, 1e-7)
         assert out.dtype == wanted.dtype == torch.bfloat16
@@ -73,11 +72,11 @@ def test_torch_backend_has_torchs_bits(shape: tuple[int, int], dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("steps", [1, 3, 9])
-@pytest.mark.parametrize("eps", [1e-7, 0.5, 100.0])
-def test_torch_backend_takes_torchs_steps_and_eps(eps: float, steps: int) -> None:
-    x, one = normal(9, 20), (3.0, -3.2, 1.2)
-    wanted = _zeropower_via_newtonschulz(x.clone(), one, steps, eps)
-    assert torch.equal(orthogonalize(x[None], (one,) * steps, method="torch", eps=eps)[0], wanted)
+@pytest.mark.parametrize("size", [1.0, 1e-8, 1e-12])
+def test_torch_backend_takes_torchs_steps_and_clamps_small_norms(size: float, steps: int) -> None:
+    x, one = size * normal(9, 20), (3.0, -3.2, 1.2)
+    wanted = _zeropower_via_newtonschulz(x.clone(), one, steps, 1e-7)
+    assert torch.equal(orthogonalize(x[None], (one,) * steps, method="torch")[0], wanted)
 
 
 # --------------------------------------------------------------------------------------------- the iteration itself
@@ -297,15 +296,6 @@ def test_reference_leaves_the_null_space_alone() -> None:
     assert float(values[16:].max()) <= off
     _, _, vh = torch.linalg.svd(x)
     assert float((u @ vh[16:].T).norm()) <= 2 * off  # of the polar factor, and of these vectors
-
-
-def test_classic_coefficients_converge_to_the_polar_factor() -> None:
-    """Two independent roads to the same matrix."""
-    x = normal(8, 40, dtype=torch.float64)
-    steps = orthogonalize(x[None], CLASSIC * 2, dtype=torch.float64)[0]
-    polar = orthogonalize(x[None], KELLER, method="reference")[0]
-    bound = orthogonalization_bound(CLASSIC * 2, torch.float64, x) + polar_bound(x)
-    assert_near(steps, polar, bound / float(polar.norm()))
 
 
 def test_unknown_methods_are_refused() -> None:

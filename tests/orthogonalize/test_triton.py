@@ -6,7 +6,9 @@ imported. Bounds on errors are those of the arithmetic, element by element: sums
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import json
 import multiprocessing
 import os
@@ -80,7 +82,7 @@ def _process(**variables: str) -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> Iterator[Run]:
+def interpreter() -> Iterator[Run]:
     with _process(TRITON_INTERPRET="1") as run:
         hindrance = run(_interpreter_fault)
         if hindrance:
@@ -97,6 +99,22 @@ def _interpreter_fault() -> str:
         if "only 0-dimensional arrays can be converted" in str(error):
             return "Triton's interpreter does not run with this numpy: " + str(error)
     return ""
+
+
+def interpreted(check: Callable[..., None]) -> Callable[..., None]:
+    """Have a test run in the process of the interpreter."""
+
+    @functools.wraps(check)
+    def test(interpreter: Run, **given: Any) -> None:
+        interpreter(_run_here, check.__name__, given)
+
+    own, fixture = inspect.signature(check), inspect.Parameter("interpreter", inspect.Parameter.KEYWORD_ONLY)
+    test.__signature__ = own.replace(parameters=[*own.parameters.values(), fixture])  # type: ignore[attr-defined]
+    return installed(test)
+
+
+def _run_here(name: str, given: dict[str, Any]) -> None:
+    globals()[name].__wrapped__(**given)
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +176,9 @@ def _strided(kind: str, num: int, m: int, k: int, dtype: torch.dtype) -> Tensor:
     return normal(num + 1, 2 * m, 3 * k, seed=m).to(dtype)[1:, ::2, 1::3]
 
 
-def _products(dtype: torch.dtype) -> list[str]:
-    wrong = []
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@interpreted
+def test_products_are_those_of_fp64_and_exactly_symmetric(dtype: torch.dtype) -> None:
     for num, m, k, kind in CASES:
         x = _strided(kind, num, m, k, dtype)
         base = normal(num, m, m + 3, seed=1).to(dtype)[:, :, 3:]
@@ -169,43 +188,28 @@ def _products(dtype: torch.dtype) -> list[str]:
             (base, -4.775, 2.0315, None),
             (base.float(), 0.5, 1.0, FP32),
         ):
-            untouched = x.clone()
+            untouched, case = x.clone(), f"{kind} {m}x{k} beta={beta}"
             found = symmetric_addmm(plus, x, x.mT, beta, alpha, out_dtype)
-            case = f"{kind} {m}x{k} beta={beta}: "
-            if found.dtype != (out_dtype or dtype) or found.shape != (num, m, m) or not found.is_contiguous():
-                wrong.append(case + f"{found.dtype} {found.shape} {found.stride()}")
-            if not _within(found, *_wanted(plus, x, x.mT, beta, alpha), k):
-                wrong.append(case + "too far off")
-            if not torch.equal(found, found.mT):
-                wrong.append(case + "not symmetric")
-            if not torch.equal(x, untouched):
-                wrong.append(case + "wrote to its operand")
-    return wrong
+            assert found.dtype == (out_dtype or dtype) and found.is_contiguous(), case
+            assert _within(found, *_wanted(plus, x, x.mT, beta, alpha), k), case
+            assert torch.equal(found, found.mT), case
+            assert torch.equal(x, untouched), f"{case} wrote to its operand"
+    none, thin = torch.zeros(0, 40, 7), torch.zeros(2, 33, 0)
+    assert symmetric_addmm(None, none, none.mT).shape == (0, 40, 40)
+    assert not symmetric_addmm(None, thin, thin.mT).any()
 
 
-@installed
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_are_those_of_fp64_and_exactly_symmetric(dtype: torch.dtype, interpreted: Run) -> None:
-    assert interpreted(_products, dtype) == []
-
-
-def _halves_make_out_dtypes() -> list[str]:
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@interpreted
+def test_a_result_is_rounded_once_to_the_dtype_asked_for(out_dtype: torch.dtype) -> None:
     x = normal(1, 33, 40).half()
-    wrong = []
-    for out_dtype in DTYPES:
-        found = symmetric_addmm(None, x, x.mT, dtype=out_dtype)
-        wide = symmetric_addmm(None, x, x.mT, dtype=FP32)
-        if found.dtype != out_dtype or not torch.equal(found, wide.to(out_dtype)):
-            wrong.append(str(out_dtype))
-    return wrong
+    found, wide = (symmetric_addmm(None, x, x.mT, dtype=dtype) for dtype in (out_dtype, FP32))
+    assert found.dtype == out_dtype and torch.equal(found, wide.to(out_dtype))
 
 
-@installed
-def test_a_result_is_rounded_once_to_the_dtype_asked_for(interpreted: Run) -> None:
-    assert interpreted(_halves_make_out_dtypes) == []
-
-
-def _polynomials(dtype: torch.dtype) -> bool:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@interpreted
+def test_of_products_that_rounding_keeps_from_symmetry_the_lower_half_counts(dtype: torch.dtype) -> None:
     """Products of different matrices, whose product is symmetric only up to rounding."""
     x = (normal(2, 70, 90) / 30).to(dtype)
     gram = symmetric_addmm(None, x, x.mT)
@@ -213,115 +217,43 @@ def _polynomials(dtype: torch.dtype) -> bool:
     found = symmetric_addmm(poly, gram, poly, 3.4445)
     lower, sizes = _wanted(poly, gram, poly, 3.4445, 1.0)
     wanted = lower.tril() + lower.tril(-1).mT
-    return torch.equal(found, found.mT) and _within(found, wanted, torch.maximum(sizes, sizes.mT), 70)
+    assert torch.equal(found, found.mT) and _within(found, wanted, torch.maximum(sizes, sizes.mT), 70)
 
 
-@installed
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_of_products_that_rounding_keeps_from_symmetry_the_lower_half_counts(
-    dtype: torch.dtype, interpreted: Run
-) -> None:
-    assert interpreted(_polynomials, dtype)
-
-
-def _nan_where_nothing_is_read() -> dict[str, bool]:
-    x = normal(3, 70, 33)
-    plain, nan = symmetric_addmm(None, x, x.mT), torch.full((3, 70, 70), float("nan"))
-    base = normal(3, 70, 70, seed=1)
-    mirrored = base.tril() + base.tril(-1).mT
-    sum_ = symmetric_addmm(mirrored, x, x.mT, 1.0)
-    spoiled = x.clone()
-    spoiled[1, 2, 3] = float("nan")
-    found = symmetric_addmm(mirrored, spoiled, spoiled.mT, 1.0)
+@interpreted
+def test_nan_counts_only_where_it_is_read() -> None:
+    x, base, nan = normal(3, 70, 33), normal(3, 70, 70, seed=1), torch.full((3, 70, 70), float("nan"))
+    total = symmetric_addmm(base.tril() + base.tril(-1).mT, x, x.mT, 1.0)
+    above = torch.where(nan.isnan().triu(1), nan, base)
+    assert torch.equal(symmetric_addmm(above, x, x.mT, 1.0), total), "above the diagonal"
     around = torch.full((3, 72, 40), float("nan"))
     around[:, :70, :33] = x
     inside = around[:, :70, :33]
-    return {
-        "above the diagonal": torch.equal(
-            symmetric_addmm(base.tril() + nan.triu(1).nan_to_num(7.0), x, x.mT, 1.0), sum_
-        )
-        and torch.equal(symmetric_addmm(torch.where(nan.isnan().triu(1), nan, base), x, x.mT, 1.0), sum_),
-        "beside the operand": torch.equal(symmetric_addmm(None, inside, inside.mT), plain),
-        "in a neighbour": torch.equal(found[[0, 2]], sum_[[0, 2]]),
-        "its own row and column": bool(found[1, 2].isnan().all() and found[1, :, 2].isnan().all())
-        and int(found[1].isnan().sum()) == 2 * 70 - 1,
-    }
+    assert torch.equal(symmetric_addmm(base, inside, inside.mT, 1.0), total), "beside the operand"
+    spoiled = x.clone()
+    spoiled[1, 2, 3] = float("nan")
+    found = symmetric_addmm(base, spoiled, spoiled.mT, 1.0)
+    assert torch.equal(found[[0, 2]], total[[0, 2]]), "in a neighbour"
+    assert found[1, 2].isnan().all() and found[1, :, 2].isnan().all() and found[1].isnan().sum() == 2 * 70 - 1
 
 
-@installed
-def test_nan_counts_only_where_it_is_read(interpreted: Run) -> None:
-    found = interpreted(_nan_where_nothing_is_read)
-    assert [case for case, sound in found.items() if not sound] == []
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@interpreted
+def test_a_matrix_has_the_same_bits_alone_and_anywhere_in_a_batch(dtype: torch.dtype) -> None:
+    _check_bits_in_batches(normal(3, 70, 100).to(dtype))
 
 
-def _bits(dtype: torch.dtype) -> list[tuple[int, int]]:
-    x = normal(3, 70, 100).to(dtype)
+def _check_bits_in_batches(x: Tensor) -> None:
     base = symmetric_addmm(None, x, x.mT)
     together = symmetric_addmm(base, x, x.mT, 0.5, 2.0)
-    wrong = []
-    for size in (1, 2):
-        for start in range(3 - size + 1):
-            part = slice(start, start + size)
-            if not torch.equal(symmetric_addmm(base[part], x[part], x[part].mT, 0.5, 2.0), together[part]):
-                wrong.append((start, size))
-    return wrong
+    for part in (slice(0, 1), slice(1, 2), slice(2, 3), slice(0, 2), slice(1, 3)):
+        assert torch.equal(symmetric_addmm(base[part], x[part], x[part].mT, 0.5, 2.0), together[part])
 
 
-@installed
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_a_matrix_has_the_same_bits_alone_and_anywhere_in_a_batch(dtype: torch.dtype, interpreted: Run) -> None:
-    assert interpreted(_bits, dtype) == []
-
-
-def _empty() -> list[Any]:
-    none, thin = torch.zeros(0, 40, 7), torch.zeros(2, 33, 0)
-    base = symmetric_addmm(None, normal(2, 33, 3), normal(2, 33, 3).mT)
-    return [
-        tuple(symmetric_addmm(None, none, none.mT).shape),
-        symmetric_addmm(None, thin, thin.mT).count_nonzero().item(),
-        torch.equal(symmetric_addmm(base, thin, thin.mT, 1.0), base),
-    ]
-
-
-@installed
-def test_empty_products_are_zeros(interpreted: Run) -> None:
-    assert interpreted(_empty) == [(0, 40, 40), 0, True]
-
-
-class _Counter:
-    """Stands in for the kernel and notes the grids that it is launched with."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel, self.grids = kernel, []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.grids.append(grid)
-        return self.kernel[grid]
-
-
-def _launches() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Launches, and T (T + 1) / 2 per matrix."""
-    kernels: Any = triton_symmetric._kernels()
-    counter = _Counter(kernels.symmetric_addmm_kernel)
-    with mock.patch.object(kernels, "symmetric_addmm_kernel", counter):
-        wanted = []
-        for num, m, block in ((1, 1, 32), (2, 32, 32), (1, 33, 64), (3, 130, 64), (1, 300, 64)):
-            x = normal(num, m, 8)
-            symmetric_addmm(x @ x.mT, x, x.mT, 1.0)
-            side = (m + block - 1) // block
-            wanted.append((num * side * (side + 1) // 2,))
-    return list(zip(counter.grids, wanted, strict=True))
-
-
-@installed
-def test_one_launch_computes_the_lower_tiles_and_no_others(interpreted: Run) -> None:
-    launches = interpreted(_launches)
-    assert [found for found, _ in launches] == [wanted for _, wanted in launches]
-    assert [found for found, _ in launches] == [(1,), (2,), (1,), (18,), (15,)]
-
-
-def _stores() -> tuple[list[int], list[int]]:
-    """Counts of writes of each element, and other writes."""
+@interpreted
+def test_each_element_is_written_once() -> None:
+    """Two programs, or two stores of one, that write an element could leave either value on a GPU. The upper tiles of a
+    launch, or one more tile, would write some twice, or elsewhere."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     seen: Counter[int] = Counter()
@@ -331,83 +263,40 @@ def _stores() -> tuple[list[int], list[int]]:
         seen.update(pointers.data[mask.data].tolist())
         return store(pointers, value, mask, *rest)
 
-    builder.create_masked_store = noting
-    try:
-        x = normal(2, 100, 8)
+    x = normal(2, 100, 8)
+    with mock.patch.object(builder, "create_masked_store", noting):
         out = symmetric_addmm(x @ x.mT, x, x.mT, 1.0)
-    finally:
-        builder.create_masked_store = store
-    addresses = [out.data_ptr() + 4 * i for i in range(out.numel())]
-    return sorted({seen[a] for a in addresses}), sorted(set(seen) - set(addresses))
+    assert seen == Counter(out.data_ptr() + 4 * i for i in range(out.numel()))
 
 
-@installed
-def test_each_element_is_written_once(interpreted: Run) -> None:
-    """Two programs, or two stores of one, that write an element could leave either value on a GPU."""
-    assert interpreted(_stores) == ([1], [])
-
-
-def _told(function: Callable[..., Any], *args: Any, **options: Any) -> str:
-    try:
-        function(*args, **options)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def _errors() -> list[str]:
+@interpreted
+def test_errors_say_what_was_found_and_what_to_write() -> None:
     x = normal(2, 4, 3)
-    with mock.patch.object(triton_symmetric, "_MAX_PROGRAMS", 1):
-        many = _told(symmetric_addmm, None, x, x.mT)
-    with mock.patch.object(triton_symmetric._kernels(), "symmetric_addmm_kernel", _Counter(None)):
-        failed = _told(symmetric_addmm, None, x, x.mT)
-    return [
-        _told(symmetric_addmm, None, x, x),
-        _told(symmetric_addmm, x, x, x.mT, 1.0),
-        _told(symmetric_addmm, None, x, x.mT.half()),
-        _told(symmetric_addmm, (x @ x.mT).double(), x, x.mT, 1.0),
-        _told(symmetric_addmm, None, x.double(), x.mT.double()),
-        _told(symmetric_addmm, None, x, x.mT, dtype=torch.float64),
-        many,
-        failed,
-    ]
-
-
-@installed
-def test_errors_say_what_was_found_and_what_to_write(interpreted: Run) -> None:
-    assert interpreted(_errors) == [
-        "ValueError: right: found (2, 4, 3); left (2, 4, 3) needs (B, k, m) to its (B, m, k)",
-        "ValueError: base: found (2, 4, 3); left (2, 4, 3) needs (B, m, m) or None",
-        "ValueError: dtypes: found left torch.float32, right torch.float16, base None; left and right must be of one "
-        "dtype, base fp16, bf16 or fp32",
-        "ValueError: dtypes: found left torch.float32, right torch.float32, base torch.float64; left and right must be "
-        "of one dtype, base fp16, bf16 or fp32",
-        "ValueError: left: found torch.float64 for a result in torch.float64; both must be fp16, bf16 or fp32",
-        "ValueError: left: found torch.float32 for a result in torch.float64; both must be fp16, bf16 or fp32",
-        "ValueError: left: 2 matrices of 4 rows are 2 tiles; a launch has 1: split",
-        "RuntimeError: the Triton kernel failed for (2, 4, 3) torch.float32 on cpu: TypeError: 'NoneType' object is "
-        "not subscriptable. Leave out Orthogonalizer.tuning, or tune here",
-    ]
+    both = "must be fp16, bf16 or fp32"
+    with pytest.raises(ValueError, match=f"left: found torch.float32 for a result in torch.float64; both {both}"):
+        symmetric_addmm(None, x, x.mT, dtype=torch.float64)
+    many = mock.patch.object(triton_symmetric, "_MAX_PROGRAMS", 1)
+    with many, pytest.raises(ValueError, match="left: 2 matrices of 4 rows are 2 tiles; a launch has 1: split"):
+        symmetric_addmm(None, x, x.mT)
+    failing = mock.patch.object(triton_symmetric._kernels(), "symmetric_addmm_kernel", {})
+    with failing, pytest.raises(RuntimeError, match=r"the Triton kernel failed .* Leave out Orthogonalizer.tuning, or"):
+        symmetric_addmm(None, x, x.mT)
 
 
 # -------------------------------------------------------------------------------------------- whole orthogonalizations
 
 
-def _errors_of(kind: str, method: str, dtype: torch.dtype, native: bool) -> list[float]:
+def _distances(kind: str, method: str, dtype: torch.dtype, native: bool) -> list[float]:
     """Distance to the exact polar factor with torch's products and with the kernel's."""
     x = spectrum(kind, 48, 130)
-    exact = polar_factor(x)
-    coefficients = POLAR if method == "gram" else KELLER
-    errors = []
+    exact, coefficients = polar_factor(x), POLAR if method == "gram" else KELLER
     # as on a device that multiplies half precision itself: half operands reach the kernel
     with mock.patch.object(package, "_EMULATED", () if native else package._EMULATED):
-        for kernel in ("torch", "triton"):
-            found = orthogonalize(x[None].float(), coefficients, method=method, dtype=dtype, kernel=kernel)[0].double()
-            errors.append(float((found - exact).norm() / exact.norm()))
-    return errors
+        options: dict[str, Any] = {"method": method, "dtype": dtype}
+        found = [orthogonalize(x[None].float(), coefficients, kernel=k, **options) for k in ("torch", "triton")]
+    return [float((one[0].double() - exact).norm() / exact.norm()) for one in found]
 
 
-@installed
 @pytest.mark.parametrize("kind", ["gauss", "power"])
 @pytest.mark.parametrize(
     ("method", "dtype", "native"),
@@ -419,39 +308,33 @@ def _errors_of(kind: str, method: str, dtype: torch.dtype, native: bool) -> list
         ("gram", HALF, True),  # a restart in split half precision, from a Gram matrix kept in fp32
     ],
 )
+@interpreted
 def test_results_are_as_near_to_the_polar_factor_as_with_torchs_products(
-    kind: str, method: str, dtype: torch.dtype, native: bool, interpreted: Run
+    kind: str, method: str, dtype: torch.dtype, native: bool
 ) -> None:
-    of_torch, of_triton = interpreted(_errors_of, kind, method, dtype, native)
+    of_torch, of_triton = _distances(kind, method, dtype, native)
     # each is off the exact steps by its rounding, so they differ by twice the bound
-    coefficients = POLAR if method == "gram" else KELLER
-    x = spectrum(kind, 48, 130).float()
-    bound = orthogonalization_bound(coefficients, dtype, x, gram=method == "gram") / 48**0.5  # the polar factor's norm
-    assert abs(of_triton - of_torch) <= 2 * bound
     steps = schedule("polar_express" if method == "gram" else "keller")
+    x = spectrum(kind, 48, 130).float()
+    bound = orthogonalization_bound(steps.triples, dtype, x, gram=method == "gram") / 48**0.5  # the polar factor's norm
+    assert abs(of_triton - of_torch) <= 2 * bound
     values = torch.linalg.svdvals(x.double())
     left = float((steps(values / values.norm()) - 1).norm()) / 48**0.5  # what exact steps leave
     assert abs(of_torch - left) <= bound + roundoff(dtype)
 
 
-def _split_product_error() -> tuple[float, bool]:
+@interpreted
+def test_split_products_keep_fp32_until_the_one_rounding_at_the_end() -> None:
     """R <- Q R Q in split fp16, whose two halves are not symmetric by themselves."""
+    q, r = normal(1, 70, 70), normal(1, 70, 90) / 9
+    r = r @ r.mT
     with mock.patch.object(package, "_EMULATED", ()):
         products = Products((1, 70, 70), CPU, HALF, "triton")
-        q = normal(1, 70, 70)
         q = products.operand((q + q.mT) / 20)
-        r = normal(1, 70, 90) / 9
-        r = r @ r.mT
         found = products.sandwich(q, r)
     exact = q.double() @ r.double() @ q.double().mT
-    return float((found.double() - exact).abs().max() / exact.abs().max()), torch.equal(found, found.mT)
-
-
-@installed
-def test_split_products_keep_fp32_until_the_one_rounding_at_the_end(interpreted: Run) -> None:
-    error, is_symmetric = interpreted(_split_product_error)
-    assert is_symmetric
-    assert error <= 2.0**-11
+    assert torch.equal(found, found.mT)
+    assert float((found.double() - exact).abs().max() / exact.abs().max()) <= 2.0**-11
 
 
 def _file(path: Path, how: str = "gram float32 triton", shape: str = "40x100, 5 steps") -> str:
@@ -470,25 +353,19 @@ def _step(**asked: Any) -> tuple[Tensor, list[str]]:
     return param.detach(), [item.how for item in optimizer.plan.items]
 
 
-def _steps(path: str) -> tuple[Tensor, Tensor, list[str], list[str], bool]:
+@interpreted
+def test_a_step_takes_the_kernel_that_was_measured_fastest(tmp_path: Path) -> None:
+    assert triton_symmetric.why_not(CPU) is None
+    assert choice_module.kernels(CPU) == ("torch",), "an interpreter is never measured"
     plain, _ = _step(method="gram")
-    without = list(choice_module.kernels(CPU))
-    choice_module.kernels = lambda device: ("torch", "triton")  # type: ignore[assignment]
-    found, hows = _step(method="auto", tuning=path)
-    return plain, found, hows, without, triton_symmetric.why_not(CPU) is None
-
-
-@installed
-def test_a_step_takes_the_kernel_that_was_measured_fastest(interpreted: Run, tmp_path: Path) -> None:
-    plain, found, hows, without, available = interpreted(_steps, _file(tmp_path / "t.json"))
+    with mock.patch.object(choice_module, "kernels", return_value=("torch", "triton")):
+        found, hows = _step(method="auto", tuning=_file(tmp_path / "t.json"))
+    assert hows == ["gram float32 triton"]
     assert not torch.equal(found, plain)
     # the first gradient alone: momentum scales it, which orthogonalizing does not see
     bound = orthogonalization_bound(KELLER, FP32, normal(40, 100, seed=1), gram=True)
     stored = 2 * roundoff(FP32) * float(plain.norm()) / 0.1  # decay and difference
     assert float((found - plain).norm()) / 0.1 <= 2 * (bound + stored)
-    assert hows == ["gram float32 triton"]
-    assert available
-    assert without == ["torch"], "an interpreter is never measured"
 
 
 # ----------------------------------------------------------------------------------- refusals, choices, measurements
@@ -566,7 +443,7 @@ def test_work_counts_half_of_a_symmetric_product_for_the_kernel() -> None:
     assert half == full - 5 * 2 * (2 * 4096**3) * (tiles - 1) // (2 * tiles)
 
 
-def _measured_where_one_has_none(path: str) -> str:
+def _measured_where_one_has_none(path: str) -> None:
     """One file says that Triton is fastest; only rank 0 has it."""
     rank = torch.distributed.get_rank()
     why = mock.patch.object(choice_module, "why_not", return_value="Triton cannot be imported" if rank else None)
@@ -575,12 +452,12 @@ def _measured_where_one_has_none(path: str) -> str:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         param = nn.Parameter(distribute_tensor(normal(40, 100), mesh, [Shard(0)]))
         how = Orthogonalizer(dtype="float32", tuning=path)
-        return _told(Muon([("w", param)], lr=1e-3, orthogonalizer=how).prepare)
+        with pytest.raises(ValueError, match=r"rank 1: the Triton kernel cannot run on cpu: Triton cannot be imported"):
+            Muon([("w", param)], lr=1e-3, orthogonalizer=how).prepare()
 
 
 def test_one_rank_without_triton_stops_all_of_them(world2: RankPool, tmp_path: Path) -> None:
-    for message in world2.run(_measured_where_one_has_none, _file(tmp_path / "t.json")):
-        assert "rank 1: the Triton kernel cannot run on cpu: Triton cannot be imported" in message
+    world2.run(_measured_where_one_has_none, _file(tmp_path / "t.json"))
 
 
 # ------------------------------------------------------------------------------------------------- the real compiler
@@ -679,12 +556,7 @@ def test_gpu_products_at_4096_are_those_of_fp64(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(4096, 4096), (130, 70), (31, 33)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gpu_bits_are_the_same_alone_and_in_a_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    x = (normal(3, *shape) / 64).to(dtype).cuda()
-    base = symmetric_addmm(None, x, x.mT)
-    together = symmetric_addmm(base, x, x.mT, 0.5, 2.0)
-    for i in range(3):
-        alone = slice(i, i + 1)
-        assert torch.equal(symmetric_addmm(base[alone], x[alone], x[alone].mT, 0.5, 2.0), together[alone])
+    _check_bits_in_batches((normal(3, *shape) / 64).to(dtype).cuda())
 
 
 @on_gpu

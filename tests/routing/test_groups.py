@@ -845,24 +845,24 @@ def _rms_of_updates(model: nn.Module, optimizer: Muon) -> dict[bool, float]:
 
 
 @pytest.mark.parametrize(
-    ("scale", "extra", "lr"),
+    ("scale", "lr"),
     [
-        (None, 1.0, 0.02),
-        ("match_rms_adamw", 0.3, torch.tensor(0.02)),
-        ("spectral", 0.3, 0.02),
-        ("unit_rms_norm", 1.0, torch.tensor(0.02)),
-        ("none", 0.3, 0.02),
-        (lambda r, c: r / c, 1.0, torch.tensor(0.02)),
+        (None, 0.02),
+        ("match_rms_adamw", torch.tensor(0.02)),
+        ("spectral", 0.02),
+        ("unit_rms_norm", torch.tensor(0.02)),
+        ("none", 0.02),
+        (lambda r, c: r / c, torch.tensor(0.02)),
     ],
 )
-def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, extra: float, scale: Any) -> None:
+def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, scale: Any) -> None:
     """One step of each: an orthogonalized matrix has an RMS of 1/sqrt(max(r, c)) within its schedule's band of 0.68 to
     1.14, and AdamW's first step has an RMS of lr, 1 / 0.2 times what it settles to."""
     model = Llama()
-    optimizer = Muon(model, lr=lr, adjust_lr_fn=scale, extra_scale_factor=extra, weight_decay=0.0)
+    optimizer = Muon(model, lr=lr, adjust_lr_fn=scale, weight_decay=0.0)
     rms = _rms_of_updates(model, optimizer)
     assert 0.68 < rms[True] / (0.2 * rms[False]) < 1.15
-    groups = param_groups(Llama(), lr=lr, adjust_lr_fn=scale, extra_scale_factor=extra)
+    groups = param_groups(Llama(), lr=lr, adjust_lr_fn=scale)
     rates = {float(group["lr"]) for group in groups if not group["use_muon"]}
     assert rates == {float(g["lr"]) for g in optimizer.param_groups if not g["use_muon"]}
     assert groups.matched is not None
@@ -903,9 +903,9 @@ def test_the_optimizer_takes_the_routing_options_with_a_module_only() -> None:
                 Muon(params, lr=1e-3, **{key: value})
 
 
-@pytest.mark.parametrize("option", [{"adjust_lr_fn": "match_rms_adamw"}, {"extra_scale_factor": 2.0}], ids=str)
-def test_a_lr_matched_to_another_scale_is_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"Give {next(iter(option))} to param_groups, or give it adamw_lr"):
+def test_a_lr_matched_to_another_scale_is_refused() -> None:
+    option: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw"}
+    with pytest.raises(ValueError, match="Give adjust_lr_fn to param_groups, or give it adamw_lr"):
         Muon(param_groups(Llama(), lr=1e-3), lr=1e-3, **option)
     Muon(param_groups(Llama(), lr=1e-3, **option), lr=1e-3, **option)
     Muon(param_groups(Llama(), lr=1e-3, adamw_lr=1e-3), lr=1e-3, **option)

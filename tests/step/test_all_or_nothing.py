@@ -211,7 +211,6 @@ FAULTS: dict[str, Fault] = {
     "nesterov": Fault(_option("nesterov", False), r"\w+: .*nesterov=False"),
     "no coefficients": Fault(_option("ns_coefficients", None), r"ns_coefficients=None must be the name of a schedule"),
     "ns_coefficients": Fault(_option("ns_coefficients", [(2.0, -1.5, 0.5)] * 5), r"describe them differently"),
-    "extra scale": Fault(_option("extra_scale_factor", 3.0), r"\w+: .*extra_scale_factor=3.0"),
     "another scale": Fault(_option("adjust_lr_fn", "match_rms_adamw"), r"adjust_lr_fn=match_rms_adamw"),
     "a scale that raises": Fault(
         _option("adjust_lr_fn", _raises(LookupError("no scale here"))),

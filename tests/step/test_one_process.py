@@ -20,7 +20,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "plain": {},
     "no nesterov, l2": {"nesterov": False, "weight_decay_mode": "l2", "adjust_lr_fn": "match_rms_adamw"},
     "cautious": {"weight_decay_mode": "cautious", "ns_coefficients": "polar_express"},
-    "independent": {"weight_decay_mode": "independent", "momentum": 0.8, "extra_scale_factor": 0.5},
+    "independent": {"weight_decay_mode": "independent", "momentum": 0.8},
 }
 
 

@@ -118,6 +118,14 @@ def test_variants_side_by_side_share_no_batch_and_each_keeps_what_it_needs() -> 
     assert torch.equal(kept[0][0], kept[1][0]) and not torch.equal(kept[0][1], kept[1][1])
 
 
+@pytest.mark.parametrize("names", [("normuon", "hyperball"), ("hyperball", "muon_eq", "normuon")], ids=str)
+def test_stages_run_by_their_place_and_at_one_place_as_they_are_written(names: tuple[str, ...]) -> None:
+    places = {"MuonEq": 0, "NorMuon": 1, "HyperballUpdate": 1, "HyperballWeight": 2}
+    alone = [type(stage).__name__ for name in names for stage in stages_of({"variant": name})]
+    found = [type(stage).__name__ for stage in stages_of({"variant": " + ".join(names)})]
+    assert found == sorted(alone, key=lambda name: places[name])
+
+
 def test_an_option_that_a_schedule_changes_holds_from_the_next_step() -> None:
     param = nn.Parameter(torch.randn(4, 4))
     optimizer = Muon([param], lr=0.02, variant="normuon")

@@ -60,6 +60,7 @@ from shardmuon.layout.pieces import Box
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.stores import Stream
 from shardmuon.options import lr_scale
+from shardmuon.orthogonalize import TORCH_EPS
 from shardmuon.step.options import Settings
 
 _Measure = Callable[[Tensor], float]
@@ -158,7 +159,7 @@ class Evidence:
     # ------------------------------------------------------------------------------------------ its shape and shards
 
     def _scale(self, rows: int, cols: int) -> float:
-        return lr_scale(self.settings.adjust_lr_fn, rows, cols, self.settings.extra_scale_factor)
+        return lr_scale(self.settings.adjust_lr_fn, rows, cols)
 
     @cached_property
     def scale(self) -> float:
@@ -217,7 +218,7 @@ class Evidence:
     def reference(self) -> Reference:
         """The result of exact arithmetic."""
         method = "gram" if self.arithmetic.by_gram else self.arithmetic.method
-        return reference_of(self.fed, self.settings.coefficients, method=method, eps=self.settings.eps)
+        return reference_of(self.fed, self.settings.coefficients, method=method)
 
     @cached_property
     def dense(self) -> Tensor:
@@ -297,7 +298,7 @@ class Evidence:
     def nudged(self, count: int) -> list[Tensor]:  # (m,) each
         """Lengths of so many shaken errors beside exact arithmetic, as differences from the dense result's: [Note: the
         shake]."""
-        reference, least = self.reference, self.settings.eps if self.arithmetic.method == "torch" else 0.0
+        reference, least = self.reference, TORCH_EPS if self.arithmetic.method == "torch" else 0.0
         for seeds in self._batches(len(self._errors), count):
             made, longers = [], []
             for seed in seeds:

@@ -23,7 +23,7 @@ from torch import Tensor
 from shardmuon._torch import exact_products
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.stores import Stream, round_patch
-from shardmuon.orthogonalize import BACKENDS, KernelName, Products, factor_of, normalize, orthogonalize
+from shardmuon.orthogonalize import BACKENDS, TORCH_EPS, KernelName, Products, factor_of, normalize, orthogonalize
 from shardmuon.step.options import Settings
 from shardmuon.variants import AfterStage, BeforeStage, Stage, Stages, WeightStage
 from shardmuon.variants.muon_eq import MuonEq
@@ -124,7 +124,6 @@ def orthogonalized(
         x,
         s.coefficients,
         method=a.method,
-        eps=s.eps,
         dtype=a.ns_dtype,
         kernel=a.kernel,
         alone=a.alone,
@@ -341,15 +340,14 @@ def reference_of(
     coefficients: _Coefficients,
     *,
     method: str = "standard",
-    eps: float = 1e-7,
 ) -> Reference:
-    """Apply the steps to a whole matrix; "reference" gives the polar factor, "torch" clamps the norm at eps."""
+    """Apply the steps to a whole matrix; "reference" gives the polar factor, "torch" clamps the norm."""
     tall, polar = matrix.shape[0] > matrix.shape[1], method == "reference"
     x = (matrix.T if tall else matrix).to(torch.float64)
     tiny = torch.finfo(torch.float64).tiny
     peak = x.abs().amax().clamp(min=tiny)
     x = x / peak  # squares of tiny or huge entries would leave the range of fp64
-    least = eps / peak if method == "torch" else torch.zeros_like(peak)
+    least = TORCH_EPS / peak if method == "torch" else torch.zeros_like(peak)
     x.div_(torch.maximum(torch.linalg.vector_norm(x), least).clamp(min=tiny))
     if polar:  # the Gram matrix squares what is small, and the polar factor enlarges it to 1
         vectors, sigmas, _ = torch.linalg.svd(x, full_matrices=False)

@@ -617,7 +617,7 @@ def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> lis
 
 
 # What Megatron's groups say beside what tells matrices apart; the others are the same in all of them.
-_MEGATRONS = ("adjust_lr_fn", "extra_scale_factor", "lr", "momentum", "ns_coefficients", "ns_steps", "weight_decay")
+_MEGATRONS = ("adjust_lr_fn", "lr", "momentum", "ns_coefficients", "ns_steps", "weight_decay")
 
 
 def in_megatrons_order(params: Sequence[Param], groups: Sequence[Mapping[str, Any]]) -> list[Param]:

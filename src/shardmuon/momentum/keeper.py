@@ -57,13 +57,12 @@ class Keeper:
         """Text of these choices, equal on ranks that make the same."""
         return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights}"
 
-    def _dtype_of(self, like: torch.dtype) -> torch.dtype:
-        if self.dtype is None:
-            return like
-        return torch.int8 if isinstance(self.dtype, str) else self.dtype
-
-    def _place(self, like: Tensor) -> torch.device:
-        return like.device if self.device is None else torch.device(self.device)
+    def _kinds(self, like: Tensor, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, torch.device]]:
+        """State of a momentum that is computed in this dtype on the device of `like`: key -> dtype and device."""
+        place = like.device if self.device is None else torch.device(self.device)
+        if isinstance(self.dtype, str):
+            return {BUFFER: (torch.int8, place), SCALE: (SCALE_DTYPE, place)}
+        return {BUFFER: (self.dtype or dtype, place)}
 
     # -------------------------------------------------------------------------------------------------- state
 
@@ -103,7 +102,9 @@ class Keeper:
             if self.rounds_weights and param.dtype in (torch.bfloat16, torch.float16):
                 weights = Stream.of(identity, "weights", count, cols)
         stored = _stored(engine, state)
-        if not self._fits(stored, grad):
+        kinds = {key: (t.dtype, t.device) for key, t in stored.items()}
+        dense = SCALE not in stored or all(t.is_contiguous() for t in stored.values())
+        if not dense or kinds != self._kinds(grad, grad.dtype):
             values = _decoded(stored)
             stored = self._zeros(grad, grad.dtype, view.num_row_dims)
             if values is not None and values.numel():
@@ -114,23 +115,13 @@ class Keeper:
             _keep(state, stored, engine, param, view.shape, view.num_row_dims)
         return stored[BUFFER], Rounding(stream, stored.get(SCALE), weights)
 
-    def _fits(self, stored: Mapping[str, Tensor], grad: Tensor) -> bool:
-        """True if what is stored is in the dtype and place that the options ask for."""
-        buffer, scale = stored.get(BUFFER), stored.get(SCALE)
-        if buffer is None or (buffer.dtype == torch.int8) != (scale is not None):
-            return False
-        if buffer.dtype != self._dtype_of(grad.dtype) or (scale is not None and scale.dtype != SCALE_DTYPE):
-            return False
-        place = self._place(grad)
-        return all(t.device == place and (t.is_contiguous() or scale is None) for t in stored.values())
-
-    def _zeros(self, like: Tensor, grad_dtype: torch.dtype, num_row_dims: int) -> dict[str, Tensor]:
-        """Zeros for the momentum of a parameter with such a storage (and its scales)."""
-        dtype, place = self._dtype_of(grad_dtype), self._place(like)
-        if dtype != torch.int8:
-            return {BUFFER: torch.zeros_like(like, dtype=dtype, device=place)}
-        scales = torch.zeros(scale_shape(like.shape, num_row_dims), dtype=SCALE_DTYPE, device=place)
-        return {BUFFER: torch.zeros(like.shape, dtype=dtype, device=place), SCALE: scales}
+    def _zeros(self, like: Tensor, dtype: torch.dtype, num_row_dims: int) -> dict[str, Tensor]:
+        """Zeros for the momentum, computed in this dtype, of a parameter with such a storage (and its scales)."""
+        kinds = self._kinds(like, dtype)
+        if SCALE not in kinds:
+            return {key: torch.zeros_like(like, dtype=kind, device=place) for key, (kind, place) in kinds.items()}
+        shapes = {BUFFER: tuple(like.shape), SCALE: scale_shape(like.shape, num_row_dims)}
+        return {key: torch.zeros(shapes[key], dtype=kind, device=place) for key, (kind, place) in kinds.items()}
 
     def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
         """Momentum of a parameter as stored on this rank, decoded, in its storage's shape; None: nothing yet."""
@@ -155,12 +146,12 @@ class Keeper:
     def take(self, param: Tensor, key: str, value: Tensor) -> Tensor:
         """A loaded value in the dtype and place of this optimizer's own; what is coded otherwise is converted by the
         next step, which knows the layout."""
-        dtype = value.dtype
-        if key == BUFFER and value.is_floating_point() and not isinstance(self.dtype, str):
-            dtype = self.dtype or gradient_dtype(param) or value.dtype
+        dtype, place = self._kinds(param, gradient_dtype(param) or value.dtype)[BUFFER]
         if key == SCALE:
             dtype = SCALE_DTYPE
-        return value.to(device=self._place(param), dtype=dtype)
+        elif key != BUFFER or not value.is_floating_point() or isinstance(self.dtype, str):
+            dtype = value.dtype
+        return value.to(device=place, dtype=dtype)
 
 
 def _stored(engine: Engine, state: Mapping[str, Any]) -> dict[str, Tensor]:

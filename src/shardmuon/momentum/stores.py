@@ -109,17 +109,10 @@ def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> 
 
 def mix_(z: Tensor) -> Tensor:
     """SplitMix64's finalizer, in place: a bijection of int64 in which every bit of the result hangs on every bit."""
-    z ^= _shifted(z, 30)
-    z *= _MIX_1
-    z ^= _shifted(z, 27)
-    z *= _MIX_2
-    z ^= _shifted(z, 31)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
+        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # a logical shift: torch's own repeats the sign
+        z *= factor
     return z
-
-
-def _shifted(z: Tensor, by: int) -> Tensor:
-    """Logical shift to the right; torch's own repeats the sign."""
-    return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _fraction_of(bits: Tensor) -> Tensor:  # int32 in [0, 2**16) -> fp32 in (0, 1)
@@ -166,9 +159,9 @@ SCALE_DTYPE = torch.float32
 _LEVELS = 127
 
 
-def step_rounded_(
-    kept: Tensor,  # bf16, any device; updated in place
-    grad: Tensor,  # the same shape; not written to
+def step_stored_(
+    stored: Sequence[Tensor],  # momentum in bf16; or int8 codes, and their scales; on any device, updated in place
+    grad: Tensor,  # the shape of the first of them; not written to
     out: Tensor | None,  # the same shape: what to orthogonalize goes there, in its dtype
     *,
     patch: Patch,  # of that shape
@@ -176,40 +169,28 @@ def step_rounded_(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """`shardmuon.step.update.momentum_` in fp32, see [Note: rounding of the momentum]."""
-    for cut, part in patch.slabs(slab(grad.device), len(patch.sizes)):
-        old = kept.narrow(*cut).to(grad.device, torch.float32)
-        new, update = _step(old, grad.narrow(*cut), momentum, nesterov)
+    """`shardmuon.step.update.momentum_` in fp32, see [Note: rounding of the momentum] and [Note: 8-bit codes].
+
+    Codes have the dims of rows as they are stored, then those of columns; scales the same dims of rows, then blocks.
+    """
+    is_coded = len(stored) > 1
+    num_dims = stored[-1].dim() - is_coded
+    for cut, part in patch.slabs(slab(grad.device), num_dims):
+        places, given = [t.narrow(*cut) for t in stored], grad.narrow(*cut).float()
+        here = [place.to(given.device) for place in places]
+        old = decode_whole(*here) if is_coded else here[0].float()
+        new = torch.lerp(old, given, 1 - momentum)
         if out is not None:
-            out.narrow(*cut).copy_(update)
-        moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in units of 2**-16 spacings
-        bits = torch.where(moved < 0x10000, stream.bits(part, grad.device), NEAREST)
-        kept.narrow(*cut).copy_(round_by(new, bits, torch.bfloat16))
+            out.narrow(*cut).copy_(torch.lerp(given, new, momentum) if nesterov else new)
+        bits = stream.bits(part, given.device)
+        made = encode_whole(new, num_dims, old, bits) if is_coded else (_round_small_steps(new, old, bits),)
+        for place, value in zip(places, made, strict=True):
+            place.copy_(value)
 
 
-def step_coded_(
-    codes: Tensor,  # int8: dims of rows as they are stored, then those of columns, contiguous within a row
-    scales: Tensor,  # fp32: the same dims of rows, then the blocks; both updated in place
-    grad: Tensor,  # the shape of the codes; not written to
-    out: Tensor | None,  # the same shape: what to orthogonalize goes there, in its dtype
-    *,
-    patch: Patch,  # of that shape
-    stream: Stream,
-    momentum: float,
-    nesterov: bool,
-) -> None:
-    """`shardmuon.step.update.momentum_` in fp32, see [Note: 8-bit codes]."""
-    num_row_dims = scales.dim() - 1
-    for cut, part in patch.slabs(slab(grad.device), num_row_dims):
-        kept, scale, given = codes.narrow(*cut), scales.narrow(*cut), grad.narrow(*cut)
-        kept = kept.view(*kept.shape[:num_row_dims], -1)
-        old = decode(kept.to(grad.device), scale.to(grad.device))
-        new, update = _step(old, given.flatten(num_row_dims), momentum, nesterov)
-        if out is not None:
-            out.narrow(*cut).copy_(update.view(given.shape))
-        encoded, of_blocks = encode(new, old, stream.bits(part, grad.device).flatten(num_row_dims))
-        kept.copy_(encoded)
-        scale.copy_(of_blocks)
+def _round_small_steps(new: Tensor, old: Tensor, bits: Tensor) -> Tensor:  # bf16
+    moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in units of 2**-16 spacings
+    return round_by(new, torch.where(moved < 0x10000, bits, NEAREST), torch.bfloat16)
 
 
 def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
@@ -218,14 +199,21 @@ def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
     return (*shape[:num_row_dims], -(-cols // BLOCK))
 
 
-def encode_whole(values: Tensor, num_row_dims: int) -> tuple[Tensor, Tensor]:  # any float dtype, local storage's shape
-    """Codes and scales of a rank's momentum, rounded to nearest. Blocks begin where those of the logical tensor do."""
-    codes, scales = encode(values.flatten(num_row_dims).float(), None, None)
-    return codes.view(values.shape), scales
+def encode_whole(
+    new: Tensor,  # any float dtype, the shape of a rank's storage
+    num_row_dims: int,
+    old: Tensor | None = None,
+    bits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`encode`, but of any dims of columns. Blocks begin where those of the logical tensor do."""
+    before = None if old is None else old.flatten(num_row_dims)
+    random = None if bits is None else bits.flatten(num_row_dims)
+    codes, scales = encode(new.flatten(num_row_dims).float(), before, random)
+    return codes.view(new.shape), scales
 
 
 def decode_whole(codes: Tensor, scales: Tensor) -> Tensor:  # fp32, local storage's shape
-    """The inverse of `encode_whole`."""
+    """The inverse of `encode_whole`, but for rounding."""
     return decode(codes.flatten(scales.dim() - 1), scales).view(codes.shape)
 
 
@@ -263,10 +251,3 @@ def decode(
 def _blocks(x: Tensor) -> Tensor:  # (..., cols) -> (..., blocks, BLOCK)
     padded = F.pad(x, (0, -x.shape[-1] % BLOCK))
     return padded.view(*x.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)
-
-
-def _step(old: Tensor, grad: Tensor, momentum: float, nesterov: bool) -> tuple[Tensor, Tensor]:
-    """`momentum_` of decoded values: the new ones, and what to orthogonalize."""
-    grad = grad.float()
-    new = torch.lerp(old, grad, 1 - momentum)
-    return new, torch.lerp(grad, new, momentum) if nesterov else new

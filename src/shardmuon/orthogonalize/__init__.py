@@ -372,8 +372,8 @@ def _reciprocal(norm: Tensor) -> Tensor:  # fp64, overwritten
 # It must not write into its input nor mix matrices, and never waits for the device: a CUDA graph can hold it. Called as
 # iteration(y, coefficients=.., products=..).
 Iteration = Callable[..., Tensor]
-# A function of one matrix (m, n) of any float dtype, its schedule and the least norm, with its own normalization.
-Alone = Callable[[Tensor, Triples, float], Tensor]
+# A function of one matrix (m, n) of any float dtype and its schedule, with its own normalization.
+Alone = Callable[[Tensor, Triples], Tensor]
 
 
 def _newton_schulz(
@@ -475,7 +475,10 @@ def factor_of(
     return factor
 
 
-def _torch_muon(matrix: Tensor, coefficients: Triples, eps: float) -> Tensor:  # bf16
+TORCH_EPS = 1e-7  # least norm that torch.optim.Muon divides by, by default
+
+
+def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # bf16
     """The arithmetic of `torch.optim.Muon` (torch 2.9 .. 2.13), operation for operation: cast to bf16, then normalize.
 
     Differs in one point: torch normalizes the momentum buffer itself in place when parameters are bf16 and nesterov is
@@ -484,7 +487,7 @@ def _torch_muon(matrix: Tensor, coefficients: Triples, eps: float) -> Tensor:  #
     y = matrix.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
     tall = y.size(0) > y.size(1)
     y = y.T if tall else y
-    y.div_(y.norm().clamp(min=eps))
+    y.div_(y.norm().clamp(min=TORCH_EPS))
     for a, b, c in coefficients:
         gram = y @ y.T
         poly = torch.addmm(gram, gram, gram, beta=b, alpha=c)
@@ -616,9 +619,9 @@ def slice_sums(method: str, short: int, long: int, coefficients: Triples, dtype:
     return len(coefficients), dtype.itemsize
 
 
-def polar_factor(matrix: Tensor, coefficients: Triples = (), eps: float = 0.0) -> Tensor:  # fp64
+def polar_factor(matrix: Tensor, coefficients: Triples = ()) -> Tensor:  # fp64
     """U V^T of the singular value decomposition, in fp64. Directions without a singular value stay zero. Takes no
-    schedule and no least norm."""
+    schedule."""
     u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
     factor: Tensor = (u * (s > s.amax() * 1e-12).to(u.dtype)) @ vh
     return factor
@@ -675,7 +678,6 @@ def orthogonalize(
     coefficients: Triples,
     *,
     method: str = "standard",
-    eps: float = 1e-7,
     dtype: torch.dtype | None = None,
     kernel: KernelName = "torch",
     alone: bool = False,
@@ -691,7 +693,6 @@ def orthogonalize(
         x: The matrices, wide or tall.
         coefficients: One (a, b, c) per Newton-Schulz step.
         method: A key of `BACKENDS`.
-        eps: Least norm to divide by, of method "torch".
         dtype: Dtype of the products. Default: `default_dtype`.
         kernel: Multiplies symmetric results.
         alone: Batches of one.
@@ -728,7 +729,7 @@ def orthogonalize(
                 _by_slices(matrix, place, split_k, start)
             return out
         if backend.alone is not None:
-            return torch.stack([backend.alone(matrix, coefficients, eps) for matrix in x])
+            return torch.stack([backend.alone(matrix, coefficients) for matrix in x])
         assert backend.iteration is not None, "a backend is one of two kinds"
         size = 1 if alone else batch_size(x.shape[-2], x.shape[-1], device)
         shape = (x.shape[-2], x.shape[-1]) if size == 1 else (size, x.shape[-2], x.shape[-1])

@@ -27,6 +27,7 @@ _NEAR = 0.95  # another method must beat "standard" by 5% to be taken: smaller g
 # "gram", whose share of the work is above 1/5; on AVX512-BF16 that gives up some speed beyond n/m = 10.
 _CPU_BF16_RATE = 4.0
 _WORTH_IT = 0.75  # of the time of "standard": "gram" is taken below it
+_FIXED = {"torch": "as in torch.optim.Muon", "reference": "always"}  # methods whose dtype is part of what they are
 _WORDS, _SLICED = ("triton", "alone"), "split_k="
 _BUDGET = {"cpu": 6e9}  # FLOP of one run; a larger matrix is measured on one of the same aspect
 _ACCELERATOR_BUDGET = 5e13
@@ -117,25 +118,19 @@ class Chooser:
 
     def _found(self, task: Task) -> Choice:
         if self.method != "auto":
-            fixed = self.method in ("torch", "reference")  # their dtype is part of what they are
-            return Choice(self.method, None if fixed else self.dtype or default_dtype(self.method, task.device))
+            products = self.dtype or default_dtype(self.method, task.device)
+            return Choice(self.method, None if self.method in _FIXED else products)
         return (self.measured and from_file(self.measured, task, self.dtype)) or rule(*task, self.dtype)
 
 
 def _why_dtype(method: str, device: torch.device, wanted: torch.dtype | None) -> str:
     """The dtype that a matrix's products have on a device, and why, for the printed plan."""
-    fixed = {"torch": "as in torch.optim.Muon", "reference": "always"}
-    found = str((None if method in fixed else wanted) or default_dtype(method, device)).removeprefix("torch.")
-    if method in fixed:
-        return f"products in {found}, {fixed[method]}"
-    if wanted is not None:
-        return f"products in {found}, by Orthogonalizer.dtype"
-    if device.type != "cpu":
-        return f"products in {found}, the default on {device.type}"
-    if method == "gram":
-        return f"products in {found}, the default of 'gram' on CPUs"
-    has = "multiplies bfloat16 in hardware" if cpu_has_bf16_matmul() else "has no bfloat16 products"
-    return f"products in {found}, for this CPU {has}"
+    found = str((None if method in _FIXED else wanted) or default_dtype(method, device)).removeprefix("torch.")
+    place = device.type
+    if place == "cpu":
+        place = f"CPUs {'with' if cpu_has_bf16_matmul() else 'without'} bfloat16 products"
+    why = _FIXED.get(method) or ("by Orthogonalizer.dtype" if wanted else f"the default of {method} on {place}")
+    return f"products in {found}, {why}"
 
 
 def from_file(tuning: Tuning, task: Task, dtype: torch.dtype | None) -> Choice | None:

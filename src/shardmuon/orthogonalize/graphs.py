@@ -41,9 +41,6 @@ class GraphCache:
             self._graphs[where] = self._capture(function, x)
         return self._graphs[where](x)
 
-    def __len__(self) -> int:
-        return len(self._graphs)
-
 
 def capture_cuda_graph(function: Function, x: Tensor) -> Function:
     """Capture `function` on batches like `x`; the result replays it."""

@@ -183,35 +183,16 @@ def schedule(
     """
     if safety is not None and not safety >= 1.0:
         raise ValueError(f"safety={safety} must be at least 1")
-    tail: Triples = ()
-    if isinstance(coefficients, str):
-        name = _ALIASES.get(coefficients.lower(), coefficients.lower())
-        if name not in SCHEDULES:
-            known = ", ".join(map(repr, (*SCHEDULES, *_ALIASES)))
-            raise ValueError(
-                f"{coefficients!r} is not a known schedule: write one of {known}, or the triples themselves"
-            )
-        row = SCHEDULES[name]
-        steps = row.default_steps if steps is None else steps
-        if steps < 1 or (row.tail is None and steps != len(row.triples)):
-            allowed = f"exactly {len(row.triples)}" if row.tail is None else "at least one"
-            raise ValueError(f"schedule {coefficients!r} has {allowed} steps, found {steps}. Leave ns_steps out")
-        own, source, factor = row.triples[:steps], row.source, row.safety
-        tail = () if row.tail is None else (row.tail,) * (steps - len(own))
-    else:
-        values: tuple[Any, ...] = tuple(coefficients)
-        name, source, factor = "custom", "given by the caller", 1.0
-        if values and isinstance(values[0], (tuple, list)):
-            own = _triples(values)
-        else:
-            steps = 5 if steps is None else steps
-            if steps < 1:
-                raise ValueError(f"a schedule needs at least one step, found {steps}")
-            own = _triples([values]) * steps
-            if own[0] == _KELLER:
-                name, source = "keller", SCHEDULES["keller"].source
-    factor = factor if safety is None else safety
-    found = Schedule(name, tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in own) + tail, source)
+    name, row = _named(coefficients) if isinstance(coefficients, str) else _given(tuple(coefficients))
+    if not isinstance(coefficients, str) and row.tail is None:  # a triple of its own for each step
+        steps = None
+    steps = row.default_steps if steps is None else steps
+    if steps < 1 or (row.tail is None and steps != len(row.triples)):
+        allowed = f"exactly {len(row.triples)}" if row.tail is None else "at least one"
+        raise ValueError(f"schedule {coefficients!r} has {allowed} steps, found {steps}. Leave ns_steps out")
+    tail = () if row.tail is None else (row.tail,) * (steps - len(row.triples))
+    own = _divided(row.triples[:steps], row.safety if safety is None else safety)
+    found = Schedule(name, own + _divided(tail, safety or 1.0), row.source)
     fault = found.fault
     if fault is not None:
         raise ValueError(
@@ -220,6 +201,25 @@ def schedule(
             "or 'polar_express'"
         )
     return found
+
+
+def _named(text: str) -> tuple[str, _Published]:
+    name = _ALIASES.get(text.lower(), text.lower())
+    if name not in SCHEDULES:
+        known = ", ".join(map(repr, (*SCHEDULES, *_ALIASES)))
+        raise ValueError(f"{text!r} is not a known schedule: write one of {known}, or the triples themselves")
+    return name, SCHEDULES[name]
+
+
+def _given(values: tuple[Any, ...]) -> tuple[str, _Published]:
+    if values and isinstance(values[0], (tuple, list)):
+        return "custom", _Published(_triples(values), "given by the caller", default_steps=len(values))
+    (one,) = _triples([values])
+    return ("keller", SCHEDULES["keller"]) if one == _KELLER else ("custom", _Published((), "given by the caller", one))
+
+
+def _divided(steps: Triples, factor: float) -> Triples:
+    return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in steps)
 
 
 @lru_cache(maxsize=256)

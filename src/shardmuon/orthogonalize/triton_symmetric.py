@@ -95,14 +95,21 @@ def symmetric_addmm(
     Products are summed in fp32 and the whole expression is rounded once, at the end. Not differentiable.
 
     Raises:
-        ValueError: Shapes, dtypes or devices that do not fit, or no Triton for them: see `obstacle`.
+        ValueError: Other dtypes, too many tiles, or no Triton for this device: see `obstacle`.
         RuntimeError: Triton cannot compile or launch the kernel.
     """
     if left.dim() == 2:
         first = None if base is None else base.unsqueeze(0)
         symmetric_addmm(first, left.unsqueeze(0), right.unsqueeze(0), beta=beta, alpha=alpha, out=out.unsqueeze(0))
         return out
-    _check(base, left, right, out.dtype)
+    # with other shapes the kernel would read outside the tensors, without a word
+    square = len(left), left.shape[1], left.shape[1]
+    assert right.shape == left.mT.shape and out.shape == square and (base is None or base.shape == square)
+    if left.dtype not in _DTYPES or out.dtype not in _DTYPES:
+        raise ValueError(f"left: found {left.dtype} for a result in {out.dtype}; both must be fp16, bf16 or fp32")
+    hindrance = obstacle(left.device)
+    if hindrance is not None:
+        raise ValueError(f"left is on {left.device}: {hindrance}. Use torch.baddbmm there")
     block, block_k, num_warps = _tile_sizes(left.shape[1], left.dtype)
     side = num_blocks(left.shape[1], left.dtype)
     programs = len(left) * (side * (side + 1) // 2)
@@ -138,26 +145,6 @@ def symmetric_addmm(
             f"{type(error).__name__}: {error}. Leave out Orthogonalizer.tuning, or tune here"
         ) from error
     return out if stored is out else out.copy_(stored)
-
-
-def _check(base: Tensor | None, left: Tensor, right: Tensor, out_dtype: torch.dtype) -> None:
-    """Raise ValueError for wrong shapes, with which the kernel would read outside the tensors, without a word."""
-    if left.dim() != 3 or right.shape != (left.shape[0], left.shape[2], left.shape[1]):
-        raise ValueError(
-            f"right: found {tuple(right.shape)}; left {tuple(left.shape)} needs (B, k, m) to its (B, m, k)"
-        )
-    if base is not None and base.shape != (left.shape[0], left.shape[1], left.shape[1]):
-        raise ValueError(f"base: found {tuple(base.shape)}; left {tuple(left.shape)} needs (B, m, m) or None")
-    if right.dtype != left.dtype or (base is not None and base.dtype not in _DTYPES):
-        found = f"left {left.dtype}, right {right.dtype}, base {None if base is None else base.dtype}"
-        raise ValueError(f"dtypes: found {found}; left and right must be of one dtype, base fp16, bf16 or fp32")
-    if any(t.device != left.device for t in (right, base) if t is not None):
-        raise ValueError(f"left is on {left.device}, right or base is not; move them to one device")
-    if left.dtype not in _DTYPES or out_dtype not in _DTYPES:
-        raise ValueError(f"left: found {left.dtype} for a result in {out_dtype}; both must be fp16, bf16 or fp32")
-    hindrance = obstacle(left.device)
-    if hindrance is not None:
-        raise ValueError(f"left is on {left.device}: {hindrance}. Use torch.baddbmm there")
 
 
 def why_not(device: torch.device) -> str | None:

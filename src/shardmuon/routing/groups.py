@@ -151,8 +151,8 @@ def param_groups(
             predicate (name, parameter, module) -> bool. A choice is "muon", "adamw" or a dict of group options, such as
             ``{"use_muon": True, "num_heads": 8, "lr": 3e-4}``; without ``use_muon`` it leaves the routing as it is.
         tp_group: The tensor-parallel process group over which plain parameters are cut, see docs/tensor_parallel.md.
-        **muon_options: Options of the Muon groups: momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
-            extra_scale_factor, weight_decay_mode. The optimizer's own hold for those not given.
+        **muon_options: Options of the Muon groups: momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn,
+            weight_decay_mode. The optimizer's own hold for those not given.
 
     Returns:
         The groups. Each has ``params`` (tensors), ``param_names``, ``use_muon``, ``lr`` and ``weight_decay``; AdamW's
@@ -239,7 +239,7 @@ _ADAMW_RMS = 0.2  # of AdamW's updates in units of its lr, see docs/learning_rat
 def _scale_of(options: Mapping[str, Any], rows: int, cols: int) -> float:
     """The factor of Muon's lr for a matrix of this size, or 0 if the user's function fails: the optimizer says so."""
     try:
-        return float(lr_scale(options.get("adjust_lr_fn"), rows, cols, float(options.get("extra_scale_factor", 1.0))))
+        return float(lr_scale(options.get("adjust_lr_fn"), rows, cols))
     except Exception:
         return 0.0
 
@@ -288,10 +288,9 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
         raise TypeError(f"Muon: there is no keyword {key!r}{write}")
     given = {key: value for key, value in given.items() if value is not None}
     if isinstance(params, nn.Module):
-        own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn", "extra_scale_factor")}
+        own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn")}
         groups, lr = param_groups(params, **own, **given), own["lr"]
-        default_scale = own["adjust_lr_fn"] is None and own["extra_scale_factor"] == 1.0
-        if default_scale and groups[0]["use_muon"] and not isinstance(lr, Tensor) and 0 < lr < _LOW_RATE:
+        if own["adjust_lr_fn"] is None and groups[0]["use_muon"] and not isinstance(lr, Tensor) and 0 < lr < _LOW_RATE:
             warnings.warn(
                 f"Muon: lr={lr:g} is of AdamW's size; with the default scale it moves matrices very little. "
                 'To keep AdamW\'s lr write adjust_lr_fn="match_rms_adamw"; to train from scratch write lr=0.03; if it '
@@ -305,12 +304,12 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
             f"Muon(model, {key}=...), or give the groups of shardmuon.param_groups(model, {key}=...)"
         )
     if getattr(params, "matched", None) not in (None, 1.0):
-        for key, usual in (("adjust_lr_fn", (None, "original")), ("extra_scale_factor", (1.0,))):
-            if defaults[key] not in usual and any(group["use_muon"] and key not in group for group in params):
-                raise ValueError(
-                    f"{key}={defaults[key]!r} was given to Muon, but param_groups matched AdamW's lr to the default "
-                    f"scale of the matrices' updates. Give {key} to param_groups, or give it adamw_lr"
-                )
+        scale, missing = defaults["adjust_lr_fn"], any(g["use_muon"] and "adjust_lr_fn" not in g for g in params)
+        if scale not in (None, "original") and missing:
+            raise ValueError(
+                f"adjust_lr_fn={scale!r} was given to Muon, but param_groups matched AdamW's lr to the default scale "
+                "of the matrices' updates. Give adjust_lr_fn to param_groups, or give it adamw_lr"
+            )
     return params
 
 

@@ -224,7 +224,6 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
             fed,
             settings.coefficients,
             method=choice.method,
-            eps=settings.eps,
             dtype=choice.dtype,
             kernel=choice.kernel,
             alone=choice.alone,

@@ -64,14 +64,13 @@ class Scales(dict[tuple[int, int], float]):
     return something else each time. So each step has new ones, and asks before anything has changed.
     """
 
-    def __init__(self, adjust_lr_fn: LrScale, extra_scale_factor: float) -> None:
+    def __init__(self, adjust_lr_fn: LrScale) -> None:
         super().__init__()
-        self._options = adjust_lr_fn, extra_scale_factor
+        self._function = adjust_lr_fn
 
     def __missing__(self, shape: tuple[int, int]) -> float:
-        function, extra = self._options
         try:
-            value = float(lr_scale(function, *shape, extra))
+            value = float(lr_scale(self._function, *shape))
         except OUT_OF_MEMORY:
             raise
         except Exception as error:
@@ -101,13 +100,11 @@ class Settings:
     momentum: float
     nesterov: bool
     coefficients: tuple[tuple[float, float, float], ...]
-    eps: float
     adjust_lr_fn: LrScale
-    extra_scale_factor: float
     weight_decay_mode: WeightDecayMode
     stages: Stages = ()
     given_lr: float | Tensor = field(default=0.0, compare=False)
-    scales: Scales = field(default_factory=lambda: Scales(None, 1.0), compare=False)
+    scales: Scales = field(default_factory=lambda: Scales(None), compare=False)
     alike: str = field(default="", compare=False)
     planned: str = field(default="", compare=False)
     view: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -126,12 +123,12 @@ class Settings:
     @cached_property
     def batch(self) -> str:
         """Text of the options that the matrices of a batch must share."""
-        return f"{(self.coefficients, self.eps)!r} {stages_text(self.stages)}".rstrip()
+        return f"{self.coefficients!r} {stages_text(self.stages)}".rstrip()
 
 
 def settings_of(group: Group) -> Settings:
     """The group's options as this step uses them. A function of the user's is asked once for each shape."""
-    function, extra, view = group["adjust_lr_fn"], float(group["extra_scale_factor"]), view_options(group)
+    function, view = group["adjust_lr_fn"], view_options(group)
     function = cache(function) if callable(function) else function
     found = Settings(
         float(group["lr"]),
@@ -139,13 +136,11 @@ def settings_of(group: Group) -> Settings:
         float(group["momentum"]),
         bool(group["nesterov"]),
         per_step(group["ns_coefficients"], group["ns_steps"]),
-        float(group["eps"]),
         function,
-        extra,
         group["weight_decay_mode"],
         stages_of(group),
         group["lr"],
-        Scales(function, extra),
+        Scales(function),
     )
     alike = " ".join([*(f"{key}={group.get(key)!r}" for key in _ALIKE), found.batch.replace(" ", "")])
     planned = f"{alike} {view} {[group.get(key) for key in PLACE_OPTIONS]}"
@@ -284,15 +279,11 @@ def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
 
 
 def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """`complete` the groups whose `use_muon` was changed since they were made. An eps that was the other kind's default
-    becomes this one's."""
+    """`complete` the groups whose `use_muon` was changed since they were made."""
     for group in groups:
         is_muon = group.get("use_muon", True)
         mark = "ns_coefficients" if is_muon else "betas"
         if "use_muon" in group and mark not in group:
-            muons, adamws = defaults["eps"], ADAMW_DEFAULTS["eps"]
-            if group.get("eps") == (adamws if is_muon else muons):
-                group["eps"] = muons if is_muon else adamws
             complete(group, defaults)
 
 
@@ -302,7 +293,8 @@ def fill_up(groups: Sequence[dict[str, Any]], mine: Sequence[Mapping[str, Any]],
     defaults = {key: value for key, value in {**GROUP_DEFAULTS, **defaults}.items() if key != "differentiable"}
     for index, group in enumerate(groups):
         group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
-        group.setdefault("use_muon", True)
+        if group.setdefault("use_muon", True):
+            group.pop("eps", None)  # torch.optim.Muon's, which no AdamW is to have later
         complete(group, defaults)
 
 

@@ -32,7 +32,7 @@ from shardmuon._torch import (
 )
 from shardmuon.layout.pieces import Patch, Tile
 from shardmuon.layout.views import Ints, MatrixView
-from shardmuon.momentum.stores import BLOCK, Rounding, Stream, round_patch, step_coded_, step_rounded_
+from shardmuon.momentum.stores import BLOCK, Rounding, Stream, round_patch, step_stored_
 from shardmuon.options import WeightDecayMode
 from shardmuon.plan.program import Load
 from shardmuon.step.options import Settings
@@ -207,13 +207,14 @@ def update_momentum(
 
 
 def _update_rounded(side: Side, work: Work, at: int, kept: Tensor, grad: Tensor, out: Tensor | None) -> None:
-    param, step = side.params[at], partial(step_rounded_, kept)
+    param = side.params[at]
     settings, rounding, codes = work.settings[param], work.rounding[param], work.momenta[param]
     assert rounding.momentum is not None and codes is not None
+    stored = [kept]
     if rounding.scales is not None:
-        step = partial(step_coded_, kept, _scales_of(side.loads[at].tile, side.views[at], codes, rounding.scales))
+        stored.append(_scales_of(side.loads[at].tile, side.views[at], codes, rounding.scales))
     patch, stream = side.patches[at], rounding.momentum
-    step(grad, out, patch=patch, stream=stream, momentum=settings.momentum, nesterov=settings.nesterov)
+    step_stored_(stored, grad, out, patch=patch, stream=stream, momentum=settings.momentum, nesterov=settings.nesterov)
 
 
 def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # dims of rows, then blocks

@@ -21,40 +21,25 @@ class Variant(NamedTuple):
     """A row of the table.
 
     Attributes:
-        stages: The options that it reads, in the order of `options` -> its stages.
-        options: Keys of a group, rows of `VARIANT_OPTIONS`.
+        stages: Options of a group, rows of `VARIANT_OPTIONS` -> its stages.
         decays: True if weight decay has a meaning beside it.
     """
 
-    stages: Callable[..., Stages]
-    options: tuple[str, ...] = ()
+    stages: Callable[[Mapping[str, Any]], Stages]
     decays: bool = True
 
 
 VARIANTS: dict[str, Variant] = {
-    "muon_eq": Variant(lambda: (MuonEq(),)),
-    "normuon": Variant(lambda beta2: (NorMuon(beta2),), ("beta2",)),
-    "hyperball": Variant(lambda: (HyperballUpdate(), HyperballWeight()), decays=False),
+    "muon_eq": Variant(lambda options: (MuonEq(),)),
+    "normuon": Variant(lambda options: (NorMuon(float(options["beta2"])),)),
+    "hyperball": Variant(lambda options: (HyperballUpdate(), HyperballWeight()), decays=False),
 }
+VARIANT_OPTIONS: dict[str, float] = {"beta2": 0.95}  # keys of a group that variants read, with their defaults
 
-
-class VariantOption(NamedTuple):
-    """An option of a group that variants read: its default, what is allowed in words, and the check of a number."""
-
-    default: float
-    allowed: str
-    fits: Callable[[float], bool]
-
-
-VARIANT_OPTIONS: dict[str, VariantOption] = {
-    "beta2": VariantOption(0.95, "a number from 0 to below 1", lambda value: 0.0 <= value < 1.0),
-}
-
-_STAGES = [
-    stage for row in VARIANTS.values() for stage in row.stages(*(VARIANT_OPTIONS[k].default for k in row.options))
-]
+_STAGES = [stage for row in VARIANTS.values() for stage in row.stages(VARIANT_OPTIONS)]
 KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # all names of state that any stage has
 WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # of these, norms of weights
+_ALL = ", ".join(map(repr, VARIANTS))
 
 
 def names_in(variant: str | None) -> tuple[str, ...]:
@@ -78,22 +63,17 @@ def names_in(variant: str | None) -> tuple[str, ...]:
     return names
 
 
-_ALL = ", ".join(map(repr, VARIANTS))
-
-
 def check_variant(group: Mapping[str, Any]) -> None:
     """Raise ValueError, without the group, for a variant or an option of variants that has no meaning."""
-    names = names_in(group.get("variant"))
-    for name in names:
+    for name in names_in(group.get("variant")):
         if not VARIANTS[name].decays and float(group.get("weight_decay", 0.0)) != 0.0:
             raise ValueError(
                 f"variant={group['variant']!r}: {name!r} keeps the norm of weights, so weight_decay="
                 f"{group['weight_decay']!r} would do nothing but turn them. Write weight_decay=0.0"
             )
-    for key, option in VARIANT_OPTIONS.items():
-        value = group.get(key, option.default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not option.fits(float(value)):
-            raise ValueError(f"{key}={value!r} must be {option.allowed}")
+    beta2 = group.get("beta2", VARIANT_OPTIONS["beta2"])
+    if isinstance(beta2, bool) or not isinstance(beta2, (int, float)) or not 0.0 <= beta2 < 1.0:
+        raise ValueError(f"beta2={beta2!r} must be a number from 0 to below 1")
 
 
 def stages_of(group: Mapping[str, Any]) -> Stages:
@@ -102,23 +82,16 @@ def stages_of(group: Mapping[str, Any]) -> Stages:
     Raises:
         ValueError: See `names_in`.
     """
-    variant = group.get("variant")
-    if variant is None:
-        return ()
-    options = {key: float(group.get(key, option.default)) for key, option in VARIANT_OPTIONS.items()}
-    rows = [VARIANTS[name] for name in names_in(variant)]
-    found = [stage for row in rows for stage in row.stages(*(options[key] for key in row.options))]
+    options = {**VARIANT_OPTIONS, **group}
+    found = [stage for name in names_in(group.get("variant")) for stage in VARIANTS[name].stages(options)]
     places = (BeforeStage, AfterStage, WeightStage)
     return tuple(stage for place in places for stage in found if isinstance(stage, place))
 
 
 def keeping(stages: Stages) -> Stages:
     """The stages that keep something, the first of each `key`: so many state tensors there are, in this order."""
-    found: dict[str, Stage] = {}
-    for stage in stages:
-        if stage.key:
-            found.setdefault(stage.key, stage)
-    return tuple(found.values())
+    first = {stage.key: stage for stage in reversed(stages) if stage.key}
+    return tuple(stage for stage in stages if first.get(stage.key) is stage)
 
 
 def stages_text(stages: Stages) -> str:
@@ -142,7 +115,6 @@ __all__ = [
     "Stage",
     "Stages",
     "Variant",
-    "VariantOption",
     "WeightStage",
     "check_variant",
     "gram_fault",

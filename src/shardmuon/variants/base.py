@@ -31,9 +31,9 @@
        matrices, or lines along their longer side: another form of factor needs its kind of lines in norms.py first.
     2. A row in `VARIANTS` (variants/__init__.py): the name that users write, and a function from a group's options to
        the stages. A variant may have several (scale the update at the owner, then the weights).
-    3. An option that it reads: a row in `VARIANT_OPTIONS` there, with its default, which all variants share, and its
-       check; an argument of `Muon` (signature, defaults, docstring), a row of docs/options.md and one of `OPTIONS` in
-       tests/commands/test_plan_command.py.
+    3. An option that it reads: a row in `VARIANT_OPTIONS` there, its default, which all variants share; its check in
+       `check_variant`; an argument of `Muon` (signature, defaults, docstring), a row of docs/options.md and one of
+       `OPTIONS` in tests/commands/test_plan_command.py.
     4. A row in the table of dense references (auditing/reference.py): the formula once more, in fp64, written anew.
        Without one the audit says which matrices it does not check.
     5. Tests. `VARIANTS` brings it into test_stages.py and test_cuda_shape.py of tests/step, which need options at
@@ -130,25 +130,19 @@ def scaled_(
     kept: Mapping[str, Sequence[Tensor]],  # key -> of each matrix (num_kept,), fp32; updated in place
 ) -> None:
     """Run stages one after the other: one read for the norms, one pass that scales. Zeros stay zeros."""
-    lines = any(stage.of_lines for stage in stages)
     cut = NumberLayout(tuple((x.shape[0], x.shape[1], x.shape[2]) for x in xs))
-    norms = measured(xs, cut, lines)
+    norms = measured(xs, cut, any(stage.of_lines for stage in stages))
     total: Tensor | None = None
-    of_lines = False
     for number, stage in enumerate(stages):
         numbers = _gathered(cut, kept[stage.key], stage.of_lines) if stage.key else _NOTHING
         factor = stage.factor(norms, numbers)
         if stage.travels and stage.key:
             foreach_copy_(kept[stage.key], cut.matrices(numbers) if stage.of_lines else numbers.unbind(0))
         if number + 1 < len(stages):
-            norms = norms.scaled(factor, stage.of_lines)
-        if total is None or stage.of_lines == of_lines:
-            total = factor if total is None else total * factor
-        else:
-            total = cut.times(total, factor) if stage.of_lines else cut.times(factor, total)
-        of_lines = of_lines or stage.of_lines
+            norms = norms.scaled(factor)
+        total = factor if total is None else cut.combined(torch.mul, total, factor)
     if total is not None:
-        for x, of_batch in zip(xs, cut.shaped(total, of_lines), strict=True):
+        for x, of_batch in zip(xs, cut.shaped(total), strict=True):
             x.mul_(of_batch)
 
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,7 +21,7 @@ Shapes = tuple[tuple[int, int, int], ...]  # (B, rows, cols) of each batch
 
 
 class NumberLayout:
-    """Places of numbers of N matrices in one tensor: one of each matrix (N,), or one of each line (L,).
+    """Places of numbers of N matrices in one tensor: one of each matrix (N,), or one of each line (L,), L > N.
 
     Lines run along the shorter dim: rows where rows >= cols, else columns.
 
@@ -35,37 +34,29 @@ class NumberLayout:
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self.sides = [min(rows, cols) for _, rows, cols in shapes]
+        self._lines = [max(rows, cols) for _, rows, cols in shapes]
         self._counts = [count for count, _, _ in shapes]
-        lines = [max(rows, cols) for _, rows, cols in shapes]
-        steps = [-(-n // _ALIGNED) * _ALIGNED for n in lines]
-        self._sizes = [count * step for count, step in zip(self._counts, steps, strict=True)]
+        self._sizes = [count * -(-max(shape) // _ALIGNED) * _ALIGNED for count, *shape in shapes]
         self.size = sum(self._sizes)
-        starts = itertools.accumulate(self._sizes, initial=0)
-        self._cuts = [
-            ((count, n), (step, 1), start)
-            for count, n, step, start in zip(self._counts, lines, steps, starts, strict=False)
-        ]
-        # of each matrix its lines, and the gap behind
-        self._pieces = [
-            size for count, n, step in zip(self._counts, lines, steps, strict=True) for size in (n, step - n) * count
-        ]
 
-    def batches(self, lines: Tensor) -> list[Tensor]:  # (L,), memory of its own -> (B, lines of one) each, views
-        """Split numbers of lines by batch."""
-        return [lines.as_strided(*cut) for cut in self._cuts]
-
-    def matrices(self, lines: Tensor) -> Sequence[Tensor]:  # (L,) -> (lines of one,) each, views
-        """Split numbers of lines by matrix."""
-        found: Sequence[Tensor] = lines.split(self._pieces)[::2]
+    def _of_batches(self, numbers: Tensor) -> Sequence[Tensor]:  # (N,) or (L,) -> 1-D each, dense
+        sizes = self._sizes if len(numbers) == self.size else self._counts
+        found: Sequence[Tensor] = numbers.split(sizes)
         return found
 
-    def times_(self, numbers: Tensor, factors: Sequence[float]) -> Tensor:  # (N,); of each batch
-        """Multiply the numbers of each batch's matrices with one factor, in place."""
-        return _times_(numbers, self._counts, factors)
+    def batches(self, numbers: Tensor) -> list[Tensor]:  # (N,) -> (B, 1) each; (L,) -> (B, lines of one) each; views
+        """Split numbers by batch."""
+        parts = zip(self._of_batches(numbers), self._counts, self._lines, strict=True)
+        return [part.view(count, -1)[:, :lines] for part, count, lines in parts]
 
-    def lines_times_(self, lines: Tensor, factors: Sequence[float]) -> Tensor:  # (L,); of each batch
-        """Multiply the numbers of each batch's lines with one factor, in place."""
-        return _times_(lines, self._sizes, factors)
+    def matrices(self, lines: Tensor) -> list[Tensor]:  # (L,) -> (lines of one,) each, views
+        """Split numbers of lines by matrix."""
+        return [row for batch in self.batches(lines) for row in batch.unbind(0)]
+
+    def times_(self, numbers: Tensor, factors: Sequence[float]) -> Tensor:  # (N,) or (L,); of each batch
+        """Multiply the numbers of each batch with one factor, in place."""
+        foreach_mul_(self._of_batches(numbers), factors)
+        return numbers
 
     def sums(self, *several: Tensor) -> Sequence[Tensor]:  # (L,) each, not negative -> (N,) each
         """Sum numbers of lines over each matrix."""
@@ -73,34 +64,19 @@ class NumberLayout:
         sums: Sequence[Tensor] = torch.stack(found).split(len(found) // len(several))
         return sums
 
-    def over(self, numbers: Tensor, lines: Tensor) -> Tensor:  # (N,), (L,) -> (L,)
-        """Divide the number of a matrix by that of each of its lines."""
-        return self._beside(torch.div, numbers, lines)
-
-    def times(self, numbers: Tensor, lines: Tensor) -> Tensor:  # (N,), (L,) -> (L,)
-        """Multiply the number of a matrix with that of each of its lines."""
-        return self._beside(torch.mul, numbers, lines)
-
-    def _beside(self, operation: Callable[..., Tensor], numbers: Tensor, lines: Tensor) -> Tensor:
-        out = torch.empty_like(lines)
-        of_batches = zip(numbers.split(self._counts), self.batches(lines), self.batches(out), strict=True)
-        for of_matrix, of_lines, target in of_batches:
-            operation(of_matrix.unsqueeze(-1), of_lines, out=target)
+    def combined(self, operation: Callable[..., Tensor], numbers: Tensor, others: Tensor) -> Tensor:
+        """An operation on numbers and others, (N,) or (L,): a matrix's own number stands for each of its lines."""
+        if len(numbers) == len(others):
+            return operation(numbers, others)
+        out = torch.empty_like(max(numbers, others, key=len))
+        for one, other, target in zip(*map(self.batches, (numbers, others, out)), strict=True):
+            operation(one, other, out=target)
         return out
 
-    def shaped(self, factor: Tensor, of_lines: bool) -> list[Tensor]:  # (N,) or (L,) -> (B, m or 1, n or 1) each
+    def shaped(self, factor: Tensor) -> list[Tensor]:  # (N,) or (L,) -> (B, m or 1, n or 1) each
         """Split a factor by batch, in a shape that broadcasts with the batch's matrices."""
-        if not of_lines:
-            return [part.view(-1, 1, 1) for part in factor.split(self._counts)]
         parts = zip(self.batches(factor), self.shapes, strict=True)
         return [part.unsqueeze(-1 if rows >= cols else -2) for part, (_, rows, cols) in parts]
-
-
-def _times_(numbers: Tensor, sizes: Sequence[int], factors: Sequence[float]) -> Tensor:
-    if len(sizes) == 1:  # the same product
-        return numbers.mul_(factors[0])
-    foreach_mul_(numbers.split(sizes), factors)
-    return numbers
 
 
 class Norms:
@@ -108,30 +84,26 @@ class Norms:
 
     Attributes:
         cut: Places of the numbers.
-        means: (L,) the mean square of each line's elements; only if a stage asks for lines.
+        means: (L,) the mean square of each line's elements; None: no stage asks for lines.
     """
 
     def __init__(self, cut: NumberLayout, whole: Tensor | None, means: Tensor | None) -> None:
-        self.cut, self._whole, self._means = cut, whole, means
+        self.cut, self._whole, self.means = cut, whole, means
 
     @property
     def whole(self) -> Tensor:  # (N,)
         """The Frobenius norm of each matrix."""
         if self._whole is None:
+            assert self.means is not None, "one of the two is known"
             self._whole = self.cut.times_(self.cut.sums(self.means)[0], self.cut.sides).sqrt_()
         return self._whole
 
-    @property
-    def means(self) -> Tensor:
-        assert self._means is not None, "a stage that needs them says `of_lines`"
-        return self._means
-
-    def scaled(self, factor: Tensor, of_lines: bool) -> Norms:  # (N,) or (L,)
+    def scaled(self, factor: Tensor) -> Norms:  # (N,) or (L,)
         """Norms of the matrices after they are multiplied by this factor."""
-        if of_lines:
-            return Norms(self.cut, None, self.means * factor.square())
-        whole = None if self._whole is None else self._whole * factor
-        return Norms(self.cut, whole, None if self._means is None else self.cut.times(factor.square(), self._means))
+        of_lines = len(factor) == self.cut.size
+        whole = None if of_lines or self._whole is None else self._whole * factor
+        means = None if self.means is None else self.cut.combined(torch.mul, factor.square(), self.means)
+        return Norms(self.cut, whole, means)
 
 
 def measured(
@@ -148,7 +120,7 @@ def measured(
     for x, target in zip(xs, cut.batches(means), strict=True):
         for matrix, of_matrix in zip(x.split(1), target.split(1), strict=True):
             line_norms(_aligned(matrix), -1 if x.shape[-2] >= x.shape[-1] else -2, of_matrix)
-    return Norms(cut, None, cut.lines_times_(means.square_(), [1 / side for side in cut.sides]))
+    return Norms(cut, None, cut.times_(means.square_(), [1 / side for side in cut.sides]))
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from shardmuon.variants.base import AfterStage, over
@@ -39,8 +40,9 @@ class NorMuon(AfterStage):
 
     def factor(self, norms: Norms, kept: Tensor) -> Tensor:
         means = norms.means
+        assert means is not None, "for `of_lines`"
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
         floored = kept.to(means.dtype).clamp(min=_LEAST)
         # The squared norm before and after follows from the means.
         restored = over(*norms.cut.sums(means, means / floored))
-        return norms.cut.over(restored, floored).sqrt_()
+        return norms.cut.combined(torch.div, restored, floored).sqrt_()

@@ -161,12 +161,11 @@ def _options(config: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     of_groups = {
         "momentum": config.muon_momentum,
         "nesterov": config.muon_nesterov,
-        "adjust_lr_fn": config.muon_scale_mode,
-        "extra_scale_factor": config.muon_extra_scale_factor,
+        "adjust_lr_fn": given["adjust_lr_fn"] if "adjust_lr_fn" in given else _scale_of(config),
         "ns_coefficients": config.muon_coefficient_type,
         "ns_steps": config.muon_num_ns_steps,
     }
-    keys = {*of_groups, "eps", "weight_decay_mode"}
+    keys = {*of_groups, "weight_decay_mode"}
     if callable(given.get("adjust_lr_fn")):
         raise ValueError("adjust_lr_fn must be a name here: Megatron's checkpoints keep every option of a group")
     if "ns_coefficients" in given:  # with a length of their own
@@ -176,6 +175,17 @@ def _options(config: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], dic
         of_groups.setdefault("weight_decay_mode", "l2")
     rest = {key: value for key, value in given.items() if key not in keys}
     return of_groups, {"weight_decay": config.weight_decay, **rest}
+
+
+def _scale_of(config: Any) -> str:
+    """Our name of Megatron's scale of the learning rate."""
+    mode, extra = config.muon_scale_mode, config.muon_extra_scale_factor
+    if (mode, extra) != ("spectral", 0.2) and extra != 1.0:
+        raise ValueError(
+            f"muon_extra_scale_factor={extra!r} with muon_scale_mode={mode!r}: it must be 1, or 0.2 with 'spectral'. "
+            f"Multiply the matrices' lr by {extra!r} and divide their weight_decay by it"
+        )
+    return "match_rms_adamw" if extra == 0.2 else str(mode)
 
 
 def _qkv(config: Any, chunk: nn.Module, groups: Any) -> list[tuple[Any, Any]]:
