@@ -22,7 +22,7 @@ from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
 from shardmuon.commands import main as cli
 from shardmuon.commands import plan as command
 from shardmuon.foresight import Report, plan, price_plan
-from shardmuon.foresight.hardware import FOLDER, PASSES, SCALARS, Fact
+from shardmuon.foresight.hardware import FOLDER, PASSES, SCALARS, Known
 from shardmuon.foresight.models import build
 from shardmuon.foresight.report import advise, lanes, number, operations, percent, sections, size
 from shardmuon.foresight.types import Time, seconds
@@ -158,7 +158,7 @@ def test_a_file_of_ones_own_is_planned_on(tmp_path: Path, report: Report) -> Non
     (tmp_path / "mine.yaml").write_text(re.sub(r"(?m)^(  \w+: \{value: )9.894e\+14", r"\g<1>4.947e+14", text))
     alike = Exchange(machine=MACHINES["h100"])  # else each has the buckets that are cheapest on it
     mine = plan("gpt2-xl", "shard=4", gpu=tmp_path / "mine.yaml", advice=False, exchange=alike).price
-    assert mine.parts["products"] == report.price.parts["products"].times(2)
+    assert mine.parts["products"] == Time(*(2 * end for end in report.price.parts["products"]))
     page = (Path(__file__).parents[2] / "docs" / "foresight.md").read_text()
     for name in (*SCALARS, *PASSES, "flops", "products", "exchanges", "passes", "together"):
         assert f"`{name}`" in page, name
@@ -271,7 +271,7 @@ def test_advice_is_planned_not_guessed(report: Report) -> None:
 def test_memory_says_in_words_whether_it_fits(report: Report) -> None:
     need = report.exact.largest.stored.total + report.exact.largest.peak
     for share, word in ((1.01, "does not fit"), (0.95, "tight"), (0.5, "fits")):
-        fact = Fact(Time(need / share, need / share, need / share), "for tests", True)
+        fact = Known("for tests", True, {1.0: [(1.0, *[need / share] * 3)]})
         hardware = replace(report.hardware, facts={**report.hardware.facts, "memory_bytes": fact})
         row = dict(sections(replace(report, hardware=hardware))[1].rows)["memory of a rank"]
         assert row.startswith(f"{word}: {size(need)}") and "%" not in row

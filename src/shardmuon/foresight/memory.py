@@ -162,10 +162,10 @@ class _Moves(NamedTuple):
         else:
             yield -b.gather_received.bytes
             wire, slices = getattr(torch, b.wire), 0
-            for m, parts in zip(b.matrices, b.owners or itertools.repeat(1), strict=False):
+            for m in b.matrices:
                 settings = m.how, wire, self.device, self.coefficients[m[:2]]
-                if parts > 1:  # in step with each other
-                    slices += m.num * slice_space(m[:2], parts, *settings)
+                if m.owners > 1:  # in step with each other
+                    slices += m.num * slice_space(m[:2], m.owners, *settings)
                 else:
                     yield from _passing(work_space((m.num, *m[:2]), *settings))
             yield from _passing(slices)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardmuon.foresight.hardware import Hardware, Uses, load
+from shardmuon.foresight.hardware import Hardware, load
 from shardmuon.foresight.job import count
 from shardmuon.foresight.pricing import Price, adamw_step, price
 from shardmuon.foresight.types import Exact, Mesh, RankClass, Time, scaled, seconds
@@ -70,7 +70,7 @@ def plan(
     }
     exact = count(model, mesh, engine=engine, **given)
     found = price(exact, hardware, tokens=tokens_per_step)
-    report = Report(exact, hardware, found, (), adamw_step(exact, hardware, Uses()))
+    report = Report(exact, hardware, found, (), adamw_step(exact, hardware))
     del given["gpus_per_node"]  # in the mesh from here on
 
     def replan(changes: Mapping[str, Any]) -> Exact:
@@ -364,7 +364,7 @@ def _answers(report: Report) -> Section:
 
 
 def _memory(report: Report) -> str:
-    largest, need, have = report.exact.largest, _peak(report.exact), report.hardware.memory_bytes
+    largest, need, have = report.exact.largest, _peak(report.exact), report.hardware.facts["memory_bytes"].first.hi
     fits = "does not fit" if need > have else "tight" if need > _TIGHT * have else "fits"
     peak = f"{size(largest.peak)} more at the peak of a step" if largest.peak else "the peak of a step is not counted"
     kept = f"{size(largest.stored.total)} between steps"
@@ -374,10 +374,16 @@ def _memory(report: Report) -> str:
 def _straggler(report: Report) -> str:
     exact, price = report.exact, report.price
     late = sorted(price.ends.items(), key=lambda pair: (-pair[1], pair[0]))
+    busiest, mean = (
+        max(exact.classes, key=lambda c: c.flops),
+        sum(c.count * c.flops for c in exact.classes) / exact.world,
+    )
+    idle = sum(c.count for c in exact.classes if not c.flops)
     return (
         f"rank {price.rank}; the last rank is done after {seconds(late[0][1])}, the first after "
-        f"{seconds(late[-1][1])}. Most matmul FLOPs: rank {exact.heaviest.example}, {exact.balance:.2f} of the mean"
-        + (f"; {exact.idle:,} of {exact.world:,} ranks orthogonalize nothing" if exact.idle else "")
+        f"{seconds(late[-1][1])}. Most matmul FLOPs: rank {busiest.example}, {busiest.flops / mean if mean else 1:.2f} "
+        "of the mean"
+        + (f"; {idle:,} of {exact.world:,} ranks orthogonalize nothing" if idle else "")
         + (f". {exact.uneven}" if exact.uneven else "")
     )
 
