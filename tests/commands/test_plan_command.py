@@ -24,7 +24,7 @@ from shardmuon.commands import plan as command
 from shardmuon.foresight import Report, plan, price_plan
 from shardmuon.foresight.hardware import FOLDER, PASSES, SCALARS, Known
 from shardmuon.foresight.models import build
-from shardmuon.foresight.report import advise, lanes, number, operations, percent, sections, size
+from shardmuon.foresight.report import advise, candidates, lanes, number, operations, percent, sections, size
 from shardmuon.foresight.types import Time, seconds
 from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.pipeline import Event, Phase
@@ -263,8 +263,9 @@ def test_advice_is_planned_not_guessed(report: Report) -> None:
     def refuse(changes: object) -> Any:
         raise ValueError("it does not divide")
 
-    refused = advise(report.exact, report.hardware, refuse)
-    assert refused and all(advice.refused == "it does not divide" and not advice.helps for advice in refused)
+    changes = candidates(report.exact, Exchange(), Orthogonalizer())
+    refused = advise(report, changes, refuse)
+    assert len(refused) == len(changes) > 0 and {advice.refused for advice in refused} == {"it does not divide"}
     assert "cannot be: it does not divide" in str(replace(report, advice=refused))
 
 
