@@ -7,7 +7,7 @@ applied to all ranks at once: the tiles of a bucket stand in arrays, and what tr
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -101,10 +101,9 @@ class _Tally:
     """What the ranks of one bucket do, added up matrix by matrix.
 
     Attributes:
-        gather, scatter, relay: Messages.
-        sums: Messages of each exchange in which slices are added up.
-        own, foreign, idle: Tiles that owners store, that are sent to them, that another replica sends: (rank,
-            elements) of each.
+        messages: "gather", "scatter", "relay", and the number of an exchange in which slices are added up -> messages.
+        stored: "own", tiles that owners store, "foreign", that are sent to them, "idle", that another replica sends ->
+            (rank, elements) of each.
         owned: Rank -> its matrices.
         batches: Rank -> bytes of these, on the Gram route of its shards.
         local_flops: See `BucketCount`.
@@ -114,14 +113,9 @@ class _Tally:
     plan: Plan
     bucket: Bucket
     tiles: _Tiles
-    gather: list[_Messages] = field(default_factory=list)
-    scatter: list[_Messages] = field(default_factory=list)
-    relay: list[_Messages] = field(default_factory=list)
-    sums: list[list[_Messages]] = field(default_factory=list)
-    own: list[tuple[Ints, Ints]] = field(default_factory=list)
-    foreign: list[tuple[Ints, Ints]] = field(default_factory=list)
-    idle: list[tuple[Ints, Ints]] = field(default_factory=list)
-    owned: dict[int, Counter[tuple[Any, ...]]] = field(default_factory=dict)
+    messages: dict[str | int, list[_Messages]] = field(default_factory=lambda: defaultdict(list))
+    stored: dict[str, list[tuple[Ints, Ints]]] = field(default_factory=lambda: defaultdict(list))
+    owned: dict[int, Counter[tuple[Any, ...]]] = field(default_factory=lambda: defaultdict(Counter))
     batches: Counter[int] = field(default_factory=Counter)
     local_flops: Counter[int] = field(default_factory=Counter)
     relays: bool = False
@@ -130,7 +124,7 @@ class _Tally:
         for number in self.bucket.items:
             item = self.plan.items[number]
             for rank in item.owners:
-                self.owned.setdefault(rank, Counter())[item.rows, item.cols, item.how, item.cost, item.parts] += 1
+                self.owned[rank][item.rows, item.cols, item.how, item.cost, item.parts] += 1
                 if self.bucket.route != "gram":
                     self.batches[rank] += self._bytes(item.numel)
             ways = self.tiles.ways(item)
@@ -143,18 +137,18 @@ class _Tally:
         return self.bucket.itemsize * aligned(numel, self.bucket.itemsize)
 
     def _stay(self, item: Item, ways: _Ways) -> None:
-        self.own.append(ways[:2])
+        self.stored["own"].append(ways[:2])
 
     def _move(self, item: Item, ways: _Ways) -> None:
         """Add a matrix of the owner route."""
         own, size = ways.at == ways.owner, ways.numel * self.bucket.itemsize
         foreign = ~own & ways.at_home
         idle = ~own & ~foreign
-        for side, which in ((self.own, own), (self.foreign, foreign), (self.idle, idle)):
-            side.append((ways.at[which], ways.numel[which]))
-        self.gather.append((ways.at[foreign], ways.owner[foreign], size[foreign]))
-        self.scatter.append((ways.owner[foreign], ways.at[foreign], size[foreign]))
-        self.relay.append((ways.source[idle], ways.at[idle], size[idle]))
+        for side, which in (("own", own), ("foreign", foreign), ("idle", idle)):
+            self.stored[side].append((ways.at[which], ways.numel[which]))
+        self.messages["gather"].append((ways.at[foreign], ways.owner[foreign], size[foreign]))
+        self.messages["scatter"].append((ways.owner[foreign], ways.at[foreign], size[foreign]))
+        self.messages["relay"].append((ways.source[idle], ways.at[idle], size[idle]))
         spec = self.plan.specs[item.param]
         self.relays |= spec.layout.has_replicas and len(item.owners) == 1
         # a rank hears what stages keep from where its first tile comes; from the owner, if it talks with that itself
@@ -166,7 +160,7 @@ class _Tally:
                 mate = mates.get(keeper, owner)
                 if keeper != owner:
                     told = _ints((mate,)), _ints((keeper,)), _ints((words * self.bucket.itemsize,))
-                    (self.scatter if mate == owner else self.relay).append(told)
+                    self.messages["scatter" if mate == owner else "relay"].append(told)
 
     def _multiply(self, item: Item, ways: _Ways) -> None:
         """Add a matrix of the Gram route: Gram matrices of shards go to the owner, the factor comes back to all."""
@@ -177,11 +171,11 @@ class _Tally:
             self.local_flops[rank] += 2 * item.short * (numel + added[rank])
         size = itemsize * message_size(item.short, itemsize)
         adders, others = (_ints(rank for rank in ranks if rank != owner) for ranks in (added, held))
-        self.gather.append((adders, np.full_like(adders, owner), np.full_like(adders, size)))
-        self.scatter.append((np.full_like(others, owner), others, np.full_like(others, size)))
+        self.messages["gather"].append((adders, np.full_like(adders, owner), np.full_like(adders, size)))
+        self.messages["scatter"].append((np.full_like(others, owner), others, np.full_like(others, size)))
         foreign = np.isin(ways.at, adders)
-        for side, which in ((self.own, ~foreign), (self.foreign, foreign)):
-            side.append((ways.at[which], ways.numel[which]))
+        for side, which in (("own", ~foreign), ("foreign", foreign)):
+            self.stored[side].append((ways.at[which], ways.numel[which]))
 
     def _add_up(self, number: int, item: Item) -> None:
         """Add the exchanges of a matrix's slices: norms, then Gram matrices."""
@@ -191,9 +185,7 @@ class _Tally:
         mates = zip(*(one.owners for one in slices), strict=True)
         source, target = _ints(pair for ranks in mates for pair in itertools.permutations(ranks, 2)).T
         for at, size in enumerate([8, *[slicing.itemsize * item.short**2] * slicing.sums]):
-            if at == len(self.sums):
-                self.sums.append([])
-            self.sums[at].append((source, target, np.full_like(source, aligned(size, 1))))
+            self.messages[at].append((source, target, np.full_like(source, aligned(size, 1))))
 
     def counts(self, number: int, node_of: Callable[[int], int]) -> Iterator[tuple[int, BucketCount]]:
         """The bucket, of this number in the plan, as each of its ranks carries it out."""
@@ -205,12 +197,13 @@ class _Tally:
             exchanging = replicas[0] if len(first.owners) > 1 else bucket.ranks
         num_nodes = len(set(map(node_of, exchanging)))
         limit = PORTION if bucket.kind == "cpu" else PORTION_ELSEWHERE
-        sides = [_sides(side, ranks, nodes) for side in (self.gather, self.scatter, self.relay)]
-        summed = [_sides(side, ranks, nodes)[0] for side in self.sums]
+        sides = [_sides(self.messages[side], ranks, nodes) for side in ("gather", "scatter", "relay")]
+        summed = [_sides(found, ranks, nodes)[0] for side, found in self.messages.items() if isinstance(side, int)]
+        own_tiles, foreign_tiles = self.stored["own"], self.stored["foreign"]
         (own, filled), (foreign, packed), (idle, finished), (_, applied) = (
             _stepped(side, ranks, limit)
             # what comes back is applied behind a rank's own tiles, in the same calls
-            for side in (self.own, self.foreign, self.idle, [*self.own, *self.foreign])
+            for side in (own_tiles, foreign_tiles, self.stored["idle"], own_tiles + foreign_tiles)
         )
         for at, rank in enumerate(bucket.ranks):
             (gather, gathered), (scatter, scattered), (relay, relayed) = ((out[at], came[at]) for out, came in sides)
@@ -224,7 +217,7 @@ class _Tally:
                     wire=_WIRES[bucket.itemsize],
                     matrices=tuple(
                         Matrices(rows, cols, how, num, cost, parts)
-                        for (rows, cols, how, cost, parts), num in sorted(self.owned.get(rank, {}).items())
+                        for (rows, cols, how, cost, parts), num in sorted(self.owned[rank].items())
                     ),
                     held=own[at] + foreign[at] + idle[at],
                     gather=gather,

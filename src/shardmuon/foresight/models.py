@@ -459,17 +459,14 @@ _MODEL_TYPES: dict[str, dict[str, Any]] = {  # model_type -> what its configurat
 
 def _entries(config: Any) -> Mapping[str, Any]:
     """A configuration as a mapping: config.json, transformers' object, or any object with attributes."""
-    if isinstance(config, Mapping):
-        return config
     if hasattr(config, "to_dict"):
-        found: Mapping[str, Any] = config.to_dict()
-        return found
-    return getattr(config, "__dict__", {})
+        config = config.to_dict()
+    return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
 
 
 def flattened(given: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration together with the entries of configurations inside it."""
-    inner = (flattened(_entries(given[key])) for key in _INNER if isinstance(given.get(key), Mapping))
+    inner = (flattened(given[key]) for key in _INNER if isinstance(given.get(key), Mapping))
     return dict(given) | {key: value for one in inner for key, value in one.items()}
 
 
