@@ -418,13 +418,10 @@ def parse(data: Any, where: str) -> Hardware:
 
 
 def _number(data: Any, name: str) -> Known:
-    """A number whose middle is the geometric mean, or half of a range that begins at 0."""
+    """A number."""
     if not isinstance(data, Mapping) or "source" not in data or "verified" not in data:
         raise ValueError(f"{name} must be {{value: .., source: .., verified: true|false}}, found {data!r}")
-    low, high = (float(data["value" if "value" in data else end]) for end in ("low", "high"))
-    if not (0.0 <= low <= high < math.inf):
-        raise ValueError(f"a value must lie at or above 0, low before high: found {low} and {high}")
-    row = (1.0, low, math.sqrt(low * high) if low else high / 2, high)
+    row = _row([1.0, *(data["value" if "value" in data else end] for end in ("low", "high"))])
     return Known(str(data["source"]), data["verified"] is True, {1.0: [row]})
 
 
@@ -444,17 +441,24 @@ def _tables(rows: Sequence[Mapping[str, Any]], key: str, slope: float = 0.0) -> 
 
 
 def measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
-    """Rows of a table from (size, lo, mid, hi), or (size, lo, hi) with the geometric mean as the middle.
+    """Rows of a table, ascending, of (size, lo, mid, hi) or (size, lo, hi).
 
     Raises:
-        ValueError: There is none, a size stands there twice, or a number is not positive.
+        ValueError: There is none, a size stands there twice, or numbers are not positive or not in order.
     """
-    found = list[_Row]()
-    for row in sorted(rows, key=lambda row: row[0]):
-        if len(row) not in (3, 4) or min(row) <= 0.0:
-            raise ValueError(f"a row is [size, lo, mid, hi] or [size, lo, hi], of positive values, found {list(row)}")
-        at, lo, hi = float(row[0]), float(row[1]), float(row[-1])
-        found.append((at, lo, float(row[2]) if len(row) == 4 else math.sqrt(lo * hi), hi))
-    if not found or len({row[0] for row in found}) < len(found):
+    found = tuple(map(_row, sorted(rows, key=lambda row: row[0])))
+    if len({at for at, *_ in found}) < max(1, len(found)) or min(map(min, found)) <= 0.0:
         raise ValueError(f"a table needs ascending sizes and positive values, found {found}")
-    return tuple(found)
+    return found
+
+
+def _row(numbers: Sequence[float]) -> _Row:
+    """Size, least, middle and largest value. Without a middle it is the geometric mean, or half of a range that begins
+    at 0."""
+    if len(numbers) not in (3, 4):
+        raise ValueError(f"a row is [size, low, middle, high] or [size, low, high], found {list(numbers)}")
+    at, low, *middle, high = map(float, numbers)
+    between = middle[0] if middle else math.sqrt(low * high) if min(low, high) > 0.0 else high / 2
+    if not (0.0 <= low <= between <= high < math.inf):
+        raise ValueError(f"values must lie at or above 0, low before high: found {list(numbers)}")
+    return at, low, between, high
