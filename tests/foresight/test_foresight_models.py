@@ -101,6 +101,15 @@ EIGHT = {"num_experts": 8}
         ),
         (_tied(num_experts_per_tok=2, **EIGHT), 64 + 2 * 12 + 800, "2 of 8 experts"),
         (_moe(_list(), "shared_experts", num_experts_per_tok=2, **EIGHT), 64 + 8 * 12, ""),
+        (  # one of the experts' module that every token takes
+            _moe(
+                nn.ModuleDict({n: nn.Linear(4, 3, bias=False) for n in "ab"} | {"shared": nn.Linear(4, 3, bias=False)}),
+                num_experts_per_tok=2,
+                **EIGHT,
+            ),
+            64 + 12 + 2 * 12 * 2 // 8,
+            "2 of 8 experts",
+        ),
         (_moe(_stack(relative=(8, 3, 4)), "moe", num_experts_per_tok=2), 64 + 8 * 12, ""),  # eight of what?
         *(
             (_in_list(said), 64 + 8 * 12, f"all {many}experts are counted as active, as no configuration says how many")
@@ -208,7 +217,9 @@ def test_flat_buffers_share_every_element_out_once() -> None:
         assert list(map(list, megatron_ranges(sizes, num, bucket)[0])) == flat_ranges(sizes, num, bucket)
         table, length = zero_ranges(sizes, num, stage)
         assert [sum(stop - start for start, stop in held) for held in table] == sizes
-        assert num * length >= sum(sizes)
+        even = 2 * num  # DeepSpeed aligns flats for NCCL
+        padded = [-(-n // num) * num for n in sizes] if stage == 3 else [-(-sum(sizes) // even) * even]
+        assert num * length == sum(padded)
 
 
 def test_megatron_experts_are_planned_for_each_expert_group() -> None:

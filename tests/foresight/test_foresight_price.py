@@ -162,6 +162,13 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)  # 1e10 bytes/s of one NIC each
     assert on_wire(few, 16, 0, 10**9).mid == 0.4  # eight ranks share two
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
+    # the best of an interval takes the most of a rate, and the least of a time
+    unsure = {"link_efficiency": Known("here", True, {1.0: [(1.0, 0.5, 0.8, 1.0)]})}
+    unsure["latency_inside"] = Known("here", True, {1.0: [(1.0, 1e-5, 2e-5, 4e-5)]})
+    unsure_machine = replace(machine, facts={**machine.facts, **unsure})
+    assert on_wire(unsure_machine, 8, 10**9, 0) == Time(0.01, 0.0125, 0.02)
+    latency = interval(unsure_machine, Uses(), lambda rates: rates.exchange(8, 1, 0, 7, False)["latency"])
+    assert latency == Time(1e-5, 2e-5, 4e-5)
 
 
 def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> None:
@@ -171,7 +178,7 @@ def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> No
         machine,
         exchanges={4: _table([(1_000, 1.0, 1.0, 1.0), (1_000_000, 3.0, 3.0, 3.0)], 1.0)},
         passes={"adamw": _table([(1, 2.0, 2.0)])},
-        together=_table([(1, 1.0, 1.0), (2, 1.5, 1.5)]),
+        together=_table([(1, 1.0, 1.0), (2, 1.5, 1.5)], 1.0),
     )
     for rates in (Rates(machine, which, uses) for which in range(3)):
         assert rates.passed("adamw", 1_000, 1, 2) == 2_000.0

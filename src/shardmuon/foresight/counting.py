@@ -17,7 +17,7 @@ import numpy as np
 from shardmuon.foresight.types import BucketCount, Matrices, Sent
 from shardmuon.layout.pieces import Piece
 from shardmuon.plan.gram import message_size
-from shardmuon.plan.plan import Bucket, Item, Plan
+from shardmuon.plan.plan import Bucket, Item, Kept, Plan
 from shardmuon.plan.types import aligned
 from shardmuon.step.update import PORTION, PORTION_ELSEWHERE
 
@@ -98,7 +98,7 @@ class _Tiles:
 
 @dataclass
 class _Tally:
-    """What the ranks of one bucket do, added up matrix by matrix.
+    """All that the ranks of one bucket do, added up matrix by matrix.
 
     Attributes:
         messages: "gather", "scatter", "relay", and the number of an exchange in which slices are added up -> messages.
@@ -151,16 +151,21 @@ class _Tally:
         self.messages["relay"].append((ways.source[idle], ways.at[idle], size[idle]))
         spec = self.plan.specs[item.param]
         self.relays |= spec.layout.has_replicas and len(item.owners) == 1
-        # a rank hears what stages keep from where its first tile comes; from the owner, if it talks with that itself
+        for kept in spec.kept:
+            if kept.travels:
+                self._tell(item, ways, kept)
+
+    def _tell(self, item: Item, ways: _Ways, kept: Kept) -> None:
+        """Add what a stage keeps of a matrix. A rank hears it from where its first tile comes; from the owner, if it
+        talks with that itself, or stores nothing of the matrix."""
         mates = dict(zip(ways.at[::-1].tolist(), ways.source[::-1].tolist(), strict=True))
         mates.update(zip(ways.at[ways.at_home].tolist(), ways.owner[ways.at_home].tolist(), strict=True))
-        for kept in spec.kept if any(kept.travels for kept in spec.kept) else ():
-            for keeper, (tile, *_) in kept.layout.tiles[item.matrix].items() if kept.travels else ():
-                owner, words = item.owner_for(spec.layout, keeper), -(-tile.numel * 4 // self.bucket.itemsize)
-                mate = mates.get(keeper, owner)
-                if keeper != owner:
-                    told = _ints((mate,)), _ints((keeper,)), _ints((words * self.bucket.itemsize,))
-                    self.messages["scatter" if mate == owner else "relay"].append(told)
+        for keeper, (tile, *_) in kept.layout.tiles[item.matrix].items():
+            owner = item.owner_for(self.plan.specs[item.param].layout, keeper)
+            mate, words = mates.get(keeper, owner), -(-tile.numel * 4 // self.bucket.itemsize)
+            if keeper != owner:
+                told = _ints((mate,)), _ints((keeper,)), _ints((words * self.bucket.itemsize,))
+                self.messages["scatter" if mate == owner else "relay"].append(told)
 
     def _multiply(self, item: Item, ways: _Ways) -> None:
         """Add a matrix of the Gram route: Gram matrices of shards go to the owner, the factor comes back to all."""

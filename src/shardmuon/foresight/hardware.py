@@ -115,11 +115,6 @@ class Known:
         """The number, or the value at the smallest size of a table without aspects."""
         return Time(*self.rows[1.0][0][1:])
 
-    @property
-    def last(self) -> float:
-        """The largest size of a table without aspects."""
-        return self.rows[1.0][-1][0]
-
 
 def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
     """Interpolate straight in logarithms. A place that was measured, and all beyond the ends, have a measured value."""
@@ -144,7 +139,8 @@ class Hardware:
             short side of the matrix and its aspect. FLOPs are the planner's count.
         exchanges: Ranks of one node -> seconds of an all-to-all over the bytes that a rank sends.
         passes: A name of `PASSES` -> seconds an element, over the elements of one fragment.
-        together: Ranks that compute on a node at once -> factor on their time; None: no factor.
+        together: Ranks that compute on a node at once -> factor on their time, more than were measured share what
+            there is; None: no factor.
         notes: Remarks that are printed with prices.
     """
 
@@ -292,11 +288,11 @@ class Rates(NamedTuple):
         if exchanges and not spans_nodes:
             nearest = min(exchanges, key=lambda ranks: (abs(math.log(ranks / num_ranks)), ranks))
             table, size = exchanges[nearest], inside + across
-            found, outside = table.at(max(size, 1))
-            where = f"{size} bytes on {num_ranks} ranks" if outside or nearest != num_ranks else ""
-            self._note("all-to-all", table, where)
+            where = f"{size} bytes on {num_ranks} ranks"
+            if nearest != num_ranks:
+                self._note("all-to-all", table, where)
             latency = table.first[self.which]
-            return {"latency": latency, "wire": max(0.0, found[self.which] - latency)}
+            return {"latency": latency, "wire": max(0.0, self._at("all-to-all", table, max(size, 1), where) - latency)}
         latency = self.fact("latency_across" if spans_nodes else "latency_inside")
         wire = inside / (self.fact("link") * self.fact("link_efficiency")) if inside else 0.0
         if across:
@@ -310,8 +306,7 @@ class Rates(NamedTuple):
         if not elements:
             return 0.0
         if table is not None:
-            self._note(f"pass {what}", table)
-            return table.at(max(fragment, 1.0))[0][self.which] * elements
+            return self._at(f"pass {what}", table, max(fragment, 1.0)) * elements
         of_wire = {"pack": wire_bytes, "apply": wire_bytes + 4 if wire_bytes < 4 else 0}
         return self.memory(elements * (_BYTES_MOVED[what] + of_wire.get(what, 0)))
 
@@ -322,11 +317,13 @@ class Rates(NamedTuple):
     def slowdown(self, ranks_on_node: int) -> float:
         """Factor by which computing takes longer if this many ranks of a node compute at once."""
         table = self.hardware.together
-        if table is None:
-            return 1.0
-        more = max(1.0, ranks_on_node / table.last)  # more ranks than were measured share what there is
-        self._note("ranks at once", table, str(ranks_on_node) if more > 1.0 else "")
-        return table.at(ranks_on_node)[0][self.which] * more
+        return 1.0 if table is None else self._at("ranks at once", table, ranks_on_node, str(ranks_on_node))
+
+    def _at(self, name: str, table: Known, size: float, where: str = "") -> float:
+        """The value of a table of times at a size; `where`: what to say if that is beyond its end."""
+        found, outside = table.at(size)
+        self._note(name, table, where if outside else "")
+        return found[self.which]
 
     def _read(self, name: str, known: Known, is_rate: bool) -> float:
         self._note(name, known)
@@ -389,7 +386,7 @@ def parse(data: Any, where: str) -> Hardware:
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"{where}: a hardware file is a mapping, found {type(data).__name__}")
-    given = data.get("facts", {})
+    given, together = data.get("facts", {}), [data["together"]] if "together" in data else []
     missing = [key for key in ("name", "title", "device", "flops", "facts", "products") if key not in data]
     missing += [f"facts.{key} ({text})" for key, text in SCALARS.items() if key not in given]
     unknown = [f"facts.{key}" for key in given if key not in SCALARS]
@@ -407,9 +404,7 @@ def parse(data: Any, where: str) -> Hardware:
             products=_tables(data["products"], "of"),
             exchanges=_tables(data.get("exchanges", ()), "ranks", slope=1.0),
             passes=_tables(data.get("passes", ()), "of"),
-            together=_tables([{"of": "together", **data["together"]}], "of")["together"]
-            if "together" in data
-            else None,
+            together=_tables([{**row, "of": "together"} for row in together], "of", slope=1.0).get("together"),
             notes=str(data.get("notes", "")),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as wrong:
