@@ -15,7 +15,7 @@ from torch import Tensor
 from shardmuon import Exchange, Muon
 from shardmuon.comm import groups as exchange_module
 from shardmuon.comm.groups import Pending, Traffic
-from shardmuon.foresight.counting import PlanCounts
+from shardmuon.foresight.counting import count_plan
 from shardmuon.layout.table import Ranks
 from shardmuon.plan.plan import Plan
 from shardmuon.step import bucket
@@ -35,7 +35,7 @@ class Planned:
     """A rank's plan of a step.
 
     Attributes:
-        counted: Exchanges, bytes sent and matrices by `PlanCounts`.
+        counted: Exchanges, bytes sent and matrices by `count_plan`.
         sides: Bytes inside and across nodes, half of the ranks each, that it counts as sent, and as received.
         messages: To other ranks, of all exchanges.
         digests: Of the plan, by set of ranks, in hex.
@@ -51,7 +51,7 @@ def planned(optimizer: Muon) -> Planned:
     """Return the plan of an optimizer."""
     plan, rank, node = optimizer.plan, dist.get_rank(), max(1, dist.get_world_size() // 2)
     assert plan is not None
-    buckets = PlanCounts(plan, lambda other: other // node).buckets_of(rank)
+    buckets = count_plan(plan, lambda other: other // node)[rank]
     sent, received = (
         [sum(getattr(side, key) for b in buckets for side in b.sides[of_bucket]) for key in _WHERE]
         for of_bucket in (slice(0, 4), slice(4, 8))

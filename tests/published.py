@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from shardmuon.foresight import count, load_hardware, plan
-from shardmuon.foresight.hardware import Uses, product_seconds
+from shardmuon.foresight.hardware import Uses, interval
 from shardmuon.foresight.models import Model, build, flattened
 from shardmuon.foresight.pricing import adamw_step, price, training_seconds
 from shardmuon.foresight.types import Exact
@@ -71,7 +71,7 @@ def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops:
     exact = count(model, mesh, gpus_per_node=hardware.gpus_per_node)
     tokens = _standard(exact) / (muon_share * exact.tokens_flops)
     whole = tokens * exact.tokens_flops / (exact.world * model_flops)
-    ours, theirs = price(exact, hardware).step, adamw_step(exact, hardware, Uses())
+    ours, theirs = price(exact, hardware).step, adamw_step(exact, hardware)
     return (ours.lo - theirs.lo) / whole, (ours.hi - theirs.hi) / whole
 
 
@@ -87,7 +87,9 @@ def one_b_8_b200() -> Interval:
 
 def newton_schulz_on_h100() -> Interval:
     work = flops("standard", 2560, 2560, KELLER, torch.bfloat16)
-    seconds = product_seconds(load_hardware("h100"), 2560, 2560, "standard bfloat16", 64, work, Uses())
+    seconds = interval(
+        load_hardware("h100"), Uses(), lambda rates: rates.product(2560, 2560, "standard bfloat16", 64, work)
+    )
     return 64 * work / seconds.hi, 64 * work / seconds.lo
 
 
@@ -102,7 +104,8 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
     for method, dtype in (("standard", torch.bfloat16), ("gram", torch.float16)):
         work = flops(method, rows, cols, KELLER, dtype)
         how = f"{method} {str(dtype).removeprefix('torch.')}"
-        times.append(product_seconds(hardware, rows, cols, how, 1, work, Uses()))
+        of_method = rows, cols, how, 1, work
+        times.append(interval(hardware, Uses(), lambda rates, of_method=of_method: rates.product(*of_method)))
     return times[0].lo / times[1].lo, times[0].hi / times[1].hi  # the same share of the peak for both
 
 
@@ -116,8 +119,8 @@ def extra_flops() -> Interval:
 def torchtitan_tokens() -> Interval:
     exact = count("llama3-8b", "shard=8")
     hardware, tokens = load_hardware("h100"), 8 * 8192.0
-    whole = training_seconds(exact, hardware, tokens, Uses()).plus(adamw_step(exact, hardware, Uses()))
-    return tokens / exact.world / whole.hi, tokens / exact.world / whole.lo
+    whole, adamw = training_seconds(exact, hardware, tokens, Uses()), adamw_step(exact, hardware)
+    return tokens / exact.world / (whole.hi + adamw.hi), tokens / exact.world / (whole.lo + adamw.lo)
 
 
 # number of a figure -> what computes it, and with what

@@ -47,14 +47,14 @@ def _traffic_of_a_step(optimizer: Muon) -> Traffic:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world", [8, 3, 2, 4])
+@pytest.mark.parametrize("world", [8, 3])  # meshes of several axes; sizes that do not divide
 def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(layout: str, world: int) -> None:
     """Counts are equal for many buckets, in the steps that are compared with one process; results to replicas go in two
     stages."""
     found = [comparisons["dense"] for comparisons in compared(layout, world)]
     assert_counted([one.traffic for one in found], [one.about[0] for one in found])
     assert all(plan.messages == sent for plan, sent in (one.about for one in found))
-    if layout == "hsdp" and world >= 4:  # two replicas: three exchanges a bucket
+    if layout == "hsdp" and world == 8:  # two replicas: three exchanges a bucket
         assert all(one.traffic.exchanges % 3 == 0 < one.traffic.exchanges for one in found)
 
 

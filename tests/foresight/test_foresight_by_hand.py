@@ -66,9 +66,9 @@ def test_every_count_is_what_shapes_and_definitions_say(
     operations = 0
     for of_class in exact["classes"]:
         found = [row for bucket in of_class["buckets"] for row in bucket["matrices"]]
-        shapes = [(rows, cols) for rows, cols, _, count, _ in found for _ in range(count)]
+        shapes = [(rows, cols) for rows, cols, _, count, *_ in found for _ in range(count)]
         owned |= dict.fromkeys(of_class["ranks"], shapes)
-        operations += len(of_class["ranks"]) * sum(count * each for *_, count, each in found)
+        operations += len(of_class["ranks"]) * sum(count * each for *_, count, each, _ in found)
     assert sorted(shape for shapes in owned.values() for shape in shapes) == sorted(matrices)
 
     for of_class, rank in ((c, rank) for c in exact["classes"] for rank in c["ranks"]):

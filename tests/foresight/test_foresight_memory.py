@@ -10,7 +10,7 @@ import torch.distributed as dist
 from live_bytes import peak_of
 
 from shardmuon import Exchange, Muon, Orthogonalizer
-from shardmuon.foresight.counting import PlanCounts
+from shardmuon.foresight.counting import count_plan
 from shardmuon.foresight.memory import LiveBytes, peak_bytes, work_space
 from shardmuon.options import per_step
 from shardmuon.orthogonalize import batch_size, empty_batch, orthogonalize
@@ -46,9 +46,8 @@ def _peaks(
     measured = peak_of(optimizer.step)
     assert optimizer.plan is not None
     group = optimizer.param_groups[0]
-    counts = PlanCounts(optimizer.plan, lambda rank: 0)
     counted = peak_bytes(
-        counts.buckets_of(dist.get_rank()),
+        count_plan(optimizer.plan, lambda rank: 0)[dist.get_rank()],
         weights=weights,
         device="cpu",
         coefficients=dict.fromkeys(SHAPES, per_step(group["ns_coefficients"], group["ns_steps"])),

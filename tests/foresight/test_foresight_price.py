@@ -13,35 +13,31 @@ import yaml
 
 from shardmuon.foresight.hardware import (
     FOLDER,
-    Fact,
     Hardware,
-    MeasuredTable,
+    Known,
+    Rates,
     Uses,
-    exchange_seconds,
+    interval,
     load,
     measured,
     names,
     parse,
-    pass_seconds,
-    product_seconds,
-    products_dtype,
-    slowdown,
 )
 from shardmuon.foresight.pricing import adamw_step, price
-from shardmuon.foresight.types import BucketCount, Exact, Matrices, Mesh, RankClass, Sent, Stored, Time, total
+from shardmuon.foresight.types import BucketCount, Exact, Matrices, Mesh, RankClass, Sent, Stored, Time
 from shardmuon.orthogonalize import batch_size
 from shardmuon.testing.tolerances import assert_rounded
 
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def _table(rows: Sequence[Sequence[float]], slope: float = 0.0) -> MeasuredTable:
-    return MeasuredTable("here", True, {1.0: measured(rows)}, slope)
+def _table(rows: Sequence[Sequence[float]], slope: float = 0.0) -> Known:
+    return Known("here", True, {1.0: measured(rows)}, slope)
 
 
 CURVE = _table([(100, 1.0, 2.0, 4.0), (10_000, 16.0, 18.0, 64.0)])
 RATE, TIME = (_table([(10, 1.0, 1.0), (100, 2.0, 2.0)], slope) for slope in (0.0, 1.0))
-SURFACE = MeasuredTable("here", True, {1.0: measured([(10, 1.0, 1.0)]), 4.0: measured([(10, 16.0, 16.0)])})
+SURFACE = Known("here", True, {1.0: measured([(10, 1.0, 1.0)]), 4.0: measured([(10, 16.0, 16.0)])})
 
 
 @pytest.mark.parametrize(
@@ -61,7 +57,7 @@ SURFACE = MeasuredTable("here", True, {1.0: measured([(10, 1.0, 1.0)]), 4.0: mea
     ],
 )
 def test_tables_are_straight_in_logarithms_and_say_where_they_end(
-    table: MeasuredTable, at: tuple[float, ...], value: tuple[float, ...], outside: bool
+    table: Known, at: tuple[float, ...], value: tuple[float, ...], outside: bool
 ) -> None:
     found, beyond = table.at(*at)
     assert tuple(round(number, 9) for number in found) == value and beyond == outside
@@ -101,8 +97,12 @@ def _rows(*rows: Sequence[float]) -> Callable[[Any], None]:
         (_nic({"low": 3, "high": 2, "source": "x", "verified": True}), "low before high"),
         (_rows(), "ascending"),
         (_rows((2, 1, 1), (2, 1, 2)), "ascending"),
-        (_rows((2.0, 1.0, 1.0), (1.0, 1.0, -1.0)), "positive values"),
+        (_rows((2.0, 1.0, 1.0), (1.0, 0.0, 1.0)), "positive values"),
+        (_rows((2.0, 1.0, 1.0), (1.0, 1.0, -1.0)), "low before high"),
+        (_rows((2.0, 1.0)), r"a row is \[size"),
         (lambda data: data["products"].append(data["products"][0]), "stands there twice"),
+        (lambda data: data.update(passes=[{"of": "copy", "rows": [[1, 1, 1]]}]), "has the unknown pass copy"),
+        (lambda data: data["products"][0].pop("source"), "a table lacks 'source'"),
     ],
 )
 def test_a_file_that_is_wrong_is_told_where(change: Callable[[Any], None], told: str) -> None:
@@ -119,14 +119,16 @@ def test_a_file_that_is_wrong_is_told_where(change: Callable[[Any], None], told:
 
 def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
     uses = Uses()
-    found = product_seconds(_machine(), 2048, 2048, "standard bfloat16", 1, 10**12, uses)
+    found = interval(_machine(), uses, lambda rates: rates.product(2048, 2048, "standard bfloat16", 1, 10**12))
     assert found == Time(10**12 / (1e14 * 0.8), found.mid, 10**12 / (1e14 * 0.2))
     assert list(uses.unverified) == ["efficiency of any"] and not uses.extrapolated
-    product_seconds(_machine(), 64, 1024, "standard bfloat16", 1, 10**12, uses)
+    middle = Rates(_machine(), 1, uses)
+    middle.product(64, 1024, "standard bfloat16", 1, 10**12)
     assert list(uses.extrapolated) == ["efficiency of any: 64x1024"]
     dtypes = {"gram float32": "float32", "standard bfloat16 triton": "bfloat16", "gram": "float16", "torch": "bfloat16"}
-    assert {how: products_dtype(how, "cuda") for how in dtypes} == dtypes
-    assert [products_dtype(how, "cpu") for how in ("gram", "reference")] == ["float32", "float64"]
+    for how, dtype in dtypes.items():  # where the text is silent, as the backend takes it
+        with pytest.raises(ValueError, match=f"no peak for products in {dtype}, only none"):
+            Rates(replace(_machine(), flops={"none": _exactly(1.0)}), 1, uses).product(64, 64, how, 1, 10**12)
 
 
 def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
@@ -134,46 +136,58 @@ def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
     machine, size = load("h100"), batch_size(256, 256, torch.device("cuda"))
 
     def of(num: int, side: int = 256, alone: str = "", flops: int = 10**11) -> Time:
-        return product_seconds(machine, side, side, f"standard bfloat16{alone}", num, flops, Uses())
+        return interval(
+            machine, Uses(), lambda rates: rates.product(side, side, f"standard bfloat16{alone}", num, flops)
+        )
 
-    one = of(1, alone=" alone").times(size)
+    one = of(1, alone=" alone")
     assert size == 32
-    assert of(size).hi == one.hi
-    assert one.lo > of(size).lo >= of(1, 1024, " alone", size * 10**11).lo
-    assert of(1) == of(32) and of(33) == of(64) == of(32).times(2)
+    assert of(size).hi == size * one.hi
+    assert size * one.lo > of(size).lo >= of(1, 1024, " alone", size * 10**11).lo
+    assert of(1) == of(32) and of(33) == of(64) == Time(*(2 * end for end in of(32)))
     assert of(33, alone=" alone").hi < 34 * of(1, alone=" alone").hi
-    assert of(1, flops=1000).lo == 22 * machine.facts["launch"].value.lo
+    assert of(1, flops=1000).lo == 22 * machine.facts["launch"].first.lo
 
 
 def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     machine = _machine()
 
     def on_wire(hardware: Hardware, ranks: int, inside: int, across: int) -> Time:
-        return exchange_seconds(hardware, ranks, inside, across, ranks - 1, across > 0, Uses())[1]
+        return interval(
+            hardware, Uses(), lambda rates: rates.exchange(ranks, inside, across, ranks - 1, across > 0)["wire"]
+        )
 
     few = replace(machine, facts={**machine.facts, "nics_per_node": _exactly(2.0)})
     assert on_wire(machine, 8, 10**9, 0) == Time(0.01, 0.01, 0.01)  # 1e11 bytes/s
     assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)  # 1e10 bytes/s of one NIC each
     assert on_wire(few, 16, 0, 10**9).mid == 0.4  # eight ranks share two
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
+    # the best of an interval takes the most of a rate, and the least of a time
+    unsure = {"link_efficiency": Known("here", True, {1.0: [(1.0, 0.5, 0.8, 1.0)]})}
+    unsure["latency_inside"] = Known("here", True, {1.0: [(1.0, 1e-5, 2e-5, 4e-5)]})
+    unsure_machine = replace(machine, facts={**machine.facts, **unsure})
+    assert on_wire(unsure_machine, 8, 10**9, 0) == Time(0.01, 0.0125, 0.02)
+    latency = interval(unsure_machine, Uses(), lambda rates: rates.exchange(8, 1, 0, 7, False)["latency"])
+    assert latency == Time(1e-5, 2e-5, 4e-5)
 
 
 def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> None:
     machine, uses = _machine(), Uses()
-    assert_rounded(pass_seconds(machine, "adamw", 1_000, 10, 2, uses).mid, 28_000 / 1e12, roundings=3)
+    assert_rounded(Rates(machine, 1, uses).passed("adamw", 1_000, 10, 2), 28_000 / 1e12, roundings=3)
     machine = replace(
         machine,
         exchanges={4: _table([(1_000, 1.0, 1.0, 1.0), (1_000_000, 3.0, 3.0, 3.0)], 1.0)},
         passes={"adamw": _table([(1, 2.0, 2.0)])},
-        together=_table([(1, 1.0, 1.0), (2, 1.5, 1.5)]),
+        together=_table([(1, 1.0, 1.0), (2, 1.5, 1.5)], 1.0),
     )
-    assert pass_seconds(machine, "adamw", 1_000, 1, 2, uses) == Time(2_000.0, 2_000.0, 2_000.0)
-    assert exchange_seconds(machine, 4, 1_000_000, 0, 3, False, uses) == (Time(1, 1, 1), Time(2, 2, 2))
-    assert slowdown(machine, 2, uses).mid == 1.5
+    for rates in (Rates(machine, which, uses) for which in range(3)):
+        assert rates.passed("adamw", 1_000, 1, 2) == 2_000.0
+        assert rates.exchange(4, 1_000_000, 0, 3, False) == {"latency": 1.0, "wire": 2.0}
+        assert rates.slowdown(2) == 1.5
     assert not uses.extrapolated
-    exchange_seconds(machine, 8, 1_000, 0, 7, False, uses)
-    exchange_seconds(machine, 4, 2_000_000, 0, 3, False, uses)
-    assert slowdown(machine, 4, uses).mid == 3.0  # more ranks than were measured share what there is
+    rates.exchange(8, 1_000, 0, 7, False)
+    rates.exchange(4, 2_000_000, 0, 3, False)
+    assert rates.slowdown(4) == 3.0  # more ranks than were measured share what there is
     assert len(uses.extrapolated) == 3
 
 
@@ -183,7 +197,7 @@ def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> No
 def test_a_wide_interval_names_its_reason_and_what_is_certain_has_no_width() -> None:
     found, certain = price(_exact(), _machine()), price(_exact(), _machine(certain=True))
     assert certain.step.lo == certain.step.mid == certain.step.hi and certain.reason == "nothing in it is uncertain"
-    assert_rounded(total(certain.parts.values()).mid, certain.step.mid, roundings=40)
+    assert_rounded(math.fsum(part.mid for part in certain.parts.values()), certain.step.mid, roundings=40)
     assert found.step.lo < found.step.mid < found.step.hi
     assert found.reasons[0][0] == "products" and "peak the matrix products reach" in found.reason
     assert math.fsum(share for _, _, share in found.reasons) > 0.5
@@ -229,7 +243,7 @@ def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
     exact, machine = _exact(), _machine(certain=True)
     (rank,) = exact.classes
     fuller = replace(rank, ranks=(4,), adamw_elements=2_000)
-    found = adamw_step(replace(exact, classes=(rank, fuller)), machine, Uses())
+    found = adamw_step(replace(exact, classes=(rank, fuller)), machine)
     seconds = 1e-3 + 28 * (rank.muon_elements + 2_000) / 1e12  # it reads p, g, m, v and writes p, m, v in fp32
     for value in found:
         assert_rounded(value, seconds, roundings=8, dtype=torch.float64)
@@ -239,8 +253,8 @@ def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
-def _exactly(value: float) -> Fact:
-    return Fact(Time(value, value, value), "made for tests", True)
+def _exactly(value: float) -> Known:
+    return Known("made for tests", True, {1.0: [(1.0, value, value, value)]})
 
 
 def _machine(certain: bool = False) -> Hardware:
@@ -273,7 +287,7 @@ def _machine(certain: bool = False) -> Hardware:
         "cuda",
         {dtype: _exactly(1e14) for dtype in ("bfloat16", "float16", "float32", "float64")},
         {name: _exactly(value) for name, value in values.items()},
-        {"any": MeasuredTable("made for tests", certain, {1.0: measured(rows)})},
+        {"any": Known("made for tests", certain, {1.0: measured(rows)})},
     )
 
 

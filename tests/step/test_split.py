@@ -23,7 +23,7 @@ from simulated import REPLICATED, SimulatedRanks, group_of, sharded
 import shardmuon.step.bucket as bucket_module
 from shardmuon import Muon, Orthogonalizer, audit
 from shardmuon.foresight import plan
-from shardmuon.foresight.counting import PlanCounts
+from shardmuon.foresight.counting import count_plan
 from shardmuon.foresight.memory import peak_bytes
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.options import per_step
@@ -189,7 +189,7 @@ def _peaks() -> tuple[int, int]:
     assert plan is not None
     steps = per_step(group["ns_coefficients"], group["ns_steps"])
     counted = peak_bytes(
-        PlanCounts(plan, lambda rank: 0).buckets_of(dist.get_rank()),
+        count_plan(plan, lambda rank: 0)[dist.get_rank()],
         weights=torch.float32,
         device="cpu",
         coefficients={item[2:4]: steps for item in plan.items},
@@ -376,12 +376,6 @@ def test_plans_are_split_by_price_where_a_node_has_the_ranks() -> None:
     assert "1 matrices are split among 2 owners each, by price (h100); whole, it would take 1." in str(split)
     for changes in ({"link": 100}, {"per_node": 1}):
         assert all(item.parts == 1 for item in _priced(2, **changes).items), changes
-
-
-def test_a_plan_of_whole_matrices_says_what_splitting_them_would_take() -> None:
-    (line,) = (line for line in str(_priced(1)).splitlines() if "split among" in line)
-    assert line.startswith("1 matrices split among 4 owners each: 0.")
-    assert line.endswith("x as long, within rounding; write Orthogonalizer(split_k=4)")
 
 
 def test_the_decision_has_the_prices_of_the_command() -> None:

@@ -20,24 +20,12 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def tokens(text: str) -> float:
-    """Number of tokens in a text such as "4M": 4e6."""
-    return _amount(text, "tokens: write e.g. 4M, 512k or 4194304")
-
-
-def parameters(text: str) -> float:
-    """Number of parameters in a text such as "3B": 3e9."""
-    return _amount(text, "parameters: write e.g. 3B, 350M or 3345334272")
-
-
-def _amount(text: str, what: str) -> float:
-    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)([kmbgt]?)", text.lower().replace(",", "").replace("_", ""))
-    try:
-        value = float(found[1]) * _UNITS[found[2]] if found else 0.0
-    except ValueError:
-        value = 0.0
+def amount(text: str) -> float:
+    """Number in a text such as "4M": 4e6."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)([kmbgt]?)", text.lower().replace(",", "").replace("_", ""))
+    value = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of {what}")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0: write e.g. 4M, 512k or 4194304")
     return value
 
 
@@ -50,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", required=True, help='sizes of the axes, e.g. "dp=8 shard=64 tp=8 ep=8 pp=4"')
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(names())}, or a .yaml file (%(default)s)")
     parser.add_argument("--engine", help="cuts parameters up: fsdp2, ddp, zero1 to zero3, megatron")
-    parser.add_argument("--tokens-per-step", type=tokens, help="of a training step on all ranks: 4M, 512k, ..")
+    parser.add_argument("--tokens-per-step", type=amount, help="of a training step on all ranks: 4M, 512k, ..")
     parser.add_argument(
-        "--active-params", type=parameters, help="that work on a token: 3B, .. (default: as config.json says)"
+        "--active-params", type=amount, help="that work on a token: 3B, .. (default: as config.json says)"
     )
     parser.add_argument("--gpus-per-node", type=int, help="ranks that the fast links join (default: the GPU's)")
     parser.add_argument("--weights", choices=sorted(_DTYPES), default="float32", help="of parameters (%(default)s)")

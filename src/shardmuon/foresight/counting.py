@@ -1,442 +1,286 @@
 """Count what every rank does with a plan, without ranks: bytes, peers, matrices, operations.
 
 The rules are those of plan/program.py ([Note: results in two stages]) and plan/cuts.py ([Note: the Gram route]),
-applied to all ranks at once: a table of tiles for each different matrix of each different layout, in arrays. A thousand
-ranks cost little more than one, and ranks that do the same are found as equal rows.
+applied to all ranks at once: the tiles of a bucket stand in arrays, and what travels is a list of messages.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from functools import cached_property
-from operator import attrgetter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardmuon.foresight.types import BucketCount, Matrices, Sent
-from shardmuon.layout.table import ParamLayout, Ranks
+from shardmuon.layout.pieces import Piece
 from shardmuon.plan.gram import message_size
-from shardmuon.plan.plan import Bucket, Item, Kept, Plan, Tiles
+from shardmuon.plan.plan import Bucket, Item, Kept, Plan
 from shardmuon.plan.types import aligned
 from shardmuon.step.update import PORTION, PORTION_ELSEWHERE
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
-NodeOf = Callable[[int], int]  # rank -> number of its node
-Owners = tuple[int, ...]
-_Owned = tuple[int, int, str, int, int]  # rows, columns, how, cost, owners
-_FIELDS = attrgetter(*(f.name for f in fields(BucketCount)))
+_Bools = np.ndarray[Any, np.dtype[np.bool_]]
+_Messages = tuple[Ints, Ints, Ints]  # sender, receiver, bytes of each
 _WIRES = {2: "bfloat16", 4: "float32", 8: "float64"}  # itemsize -> dtype
 
 
-class _Flow(NamedTuple):
-    """Messages of one exchange: sender, receiver (positions among the ranks), elements."""
+def count_plan(plan: Plan, node_of: Callable[[int], int]) -> dict[int, tuple[BucketCount, ...]]:
+    """The buckets of every rank that takes part in a plan, ascending, in the plan's order.
 
-    source: Ints
-    target: Ints
-    numel: Ints
+    Args:
+        plan: The plan.
+        node_of: Rank -> number of its node.
+    """
+    found: dict[int, list[BucketCount]] = {rank: [] for rank in sorted(plan.loads())}
+    tiles = _Tiles(plan)
+    for number, bucket in enumerate(plan.buckets):
+        for rank, one in _Tally(plan, bucket, tiles).counts(number, node_of):
+            found[rank].append(one)
+    return {rank: tuple(buckets) for rank, buckets in found.items()}
 
 
-class _TileSources(NamedTuple):
-    """The tiles of a matrix, given its owner, or its owner in each replica.
+class _Ways(NamedTuple):
+    """The tiles of one matrix or slice, rank by rank, those of a rank in the order of programs.
 
     Attributes:
-        owners: Position of the owner of each tile.
-        sources: Position of the one keeper that talks with the owner about each tile; the owner's where it has it.
-        own, foreign, idle: Tiles that the owner stores; that are sent to it; that are sent by another replica, which
-            also passes their results on.
+        at: The rank that stores each.
+        numel: Elements of each.
+        owner: The rank that orthogonalizes it for that rank.
+        source: The one keeper that talks with the owner about it; the owner where it has it.
     """
 
-    owners: Ints
-    sources: Ints
-    own: Bools
-    foreign: Bools
-    idle: Bools
-
-
-class _Table:
-    """The tiles of one matrix, or slice, of one layout. Each rank's follow each other in the order of programs."""
-
-    def __init__(self, layout: ParamLayout, tiles: Tiles) -> None:
-        self._layout = layout
-        self.position = {rank: i for i, rank in enumerate(layout.ranks)}
-        of_ranks = ((self.position[rank], sorted(of_rank, key=lambda t: t.key)) for rank, of_rank in tiles.items())
-        found = [(at, tile) for at, of_rank in of_ranks for tile in of_rank]
-        self.at: Ints = np.array([at for at, _ in found], dtype=np.int64)
-        self.numel: Ints = np.array([tile.numel for _, tile in found], dtype=np.int64)
-        self._pieces = [tile.held.piece for _, tile in found]
-        self._ways: dict[Ranks, _TileSources] = {}
-
-    @cached_property
-    def _keepers(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """The number of each tile's piece; positions of all keepers, piece by piece; where those of each piece begin,
-        and how many they are."""
-        numbers = {piece: i for i, piece in enumerate(dict.fromkeys(self._pieces))}
-        keepers = [self._layout.keepers[piece] for piece in numbers]
-        many = np.array([len(ranks) for ranks in keepers], dtype=np.int64)
-        everyone = np.array([self.position[rank] for ranks in keepers for rank in ranks], dtype=np.int64)
-        return np.array([numbers[p] for p in self._pieces], dtype=np.int64), everyone, np.cumsum(many) - many, many
-
-    def owners(self, item: Item) -> Ints:
-        """Position of the owner for each rank."""
-        ranks = self._layout.ranks
-        if len(item.owners) == 1:
-            return np.full(len(ranks), self.position[item.owners[0]], dtype=np.int64)
-        return np.array([self.position[item.owner_for(self._layout, rank)] for rank in ranks], dtype=np.int64)
-
-    def ways(self, item: Item) -> _TileSources:
-        """The tiles by what owners do with them."""
-        if item.owners not in self._ways:
-            owners = self.owners(item)[self.at]
-            own, sources = self.at == owners, self.at
-            if self._layout.has_replicas and len(item.owners) == 1:
-                pieces, everyone, first, many = self._keepers
-                replica = self._layout.replica_of[item.owners[0]]
-                of_piece = everyone[first + replica % many]
-                of_piece[pieces[own]] = self.position[item.owners[0]]
-                sources = of_piece[pieces]
-            foreign = ~own & (sources == self.at)
-            self._ways[item.owners] = _TileSources(owners, sources, own, foreign, ~own & ~foreign)
-        return self._ways[item.owners]
-
-    @cached_property
-    def holders(self) -> Ints:
-        """Positions that store any of it, each once."""
-        return np.unique(self.at)
-
-    def added_up(self, which: Bools) -> Ints:
-        """Elements of these tiles on each of `holders`."""
-        at = np.searchsorted(self.holders, self.at[which])
-        return np.bincount(at, self.numel[which], len(self.holders)).astype(np.int64)
-
-    def mates(self, item: Item) -> Ints:
-        """The position from which each rank hears what stages keep."""
-        found = self.owners(item)
-        if len(self.at):
-            ways = self.ways(item)
-            _, first = np.unique(self.at, return_index=True)
-            found[self.holders] = ways.sources[first]
-            at_home = ways.sources == self.at
-            found[self.at[at_home]] = ways.owners[at_home]
-        return found
-
-
-class _Stepped:
-    """Elements that each rank steps of one side of a bucket, and of its largest tile (see `step.update`)."""
-
-    def __init__(self, num: int, limit: int) -> None:
-        self._limit = limit
-        self.all, self._largest = np.zeros((2, num), dtype=np.int64)
-
-    def add(self, at: Ints, numel: Ints) -> None:
-        """Tiles of these ranks."""
-        np.add.at(self.all, at, numel)
-        np.maximum.at(self._largest, at, numel)
+    at: Ints
+    numel: Ints
+    owner: Ints
+    source: Ints
 
     @property
-    def most(self) -> Ints:
-        """Elements that are stepped together at most: a portion is filled to the limit, or has one larger tile."""
-        return np.minimum(self.all, np.maximum(self._limit, self._largest))
+    def at_home(self) -> _Bools:
+        """Tiles about which their own rank talks with the owner."""
+        return np.equal(self.source, self.at)
 
 
-# columns of the numbers that tell ranks apart: seven sides of exchanges, as the fields of `Sent`, then others
-_SIDES = tuple(slice(4 * side, 4 * side + 4) for side in range(7))
-_BATCHES, _LOCAL, _OWN, _FOREIGN, _IDLE, _PACKED, _FILLED, _COLUMNS = (*range(28, 35), 37)
-_APPLIED = slice(35, 37)
+class _Tiles:
+    """The tiles of all matrices of a plan. Those of matrices that lie alike are made once."""
 
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._stored: dict[tuple[int, ...], tuple[Ints, Ints, list[Piece]]] = {}
+        self._ways: dict[tuple[Any, ...], _Ways] = {}
 
-class _CountedBucket(NamedTuple):
-    """One bucket on all its ranks."""
-
-    bucket: Bucket
-    relays: bool
-    sums: int
-    numbers: Ints  # (ranks, _COLUMNS)
-    matrices: list[tuple[tuple[Matrices, ...], Owners]]  # by kind, and how many own each
-    kinds: Ints  # (ranks,): which of `matrices`
-
-
-class PlanCounts:
-    """A plan, counted.
-
-    Attributes:
-        ranks: All that take part in it.
-        classes: The buckets of the ranks of each class.
-        class_of: Position in `ranks` -> number of its class.
-        votes: Position in `ranks` -> how often it votes before a step: once, if it shares anything.
-    """
-
-    def __init__(self, plan: Plan, node_of: NodeOf) -> None:
-        self._plan, self._node_of = plan, node_of
-        self._tables: dict[tuple[int, ...], _Table] = {}
-        sets = {id(spec.layout.ranks): spec.layout.ranks for spec in plan.specs}.values()  # hashing them takes long
-        self.ranks: Ranks = tuple(sorted({rank for ranks in sets for rank in ranks}))
-        sharing = {rank for ranks in sets if len(ranks) > 1 for rank in ranks}
-        self.votes: list[int] = [int(rank in sharing) for rank in self.ranks]
-        position = {rank: i for i, rank in enumerate(self.ranks)}
-        kinds: list[BucketCount] = []  # of buckets as a rank carries them out, no two alike
-        numbers: dict[tuple[Any, ...], int] = {}
-        lists: list[list[int]] = [[] for _ in self.ranks]  # of each rank: which of `kinds` it carries out
-        alone: dict[tuple[Any, ...], int] = {}  # a bucket of one rank, see `_alone` -> which of `kinds`
-        for number, bucket in enumerate(plan.buckets):
-            as_before = self._alone(bucket)
-            if as_before in alone:
-                lists[position[bucket.ranks[0]]].append(alone[as_before])
-                continue
-            one = self._count(bucket)
-            first, which = _alike(np.column_stack((one.numbers, one.kinds)))
-            own = []
-            for row in first:
-                made = self._bucket_of(number if bucket.exchange else -1, one, row)
-                key = _FIELDS(made)
-                if key not in numbers:
-                    numbers[key] = len(kinds)
-                    kinds.append(made)
-                own.append(numbers[key])
-            for rank, kind in zip(bucket.ranks, which.tolist(), strict=True):
-                lists[position[rank]].append(own[kind])
-            if as_before is not None:
-                (alone[as_before],) = own
-        known: dict[tuple[int, ...], int] = {}
-        self.class_of: Ints = np.array([known.setdefault(tuple(line), len(known)) for line in lists], dtype=np.int64)
-        self.classes = [tuple(kinds[kind] for kind in line) for line in known]
-
-    def buckets_of(self, rank: int) -> tuple[BucketCount, ...]:
-        """The buckets of one rank."""
-        return self.classes[int(self.class_of[self.ranks.index(rank)])]
-
-    def _alone(self, bucket: Bucket) -> tuple[Any, ...] | None:
-        """A key that buckets of equal counts share, if a bucket is one rank's and nothing moves; else None. Experts are
-        many, and most are alike."""
-        if bucket.exchange or len(bucket.ranks) > 1:
-            return None
-        found: list[Any] = [bucket.kind, bucket.itemsize]
-        for index in bucket.items:
-            item = self._plan.items[index]
-            held = self._plan.specs[item.param].layout.tiles[item.matrix].values()
-            sizes = tuple(tile.numel for tiles in held for tile in tiles)
-            found.append((item.rows, item.cols, item.how, item.cost, sizes))
-        return tuple(found)
-
-    def _bucket_of(self, number: int, one: _CountedBucket, row: int) -> BucketCount:
-        bucket, n = one.bucket, one.numbers[row].tolist()
-        matrices, owners = one.matrices[int(one.kinds[row])]
-        ranks = bucket.ranks[:1]
-        if bucket.exchange:  # each replica exchanges by itself if each has owners
-            first = self._plan.items[bucket.items[0]]
-            ranks = self._plan.specs[first.param].layout.replicas[0] if len(first.owners) > 1 else bucket.ranks
-        sides = (Sent(*n[at]) for at in _SIDES)
-        gather, gather_received, scatter, scatter_received, relay, relay_received, summed = sides
-        return BucketCount(
-            number=number,
-            route=bucket.route,
-            num_ranks=len(ranks),
-            num_nodes=len(set(map(self._node_of, ranks))),
-            wire=_WIRES[bucket.itemsize],
-            matrices=matrices,
-            held=n[_OWN] + n[_FOREIGN] + n[_IDLE],
-            gather=gather,
-            gather_received=gather_received,
-            scatter=scatter,
-            scatter_received=scatter_received,
-            relay=relay,
-            relay_received=relay_received,
-            gathers=bucket.gathers,
-            relays=one.relays,
-            foreign=n[_FOREIGN],
-            idle=n[_IDLE],
-            batches=n[_BATCHES],
-            stepped=(n[_PACKED], n[_FILLED]),
-            applied=tuple(n[_APPLIED]),
-            local_flops=n[_LOCAL],
-            owners=owners,
-            sums=one.sums,
-            summed=summed,
-        )
-
-    def _table(self, item: Item) -> _Table:
+    def ways(self, item: Item) -> _Ways:
+        """The tiles of a matrix, given its owners."""
         layout = self._plan.specs[item.param].layout
         key = id(layout), item.matrix, item.part, item.parts
-        if key not in self._tables:
-            self._tables[key] = _Table(layout, self._plan.tiles_of(item))
-        return self._tables[key]
+        owned = *key, item.owners
+        if owned not in self._ways:
+            if key not in self._stored:
+                self._stored[key] = self._tiles_of(item)
+            at, numel, pieces = self._stored[key]
+            owner, source = np.full_like(at, item.owners[0]), at
+            if len(item.owners) > 1:
+                owner = _ints(item.owner_for(layout, rank) for rank in at.tolist())
+            elif layout.has_replicas:
+                of_piece = {piece: layout.source(piece, item.owners[0]) for piece in dict.fromkeys(pieces)}
+                source = _ints(map(of_piece.__getitem__, pieces))
+            self._ways[owned] = _Ways(at, numel, owner, source)
+        return self._ways[owned]
 
-    def _count(self, bucket: Bucket) -> _CountedBucket:
-        plan, position = self._plan, {rank: i for i, rank in enumerate(bucket.ranks)}
-        numbers = np.zeros((len(position), _COLUMNS), dtype=np.int64)
-        limit = PORTION if bucket.kind == "cpu" else PORTION_ELSEWHERE
-        own, foreign, idle = (_Stepped(len(position), limit) for _ in range(3))
-        gathers, scatters, relays = list[_Flow](), list[_Flow](), list[_Flow]()
-        returned: list[tuple[Ints, Ints]] = []  # foreign tiles: of which ranks, and their elements
-        owned: dict[int, Counter[_Owned]] = {}
-        for number in bucket.items:
-            item = plan.items[number]
-            layout = plan.specs[item.param].layout
-            table = self._table(item)
-            size = 0 if bucket.route == "gram" else bucket.itemsize * aligned(item.numel, bucket.itemsize)
+    def _tiles_of(self, item: Item) -> tuple[Ints, Ints, list[Piece]]:
+        of_ranks = self._plan.tiles_of(item).items()
+        found = [(rank, tile) for rank, tiles in of_ranks for tile in sorted(tiles, key=lambda tile: tile.key)]
+        numel = _ints(tile.numel for _, tile in found)
+        return _ints(rank for rank, _ in found), numel, [tile.held.piece for _, tile in found]
+
+
+@dataclass
+class _Tally:
+    """All that the ranks of one bucket do, added up matrix by matrix.
+
+    Attributes:
+        messages: "gather", "scatter", "relay", and the number of an exchange in which slices are added up -> messages.
+        stored: "own", tiles that owners store, "foreign", that are sent to them, "idle", that another replica sends ->
+            (rank, elements) of each.
+        owned: Rank -> its matrices.
+        batches: Rank -> bytes of these, on the Gram route of its shards.
+        local_flops: See `BucketCount`.
+        relays: True if there is a relay.
+    """
+
+    plan: Plan
+    bucket: Bucket
+    tiles: _Tiles
+    messages: dict[str | int, list[_Messages]] = field(default_factory=lambda: defaultdict(list))
+    stored: dict[str, list[tuple[Ints, Ints]]] = field(default_factory=lambda: defaultdict(list))
+    owned: dict[int, Counter[tuple[Any, ...]]] = field(default_factory=lambda: defaultdict(Counter))
+    batches: Counter[int] = field(default_factory=Counter)
+    local_flops: Counter[int] = field(default_factory=Counter)
+    relays: bool = False
+
+    def __post_init__(self) -> None:
+        for number in self.bucket.items:
+            item = self.plan.items[number]
             for rank in item.owners:
-                of_rank = owned.setdefault(position[rank], Counter())
-                of_rank[item.rows, item.cols, item.how, item.cost, item.parts] += 1
-                numbers[position[rank], _BATCHES] += size
-            if bucket.route == "local":
-                ours = np.array([position[layout.ranks[at]] for at in table.at.tolist()], dtype=np.int64)
-                own.add(ours, table.numel)
-                continue
-            if bucket.route == "gram":
-                sides = _count_gram(table, item, bucket.itemsize, numbers, gathers, scatters)
-            else:
-                sides = table.ways(item)[2:]
-                self._count_moved(table, item, bucket.itemsize, gathers, scatters, relays)
-            for side, stepped in zip(sides, (own, foreign, idle), strict=True):
-                stepped.add(table.at[side], table.numel[side])
-                if stepped is foreign:
-                    returned.append((table.at[side], table.numel[side]))
-        added_up = self._added_up(bucket, position)
-        numbers[:, _OWN], numbers[:, _FOREIGN], numbers[:, _IDLE] = own.all, foreign.all, idle.all
-        numbers[:, _PACKED], numbers[:, _FILLED] = foreign.most, own.most
-        for holders, numel in returned:  # applied behind a rank's own tiles, in the same calls
-            own.add(holders, numel)
-        numbers[:, _APPLIED] = np.stack([own.most, idle.most], 1)
-        if bucket.exchange:
-            nodes = np.array([self._node_of(rank) for rank in bucket.ranks], dtype=np.int64)
-            for at, flows in enumerate((gathers, scatters, relays)):
-                sides_of = _SIDES[2 * at : 2 * at + 2]
-                for columns, sums in zip(sides_of, _sums(_together(flows), nodes, bucket.itemsize), strict=True):
-                    numbers[:, columns] = sums
-            for flows in added_up:
-                numbers[:, _SIDES[6]] += _sums(_together(flows), nodes, 1)[0]
-        passes_on = bucket.route == "owner" and any(
-            plan.specs[plan.items[n].param].layout.has_replicas and len(plan.items[n].owners) == 1 for n in bucket.items
-        )
-        return _CountedBucket(bucket, passes_on, len(added_up), numbers, *_kinds(owned, len(position)))
+                self.owned[rank][item.rows, item.cols, item.how, item.cost, item.parts] += 1
+                if self.bucket.route != "gram":
+                    self.batches[rank] += self._bytes(item.numel)
+            ways = self.tiles.ways(item)
+            {"local": self._stay, "owner": self._move, "gram": self._multiply}[self.bucket.route](item, ways)
+            if item.parts > 1 and not item.part:
+                self._add_up(number, item)
 
-    def _added_up(self, bucket: Bucket, position: Mapping[int, int]) -> list[list[_Flow]]:
-        """Messages, in bytes, of each exchange in which slices are added up: norms, then Gram matrices."""
-        found: list[list[_Flow]] = []
-        for number in bucket.items:
-            item = self._plan.items[number]
-            slicing = self._plan.specs[item.param].slicings[item.matrix] if item.parts > 1 else None
-            if slicing is None or item.part:
-                continue
-            alike = [self._plan.items[number + part] for part in range(item.parts)]
-            owners = [[position[rank] for rank in ranks] for ranks in zip(*(one.owners for one in alike), strict=True)]
-            pairs = [pair for mates in owners for pair in itertools.permutations(mates, 2)]
-            source, target = np.array(pairs, dtype=np.int64).T
-            for at, size in enumerate([8, *[slicing.itemsize * item.short**2] * slicing.sums]):
-                if at == len(found):
-                    found.append([])
-                found[at].append(_Flow(source, target, np.full(len(pairs), aligned(size, 1), dtype=np.int64)))
-        return found
+    def _bytes(self, numel: int) -> int:
+        """Bytes of a place in the batches."""
+        return self.bucket.itemsize * aligned(numel, self.bucket.itemsize)
 
-    def _count_moved(
-        self,
-        table: _Table,
-        item: Item,
-        itemsize: int,
-        gathers: list[_Flow],  # these three are changed
-        scatters: list[_Flow],
-        relays: list[_Flow],
-    ) -> None:
-        """Add the messages of a matrix of the owner route."""
-        ways = table.ways(item)
-        holders, numel, owners = (of_tile[ways.foreign] for of_tile in (table.at, table.numel, ways.owners))
-        gathers.append(_Flow(holders, owners, numel))
-        scatters.append(_Flow(owners, holders, numel))
-        relays.append(_Flow(ways.sources[ways.idle], table.at[ways.idle], table.numel[ways.idle]))
-        for kept in self._plan.specs[item.param].kept:
+    def _stay(self, item: Item, ways: _Ways) -> None:
+        self.stored["own"].append(ways[:2])
+
+    def _move(self, item: Item, ways: _Ways) -> None:
+        """Add a matrix of the owner route."""
+        own, size = ways.at == ways.owner, ways.numel * self.bucket.itemsize
+        foreign = ~own & ways.at_home
+        idle = ~own & ~foreign
+        for side, which in (("own", own), ("foreign", foreign), ("idle", idle)):
+            self.stored[side].append((ways.at[which], ways.numel[which]))
+        self.messages["gather"].append((ways.at[foreign], ways.owner[foreign], size[foreign]))
+        self.messages["scatter"].append((ways.owner[foreign], ways.at[foreign], size[foreign]))
+        self.messages["relay"].append((ways.source[idle], ways.at[idle], size[idle]))
+        spec = self.plan.specs[item.param]
+        self.relays |= spec.layout.has_replicas and len(item.owners) == 1
+        for kept in spec.kept:
             if kept.travels:
-                told = _told(kept, item, table, itemsize)
-                late = told.source != table.owners(item)[told.target]
-                scatters.append(_Flow(*(column[~late] for column in told)))
-                relays.append(_Flow(*(column[late] for column in told)))
+                self._tell(item, ways, kept)
+
+    def _tell(self, item: Item, ways: _Ways, kept: Kept) -> None:
+        """Add what a stage keeps of a matrix. A rank hears it from where its first tile comes; from the owner, if it
+        talks with that itself, or stores nothing of the matrix."""
+        mates = dict(zip(ways.at[::-1].tolist(), ways.source[::-1].tolist(), strict=True))
+        mates.update(zip(ways.at[ways.at_home].tolist(), ways.owner[ways.at_home].tolist(), strict=True))
+        for keeper, (tile, *_) in kept.layout.tiles[item.matrix].items():
+            owner = item.owner_for(self.plan.specs[item.param].layout, keeper)
+            mate, words = mates.get(keeper, owner), -(-tile.numel * 4 // self.bucket.itemsize)
+            if keeper != owner:
+                told = _ints((mate,)), _ints((keeper,)), _ints((words * self.bucket.itemsize,))
+                self.messages["scatter" if mate == owner else "relay"].append(told)
+
+    def _multiply(self, item: Item, ways: _Ways) -> None:
+        """Add a matrix of the Gram route: Gram matrices of shards go to the owner, the factor comes back to all."""
+        (owner,), itemsize = item.owners, self.bucket.itemsize
+        held, added = (_by_rank(ways.at[which], ways.numel[which]) for which in (slice(None), ways.at_home))
+        for rank, numel in held.items():
+            self.batches[rank] += self._bytes(numel)
+            self.local_flops[rank] += 2 * item.short * (numel + added[rank])
+        size = itemsize * message_size(item.short, itemsize)
+        adders, others = (_ints(rank for rank in ranks if rank != owner) for ranks in (added, held))
+        self.messages["gather"].append((adders, np.full_like(adders, owner), np.full_like(adders, size)))
+        self.messages["scatter"].append((np.full_like(others, owner), others, np.full_like(others, size)))
+        foreign = np.isin(ways.at, adders)
+        for side, which in (("own", ~foreign), ("foreign", foreign)):
+            self.stored[side].append((ways.at[which], ways.numel[which]))
+
+    def _add_up(self, number: int, item: Item) -> None:
+        """Add the exchanges of a matrix's slices: norms, then Gram matrices."""
+        slicing = self.plan.specs[item.param].slicings[item.matrix]
+        assert slicing is not None, "of a slice"
+        slices = self.plan.items[number : number + item.parts]
+        mates = zip(*(one.owners for one in slices), strict=True)
+        source, target = _ints(pair for ranks in mates for pair in itertools.permutations(ranks, 2)).T
+        for at, size in enumerate([8, *[slicing.itemsize * item.short**2] * slicing.sums]):
+            self.messages[at].append((source, target, np.full_like(source, aligned(size, 1))))
+
+    def counts(self, number: int, node_of: Callable[[int], int]) -> Iterator[tuple[int, BucketCount]]:
+        """The bucket, of this number in the plan, as each of its ranks carries it out."""
+        ranks, bucket = np.array(self.bucket.ranks, dtype=np.int64), self.bucket
+        nodes, exchanging = _ints(map(node_of, bucket.ranks)), bucket.ranks[:1]
+        if bucket.exchange:  # each replica exchanges by itself if each has owners
+            first = self.plan.items[bucket.items[0]]
+            replicas = self.plan.specs[first.param].layout.replicas
+            exchanging = replicas[0] if len(first.owners) > 1 else bucket.ranks
+        num_nodes = len(set(map(node_of, exchanging)))
+        limit = PORTION if bucket.kind == "cpu" else PORTION_ELSEWHERE
+        sides = [_sides(self.messages[side], ranks, nodes) for side in ("gather", "scatter", "relay")]
+        summed = [_sides(found, ranks, nodes)[0] for side, found in self.messages.items() if isinstance(side, int)]
+        own_tiles, foreign_tiles = self.stored["own"], self.stored["foreign"]
+        (own, filled), (foreign, packed), (idle, finished), (_, applied) = (
+            _stepped(side, ranks, limit)
+            # what comes back is applied behind a rank's own tiles, in the same calls
+            for side in (own_tiles, foreign_tiles, self.stored["idle"], own_tiles + foreign_tiles)
+        )
+        for at, rank in enumerate(bucket.ranks):
+            (gather, gathered), (scatter, scattered), (relay, relayed) = ((out[at], came[at]) for out, came in sides)
+            yield (
+                rank,
+                BucketCount(
+                    number=number if bucket.exchange else -1,
+                    route=bucket.route,
+                    num_ranks=len(exchanging),
+                    num_nodes=num_nodes,
+                    wire=_WIRES[bucket.itemsize],
+                    matrices=tuple(
+                        Matrices(rows, cols, how, num, cost, parts)
+                        for (rows, cols, how, cost, parts), num in sorted(self.owned[rank].items())
+                    ),
+                    held=own[at] + foreign[at] + idle[at],
+                    gather=gather,
+                    gather_received=gathered,
+                    scatter=scatter,
+                    scatter_received=scattered,
+                    relay=relay,
+                    relay_received=relayed,
+                    gathers=bucket.gathers,
+                    relays=self.relays,
+                    foreign=foreign[at],
+                    idle=idle[at],
+                    batches=self.batches[rank],
+                    stepped=(packed[at], filled[at]),
+                    applied=(applied[at], finished[at]),
+                    local_flops=self.local_flops[rank],
+                    sums=len(summed),
+                    summed=Sent(*map(sum, zip(Sent(), *(side[at] for side in summed), strict=True))),
+                ),
+            )
 
 
-def _told(kept: Kept, item: Item, table: _Table, itemsize: int) -> _Flow:
-    """Messages with what a stage keeps of a matrix."""
-    tiles = kept.layout.tiles[item.matrix]
-    keepers = np.array([table.position[rank] for rank in tiles], dtype=np.int64)
-    words = np.array([-(-of_rank[0].numel * 4 // itemsize) for of_rank in tiles.values()], dtype=np.int64)
-    others = keepers != table.owners(item)[keepers]
-    return _Flow(table.mates(item)[keepers[others]], keepers[others], words[others])
+def _ints(numbers: Iterable[Any]) -> Ints:
+    return np.array(list(numbers), dtype=np.int64)
 
 
-def _count_gram(
-    table: _Table,
-    item: Item,
-    itemsize: int,
-    numbers: Ints,  # these three are changed
-    gathers: list[_Flow],
-    scatters: list[_Flow],
-) -> tuple[Bools, Bools, Bools]:
-    """Add a matrix of the Gram route. Returns its tiles by sides as programs have them: no relay brings any."""
-    owner, sources = table.position[item.owners[0]], table.ways(item).sources
-    holders, added = table.holders, table.added_up(sources == table.at)
-    adders = holders[added > 0]
-    size = message_size(item.short, itemsize)
-    for into, who in ((gathers, adders), (scatters, holders)):
-        others = who[who != owner]
-        owners, sizes = (np.full(len(others), value, dtype=np.int64) for value in (owner, size))
-        into.append(_Flow(others, owners, sizes) if into is gathers else _Flow(owners, others, sizes))
-    held = table.added_up(np.ones(len(table.at), dtype=bool))
-    numbers[holders, _LOCAL] += 2 * item.short * (added + held)
-    numbers[holders, _BATCHES] += [itemsize * aligned(numel, itemsize) for numel in held.tolist()]
-    foreign = np.isin(table.at, adders[adders != owner])
-    return ~foreign, foreign, np.zeros(len(foreign), dtype=bool)
+def _by_rank(ranks: Ints, numel: Ints) -> Counter[int]:
+    found = Counter[int]()
+    for rank, size in zip(ranks.tolist(), numel.tolist(), strict=True):
+        found[rank] += size
+    return found
 
 
-def _together(flows: Sequence[_Flow]) -> _Flow:
-    if not flows:
-        empty: Ints = np.zeros(0, dtype=np.int64)
-        return _Flow(empty, empty, empty)
-    return _Flow(*(np.concatenate(columns) for columns in zip(*flows, strict=True)))
-
-
-def _sums(flow: _Flow, nodes: Ints, itemsize: int) -> tuple[Ints, Ints]:
-    """(sent, received) of every rank, as the fields of `Sent`."""
-    num = len(nodes)
-    across = nodes[flow.source] != nodes[flow.target]
-    seen = np.zeros(num * num, dtype=bool)
-    seen[flow.source * num + flow.target] = True
-    pairs = np.flatnonzero(seen)
-    first, second = pairs // num, pairs % num
-    apart = nodes[first] != nodes[second]
+def _sides(messages: Sequence[_Messages], ranks: Ints, nodes: Ints) -> tuple[list[Sent], list[Sent]]:
+    """Bytes and peers that each of these ranks sends to, and receives from, in one exchange."""
+    num = len(ranks)
+    if not messages:
+        return [Sent()] * num, [Sent()] * num
+    source, target, size = (np.concatenate(column) for column in zip(*messages, strict=True))
+    pairs, of_message = np.unique(
+        np.searchsorted(ranks, source) * num + np.searchsorted(ranks, target), return_inverse=True
+    )
+    moved, ends = np.bincount(of_message, size, len(pairs)), np.divmod(pairs, num)
+    across = nodes[ends[0]] != nodes[ends[1]]
     found = []
-    for here, one in ((flow.source, first), (flow.target, second)):
-        columns = [np.bincount(here, flow.numel * which, num) * itemsize for which in (~across, across)]
-        columns += [np.bincount(one[which], minlength=num) for which in (~apart, apart)]
-        found.append(np.stack(columns, 1).astype(np.int64))
+    for end in ends:
+        columns = [np.bincount(end[which], moved[which], num) for which in (~across, across)]
+        columns += [np.bincount(end[which], minlength=num) for which in (~across, across)]
+        found.append([Sent(*row) for row in np.stack(columns, 1).astype(np.int64).tolist()])
     return found[0], found[1]
 
 
-def _kinds(
-    owned: Mapping[int, Mapping[_Owned, int]], num: int
-) -> tuple[list[tuple[tuple[Matrices, ...], Owners]], Ints]:
-    """The different sets of matrices that ranks own, with how many own each, and which each rank owns."""
-    numbers: dict[tuple[tuple[Matrices, ...], Owners], int] = {((), ()): 0}
-    kinds = np.zeros(num, dtype=np.int64)
-    for at, counter in owned.items():
-        alike = sorted(counter.items())
-        found = tuple(Matrices(rows, cols, how, count, cost) for (rows, cols, how, cost, _), count in alike)
-        owners = tuple(several for (*_, several), _ in alike)
-        kinds[at] = numbers.setdefault((found, owners if max(owners) > 1 else ()), len(numbers))
-    return list(numbers), kinds
-
-
-def _alike(rows: Ints) -> tuple[list[int], Ints]:
-    """The first row of each kind, and each row's kind, in the order of first rows."""
-    if len(rows) == 1:
-        return [0], np.zeros(1, dtype=np.int64)
-    rows = np.ascontiguousarray(rows)
-    _, first, kinds = np.unique(
-        rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).ravel(),
-        return_index=True,
-        return_inverse=True,
-    )
-    order = np.argsort(first)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    return first[order].tolist(), place[kinds]
+def _stepped(tiles: Sequence[tuple[Ints, Ints]], ranks: Ints, limit: int) -> tuple[list[int], list[int]]:
+    """Elements that each rank steps of these tiles, and at most at once: a portion is filled to the limit, or has one
+    larger tile (see `step.update`)."""
+    every, largest = np.zeros((2, len(ranks)), dtype=np.int64)
+    for rank, numel in tiles:
+        at = np.searchsorted(ranks, rank)
+        np.add.at(every, at, numel)
+        np.maximum.at(largest, at, numel)
+    return every.tolist(), np.minimum(every, np.maximum(limit, largest)).tolist()

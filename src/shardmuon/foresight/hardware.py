@@ -1,8 +1,9 @@
 """Data of machines: peaks, memory, links, latencies, and how much of the peaks real shapes reach.
 
-A `Hardware` answers how long products, exchanges and passes over memory take, as `Time`s. Where the numbers come from
-stands in its file (`data/hardware/`), each with a source and whether it was checked; what was not, every answer that
-used it names. So it does with sizes beyond its tables.
+`Rates` says how many seconds products, exchanges and passes over memory take, with everything uncertain at its best, in
+the middle or at its worst. Where the numbers come from stands in a machine's file (`data/hardware/`), each with a
+source and whether it was checked; what was not, every answer that used it names. So it does with sizes beyond its
+tables.
 
 [Note: how an exchange is timed]
     NCCL has no model of an all-to-all: it is sends and receives. Measured tables are read where there are any.
@@ -21,190 +22,32 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from shardmuon.foresight.types import NOTHING, Time
-from shardmuon.orthogonalize import batch_size
+from shardmuon.foresight.types import Time
+from shardmuon.orthogonalize import batch_size, default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.machines import SIDES, Machine
 
 # facts that a `Machine` has in nanoseconds, in its order
 _NANOSECONDS = ("latency_inside", "latency_across", "latency_peer", "host_bucket", "host_matrix", "launch")
-PASSES = ("pack", "apply", "adamw")
+# Bytes that a pass reads and writes of one fp32 element beside the wire's: kernels one after the other, as lists of
+# tensors run.
+#   pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the wire).
+#   momentum: the first of them alone, where another replica sends it.
+#   apply: scale (read W, write W), widen (read the wire, write U), add (read U, read W, write W).
+#   adamw: the fused kernel reads p, g, m, v and writes p, m, v.
+_BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
+PASSES = ("pack", "apply", "adamw")  # those that a file may have a table for
 _BATCHED = ("standard", "gram")
 # Operations of five steps that are no views, counted under a TorchDispatchMode: of a batch, or of a matrix where there
 # are none. Where matrices are small they bound the time from below.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
-
-
-class Fact(NamedTuple):
-    """A number, and how it is known.
-
-    Attributes:
-        value: An interval of width 0 where it is one number.
-        source: An address, a datasheet, a command.
-        verified: Whether it was read in the source itself; else it was derived, or is second-hand.
-    """
-
-    value: Time
-    source: str
-    verified: bool
-
-
-def fact(low: float, high: float, source: str, verified: bool) -> Fact:
-    """A fact whose middle is the geometric mean, or half of a range that begins at 0.
-
-    Raises:
-        ValueError: A value is below 0 or no number, or low is above high.
-    """
-    if not (0.0 <= low <= high) or not math.isfinite(high):
-        raise ValueError(f"a value must lie at or above 0, low before high: found {low} and {high}")
-    return Fact(Time(low, math.sqrt(low * high) if low else high / 2, high), source, verified)
-
-
-_Row = tuple[float, float, float, float]  # size; the least, the middle and the largest value that was measured there
-
-
-@dataclass(frozen=True)
-class MeasuredTable:
-    """Measured values and how they are known; between neighbours straight in logarithms of both.
-
-    Attributes:
-        source: An address, a command.
-        verified: See `Fact`.
-        rows: Aspect (long side over short; 1 where there is none) -> values over sizes, see `measured`.
-        slope: Beyond the last size: 0 keeps the value (a rate), 1 grows in proportion (a time).
-    """
-
-    source: str
-    verified: bool
-    rows: Mapping[float, Sequence[_Row]]
-    slope: float = 0.0
-
-    def at(self, size: float, aspect: float = 1.0) -> tuple[Time, bool]:
-        """The value at a size > 0 and an aspect: along both neighbouring aspects, then between them; and whether that
-        lies beyond the table."""
-        aspects = sorted(self.rows)
-        above = min(bisect_left(aspects, aspect), len(aspects) - 1)
-        below = above if aspect <= aspects[0] or aspect >= aspects[above] else above - 1
-        near = aspects[below : above + 1]
-        found = [self._along(self.rows[one], size) for one in near]
-        value = Time(*(_between(aspect, near, [one[i] for one, _ in found]) for i in range(3)))
-        beyond = len(aspects) > 1 and aspect > aspects[-1]
-        return value, beyond or any(outside for _, outside in found)
-
-    def _along(self, rows: Sequence[_Row], size: float) -> tuple[Time, bool]:
-        sizes = [row[0] for row in rows]
-        beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first a time keeps its value: it is all latency
-        value = Time(*(beyond * _between(size, sizes, [row[i] for row in rows]) for i in (1, 2, 3)))
-        return value, size > sizes[-1] or (size < sizes[0] and not self.slope)
-
-    @property
-    def last(self) -> float:
-        """The largest size of a table without aspects."""
-        return self.rows[1.0][-1][0]
-
-
-def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """Interpolate straight in logarithms. A place that was measured, and all beyond the ends, have a measured value."""
-    above = bisect_left(places, at)
-    if above == len(places) or above == 0 or places[above] == at:
-        return values[min(above, len(places) - 1)]
-    share = math.log(at / places[above - 1]) / math.log(places[above] / places[above - 1])
-    return values[above - 1] * math.pow(values[above] / values[above - 1], share)
-
-
-def measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
-    """Rows of a table from (size, lo, mid, hi), or (size, lo, hi) with the geometric mean as the middle.
-
-    Raises:
-        ValueError: There is none, a size stands there twice, or a number is not positive.
-    """
-    found = list[_Row]()
-    for row in sorted(rows, key=lambda row: row[0]):
-        if len(row) not in (3, 4) or min(row) <= 0.0:
-            raise ValueError(f"a row is [size, lo, mid, hi] or [size, lo, hi], of positive values, found {list(row)}")
-        at, lo, hi = float(row[0]), float(row[1]), float(row[-1])
-        found.append((at, lo, float(row[2]) if len(row) == 4 else math.sqrt(lo * hi), hi))
-    if not found or len({row[0] for row in found}) < len(found):
-        raise ValueError(f"a table needs ascending sizes and positive values, found {found}")
-    return tuple(found)
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """One kind of machine.
-
-    Attributes:
-        name: Name in commands.
-        title: Name for people.
-        device: "cuda", "cpu", ..: the kind of torch device whose defaults the plan takes.
-        flops: dtype -> peak of dense matrix products, FLOP/s of one rank.
-        facts: Scalars by name, see `SCALARS`.
-        products: What is multiplied (a `Choice`, "METHOD DTYPE", a dtype, or "any") -> share of the peak, over the
-            short side of the matrix and its aspect. FLOPs are the planner's count.
-        exchanges: Ranks of one node -> seconds of an all-to-all over the bytes that a rank sends.
-        passes: A name of `PASSES` -> seconds an element, over the elements of one fragment.
-        together: Ranks that compute on a node at once -> factor on their time; None: no factor.
-        notes: Remarks that are printed with prices.
-    """
-
-    name: str
-    title: str
-    device: str
-    flops: Mapping[str, Fact]
-    facts: Mapping[str, Fact]
-    products: Mapping[str, MeasuredTable] = field(default_factory=dict)
-    exchanges: Mapping[int, MeasuredTable] = field(default_factory=dict)
-    passes: Mapping[str, MeasuredTable] = field(default_factory=dict)
-    together: MeasuredTable | None = None
-    notes: str = ""
-
-    @property
-    def gpus_per_node(self) -> int:
-        """Ranks that the fast links join."""
-        return int(self.facts["gpus_per_node"].value.hi)
-
-    @property
-    def memory_bytes(self) -> float:
-        """Memory of one device, in bytes."""
-        return self.facts["memory_bytes"].value.hi
-
-    @property
-    def machine(self) -> Machine:
-        """The numbers by which the optimizer itself chooses between plans on this machine: middle values, as whole
-        numbers."""
-        facts = {name: known.value.mid for name, known in self.facts.items()}
-        network = facts["nic"] * min(1.0, facts["nics_per_node"] / facts["gpus_per_node"]) * facts["nic_efficiency"]
-        rates = (
-            *(self.peak(dtype).value.mid / 1e9 for dtype in ("bfloat16", "float32", "float64")),
-            facts["memory_bandwidth"] * facts["memory_efficiency"] / 1e6,
-            facts["link"] * facts["link_efficiency"] / 1e6,
-            network / 1e6,
-            self.gpus_per_node,
-            *(1e9 * facts[name] for name in _NANOSECONDS),
-        )
-        _, table = _table_of(self, "standard bfloat16", "bfloat16")
-        shares = tuple(round(1000 * table.at(side)[0].mid) for side in SIDES)
-        return Machine(self.name, shares, *map(round, rates))
-
-    def peak(self, dtype: str) -> Fact:
-        """FLOP/s of dense products in a dtype.
-
-        Raises:
-            ValueError: The file says nothing of it.
-        """
-        found = self.flops.get(dtype)
-        if found is None:
-            raise ValueError(
-                f"{self.name}: no peak for products in {dtype}, only {', '.join(self.flops)}. Add it under flops:"
-            )
-        return found
 
 
 # name -> what it is, in SI units. Files must have all of them.
@@ -230,182 +73,276 @@ SCALARS = {
     "mfu": "share of the peak that forward and backward reach in training",
 }
 
+_TIMES = ("latency", "agreement", "host", "launch")  # names of those that begin so: less is better
+
+_Row = tuple[float, float, float, float]  # size; the least, the middle and the largest value that was measured there
+
+
+@dataclass(frozen=True)
+class Known:
+    """A number, or measured values over sizes, and how it is known.
+
+    Attributes:
+        source: An address, a datasheet, a command.
+        verified: True if it was read in the source itself; else it was derived, or is second-hand.
+        rows: Aspect (long side over short; 1 where there is none) -> values over sizes, between neighbours straight in
+            logarithms of both. A number has one row.
+        slope: Beyond the last size: 0 keeps the value (a rate), 1 grows in proportion (a time).
+    """
+
+    source: str
+    verified: bool
+    rows: Mapping[float, Sequence[_Row]]
+    slope: float = 0.0
+
+    def at(self, size: float, aspect: float = 1.0) -> tuple[Time, bool]:
+        """The value at a size > 0 and an aspect: along both neighbouring aspects, then between them; and whether that
+        lies beyond the table."""
+        aspects = sorted(self.rows)
+        along = [self._along(self.rows[one], size) for one in aspects]
+        value = Time(*(_between(aspect, aspects, [one[i] for one, _ in along]) for i in range(3)))
+        beyond = len(aspects) > 1 and aspect > aspects[-1]
+        return value, beyond or any(outside for _, outside in along)
+
+    def _along(self, rows: Sequence[_Row], size: float) -> tuple[Time, bool]:
+        sizes = [row[0] for row in rows]
+        beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first a time keeps its value: it is all latency
+        value = Time(*(beyond * _between(size, sizes, [row[i] for row in rows]) for i in (1, 2, 3)))
+        return value, size > sizes[-1] or (size < sizes[0] and not self.slope)
+
+    @property
+    def first(self) -> Time:
+        """The number, or the value at the smallest size of a table without aspects."""
+        return Time(*self.rows[1.0][0][1:])
+
+
+def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
+    """Interpolate straight in logarithms. A place that was measured, and all beyond the ends, have a measured value."""
+    above = bisect_left(places, at)
+    if above == len(places) or above == 0 or places[above] == at:
+        return values[min(above, len(places) - 1)]
+    share = math.log(at / places[above - 1]) / math.log(places[above] / places[above - 1])
+    return values[above - 1] * math.pow(values[above] / values[above - 1], share)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of machine.
+
+    Attributes:
+        name: Name in commands.
+        title: Name for people.
+        device: "cuda", "cpu", ..: the kind of torch device whose defaults the plan takes.
+        flops: dtype -> peak of dense matrix products, FLOP/s of one rank.
+        facts: Scalars by name, see `SCALARS`.
+        products: What is multiplied (a `Choice`, "METHOD DTYPE", a dtype, or "any") -> share of the peak, over the
+            short side of the matrix and its aspect. FLOPs are the planner's count.
+        exchanges: Ranks of one node -> seconds of an all-to-all over the bytes that a rank sends.
+        passes: A name of `PASSES` -> seconds an element, over the elements of one fragment.
+        together: Ranks that compute on a node at once -> factor on their time, more than were measured share what
+            there is; None: no factor.
+        notes: Remarks that are printed with prices.
+    """
+
+    name: str
+    title: str
+    device: str
+    flops: Mapping[str, Known]
+    facts: Mapping[str, Known]
+    products: Mapping[str, Known] = field(default_factory=dict)
+    exchanges: Mapping[int, Known] = field(default_factory=dict)
+    passes: Mapping[str, Known] = field(default_factory=dict)
+    together: Known | None = None
+    notes: str = ""
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Ranks that the fast links join."""
+        return int(self.facts["gpus_per_node"].first.hi)
+
+    @property
+    def machine(self) -> Machine:
+        """The numbers by which the optimizer itself chooses between plans on this machine: middle values, as whole
+        numbers."""
+        facts = {name: known.first.mid for name, known in self.facts.items()}
+        network = facts["nic"] * min(1.0, facts["nics_per_node"] / facts["gpus_per_node"]) * facts["nic_efficiency"]
+        rates = (
+            *(self.peak(dtype).first.mid / 1e9 for dtype in ("bfloat16", "float32", "float64")),
+            facts["memory_bandwidth"] * facts["memory_efficiency"] / 1e6,
+            facts["link"] * facts["link_efficiency"] / 1e6,
+            network / 1e6,
+            self.gpus_per_node,
+            *(1e9 * facts[name] for name in _NANOSECONDS),
+        )
+        _, table = self.table("standard bfloat16", "bfloat16")
+        shares = tuple(round(1000 * table.at(side)[0].mid) for side in SIDES)
+        return Machine(self.name, shares, *map(round, rates))
+
+    def peak(self, dtype: str) -> Known:
+        """FLOP/s of dense products in a dtype.
+
+        Raises:
+            ValueError: The file says nothing of it.
+        """
+        if dtype not in self.flops:
+            raise ValueError(
+                f"{self.name}: no peak for products in {dtype}, only {', '.join(self.flops)}. Add it under flops:"
+            )
+        return self.flops[dtype]
+
+    def table(self, how: str, dtype: str) -> tuple[str, Known]:
+        """Name and values of the table that is nearest to a choice with products in a dtype.
+
+        Raises:
+            ValueError: The file has none.
+        """
+        exact = (how.removesuffix(" alone"), f"{Choice.of(how).method} {dtype}", dtype, "any")
+        others = (key for key in sorted(self.products) if dtype in key.split())
+        found = next((key for key in (*exact, *others) if key in self.products), None)
+        if found is None:
+            raise ValueError(
+                f"{self.name}: no table says how fast {how!r} is, only {', '.join(self.products)}. Add one under "
+                "products:"
+            )
+        return found, self.products[found]
+
+
+# ------------------------------------------------------------------------------------------------------------- seconds
+
 
 @dataclass
 class Uses:
-    """Facts and tables that an answer rests on and that are uncertain, collected while prices are made.
+    """Numbers and tables that an answer rests on and that are uncertain, collected while prices are made.
 
     Attributes:
-        unverified: Name -> source of each number that was not checked.
+        unverified: Name -> source of each that was not checked.
         extrapolated: Names of tables that were read beyond their end, and where.
     """
 
     unverified: dict[str, str] = field(default_factory=dict)
     extrapolated: dict[str, None] = field(default_factory=dict)
 
-    def fact(self, name: str, known: Fact) -> Time:
-        """Note that a fact is used; return its value."""
+
+class Rates(NamedTuple):
+    """Seconds on a machine.
+
+    Attributes:
+        hardware: The machine of every rank.
+        which: Everything uncertain at its best (0), in the middle (1) or at its worst (2).
+        uses: Collects what answers rest on.
+    """
+
+    hardware: Hardware
+    which: int
+    uses: Uses
+
+    def fact(self, name: str) -> float:
+        """A number of `SCALARS`."""
+        return self._read(name, self.hardware.facts[name], not name.startswith(_TIMES))
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of dense products in a dtype."""
+        return self._read(f"peak {dtype}", self.hardware.peak(dtype), is_rate=True)
+
+    def product(self, rows: int, cols: int, how: str, count: int, flops: int, dtype: str = "") -> float:
+        """Seconds of orthogonalizing `count` matrices alike on one rank, see [Note: batches].
+
+        Args:
+            rows, cols: Shape of each matrix.
+            how: Text of a `Choice`, or what else stands in the table ("float64": bare products in it).
+            count: Number of matrices.
+            flops: Floating point operations of one.
+            dtype: Dtype of the products; default: that of `how`.
+        """
+        if not flops or not count:
+            return 0.0
+        hardware, choice, short = self.hardware, Choice.of(how), min(rows, cols)
+        device = torch.device(hardware.device)
+        dtype = dtype or str(choice.dtype or default_dtype(choice.method, device)).removeprefix("torch.")
+        peak, aspect = self.peak(dtype), max(rows, cols) / short
+        name, table = hardware.table(how, dtype)
+        in_batches = choice.method in _BATCHED and not choice.alone
+        size = batch_size(rows, cols, device) if in_batches else 1
+        alone, outside = table.at(short, aspect)
+        # A batch that fills more than the largest matrix of the table does is as good as that one: no extrapolation.
+        filled, _ = table.at(short * size ** (1 / 3), aspect)
+        self._note(f"efficiency of {name}", table, f"{rows}x{cols}" if outside else "")
+        best, worst = max(alone.hi, filled.hi), min(alone.lo, filled.lo)
+        share = (best, math.sqrt(alone.mid * filled.mid), worst)[self.which]
+        num_batches = -(-count // size)
+        launches = _LAUNCHES.get(choice.method, _OTHER_LAUNCHES) * num_batches
+        return max(num_batches * size * flops / (share * peak), launches * self.fact("launch"))
+
+    def exchange(
+        self,
+        num_ranks: int,
+        inside: int,  # bytes that a rank sends, or receives, whatever is more, inside its node
+        across: int,  # and to other nodes
+        num_peers: int,
+        spans_nodes: bool,
+    ) -> dict[str, float]:
+        """Latency, and time on the wire, of one all-to-all, see [Note: how an exchange is timed]."""
+        exchanges = self.hardware.exchanges
+        if num_ranks <= 1:
+            return {"latency": 0.0, "wire": 0.0}
+        if exchanges and not spans_nodes:
+            nearest = min(exchanges, key=lambda ranks: (abs(math.log(ranks / num_ranks)), ranks))
+            table, size = exchanges[nearest], inside + across
+            where = f"{size} bytes on {num_ranks} ranks"
+            if nearest != num_ranks:
+                self._note("all-to-all", table, where)
+            latency = table.first[self.which]
+            return {"latency": latency, "wire": max(0.0, self._at("all-to-all", table, max(size, 1), where) - latency)}
+        latency = self.fact("latency_across" if spans_nodes else "latency_inside")
+        wire = inside / (self.fact("link") * self.fact("link_efficiency")) if inside else 0.0
+        if across:
+            share = min(1.0, self.fact("nics_per_node") / self.hardware.gpus_per_node)
+            wire = max(wire, across / (self.fact("nic") * share * self.fact("nic_efficiency")))
+        return {"latency": latency + self.fact("latency_peer") * num_peers, "wire": wire}
+
+    def passed(self, what: str, elements: int, fragment: float, wire_bytes: int) -> float:
+        """Seconds of a pass (a key of `_BYTES_MOVED`) over so many elements in fragments of so many."""
+        table = self.hardware.passes.get(what)
+        if not elements:
+            return 0.0
+        if table is not None:
+            return self._at(f"pass {what}", table, max(fragment, 1.0)) * elements
+        of_wire = {"pack": wire_bytes, "apply": wire_bytes + 4 if wire_bytes < 4 else 0}
+        return self.memory(elements * (_BYTES_MOVED[what] + of_wire.get(what, 0)))
+
+    def memory(self, size: int) -> float:
+        """Seconds of reading and writing so many bytes."""
+        return size / (self.fact("memory_bandwidth") * self.fact("memory_efficiency"))
+
+    def slowdown(self, ranks_on_node: int) -> float:
+        """Factor by which computing takes longer if this many ranks of a node compute at once."""
+        table = self.hardware.together
+        return 1.0 if table is None else self._at("ranks at once", table, ranks_on_node, str(ranks_on_node))
+
+    def _at(self, name: str, table: Known, size: float, where: str = "") -> float:
+        """The value of a table of times at a size; `where`: what to say if that is beyond its end."""
+        found, outside = table.at(size)
+        self._note(name, table, where if outside else "")
+        return found[self.which]
+
+    def _read(self, name: str, known: Known, is_rate: bool) -> float:
+        self._note(name, known)
+        return known.first[2 - self.which if is_rate else self.which]
+
+    def _note(self, name: str, known: Known, beyond: str = "") -> None:
+        """Note that something is used, and where it was read beyond its end."""
         if not known.verified:
-            self.unverified.setdefault(name, known.source)
-        return known.value
-
-    def table(self, name: str, table: MeasuredTable, outside: bool = False, where: str = "") -> None:
-        """Note that a table is used, perhaps beyond its end."""
-        if not table.verified:
-            self.unverified.setdefault(name, table.source)
-        if outside:
-            self.extrapolated.setdefault(f"{name}: {where}" if where else name)
+            self.uses.unverified.setdefault(name, known.source)
+        if beyond:
+            self.uses.extrapolated.setdefault(f"{name}: {beyond}")
 
 
-def products_dtype(how: str, device: str) -> str:
-    """The dtype in which a choice multiplies, as its backend takes it where the text is silent."""
-    choice = Choice.of(how)
-    if choice.dtype is not None:
-        return str(choice.dtype).removeprefix("torch.")
-    gram = {"cpu": "float32"}.get(device, "float16")
-    return {"reference": "float64", "gram": gram}.get(choice.method, "bfloat16")
+def interval(hardware: Hardware, uses: Uses, seconds: Callable[[Rates], float]) -> Time:
+    """The least, the middle and the largest of what takes so many seconds."""
+    return Time(*(seconds(Rates(hardware, which, uses)) for which in range(3)))
 
 
-def product_seconds(
-    hardware: Hardware, rows: int, cols: int, how: str, count: int, flops: int, uses: Uses, dtype: str = ""
-) -> Time:
-    """Seconds of orthogonalizing `count` matrices alike on one rank, see [Note: batches].
-
-    Args:
-        hardware: The rank's machine.
-        rows, cols: Shape of each matrix.
-        how: Text of a `Choice`, or what else stands in the table ("float64": bare products in it).
-        count: Number of matrices.
-        flops: Floating point operations of one.
-        uses: Collects what this rests on.
-        dtype: Dtype of the products; default: that of `how`.
-    """
-    if not flops or not count:
-        return NOTHING
-    dtype = dtype or products_dtype(how, hardware.device)
-    short, long = min(rows, cols), max(rows, cols)
-    peak = uses.fact(f"peak {dtype}", hardware.peak(dtype))
-    name, table = _table_of(hardware, how, dtype)
-    alone, outside = table.at(short, long / short)
-    choice = Choice.of(how)
-    in_batches = choice.method in _BATCHED and not choice.alone
-    size = batch_size(rows, cols, torch.device(hardware.device)) if in_batches else 1
-    num_batches = -(-count // size)
-    # A batch that fills more than the largest matrix of the table does is as good as that one: no extrapolation.
-    filled = table.at(short * size ** (1 / 3), long / short)[0] if size > 1 else alone
-    uses.table(f"efficiency of {name}", table, outside, f"{rows}x{cols}")
-    share = Time(min(alone.lo, filled.lo), math.sqrt(alone.mid * filled.mid), max(alone.hi, filled.hi))
-    work = num_batches * size * flops
-    found = _at_rate(work, share, peak)
-    launch = hardware.facts["launch"]
-    if not launch.value.hi:
-        return found
-    launches = _LAUNCHES.get(choice.method, _OTHER_LAUNCHES) * num_batches
-    return found.at_least(uses.fact("launch", launch).times(launches))
-
-
-def _table_of(hardware: Hardware, how: str, dtype: str) -> tuple[str, MeasuredTable]:
-    for key in (how.removesuffix(" alone"), f"{Choice.of(how).method} {dtype}", dtype, "any"):
-        if key in hardware.products:
-            return key, hardware.products[key]
-    near = next((key for key in sorted(hardware.products) if dtype in key.split()), None)
-    if near is None:
-        raise ValueError(
-            f"{hardware.name}: no table says how fast {how!r} is, only {', '.join(hardware.products)}. Add one under "
-            "products:"
-        )
-    return near, hardware.products[near]
-
-
-def exchange_seconds(
-    hardware: Hardware,
-    num_ranks: int,
-    inside: int,  # bytes that a rank sends, or receives, whatever is more, inside its node
-    across: int,  # and to other nodes
-    num_peers: int,
-    spans_nodes: bool,
-    uses: Uses,
-) -> tuple[Time, Time]:
-    """(latency, time on the wire) of one all-to-all, see [Note: how an exchange is timed]."""
-    if num_ranks <= 1:
-        return NOTHING, NOTHING
-    if hardware.exchanges and not spans_nodes:
-        return _measured_exchange(hardware, num_ranks, inside + across, uses)
-    facts = hardware.facts
-    name = "latency_across" if spans_nodes else "latency_inside"
-    latency = uses.fact(name, facts[name]).plus(uses.fact("latency_peer", facts["latency_peer"]).times(num_peers))
-    wire = _over(uses, facts, inside, "link", 1.0) if inside else NOTHING
-    if across:
-        nics = uses.fact("nics_per_node", facts["nics_per_node"])
-        wire = wire.at_least(_over(uses, facts, across, "nic", min(1.0, nics.hi / hardware.gpus_per_node)))
-    return latency, wire
-
-
-def _over(uses: Uses, facts: Mapping[str, Fact], size: int, way: str, share: float) -> Time:
-    rate, efficiency = (uses.fact(name, facts[name]) for name in (way, f"{way}_efficiency"))
-    return _at_rate(size, rate, efficiency, share)
-
-
-def _at_rate(amount: float, rate: Time, reached: Time, share: float = 1.0) -> Time:
-    """Seconds of an amount at a share of a rate, of which a part is reached."""
-    return Time(
-        amount / (rate.hi * share * reached.hi),
-        amount / (rate.mid * share * reached.mid),
-        amount / (rate.lo * share * reached.lo),
-    )
-
-
-def _measured_exchange(hardware: Hardware, num_ranks: int, size: int, uses: Uses) -> tuple[Time, Time]:
-    nearest = min(hardware.exchanges, key=lambda ranks: (abs(math.log(ranks / num_ranks)), ranks))
-    table = hardware.exchanges[nearest]
-    uses.table("all-to-all", table, nearest != num_ranks or size > table.last, f"{size} bytes on {num_ranks} ranks")
-    latency = Time(*table.rows[1.0][0][1:])
-    found, _ = table.at(max(size, 1))
-    return latency, Time(*(max(0.0, a - b) for a, b in zip(found, latency, strict=True)))
-
-
-def pass_seconds(hardware: Hardware, what: str, elements: int, fragment: float, wire_bytes: int, uses: Uses) -> Time:
-    """Seconds of a pass ("pack", "apply", "adamw") over so many elements in fragments of so many."""
-    if not elements:
-        return NOTHING
-    table = hardware.passes.get(what)
-    if table is not None:
-        uses.table(f"pass {what}", table)
-        return table.at(max(fragment, 1.0))[0].times(elements)
-    return memory_seconds(hardware, elements * _bytes_moved(what, wire_bytes), uses)
-
-
-def _bytes_moved(what: str, wire_bytes: int) -> int:
-    """Bytes that a pass reads and writes of one fp32 element: kernels one after the other, as lists of tensors run.
-
-    pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the wire).
-    momentum: the first of them alone, where another replica sends it.
-    apply: scale (read W, write W), widen (read the wire, write U), add (read U, read W, write W).
-    adamw: the fused kernel reads p, g, m, v and writes p, m, v.
-    """
-    widened = wire_bytes + 4 if wire_bytes < 4 else 0
-    return {"pack": 12 + 12 + 4 + wire_bytes, "momentum": 12, "apply": 8 + widened + 12, "adamw": 28}[what]
-
-
-def memory_seconds(hardware: Hardware, size: int, uses: Uses) -> Time:
-    """Seconds of reading and writing so many bytes."""
-    rate = uses.fact("memory_bandwidth", hardware.facts["memory_bandwidth"])
-    share = uses.fact("memory_efficiency", hardware.facts["memory_efficiency"])
-    return _at_rate(size, rate, share)
-
-
-def slowdown(hardware: Hardware, ranks_on_node: int, uses: Uses) -> Time:
-    """Factor by which computing takes longer if this many ranks of a node compute at once."""
-    if hardware.together is None:
-        return Time(1.0, 1.0, 1.0)
-    last = hardware.together.last
-    found, _ = hardware.together.at(ranks_on_node)
-    uses.table("ranks at once", hardware.together, ranks_on_node > last, str(ranks_on_node))
-    # more ranks than were measured share what there is
-    return found.times(ranks_on_node / last) if ranks_on_node > last else found
-
-
-# ------------------------------------------------------------------------------------------------------------- files
+# --------------------------------------------------------------------------------------------------------------- files
 
 FOLDER = Path(__file__).parent / "data" / "hardware"
 _OWN = f"For a machine of your own, copy {FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
@@ -438,7 +375,7 @@ def load(name: str | Path) -> Hardware:
     except (yaml.YAMLError, UnicodeDecodeError) as wrong:
         line = " ".join(str(wrong).split())
         raise ValueError(f"{text}: it is no YAML ({line}). {_OWN}") from None
-    return parse(found, str(name))
+    return parse(found, text)
 
 
 def parse(data: Any, where: str) -> Hardware:
@@ -449,30 +386,25 @@ def parse(data: Any, where: str) -> Hardware:
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"{where}: a hardware file is a mapping, found {type(data).__name__}")
+    given, together = data.get("facts", {}), [data["together"]] if "together" in data else []
     missing = [key for key in ("name", "title", "device", "flops", "facts", "products") if key not in data]
-    lacking = [f"facts.{key} ({SCALARS[key]})" for key in SCALARS if key not in data.get("facts", {})]
-    unknown = [f"facts.{key}" for key in data.get("facts", {}) if key not in SCALARS]
-    if missing or lacking or unknown:
-        raise ValueError(
-            f"{where}: "
-            + "; ".join(
-                f"{what} {', '.join(names)}"
-                for what, names in (("lacks", [*missing, *lacking]), ("has the unknown", unknown))
-                if names
-            )
-        )
+    missing += [f"facts.{key} ({text})" for key, text in SCALARS.items() if key not in given]
+    unknown = [f"facts.{key}" for key in given if key not in SCALARS]
+    unknown += [f"pass {row.get('of')}" for row in data.get("passes", ()) if row.get("of") not in PASSES]
+    if missing or unknown:
+        faults = {"lacks": missing, "has the unknown": unknown}
+        raise ValueError(f"{where}: " + "; ".join(f"{what} {', '.join(keys)}" for what, keys in faults.items() if keys))
     try:
-        together = data.get("together")
         return Hardware(
             name=str(data["name"]),
             title=str(data["title"]),
             device=str(data["device"]),
-            flops={dtype: _fact(found, f"flops.{dtype}") for dtype, found in data["flops"].items()},
-            facts={key: _fact(found, f"facts.{key}") for key, found in data["facts"].items()},
-            products=_products(data["products"]),
-            exchanges={int(row["ranks"]): _table(row, 1.0) for row in data.get("exchanges", ())},
-            passes={_pass(row): _table(row) for row in data.get("passes", ())},
-            together=None if together is None else _table(together),
+            flops={dtype: _number(found, f"flops.{dtype}") for dtype, found in data["flops"].items()},
+            facts={key: _number(found, f"facts.{key}") for key, found in given.items()},
+            products=_tables(data["products"], "of"),
+            exchanges=_tables(data.get("exchanges", ()), "ranks", slope=1.0),
+            passes=_tables(data.get("passes", ()), "of"),
+            together=_tables([{**row, "of": "together"} for row in together], "of", slope=1.0).get("together"),
             notes=str(data.get("notes", "")),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as wrong:
@@ -480,36 +412,48 @@ def parse(data: Any, where: str) -> Hardware:
         raise ValueError(f"{where}: {detail}") from wrong
 
 
-def _fact(data: Any, name: str) -> Fact:
+def _number(data: Any, name: str) -> Known:
+    """A number."""
     if not isinstance(data, Mapping) or "source" not in data or "verified" not in data:
         raise ValueError(f"{name} must be {{value: .., source: .., verified: true|false}}, found {data!r}")
-    low, high = (data["value"], data["value"]) if "value" in data else (data["low"], data["high"])
-    return fact(float(low), float(high), str(data["source"]), data["verified"] is True)
+    row = _row([1.0, *(data["value" if "value" in data else end] for end in ("low", "high"))])
+    return Known(str(data["source"]), data["verified"] is True, {1.0: [row]})
 
 
-def _products(rows: Sequence[Mapping[str, Any]]) -> dict[str, MeasuredTable]:
-    """One table for each thing multiplied; several aspects of one stand in several rows."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    keys = [(str(row["of"]), float(row.get("aspect", 1.0))) for row in rows]
-    for row, key in zip(rows, keys, strict=True):
-        if keys.count(key) > 1:
-            raise ValueError(f"products: of: {key[0]} with aspect: {key[1]} stands there twice. Write one of them")
-        found.setdefault(key[0], []).append(row)
-    return {
-        of: MeasuredTable(
-            "; ".join(dict.fromkeys(str(row["source"]) for row in group)),
-            all(row["verified"] is True for row in group),
-            {float(row.get("aspect", 1.0)): measured(row["rows"]) for row in group},
-        )
-        for of, group in found.items()
-    }
+def _tables(rows: Sequence[Mapping[str, Any]], key: str, slope: float = 0.0) -> dict[Any, Known]:
+    """One table for each value of a key; several aspects of one stand in several rows."""
+    groups: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    found = {}
+    for of, group in groups.items():
+        by_aspect = {float(row.get("aspect", 1.0)): measured(row["rows"]) for row in group}
+        if len(by_aspect) < len(group):
+            raise ValueError(f"{key}: {of} with one aspect stands there twice. Write one of them")
+        source = "; ".join(dict.fromkeys(str(row["source"]) for row in group))
+        found[of] = Known(source, all(row["verified"] is True for row in group), by_aspect, slope)
+    return found
 
 
-def _table(row: Mapping[str, Any], slope: float = 0.0) -> MeasuredTable:
-    return MeasuredTable(str(row["source"]), row["verified"] is True, {1.0: measured(row["rows"])}, slope)
+def measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
+    """Rows of a table, ascending, of (size, lo, mid, hi) or (size, lo, hi).
+
+    Raises:
+        ValueError: There is none, a size stands there twice, or numbers are not positive or not in order.
+    """
+    found = tuple(map(_row, sorted(rows, key=lambda row: row[0])))
+    if len({at for at, *_ in found}) < max(1, len(found)) or min(map(min, found)) <= 0.0:
+        raise ValueError(f"a table needs ascending sizes and positive values, found {found}")
+    return found
 
 
-def _pass(row: Mapping[str, Any]) -> str:
-    if row["of"] not in PASSES:
-        raise ValueError(f"passes: of: {row['of']!r} is none of {', '.join(PASSES)}")
-    return str(row["of"])
+def _row(numbers: Sequence[float]) -> _Row:
+    """Size, least, middle and largest value. Without a middle it is the geometric mean, or half of a range that begins
+    at 0."""
+    if len(numbers) not in (3, 4):
+        raise ValueError(f"a row is [size, low, middle, high] or [size, low, high], found {list(numbers)}")
+    at, low, *middle, high = map(float, numbers)
+    between = middle[0] if middle else math.sqrt(low * high) if min(low, high) > 0.0 else high / 2
+    if not (0.0 <= low <= between <= high < math.inf):
+        raise ValueError(f"values must lie at or above 0, low before high: found {list(numbers)}")
+    return at, low, between, high

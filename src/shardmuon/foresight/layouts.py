@@ -1,10 +1,9 @@
 """Layouts that a live job's tensors would have, from a model's parameters and a mesh alone.
 
 [Note: units]
-    What is planned together is a unit: the parameters of one pipeline stage, of one ZeRO group, of Megatron's dense or
-    expert weights. Units that are copies of each other (stages of equal layers, expert groups) are planned once, for
-    the ranks of the first copy. Layouts come from the functions of layout/ that its readers use, so the plan has the
-    digests of the live job's.
+    What is planned together is a unit: the parameters of one pipeline stage, of one ZeRO group, of Megatron's dense
+    weights, or of its experts on one expert-parallel rank. Layouts come from the functions of layout/ that its readers
+    use, so the plan has the digests of the live job's.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,121 +26,88 @@ from shardmuon.layout.pieces import Box
 from shardmuon.layout.table import ParamLayout, Ranks, replicated
 from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import scale_shape
-from shardmuon.plan.plan import Spec
 
-_Ranges = list[tuple[int, int]]  # elements [start, stop) of a flat parameter on each rank
-_ViewOf = Callable[[Param], MatrixView]
-_SpecOf = Callable[[Param, ParamLayout, OnMesh | None], Spec]
+_Ranges = tuple[tuple[int, int], ...]  # elements [start, stop) of a flat parameter on each rank
+# parameter, what makes its layout of its view, and with what else; tensors that lie alike get one object
+_Lay = Callable[..., ParamLayout]
 
 # elements; megatron.core.distributed.DistributedDataParallel's default, for up to 40 ranks
 _MEGATRON_BUCKET = 40_000_000
 _ZERO3_SUB_GROUP = 1_000_000_000  # elements of a rank; DeepSpeed's default "sub_group_size"
 
 
-@dataclass(slots=True)
-class Unit:
+class Placed(NamedTuple):
+    """A parameter with its layout, and its place on a mesh if it is a DTensor."""
+
+    param: Param
+    layout: ParamLayout
+    place: OnMesh | None = None
+
+
+class Unit(NamedTuple):
     """Parameters that one plan is made for, see [Note: units].
 
     Attributes:
-        ranks: Ranks of the first copy.
-        copies: The ranks of every copy, in the order of `ranks`.
-        stage: Pipeline stage of the first copy.
-        specs: Its matrices.
-        muon, adamw: Elements that each of `ranks` steps.
-        scales: Number of scales of 8-bit momentum on each of `ranks`, if it is kept as such.
-        stored: Elements of weights that each of `ranks` keeps in the model, whoever steps them.
+        ranks: Its ranks.
+        placed: Its parameters.
+        stepped: Elements that each rank steps of a flat buffer with its padding; 0: those that it holds.
+        stored: Elements of weights that each rank keeps in the model, whoever steps them; 0: those that it holds.
+        stage: Its pipeline stage; of stages of equal layers the first.
     """
 
     ranks: Ranks
-    copies: tuple[Ranks, ...]
-    stage: int
-    specs: list[Spec] = field(default_factory=list)
-    muon: Ints = field(init=False)
-    adamw: Ints = field(init=False)
-    scales: Ints = field(init=False)
-    stored: Ints = field(init=False)
+    placed: Sequence[Placed]
+    stepped: int = 0
+    stored: int = 0
+    stage: int = 0
 
-    def __post_init__(self) -> None:
-        self.muon, self.adamw, self.scales, self.stored = np.zeros((4, len(self.ranks)), dtype=np.int64)
-
-
-class _Builder:
-    """Makes the units of one pipeline stage. Tensors that lie alike share a layout, which is made once."""
-
-    def __init__(self, mesh: Mesh, stage: int, view_of: _ViewOf, spec_of: _SpecOf) -> None:
-        size = mesh.world // mesh.pp
-        self.mesh, self.stage = mesh, stage
-        self.ranks: Ranks = tuple(range(stage * size, (stage + 1) * size))
-        self._view_of, self._spec_of = view_of, spec_of
-        self._layouts: dict[object, tuple[ParamLayout, Ints, Ints]] = {}
-
-    def unit(self, *copies: Ranks) -> Unit:
-        """An empty unit of these ranks and their copies; default: all of the stage."""
-        copies = copies or (self.ranks,)
-        return Unit(copies[0], copies, self.stage)
-
-    def add(
-        self,
-        unit: Unit,
-        param: Param,
-        key: object,
-        make: Callable[[MatrixView], ParamLayout],
-        place: OnMesh | None = None,
-    ) -> None:
-        """Add a parameter to a unit. `make` gives its layout, which is that of all with equal views and keys."""
-        key = unit.ranks, self._view_of(param), key
-        if key not in self._layouts:
-            layout = make(self._view_of(param))
-            self._layouts[key] = layout, *_held(layout)
-        layout, numel, scales = self._layouts[key]
-        unit.stored += numel
-        if param.use_muon:
-            unit.specs.append(self._spec_of(param, layout, place))
-            unit.muon += numel
-            unit.scales += scales
-        else:
-            unit.adamw += numel
+    def elements(self) -> Ints:
+        """Elements that each rank steps with Muon and with AdamW, that it stores of weights, and scales of momentum
+        that is kept in 8 bits: (4, ranks)."""
+        muon, adamw, stored, scales = found = np.zeros((4, len(self.ranks)), dtype=np.int64)
+        held = {layout: _held(layout) for layout in {one.layout for one in self.placed}}
+        for param, layout, _ in self.placed:
+            numel, num_scales = held[layout]
+            of_kind = muon if param.use_muon else adamw
+            of_kind += numel
+            stored += numel
+            scales += num_scales * param.use_muon
+        if self.stepped:  # by one optimizer's group: all of one kind
+            found[0 if self.placed[0].param.use_muon else 1] = self.stepped
+        found[2] = self.stored or stored
+        return found
 
 
-def _held(layout: ParamLayout) -> tuple[Ints, Ints]:
-    """Elements, and scales of 8-bit momentum, by position in `layout.ranks`."""
-    pieces = [[held.piece for held in of_rank] for of_rank in layout.held]
-    boxes = ([piece for piece in of_rank if isinstance(piece, Box) and piece.numel] for of_rank in pieces)
-    rows = layout.view.num_row_dims
-    return (
-        np.array([sum(piece.numel for piece in of_rank) for of_rank in pieces], dtype=np.int64),
-        np.array([sum(math.prod(scale_shape(box.size, rows)) for box in of_rank) for of_rank in boxes], dtype=np.int64),
-    )
+def _held(layout: ParamLayout) -> Ints:
+    """Elements, and scales of 8-bit momentum, by position in `layout.ranks`: (2, ranks)."""
+    rows, known = layout.view.num_row_dims, dict[object, tuple[int, int]]()
+    for of_rank in set(layout.held):
+        pieces = [held.piece for held in of_rank]
+        boxes = (piece for piece in pieces if isinstance(piece, Box) and piece.numel)
+        scales = sum(math.prod(scale_shape(box.size, rows)) for box in boxes)
+        known[of_rank] = sum(piece.numel for piece in pieces), scales
+    return np.array([known[of_rank] for of_rank in layout.held], dtype=np.int64).T
 
 
-def make_units(params: Sequence[Param], mesh: Mesh, view_of: _ViewOf, spec_of: _SpecOf) -> list[Unit]:
+def make_units(params: Sequence[Param], mesh: Mesh, view_of: Callable[[Param], MatrixView]) -> list[Unit]:
     """The units of a job.
 
     Args:
         params: The trainable parameters, in the order of the optimizer's groups.
         mesh: The arrangement of ranks.
         view_of: A parameter's matrices, or a view without any for one that is AdamW's.
-        spec_of: A matrix parameter's spec, given its layout.
 
     Raises:
         ValueError: The mesh does not fit the parameters; says what to write.
     """
-    zero = dict.fromkeys(("zero1", "zero2", "zero3"), _zero)
-    build = {"megatron": _megatron, **zero, "ddp": _plain}.get(mesh.engine, _dtensor)
-    found: list[Unit] = []
-    known: dict[object, tuple[int, list[tuple[Unit, tuple[Ranks, ...]]]]] = {}  # -> first rank, units and first copies
+    build = {"megatron": _megatron, "ddp": _plain, "fsdp2": _dtensor}.get(mesh.engine, _zero)
+    made = cache(lambda make, *given: make(*given))
+    size, alike, found = mesh.world // mesh.pp, dict[object, int](), list[Unit]()
     for stage, members in enumerate(stages_of(params, mesh)):
-        of_stage = _Builder(mesh, stage, view_of, spec_of)
-        alike = tuple((p.shape, view_of(p), p.group, p.cut, p.expert) for p in members)
-        if alike in known:
-            first, made = known[alike]
-            shift = of_stage.ranks[0] - first
-            for unit, own in made:
-                unit.copies += tuple(tuple(rank + shift for rank in copy) for copy in own)
-        else:
-            units = list(build(members, of_stage))
-            known[alike] = of_stage.ranks[0], [(unit, unit.copies) for unit in units]
-            found += units
+        first = alike.setdefault(tuple((p.shape, view_of(p), p.group, p.cut, p.expert) for p in members), stage)
+        ranks = tuple(range(stage * size, (stage + 1) * size))
+        units = build(members, mesh, ranks, lambda param, make, *given: made(make, view_of(param), *given))
+        found += [unit._replace(stage=first) for unit in units]
     return found
 
 
@@ -167,7 +134,7 @@ def _cut_of(param: Param, mesh: Mesh) -> Cut | None:
     return None if param.cut is None or mesh.tp == 1 else Cut(len(param.shape) + param.cut[0], param.cut[1])
 
 
-def _plain_cut_of(param: Param, mesh: Mesh) -> Cut | None:
+def _equal_cut_of(param: Param, mesh: Mesh) -> Cut | None:
     """The same of tensors that must be cut into equal parts."""
     cut = _cut_of(param, mesh)
     if cut is not None:
@@ -178,14 +145,14 @@ def _plain_cut_of(param: Param, mesh: Mesh) -> Cut | None:
 # ------------------------------------------------------------------------------------- FSDP2, HSDP, TP, EP (DTensor)
 
 
-def _dtensor(params: Sequence[Param], of_stage: _Builder) -> Iterator[Unit]:
-    unit = of_stage.unit()
+def _dtensor(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> Iterator[Unit]:
+    found = []
     for p in params:
         if p.expert:
-            check_divides(of_stage.mesh, "experts", p.shape[0], p.name, "ep")
-        place = _dtensor_place(p, of_stage.mesh, of_stage.ranks)
-        of_stage.add(unit, p, (place.mesh, place.placements), partial(placed, place=place), place)
-    yield unit
+            check_divides(mesh, "experts", p.shape[0], p.name, "ep")
+        place = _dtensor_place(p, mesh, ranks)
+        found.append(Placed(p, lay(p, on_mesh, place), place))
+    yield Unit(ranks, found)
 
 
 def _dtensor_place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
@@ -207,7 +174,7 @@ def _dtensor_place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
     return OnMesh(tuple(size for size, _ in axes), ranks, tuple(placement for _, placement in axes))
 
 
-def placed(view: MatrixView, place: OnMesh) -> ParamLayout:
+def on_mesh(view: MatrixView, place: OnMesh) -> ParamLayout:
     """The layout of a DTensor."""
     reading = readings(view.shape, place.mesh, place.placements)[0]
     return ParamLayout(view, place.ranks, tuple(held for held, _ in reading))
@@ -238,15 +205,13 @@ def _expert_ranks(mesh: Mesh) -> int:
 # ------------------------------------------------------------------------------------------------------ DDP, DDP x TP
 
 
-def _plain(params: Sequence[Param], of_stage: _Builder) -> Iterator[Unit]:
+def _plain(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> Iterator[Unit]:
     """Plain tensors: replicas over dp that share the work (`process_group`), shards over tp (`tp_group`)."""
-    unit, mesh = of_stage.unit(), of_stage.mesh
-    grid = grid_of(of_stage.ranks, mesh.tp)
+    grid, found = grid_of(ranks, mesh.tp), []
     for p in params:
-        cut = _plain_cut_of(p, mesh)
-        make = partial(parts, grid=grid, cut=cut) if cut else partial(replicated, ranks=unit.ranks)
-        of_stage.add(unit, p, cut, make)
-    yield unit
+        cut = _equal_cut_of(p, mesh)
+        found.append(Placed(p, lay(p, parts, grid, cut) if cut else lay(p, replicated, ranks)))
+    yield Unit(ranks, found)
 
 
 def parts(view: MatrixView, grid: Grid, cut: Cut) -> ParamLayout:
@@ -265,7 +230,7 @@ def grid_of(ranks: Ranks, tp: int) -> Grid:
 # ------------------------------------------------------------------------------- flat buffers: ZeRO, Megatron
 
 
-def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: Sequence[tuple[int, int]]) -> ParamLayout:
+def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: _Ranges) -> ParamLayout:
     """A layout of flat ranges. `held`: elements [start, stop) on each rank of the grid, ascending."""
     ranks, num = union(grid), len(grid[0])
     part_of = {rank: part for row in grid for part, rank in enumerate(row)}
@@ -275,64 +240,50 @@ def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: Sequence[tuple[int
     return ParamLayout(view, ranks, tuple(pieces))
 
 
-def _zero(params: Sequence[Param], of_stage: _Builder) -> Iterator[Unit]:
+def _zero(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> Iterator[Unit]:
     """One unit for each of the optimizer's groups, of ZeRO 3 for each of its sub-groups."""
-    number, num = int(of_stage.mesh.engine[-1]), len(of_stage.ranks)
-    for members in _sub_groups(params, num, number):
-        table, length = zero_ranges([p.numel for p in members], num, number)
-        unit, muon = of_stage.unit(), members[0].use_muon
-        for p, held in zip(members, table, strict=True):
-            of_stage.add(unit, p, tuple(held), partial(flat, grid=grid_of(unit.ranks, 1), cut=None, held=held))
-        (unit.muon if muon else unit.adamw)[:] = length  # with the padding of the flat buffer
-        unit.stored[:] = length * num if number < 3 else length
-        yield unit
-
-
-def _sub_groups(params: Sequence[Param], num_ranks: int, stage: int) -> Iterator[list[Param]]:
+    number, num, grid = int(mesh.engine[-1]), len(ranks), grid_of(ranks, 1)
     for _, of_group in itertools.groupby(params, key=lambda p: p.group):
-        members: list[Param] = []
+        groups: list[list[Param]] = [[]]
         for p in of_group:
-            members.append(p)
-            if stage == 3 and sum(-(-one.numel // num_ranks) for one in members) >= _ZERO3_SUB_GROUP:
-                yield members
-                members = []
-        if members:
-            yield members
+            groups[-1].append(p)
+            if number == 3 and sum(-(-one.numel // num) for one in groups[-1]) >= _ZERO3_SUB_GROUP:
+                groups.append([])
+        for members in filter(None, groups):
+            table, length = zero_ranges([p.numel for p in members], num, number)
+            placed = [Placed(p, lay(p, flat, grid, None, held)) for p, held in zip(members, table, strict=True)]
+            yield Unit(ranks, placed, length, length if number == 3 else length * num)
 
 
-def _megatron(params: Sequence[Param], of_stage: _Builder) -> Iterator[Unit]:
+def _megatron(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> Iterator[Unit]:
     """Dense weights over dp x tp; experts, whole ones on each expert-parallel rank, over dp / ep x tp."""
-    mesh = of_stage.mesh
     experts = [p for p in params if p.expert and len(p.shape) == 3]
     dense = [p for p in params if not (p.expert and len(p.shape) == 3)]
+    groups = grid_of(ranks, mesh.tp)
     if dense:
-        yield _buffers(dense, of_stage, of_stage.ranks)
+        yield _buffers(dense, mesh, groups, lay)
     for p in experts:
         check_divides(mesh, "experts", p.shape[0], p.name, "ep")
-    groups = grid_of(of_stage.ranks, mesh.tp)
-    copies = [tuple(rank for group in groups[e :: mesh.ep] for rank in group) for e in range(mesh.ep)]
     local = [  # each expert is a parameter of its own
         replace(p, shape=p.shape[1:], name=f"{p.name}.{number}")
         for p in experts
         for number in range(p.shape[0] // mesh.ep)
     ]
-    if local:
-        yield _buffers(local, of_stage, *copies)
+    for first in range(mesh.ep if local else 0):
+        yield _buffers(local, mesh, groups[first :: mesh.ep], lay)
 
 
-def _buffers(params: Sequence[Param], of_stage: _Builder, *copies: Ranks) -> Unit:
-    unit, tp = of_stage.unit(*copies), of_stage.mesh.tp
-    grid = grid_of(unit.ranks, tp)
-    cuts = [_plain_cut_of(p, of_stage.mesh) for p in params]
-    num, order = len(grid), sorted(range(len(params)), key=lambda i: params[i].order)  # the model's
-    sizes = [params[i].numel // (1 if cuts[i] is None else tp) for i in order]
+def _buffers(params: Sequence[Param], mesh: Mesh, grid: Grid, lay: _Lay) -> Unit:
+    cuts, num = [_equal_cut_of(p, mesh) for p in params], len(grid)
+    order = sorted(range(len(params)), key=lambda i: params[i].order)  # the model's
+    sizes = [params[i].numel // (1 if cuts[i] is None else mesh.tp) for i in order]
     table, total = megatron_ranges(sizes, num, max(_MEGATRON_BUCKET, 1_000_000 * num))
-    ranges = dict(zip(order, table, strict=True))
-    for i, p in enumerate(params):
-        held = [of_replica for of_replica in ranges[i] for _ in range(tp)]
-        of_stage.add(unit, p, (cuts[i], tuple(held)), partial(flat, grid=grid, cut=cuts[i], held=held))
-    unit.stored[:] = total  # parameters lie in the buffer, gaps and all
-    return unit
+    held = {
+        i: tuple(of_replica for of_replica in ranges for _ in range(mesh.tp))
+        for i, ranges in zip(order, table, strict=True)
+    }
+    placed = [Placed(p, lay(p, flat, grid, cuts[i], held[i])) for i, p in enumerate(params)]
+    return Unit(union(grid), placed, stored=total)  # parameters lie in the buffer, gaps and all
 
 
 def zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[_Ranges], int]:
@@ -347,7 +298,7 @@ def zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[
     if stage == 3:
         each = [-(-size // num_ranks) for size in sizes]
         table = [
-            [(min(r * part, size), min((r + 1) * part, size)) for r in range(num_ranks)]
+            tuple((min(r * part, size), min((r + 1) * part, size)) for r in range(num_ranks))
             for size, part in zip(sizes, each, strict=True)
         ]
         return table, sum(each)
@@ -364,7 +315,7 @@ def _in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
         start, stop = max(at, rank * part), min(at + size, (rank + 1) * part)
         if start < stop:
             found[rank] = start - at, stop - at
-    return found
+    return tuple(found)
 
 
 def megatron_ranges(sizes: Sequence[int], num_ranks: int, bucket_size: int | None = None) -> tuple[list[_Ranges], int]:
@@ -383,7 +334,7 @@ def megatron_ranges(sizes: Sequence[int], num_ranks: int, bucket_size: int | Non
         For each parameter its elements [start, stop) on each rank, and the elements of the whole buffer.
     """
     unit = math.lcm(num_ranks, 128)
-    table: list[_Ranges] = [[] for _ in sizes]
+    table: list[_Ranges] = [()] * len(sizes)
     inside: list[tuple[int, int]] = []
     end = total = 0
     for index in reversed(range(len(sizes))):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardmuon.errors import ranks_text
+from shardmuon.foresight.counting import count_plan
 from shardmuon.foresight.hardware import Hardware, load, names
-from shardmuon.foresight.job import CountedUnit, classes_of, kinds_of
-from shardmuon.foresight.layouts import Unit
+from shardmuon.foresight.job import Share, classes_of, kinds_of
 from shardmuon.foresight.pricing import Price, price
 from shardmuon.foresight.types import Exact, Mesh, Stored
-from shardmuon.plan.plan import Plan, Policy, make_plan
+from shardmuon.plan.plan import Plan
 
 
 def exact_of(
@@ -30,13 +30,12 @@ def exact_of(
     Returns:
         Counts without bytes between steps (`Stored` is empty): a plan does not know how tensors are stored.
     """
-    sets = {id(spec.layout.ranks): spec.layout.ranks for spec in plan.specs}.values()  # hashing them takes long
-    ranks = tuple(sorted({rank for of_set in sets for rank in of_set}))
-    unit = Unit(ranks, (ranks,), 0)
-    counted = CountedUnit(unit, plan, gpus_per_node)
-    unit.muon[:] = [sum(bucket.held for bucket in counted.of_copies[0].buckets_of(rank)) for rank in ranks]
-    unit.adamw[:] = adamw_elements
-    world = max(ranks, default=-1) + 1 if world is None else world
+    buckets, ranks = count_plan(plan, lambda rank: rank // gpus_per_node), plan.loads()
+    voting = {rank for of_set in plan.digests if len(of_set) > 1 for rank in of_set}
+    shares = {
+        rank: [Share(0, Stored(), found, sum(b.held for b in found), adamw_elements, int(rank in voting))]
+        for rank, found in buckets.items()
+    }
     elements = sum(item.numel for item in plan.items)
     return Exact(
         "the plan given",
@@ -44,9 +43,9 @@ def exact_of(
         elements + adamw_elements,
         elements,
         adamw_elements,
-        Mesh(dp=max(1, world), gpus_per_node=gpus_per_node),
-        classes_of([counted], world, lambda unit, at: Stored(), lambda buckets: 0),
-        kinds_of([counted]),
+        Mesh(dp=max(1, max(ranks, default=-1) + 1 if world is None else world), gpus_per_node=gpus_per_node),
+        classes_of(shares, lambda buckets: 0),
+        kinds_of([plan]),
     )
 
 
@@ -73,23 +72,6 @@ def price_plan(
     hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
     return price(exact_of(plan, per_node, adamw_elements, world), hardware)
-
-
-def _splitting(plan: Plan, hardware: Hardware, as_it_is: Price) -> list[str]:
-    """A line on what splitting large matrices among owners would take, if there are any."""
-    found = list[tuple[float, int, int]]()
-    policy = Policy("auto" if plan.policy.route == "auto" else "owner", machine=plan.policy.machine)
-    for num in (2, 4) if plan.policy.split_k == 1 else ():
-        other = make_plan(plan.specs, policy._replace(split_k=num))
-        taken = sum(item.parts > 1 and not item.part for item in other.items)
-        if taken:
-            step = price(exact_of(other, plan.policy.machine.per_node), hardware).step
-            found.append((step.mid / as_it_is.step.mid, taken, num))
-    return [
-        f"{num} matrices split among {owners} owners each: {times:.3g}x as long, within rounding; write "
-        f"Orthogonalizer(split_k={owners})"
-        for times, num, owners in sorted(found)[:1]
-    ]
 
 
 def summary(plan: Plan) -> list[str]:
@@ -119,5 +101,4 @@ def summary(plan: Plan) -> list[str]:
         else:
             waiting = found.parts["waiting for exchanges"].mid / found.step.mid
             lines.append(f"a step on {machine.name}: {found.step}, of which {waiting:.0%} waits for exchanges")
-            lines += _splitting(plan, load(known), found)
     return [*lines, *(f"ranks {ranks_text(choice.ranks)}: {choice.text}" for choice in plan.choices)]

@@ -133,7 +133,7 @@ def peak_bytes(
         coefficients: Shape -> its Newton-Schulz steps.
     """
     moves = _Moves(weights, device, coefficients)
-    turned: Iterator[Iterator[int]] = (
+    turned: Iterator[list[int]] = (
         getattr(moves, turn)(buckets[at]) for turn, at in turns([bucket.relays for bucket in buckets])
     )
     return max(itertools.accumulate(itertools.chain.from_iterable(turned), initial=0))
@@ -146,61 +146,50 @@ class _Moves(NamedTuple):
     device: str
     coefficients: Mapping[tuple[int, int], Triples]
 
-    def begin(self, b: BucketCount) -> Iterator[int]:
+    def begin(self, b: BucketCount) -> list[int]:
         shards = b.batches if b.route == "gram" else 0
-        yield b.gather.bytes + shards
-        yield from self._stepped(b, b.stepped[0])
-        yield b.gather_received.bytes
-        yield b.batches - shards
-        yield from self._stepped(b, b.stepped[1])
+        packed, filled = (self._stepped(b, portion) for portion in b.stepped)
+        sent, came = b.gather.bytes + shards, b.gather_received.bytes
+        return [sent, packed, -packed, came, b.batches - shards, filled, -filled]
 
-    def compute(self, b: BucketCount) -> Iterator[int]:
-        yield -b.gather.bytes
+    def compute(self, b: BucketCount) -> list[int]:
         if b.route == "gram":  # what came is held until what goes back is packed
-            yield b.scatter.bytes
-            yield -b.gather_received.bytes
-        else:
-            yield -b.gather_received.bytes
-            wire, slices = getattr(torch, b.wire), 0
-            for m, parts in zip(b.matrices, b.owners or itertools.repeat(1), strict=False):
-                settings = m.how, wire, self.device, self.coefficients[m[:2]]
-                if parts > 1:  # in step with each other
-                    slices += m.num * slice_space(m[:2], parts, *settings)
-                else:
-                    yield from _passing(work_space((m.num, *m[:2]), *settings))
-            yield from _passing(slices)
-            yield b.scatter.bytes
-        yield b.scatter_received.bytes
+            return [-b.gather.bytes, b.scatter.bytes, -b.gather_received.bytes, b.scatter_received.bytes]
+        taken, slices = list[int](), 0
+        for m in b.matrices:
+            settings = m.how, getattr(torch, b.wire), self.device, self.coefficients[m[:2]]
+            if m.owners > 1:  # in step with each other
+                slices += m.num * slice_space(m[:2], m.owners, *settings)
+            else:
+                taken.append(work_space((m.num, *m[:2]), *settings))
+        most = max([*taken, slices], default=0)  # one after the other
+        return [-b.gather.bytes - b.gather_received.bytes, most, -most, b.scatter.bytes, b.scatter_received.bytes]
 
-    def apply(self, b: BucketCount) -> Iterator[int]:
-        yield b.relay.bytes - b.scatter.bytes
-        yield from self._applied(b, b.applied[0])
-        yield b.relay_received.bytes - b.batches - b.scatter_received.bytes
+    def apply(self, b: BucketCount) -> list[int]:
+        made = self._applied(b, b.applied[0])
+        done = b.batches + b.scatter_received.bytes
+        return [b.relay.bytes - b.scatter.bytes, made, -made, b.relay_received.bytes - done]
 
-    def finish(self, b: BucketCount) -> Iterator[int]:
-        yield -b.relay.bytes
-        yield from self._applied(b, b.applied[1])
-        yield -b.relay_received.bytes
+    def finish(self, b: BucketCount) -> list[int]:
+        made = self._applied(b, b.applied[1])
+        return [-b.relay.bytes, made, -made, -b.relay_received.bytes]
 
-    def _stepped(self, b: BucketCount, portion: int) -> Iterator[int]:
+    def _stepped(self, b: BucketCount, portion: int) -> int:
         """The new momentum of a portion; on CPUs nothing if the buffer has the weights' dtype, as it is made there."""
-        if self.device != "cpu" or getattr(torch, b.wire) != self.weights:
-            yield from _passing(self.weights.itemsize * self._at_once(portion))
+        made_there = self.device == "cpu" and getattr(torch, b.wire) == self.weights
+        return 0 if made_there else self.weights.itemsize * self._at_once(portion)
 
-    def _applied(self, b: BucketCount, portion: int) -> Iterator[int]:
+    def _applied(self, b: BucketCount, portion: int) -> int:
         """Results in the dtype in which weights take them, and 16-bit weights as fp32, of what is applied at once.
 
         A CPU's `add` widens 16-bit results itself, at most 512 KiB at a time, which is not counted.
         """
-        half, wire = self.weights.itemsize == 2, getattr(torch, b.wire)
+        half: bool = self.weights.itemsize == 2
+        wire: torch.dtype = getattr(torch, b.wire)
         wide = torch.float32 if half else self.weights
-        made = int(half) + (wire != wide and not (self.device == "cpu" and wire.itemsize == 2))
-        yield from _passing(made * wide.itemsize * self._at_once(portion))
+        made = half + (wire != wide and not (self.device == "cpu" and wire.itemsize == 2))
+        return made * wide.itemsize * self._at_once(portion)
 
     def _at_once(self, portion: int) -> int:
         """Elements, of a portion, that one operation makes: a large tile is cut on CPUs."""
         return min(portion, PORTION) if self.device == "cpu" else portion
-
-
-def _passing(size: int) -> tuple[int, int]:
-    return size, -size

@@ -24,7 +24,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from shardmuon.layout.views import Ints
 from shardmuon.options import VIEW_DEFAULTS
@@ -173,14 +172,7 @@ def model_from_function(text: str, meta: bool) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------------ modules from shapes
 
-
-class _Unwritten(TorchFunctionMode):
-    """Leaves parameters as they are: what is drawn for tensors without data is lost, and takes imports of 2 s."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("normal_", "uniform_", "fill_", "zero_"):
-            return args[0] if args else next(iter(kwargs.values()))
-        return func(*args, **(kwargs or {}))
+_Make = Callable[[Ints], nn.Module]  # shape of a module's first parameter -> the module
 
 
 @cache
@@ -189,15 +181,17 @@ def _type(name: str) -> type[nn.Module]:
     return type(name, (nn.Module,), {})
 
 
-def _named(name: str, **numbers: Any) -> nn.Module:
-    """An empty module of a type of this name, with the numbers that routing reads off it."""
-    made = _type(name)()
+def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
+    """A module of a type without parameters, with the numbers that routing reads off it. Its own `__init__` would draw
+    values."""
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
     made.__dict__.update(numbers)
     return made
 
 
 def modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta") -> nn.Module:
-    """Modules with parameters of these names and shapes, without values.
+    """Modules with parameters of these names and shapes, without values, that nobody can call.
 
     Args:
         shapes: Of all parameters, in the model's order.
@@ -205,38 +199,32 @@ def modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta"
             weights are linear layers, those called embed are embeddings, 1-D ones called norm are norms.
         device: Of the parameters.
     """
-    root = _named("Model")
-    with torch.device(device), _Unwritten():
-        for name, shape in shapes.items():
-            *path, leaf = name.split(".")
-            node = root
-            for at, part in enumerate(path):
-                if part not in node._modules:
-                    by_parent = kinds.get(f"{path[at - 1]}.*")
-                    make = kinds.get(part) or by_parent or (_leaf if at + 1 == len(path) else _inner)
-                    node.add_module(part, make(part, shape))
-                node = cast(nn.Module, node._modules[part])
-            if node._parameters.get(leaf) is None:
-                node.register_parameter(leaf, nn.Parameter(torch.empty(shape)))
+    root = _bare(_type("Model"))
+    for name, shape in shapes.items():
+        node, above = root, ""
+        *path, leaf = name.split(".")
+        for depth, part in enumerate(path, 1):
+            if part not in node._modules:
+                make = kinds.get(part) or kinds.get(f"{above}.*")
+                is_leaf = depth == len(path)
+                made = make(shape) if make else _leaf(part, shape) if is_leaf else _bare(_type("Node"))
+                node.add_module(part, made)
+            node, above = cast(nn.Module, node._modules[part]), part
+        node.register_parameter(leaf, nn.Parameter(torch.empty(shape, device=device)))
     return root
-
-
-_Make = Callable[[str, Ints], nn.Module]  # name of a module, shape of its first parameter -> the module
-
-
-def _inner(name: str, shape: Ints) -> nn.Module:
-    return _named("Node")
 
 
 def _leaf(name: str, shape: Ints) -> nn.Module:
     if len(shape) == 2 and ("embed" in name or name in ("wte", "wpe")):
-        return nn.Embedding(*shape)
+        return _bare(nn.Embedding, num_embeddings=shape[0], embedding_dim=shape[1])
     if len(shape) == 2:
-        return nn.Linear(shape[1], shape[0], bias=False)
-    return nn.RMSNorm(shape[0]) if len(shape) == 1 and "norm" in name else _named("Node")
+        made = _bare(nn.Linear, in_features=shape[1], out_features=shape[0])
+        made._parameters.update(weight=None, bias=None)  # in torch's order
+        return made
+    return _bare(nn.RMSNorm if len(shape) == 1 and "norm" in name else _type("Node"))
 
 
-# --------------------------------------------------------------------------------------------------------- decoders
+# ----------------------------------------------------------------------------------------------------------- decoders
 
 
 # Sizes of a decoder in the words of Hugging Face's configurations, and what they are where nothing says it.
@@ -268,6 +256,122 @@ _DECODER: Mapping[str, Any] = {
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
+# Parameters in a decoder's order: conditions, name, dims; all in words of `_words`. Those of a layer stand under
+# model.layers.N. "plain" is GPT-2's layer: linear layers are stored inputs first, q, k and v are fused in columns.
+_FIRST = (
+    ("", "model.embed_tokens.weight", "vocab width"),
+    ("plain", "model.embed_positions.weight", "positions width"),
+)
+_LAYER = (
+    *(("plain", f"ln_1.{leaf}", "width") for leaf in ("weight", "bias")),
+    ("plain", "attn.c_attn.weight", "width 3width"),
+    ("plain", "attn.c_attn.bias", "3width"),
+    ("plain", "attn.c_proj.weight", "width width"),
+    ("plain", "attn.c_proj.bias", "width"),
+    *(("plain", f"ln_2.{leaf}", "width") for leaf in ("weight", "bias")),
+    ("plain", "mlp.c_fc.weight", "width inner"),
+    ("plain", "mlp.c_fc.bias", "inner"),
+    ("plain", "mlp.c_proj.weight", "inner width"),
+    ("plain", "mlp.c_proj.bias", "width"),
+    ("norms", "input_layernorm.weight", "width"),
+    # grouped-query attention
+    ("grouped sinks", "self_attn.sinks", "heads"),
+    ("grouped", "self_attn.q_proj.weight", "q width"),
+    ("grouped bias", "self_attn.q_proj.bias", "q"),
+    ("grouped", "self_attn.k_proj.weight", "kv width"),
+    ("grouped bias", "self_attn.k_proj.bias", "kv"),
+    ("grouped", "self_attn.v_proj.weight", "kv width"),
+    ("grouped bias", "self_attn.v_proj.bias", "kv"),
+    ("grouped", "self_attn.o_proj.weight", "width q"),
+    ("grouped bias_of_o", "self_attn.o_proj.bias", "width"),
+    ("grouped qk_norm", "self_attn.q_norm.weight", "q_norm"),
+    ("grouped qk_norm", "self_attn.k_norm.weight", "k_norm"),
+    # DeepSeek's latent attention, with fused weights that routing splits
+    ("latent whole_q", "self_attn.q_proj.weight", "latent_q width"),
+    ("latent q_rank", "self_attn.q_a_proj.weight", "q_rank width"),
+    ("latent q_rank", "self_attn.q_a_layernorm.weight", "q_rank"),
+    ("latent q_rank", "self_attn.q_b_proj.weight", "latent_q q_rank"),
+    ("latent", "self_attn.kv_a_proj_with_mqa.weight", "kv_a width"),
+    ("latent", "self_attn.kv_a_layernorm.weight", "latent"),
+    ("latent", "self_attn.kv_b_proj.weight", "kv_b latent"),
+    ("latent", "self_attn.o_proj.weight", "width v"),
+    ("norms", "post_attention_layernorm.weight", "width"),
+    ("dense", "mlp.gate_proj.weight", "inner width"),
+    ("dense", "mlp.up_proj.weight", "inner width"),
+    ("dense", "mlp.down_proj.weight", "width inner"),
+    # router, experts as stacks (gpt-oss's: gate and up by turns in the columns of one), shared experts as one layer
+    ("experts", "mlp.router.weight", "experts width"),
+    ("experts router_bias", "mlp.router.bias", "experts"),
+    ("experts biased", "mlp.experts.gate_up_proj", "experts width 2each"),
+    ("experts biased", "mlp.experts.gate_up_proj_bias", "experts 2each"),
+    ("experts biased", "mlp.experts.down_proj", "experts each width"),
+    ("experts biased", "mlp.experts.down_proj_bias", "experts width"),
+    ("experts unbiased", "mlp.experts.w1", "experts each width"),
+    ("experts unbiased", "mlp.experts.w2", "experts width each"),
+    ("experts unbiased", "mlp.experts.w3", "experts each width"),
+    ("experts shared", "mlp.shared_experts.gate_proj.weight", "shared width"),
+    ("experts shared", "mlp.shared_experts.up_proj.weight", "shared width"),
+    ("experts shared", "mlp.shared_experts.down_proj.weight", "width shared"),
+)
+_LAST = (
+    ("", "model.norm.weight", "width"),
+    ("plain", "model.norm.bias", "width"),
+    ("", "lm_head.weight", "vocab width"),
+)
+
+
+def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
+    """Dims and conditions (not 0) of a decoder's parameters, and of one of its layers."""
+    width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
+    head, plain, all_heads = c.head_dim or width // heads, c.mlp == "plain", c.qk_norm == "all"
+    q, kv, each = heads * head, (c.num_key_value_heads or heads) * head, c.moe_intermediate_size
+    others = layer < c.first_k_dense or layer in c.dense_layers or (layer + 1) % c.sparse_step
+    experts = 0 if others else c.num_experts
+    return {
+        "vocab": c.vocab_size,
+        "width": width,
+        "inner": c.intermediate_size or 4 * width,
+        "positions": c.max_position_embeddings,
+        "plain": plain,
+        "norms": not plain,
+        "dense": not plain and not experts,
+        "3width": 3 * width,
+        "grouped": not plain and not c.kv_lora_rank,
+        "heads": heads,
+        "q": q,
+        "kv": kv,
+        "q_norm": q if all_heads else head,
+        "k_norm": kv if all_heads else head,
+        "qk_norm": bool(c.qk_norm),
+        "sinks": c.attention_sinks,
+        "bias": bool(c.attention_bias),
+        "bias_of_o": c.attention_bias == "all",
+        "latent": c.kv_lora_rank,
+        "latent_q": heads * (nope + rope),
+        "q_rank": c.q_lora_rank,
+        "whole_q": not c.q_lora_rank,
+        "kv_a": c.kv_lora_rank + rope,
+        "kv_b": heads * (nope + c.v_head_dim),
+        "v": heads * c.v_head_dim,
+        "experts": experts,
+        "router_bias": c.router_bias,
+        "each": each,
+        "2each": 2 * each,
+        "biased": c.expert_bias,
+        "unbiased": not c.expert_bias,
+        "shared": c.shared_intermediate_size or c.num_shared_experts * each,
+    }
+
+
+def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], above: str = "") -> dict[str, Ints]:
+    """Names and shapes of the rows whose conditions hold."""
+    return {
+        above + name: tuple(words[dim] for dim in dims.split())
+        for conditions, name, dims in rows
+        if all(words[condition] for condition in conditions.split())
+    }
+
+
 def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     """A decoder's modules, without a forward: names and shapes as Hugging Face's, experts as torchtitan's stacks.
 
@@ -280,111 +384,23 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     c = SimpleNamespace(**{**_DECODER, **sizes})
     latent = {key: getattr(c, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
     kinds: dict[str, _Make] = {
-        "layers.*": lambda _, shape: _named("Layer"),
-        "router": lambda _, shape: _named("MoeTopKRouter"),
-        "experts": lambda _, shape: _named("GptOssExperts" if c.expert_bias else "GroupedExperts"),
-        "attn": lambda _, shape: _named("GPT2Attention", split_size=c.hidden_size, is_cross_attention=False),
-        **dict.fromkeys(("c_attn", "c_proj", "c_fc"), lambda _, shape: _named("Conv1D", nx=shape[0], nf=shape[1])),
+        "layers.*": lambda shape: _bare(_type("Layer")),
+        "router": lambda shape: _bare(_type("MoeTopKRouter")),
+        "experts": lambda shape: _bare(_type("GptOssExperts" if c.expert_bias else "GroupedExperts")),
+        "attn": lambda shape: _bare(_type("GPT2Attention"), split_size=c.hidden_size, is_cross_attention=False),
+        **dict.fromkeys(("c_attn", "c_proj", "c_fc"), lambda shape: _bare(_type("Conv1D"), nx=shape[0], nf=shape[1])),
     }
     if c.kv_lora_rank:
-        kinds["self_attn"] = lambda _, shape: _named("DeepseekV3Attention", num_heads=c.num_attention_heads, **latent)
-    made: Any = modules_of(_decoder(c), kinds, device)
+        attention = _type("DeepseekV3Attention")
+        kinds["self_attn"] = lambda shape: _bare(attention, num_heads=c.num_attention_heads, **latent)
+    shapes = _shapes(_FIRST, _words(c))
+    for layer in range(c.num_hidden_layers):
+        shapes |= _shapes(_LAYER, _words(c, layer), f"model.layers.{layer}.")
+    made: Any = modules_of(shapes | _shapes(_LAST, _words(c)), kinds, device)
     made.config = vars(c)
     if c.tie_word_embeddings:
         made.lm_head.weight = made.model.embed_tokens.weight
     return cast(nn.Module, made)
-
-
-def _decoder(c: SimpleNamespace) -> _Shapes:
-    """Parameters of a decoder, in its order."""
-    width, plain = c.hidden_size, c.mlp == "plain"
-    found: dict[str, Ints] = {"model.embed_tokens.weight": (c.vocab_size, width)}
-    if plain:
-        found["model.embed_positions.weight"] = (c.max_position_embeddings, width)
-    for i in range(c.num_hidden_layers):
-        found |= _under(f"model.layers.{i}", _plain_layer(c) if plain else _layer(c, i))
-    norm = {"model.norm.weight": (width,)} | ({"model.norm.bias": (width,)} if plain else {})
-    return found | norm | {"lm_head.weight": (c.vocab_size, width)}
-
-
-def _under(above: str, shapes: _Shapes) -> dict[str, Ints]:
-    return {f"{above}.{name}": shape for name, shape in shapes.items()}
-
-
-def _plain_layer(c: SimpleNamespace) -> _Shapes:
-    """GPT-2's layer: linear layers are stored inputs first, q, k and v are fused in columns."""
-    width, inner = c.hidden_size, c.intermediate_size or 4 * c.hidden_size
-    sizes: dict[str, Ints] = {
-        "ln_1": (width,),
-        "attn.c_attn": (width, 3 * width),
-        "attn.c_proj": (width, width),
-        "ln_2": (width,),
-        "mlp.c_fc": (width, inner),
-        "mlp.c_proj": (inner, width),
-    }
-    both = ({f"{name}.weight": shape, f"{name}.bias": shape[-1:]} for name, shape in sizes.items())
-    return {name: shape for of_one in both for name, shape in of_one.items()}
-
-
-def _layer(c: SimpleNamespace, index: int) -> _Shapes:
-    attention = _latent_attention(c) if c.kv_lora_rank else _attention(c)
-    sparse = c.num_experts and index >= c.first_k_dense and index not in c.dense_layers
-    sparse = sparse and (index + 1) % c.sparse_step == 0
-    mlp = _experts(c) if sparse else _gated(c.hidden_size, c.intermediate_size)
-    norms: list[dict[str, Ints]] = [{f"{at}_layernorm.weight": (c.hidden_size,)} for at in ("input", "post_attention")]
-    return norms[0] | _under("self_attn", attention) | norms[1] | _under("mlp", mlp)
-
-
-def _attention(c: SimpleNamespace) -> _Shapes:
-    """Grouped-query attention."""
-    head = c.head_dim or c.hidden_size // c.num_attention_heads
-    q, kv = (num * head for num in (c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads))
-    found: dict[str, Ints] = {"sinks": (c.num_attention_heads,)} if c.attention_sinks else {}
-    for name, rows in (("q", q), ("k", kv), ("v", kv), ("o", c.hidden_size)):
-        found[f"{name}_proj.weight"] = (rows, q if name == "o" else c.hidden_size)
-        if c.attention_bias == "all" or (c.attention_bias and name != "o"):
-            found[f"{name}_proj.bias"] = (rows,)
-    if c.qk_norm:
-        found |= {f"{name}_norm.weight": (n if c.qk_norm == "all" else head,) for name, n in (("q", q), ("k", kv))}
-    return found
-
-
-def _latent_attention(c: SimpleNamespace) -> _Shapes:
-    """DeepSeek's, with fused weights that routing splits."""
-    width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
-    found: dict[str, Ints] = {"q_proj.weight": (heads * (nope + rope), width)}
-    if c.q_lora_rank:
-        found = {
-            "q_a_proj.weight": (c.q_lora_rank, width),
-            "q_a_layernorm.weight": (c.q_lora_rank,),
-            "q_b_proj.weight": (heads * (nope + rope), c.q_lora_rank),
-        }
-    return found | {
-        "kv_a_proj_with_mqa.weight": (c.kv_lora_rank + rope, width),
-        "kv_a_layernorm.weight": (c.kv_lora_rank,),
-        "kv_b_proj.weight": (heads * (nope + c.v_head_dim), c.kv_lora_rank),
-        "o_proj.weight": (width, heads * c.v_head_dim),
-    }
-
-
-def _gated(width: int, inner: int) -> _Shapes:
-    return {"gate_proj.weight": (inner, width), "up_proj.weight": (inner, width), "down_proj.weight": (width, inner)}
-
-
-def _experts(c: SimpleNamespace) -> _Shapes:
-    """Router, experts as stacks, shared experts as one layer."""
-    num, width, inner = c.num_experts, c.hidden_size, c.moe_intermediate_size
-    found: dict[str, Ints] = {"router.weight": (num, width)} | ({"router.bias": (num,)} if c.router_bias else {})
-    stacks: dict[str, Ints] = {"w1": (num, inner, width), "w2": (num, width, inner), "w3": (num, inner, width)}
-    if c.expert_bias:  # gate and up by turns in the columns of one stack, inputs first
-        stacks = {
-            "gate_up_proj": (num, width, 2 * inner),
-            "gate_up_proj_bias": (num, 2 * inner),
-            "down_proj": (num, inner, width),
-            "down_proj_bias": (num, width),
-        }
-    shared = c.shared_intermediate_size or c.num_shared_experts * inner
-    return found | _under("experts", stacks) | (_under("shared_experts", _gated(width, shared)) if shared else {})
 
 
 # ------------------------------------------------------------------------------------------------- configurations
@@ -443,17 +459,14 @@ _MODEL_TYPES: dict[str, dict[str, Any]] = {  # model_type -> what its configurat
 
 def _entries(config: Any) -> Mapping[str, Any]:
     """A configuration as a mapping: config.json, transformers' object, or any object with attributes."""
-    if isinstance(config, Mapping):
-        return config
     if hasattr(config, "to_dict"):
-        found: Mapping[str, Any] = config.to_dict()
-        return found
-    return getattr(config, "__dict__", {})
+        config = config.to_dict()
+    return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
 
 
 def flattened(given: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration together with the entries of configurations inside it."""
-    inner = (flattened(_entries(given[key])) for key in _INNER if isinstance(given.get(key), Mapping))
+    inner = (flattened(given[key]) for key in _INNER if isinstance(given.get(key), Mapping))
     return dict(given) | {key: value for one in inner for key, value in one.items()}
 
 

@@ -10,20 +10,11 @@ Exact counts come in (`types.Exact`), hardware comes in as data; both are given,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
-from shardmuon.foresight.hardware import (
-    Hardware,
-    Uses,
-    exchange_seconds,
-    memory_seconds,
-    pass_seconds,
-    product_seconds,
-    slowdown,
-)
-from shardmuon.foresight.types import NOTHING, BucketCount, Exact, Matrices, RankClass, Sent, Time, total
+from shardmuon.foresight.hardware import Hardware, Rates, Uses, interval
+from shardmuon.foresight.types import BucketCount, Exact, RankClass, Sent, Time
 from shardmuon.plan import pipeline
 from shardmuon.plan.pipeline import BucketTimes, Course, Event
 
@@ -35,9 +26,13 @@ FACTORS = {
     "overlap": "whether exchanges pass while products run",
     "host": "what Python and launches take",
 }
+_EXCHANGES = ("gather", "scatter", "relay")
 _WIRE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _Pick = Mapping[str, int]  # factor -> 0, 1 or 2: at its best, in the middle, at its worst
-_BEST, _MIDDLE, _WORST = (dict.fromkeys(FACTORS, which) for which in range(3))
+_Seconds = dict[str, float]  # by factor
+_MIDDLE = dict.fromkeys(FACTORS, 1)
+_Key = tuple[object, ...]  # tells buckets of different groups of ranks apart; equal on all ranks of a group
+_Held = tuple[_Key, BucketCount]  # a bucket as the ranks of one class carry it out
 
 
 @dataclass(frozen=True)
@@ -82,24 +77,9 @@ class Price:
     def share(self) -> Time:
         """Share of the optimizer in a training step, as fractions; zeros without tokens."""
         if self.training is None:
-            return NOTHING
+            return Time(0.0, 0.0, 0.0)
         whole = (self.training.hi, self.training.mid, self.training.lo)
         return Time(*(ours / (ours + other) for ours, other in zip(self.step, whole, strict=True)))
-
-
-class _Durations(NamedTuple):
-    """One bucket on one rank: phase -> factor -> seconds; None for an exchange that there is not."""
-
-    key: tuple[object, ...] | None
-    phases: Mapping[str, dict[str, Time] | None]
-
-    def work(self, pick: _Pick) -> BucketTimes:
-        found: dict[str, Any] = {name: None if of is None else _sum(of, pick) for name, of in self.phases.items()}
-        return BucketTimes(self.key, **found)
-
-
-def _sum(of_factors: Mapping[str, Time], pick: _Pick) -> float:
-    return sum(time[pick[factor]] for factor, time in of_factors.items())
 
 
 def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> Price:
@@ -115,26 +95,25 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
     """
     if tokens is not None and not 0 < tokens < math.inf:
         raise ValueError(f"tokens={tokens} must be a number above 0. Write the tokens of one step, e.g. 4e6")
-    pricer = _Pricer(exact, hardware)
-    best, middle, worst = (pricer.run(pick) for pick in (_BEST, _MIDDLE, _WORST))
-    ends = [course.end for course in middle]
-    slowest = max(range(len(ends)), key=lambda i: (ends[i], -i))
-    step = Time(*(max(course.end for course in courses) for courses in (best, middle, worst)))
-    step = Time(min(step), sorted(step)[1], max(step))
-    training = None if tokens is None else training_seconds(exact, hardware, tokens, pricer.uses)
+    uses = Uses()
+    pricer = _Pricer(exact, hardware, uses)
+    best, middle, worst = (pricer.run(dict.fromkeys(FACTORS, which)) for which in range(3))
+    slowest = max(range(len(middle)), key=lambda i: (middle[i].end, -i))
+    step = Time(*sorted(max(course.end for course in courses) for courses in (best, middle, worst)))
+    training = None if tokens is None else training_seconds(exact, hardware, tokens, uses)
     found = exact.classes[slowest]
     return Price(
         hardware=hardware.name,
         step=step,
         rank=found.example,
-        parts=pricer.parts(slowest, (best[slowest], middle[slowest], worst[slowest])),
+        parts=pricer.parts(slowest, [courses[slowest].waited for courses in (best, middle, worst)]),
         timeline=middle[slowest].events,
         reasons=pricer.reasons(step, found.stage),
-        ends={c.example: end for c, end in zip(exact.classes, ends, strict=True)},
+        ends={c.example: course.end for c, course in zip(exact.classes, middle, strict=True)},
         tokens=tokens,
         training=training,
-        unverified=dict(pricer.uses.unverified),
-        extrapolated=tuple(pricer.uses.extrapolated),
+        unverified=dict(sorted(uses.unverified.items())),
+        extrapolated=tuple(uses.extrapolated),
     )
 
 
@@ -145,55 +124,46 @@ def training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Uses
             f"{exact.model}: how many FLOPs a token takes is not known, so no share of a training step can be told. "
             "Leave --tokens-per-step out"
         )
-    peak = uses.fact("peak bfloat16", hardware.peak("bfloat16"))
-    reached = uses.fact("mfu", hardware.facts["mfu"])
     work = exact.tokens_flops * tokens / exact.world
-    return Time(work / (peak.hi * reached.hi), work / (peak.mid * reached.mid), work / (peak.lo * reached.lo))
+    return interval(hardware, uses, lambda rates: work / (rates.peak("bfloat16") * rates.fact("mfu")))
 
 
-def adamw_step(exact: Exact, hardware: Hardware, uses: Uses) -> Time:
+def adamw_step(exact: Exact, hardware: Hardware) -> Time:
     """Seconds of a step of AdamW on all parameters, of the rank that holds most."""
-    elements = max(c.muon_elements + c.adamw_elements for c in exact.classes)
-    passes = pass_seconds(hardware, "adamw", elements, max(1, elements / 64), 4, uses)
-    return hardware.facts["host_step"].value.plus(passes)
+    most = max(c.muon_elements + c.adamw_elements for c in exact.classes)
+    return interval(
+        hardware, Uses(), lambda rates: rates.fact("host_step") + rates.passed("adamw", most, max(1, most / 64), 4)
+    )
 
 
 class _Pricer:
-    """Durations of all classes of ranks, and steps of them."""
+    """Seconds of what all classes of ranks do, and steps of them."""
 
-    def __init__(self, exact: Exact, hardware: Hardware) -> None:
-        self._exact, self._hardware, self.uses = exact, hardware, Uses()
-        self._known: dict[tuple[object, ...], Time] = {}
-        per_node = min(exact.world, hardware.gpus_per_node, exact.mesh.gpus_per_node)
-        self._slower = slowdown(hardware, per_node, self.uses)
-        self._fragments = _fragments_of(exact)
-        facts = hardware.facts
-        self._each = {name: self.uses.fact(name, facts[name]) for name in ("host_matrix", "host_bucket")}
-        self._overlap = self.uses.fact("overlap", facts["overlap"])
-        votes = max((c.votes for c in exact.classes), default=0)
-        doublings = math.log2(max(2, exact.world)) if votes and exact.world > 1 else 0.0
-        self._first = {
-            "host": self.uses.fact("host_step", facts["host_step"]),
-            "latency": self.uses.fact("agreement", facts["agreement"]).times(doublings * votes),
-        }
-        known: dict[tuple[int, int], _Durations] = {}  # stage, bucket: classes share what they do alike
-        for c in exact.classes:
-            known.update({(c.stage, id(b)): self._bucket(c, b) for b in c.buckets if (c.stage, id(b)) not in known})
-        self.durations = [[known[c.stage, id(b)] for b in c.buckets] for c in exact.classes]
-        self._slowest_of_each_exchange()
-        self._last = [{"memory": self._adamw(c)} for c in exact.classes]
+    def __init__(self, exact: Exact, hardware: Hardware, uses: Uses) -> None:
+        self._exact = exact
+        fragments = _fragments_of(exact)
+        held: dict[_Held, int] = {}  # classes share what they do alike
+        self._held = [[held.setdefault((_group(c, b), b), len(held)) for b in c.buckets] for c in exact.classes]
+        self._parts = [_Parts(exact, list(held), fragments, Rates(hardware, which, uses)) for which in range(3)]
 
     def run(self, pick: _Pick, stage: int | None = None) -> list[Course]:
         """A step with each factor where it is picked; of one pipeline stage alone, which no other one waits for."""
-        overlap = (self._overlap.hi, self._overlap.mid, self._overlap.lo)[pick["overlap"]]
-        which = [i for i, c in enumerate(self._exact.classes) if stage is None or c.stage == stage]
-        works = {id(found): found.work(pick) for found in {id(f): f for i in which for f in self.durations[i]}.values()}
+        which = [i for i, c in enumerate(self._exact.classes) if stage in (None, c.stage)]
+        times = {number: self._times(number, pick) for number in {n for i in which for n in self._held[i]}}
         return pipeline.run(
-            [[works[id(found)] for found in self.durations[i]] for i in which],
-            _sum(self._first, pick),
-            [_sum(self._last[i], pick) for i in which],
-            overlap,
+            [[times[number] for number in self._held[i]] for i in which],
+            sum(self._parts[pick[factor]].first[factor] for factor in ("host", "latency")),
+            [self._parts[pick["memory"]].adamw[i] for i in which],
+            self._parts[pick["overlap"]].overlap,
         )
+
+    def _times(self, number: int, pick: _Pick) -> BucketTimes:
+        key, phases = self._parts[1].phases[number]
+        found: dict[str, float | None] = {}
+        for phase, seconds in phases.items():
+            picked = ((self._parts[pick[f]].phases[number][1][phase] or {})[f] for f in seconds or ())
+            found[phase] = None if seconds is None else sum(picked)
+        return BucketTimes(key, **found)  # type: ignore[arg-type]
 
     def reasons(self, step: Time, stage: int) -> tuple[tuple[str, str, float], ...]:
         """Each uncertain factor with a text and its share of the interval's width, found in the stage that takes
@@ -204,135 +174,127 @@ class _Pricer:
             found.append((factor, text, max(0.0, high - low) / (step.hi - step.lo) if step.hi > step.lo else 0.0))
         return tuple(sorted(found, key=lambda row: -row[2]))
 
-    def parts(self, number: int, courses: tuple[Course, Course, Course]) -> dict[str, Time]:
+    def parts(self, number: int, waited: Sequence[float]) -> dict[str, Time]:
         """Seconds of one class of ranks, by what they are spent on."""
 
-        def of(phases: Iterable[str], factor: str) -> Time:
-            spent = (d.phases[phase] or {} for d in self.durations[number] for phase in phases)
-            return total(of_phase.get(factor, NOTHING) for of_phase in spent)
+        def spent(parts: _Parts, factor: str) -> float:
+            of_buckets = (parts.phases[n][1].items() for n in self._held[number])
+            return sum(
+                (seconds or {}).get(factor, 0.0)
+                for phases in of_buckets
+                for phase, seconds in phases
+                if phase not in _EXCHANGES
+            )
 
-        working = ("pack", "fill", "orthogonalize", "apply", "finish")
-        waited = sorted(course.waited for course in courses)
         return {
-            "products": of(working, "products"),
-            "momentum, copies, weights": of(working, "memory"),
-            "AdamW": self._last[number]["memory"],
-            "host": of(working, "host").plus(self._first["host"]),
-            "vote": self._first["latency"],
-            "waiting for exchanges": Time(waited[0], courses[1].waited, waited[2]),
+            "products": Time(*(spent(parts, "products") for parts in self._parts)),
+            "momentum, copies, weights": Time(*(spent(parts, "memory") for parts in self._parts)),
+            "AdamW": Time(*(parts.adamw[number] for parts in self._parts)),
+            "host": Time(*(spent(parts, "host") + parts.first["host"] for parts in self._parts)),
+            "vote": Time(*(parts.first["latency"] for parts in self._parts)),
+            "waiting for exchanges": Time(min(waited[0], waited[2]), waited[1], max(waited[0], waited[2])),
         }
 
-    def _bucket(self, rank: RankClass, bucket: BucketCount) -> _Durations:
-        fragments = self._fragments[_identity(rank, bucket)] if bucket.held else 0
-        size = bucket.held / max(1, fragments)
-        wire = _WIRE_BYTES[bucket.wire]
 
-        def passed(what: str, elements: int, calls: float = 0.0, copied: int = 0) -> dict[str, Time]:
-            host = self._each["host_matrix"].times(fragments / 2 * elements / max(1, bucket.held))
-            memory = self._pass(what, elements, size, wire).plus(memory_seconds(self._hardware, 2 * copied, self.uses))
-            return {"memory": memory, "host": host.plus(self._each["host_bucket"].times(calls))}
+class _Parts:
+    """The seconds that a step is made of, by factor, with everything uncertain at one end or in the middle.
 
+    Attributes:
+        overlap: Share of an exchange that passes beside products.
+        first: Before the first bucket.
+        phases: Of each bucket the key of its exchanges, None if nothing moves, and phase -> factor -> seconds; None for
+            an exchange that there is not.
+        adamw: Of each class of ranks.
+    """
+
+    def __init__(self, exact: Exact, held: Sequence[_Held], fragments: Mapping[_Key, int], rates: Rates) -> None:
+        self._rates, mesh = rates, exact.mesh
+        self._slower = rates.slowdown(min(exact.world, rates.hardware.gpus_per_node, mesh.gpus_per_node))
+        self.overlap = rates.fact("overlap")
+        votes = max((c.votes for c in exact.classes), default=0)
+        hops = math.log2(max(2, exact.world)) * votes if exact.world > 1 else 0.0
+        self.first = {"host": rates.fact("host_step"), "latency": rates.fact("agreement") * hops}
+        self.phases = [
+            (group if bucket.exchange else None, self._phases(bucket, fragments[group])) for group, bucket in held
+        ]
+        self._slowest_of_each_exchange()
+        self.adamw = [self._pass("adamw", c.adamw_elements, c.adamw_elements / 2, 4) for c in exact.classes]
+
+    def _phases(self, bucket: BucketCount, fragments: int) -> dict[str, _Seconds | None]:
+        rates, gram, foreign, idle = self._rates, bucket.route == "gram", bucket.foreign, bucket.idle
+        each, calls, held = rates.fact("host_matrix"), rates.fact("host_bucket"), max(1, bucket.held)
+
+        def passed(what: str, elements: int, num_calls: float = 0.0, copied: int = 0) -> _Seconds:
+            memory = self._pass(what, elements, bucket.held / max(1, fragments), _WIRE_BYTES[bucket.wire])
+            return {
+                "memory": memory + rates.memory(2 * copied),
+                "host": each * (fragments / 2 * elements / held) + calls * num_calls,
+            }
+
+        fill, momentum = passed("pack", bucket.held - foreign - idle), passed("momentum", idle)
         copied = bucket.gather_received.bytes + bucket.scatter.bytes  # from the wire to the batches, and back
-        gram = bucket.route == "gram"
-        side = self._product(*_square(bucket), "", 1, bucket.local_flops // 2, "float32") if gram else NOTHING
-        products = total(
-            self._product(m.rows, m.cols, "float64" if gram else m.how, m.num, m.flops, "float64" if gram else "")
-            for m in bucket.matrices
+        of_shards = 0.0  # the products of shards with each other, and with the factor
+        if gram:
+            short = max((min(m.rows, m.cols) for m in bucket.matrices), default=1024)
+            of_shards = self._slower * rates.product(short, short, "float32", 1, bucket.local_flops // 2, "float32")
+        kind = "float64" if gram else ""
+        products = sum(
+            self._slower * rates.product(m.rows, m.cols, kind or m.how, m.num, m.flops, kind) for m in bucket.matrices
         )
-        phases: dict[str, dict[str, Time] | None] = {
-            "pack": passed("pack", bucket.foreign, 0.5) | {"products": side if bucket.foreign else NOTHING},
-            "gather": self._exchange(bucket, bucket.gather, bucket.gather_received) if bucket.gathers else None,
-            "fill": _both(passed("pack", bucket.held - bucket.foreign - bucket.idle), passed("momentum", bucket.idle))
-            | {"products": NOTHING if bucket.foreign else side},
-            "orthogonalize": {
-                "products": products,
-                "memory": memory_seconds(self._hardware, 2 * copied, self.uses),
-                **self._summed(bucket),
+        phases: dict[str, _Seconds | None] = {
+            "pack": passed("pack", foreign, 0.5) | {"products": of_shards if foreign else 0.0},
+            "fill": {
+                "memory": fill["memory"] + momentum["memory"],
+                "host": fill["host"] + momentum["host"],
+                "products": 0.0 if foreign else of_shards,
             },
-            "scatter": self._exchange(bucket, bucket.scatter, bucket.scatter_received) if bucket.gathers else None,
-            "apply": passed("apply", bucket.held - bucket.idle, 0.5, bucket.relay.bytes) | {"products": side},
-            "relay": self._exchange(bucket, bucket.relay, bucket.relay_received) if bucket.relays else None,
-            "finish": passed("apply", bucket.idle, 0.5 * bucket.relays),
+            "orthogonalize": {"products": products, "memory": rates.memory(2 * copied), **self._summed(bucket)},
+            "apply": passed("apply", bucket.held - idle, 0.5, bucket.relay.bytes) | {"products": of_shards},
+            "finish": passed("apply", idle, 0.5 * bucket.relays),
         }
-        return _Durations((*_identity(rank, bucket), rank.stage) if bucket.exchange else None, phases)
+        there_are = (bucket.gathers, bucket.gathers, bucket.relays)
+        for at, (phase, there_is) in enumerate(zip(_EXCHANGES, there_are, strict=True)):
+            phases[phase] = self._exchange(bucket, bucket.sides[at], bucket.sides[at + 4]) if there_is else None
+        return phases
 
-    def _summed(self, bucket: BucketCount) -> dict[str, Time]:
-        """Time of the exchanges in which owners of slices add up, one like the other; none for who has no slice."""
+    def _exchange(self, bucket: BucketCount, sent: Sent, received: Sent) -> _Seconds:
+        peers = (side.peers_inside + side.peers_across for side in (sent, received))
+        inside, across = (max(sent[way], received[way]) for way in (0, 1))
+        return self._rates.exchange(bucket.num_ranks, inside, across, max(peers), bucket.num_nodes > 1)
+
+    def _summed(self, bucket: BucketCount) -> _Seconds:
+        """Seconds of the exchanges in which owners of slices add up, one like the other; none for who has no slice."""
         inside, across, *peers = (value // max(1, bucket.sums) for value in bucket.summed)
-        if not bucket.summed.bytes:
-            return {"latency": NOTHING, "wire": NOTHING}
-        near = exchange_seconds(self._hardware, 1 + sum(peers), inside, across, sum(peers), bool(across), self.uses)
-        return dict(zip(("latency", "wire"), (time.times(bucket.sums) for time in near), strict=True))
+        num = 1 + sum(peers) if bucket.summed.bytes else 1
+        one = self._rates.exchange(num, inside, across, sum(peers), bool(across))
+        return {factor: seconds * bucket.sums for factor, seconds in one.items()}
 
-    def _product(self, rows: int, cols: int, how: str, num: int, flops: int, dtype: str) -> Time:
-        key = (rows, cols, how, num, flops, dtype)
-        if key not in self._known:
-            found = product_seconds(self._hardware, rows, cols, how or dtype, num, flops, self.uses, dtype)
-            self._known[key] = _by(found, self._slower)
-        return self._known[key]
-
-    def _pass(self, what: str, elements: int, fragment: float, wire: int) -> Time:
-        return _by(pass_seconds(self._hardware, what, elements, fragment, wire, self.uses), self._slower)
-
-    def _adamw(self, rank: RankClass) -> Time:
-        return self._pass("adamw", rank.adamw_elements, rank.adamw_elements / 2, 4)
-
-    def _exchange(self, bucket: BucketCount, sent: Sent, received: Sent) -> dict[str, Time]:
-        latency, wire = exchange_seconds(
-            self._hardware,
-            bucket.num_ranks,
-            max(sent.inside, received.inside),
-            max(sent.across, received.across),
-            max(sent.peers_inside + sent.peers_across, received.peers_inside + received.peers_across),
-            bucket.num_nodes > 1,
-            self.uses,
-        )
-        return {"latency": latency, "wire": wire}
+    def _pass(self, what: str, elements: int, fragment: float, wire: int) -> float:
+        return self._slower * self._rates.passed(what, elements, fragment, wire)
 
     def _slowest_of_each_exchange(self) -> None:
         """Set each exchange's time to that of the rank that sends or receives most, on all of its ranks."""
-        exchanging = [(d.key, d) for of_class in self.durations for d in of_class if d.key is not None]
-        for phase in ("gather", "scatter", "relay"):
-            most: dict[tuple[object, ...], dict[str, Time]] = {}
-            for key, found in exchanging:
-                known, mine = most.setdefault(key, {}), found.phases[phase] or {}
-                for factor, time in mine.items():
-                    known[factor] = known.get(factor, NOTHING).at_least(time)
-            for key, found in exchanging:
-                (found.phases[phase] or {}).update(most[key])
+        most: dict[tuple[_Key | None, str], _Seconds] = {}
+        exchanges = [(key, phase, phases) for key, phases in self.phases for phase in _EXCHANGES if key is not None]
+        for key, phase, phases in exchanges:
+            known = most.setdefault((key, phase), {"latency": 0.0, "wire": 0.0})
+            for factor, seconds in (phases[phase] or {}).items():
+                known[factor] = max(known[factor], seconds)
+            if phases[phase] is not None:
+                phases[phase] = known
 
 
-def _by(time: Time, factor: Time) -> Time:
-    return Time(time.lo * factor.lo, time.mid * factor.mid, time.hi * factor.hi)
-
-
-def _both(one: Mapping[str, Time], other: Mapping[str, Time]) -> dict[str, Time]:
-    return {factor: one[factor].plus(other[factor]) for factor in one}
-
-
-def _owned(bucket: BucketCount) -> Iterable[tuple[Matrices, int]]:
-    return zip(bucket.matrices, bucket.owners or (1,) * len(bucket.matrices), strict=True)
-
-
-def _square(bucket: BucketCount) -> tuple[int, int]:
-    """A shape for the products of shards on the Gram route: the short side of what the bucket holds."""
-    short = max((min(m.rows, m.cols) for m in bucket.matrices), default=1024)
-    return short, short
-
-
-def _identity(rank: RankClass, bucket: BucketCount) -> tuple[object, ...]:
-    """Key that tells buckets of different groups apart, equal on all ranks of a group."""
+def _group(rank: RankClass, bucket: BucketCount) -> _Key:
     return (rank.stage, bucket.route, bucket.num_ranks, bucket.num_nodes, bucket.number, bucket.wire)
 
 
-def _fragments_of(exact: Exact) -> dict[tuple[object, ...], int]:
-    """Fragments that a rank holds in a bucket, by `_identity`: as a rule one of each of its group's matrices."""
-    owned: dict[tuple[object, ...], float] = {}
-    members: dict[tuple[object, ...], int] = {}
+def _fragments_of(exact: Exact) -> dict[_Key, int]:
+    """Fragments that a rank holds in a bucket, by group: as a rule one of each of its group's matrices."""
+    owned: dict[_Key, float] = {}
+    members: dict[_Key, float] = {}  # groups' worth of ranks
     for rank in exact.classes:
         for bucket in rank.buckets:
-            key = _identity(rank, bucket)
-            owned[key] = owned.get(key, 0.0) + rank.count * sum(m.num / several for m, several in _owned(bucket))
-            members[key] = members.get(key, 0) + rank.count
-    ranks = {_identity(r, b): b.num_ranks for r in exact.classes for b in r.buckets}
-    return {key: max(1, round(owned[key] / max(1.0, members[key] / ranks[key]))) for key in owned}
+            key, matrices = _group(rank, bucket), sum(m.num / m.owners for m in bucket.matrices)
+            owned[key] = owned.get(key, 0.0) + rank.count * matrices
+            members[key] = members.get(key, 0.0) + rank.count / bucket.num_ranks
+    return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}

@@ -5,17 +5,17 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardmuon.foresight.hardware import Hardware, Uses, load
+from shardmuon.foresight.hardware import Hardware, load
 from shardmuon.foresight.job import count
 from shardmuon.foresight.pricing import Price, adamw_step, price
-from shardmuon.foresight.types import Exact, Mesh, RankClass, Time, scaled, seconds
+from shardmuon.foresight.types import Exact, Mesh, RankClass, Time, parse_mesh, scaled, seconds
 from shardmuon.options import Exchange, Orthogonalizer
 from shardmuon.plan.pipeline import Event
 
@@ -60,27 +60,22 @@ def plan(
         (64, True)
     """
     hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
+    per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
     given: dict[str, Any] = {
-        "gpus_per_node": hardware.gpus_per_node if gpus_per_node is None else gpus_per_node,
+        "mesh": parse_mesh(mesh, engine, per_node),
         "active_params": active_params,
         "device": hardware.device,
         "weights": weights,
         "machine": hardware.machine,
         **options,
     }
-    exact = count(model, mesh, engine=engine, **given)
+    exact = count(model, **given)
     found = price(exact, hardware, tokens=tokens_per_step)
-    report = Report(exact, hardware, found, (), adamw_step(exact, hardware, Uses()))
-    del given["gpus_per_node"]  # in the mesh from here on
-
-    def replan(changes: Mapping[str, Any]) -> Exact:
-        objects: dict[str, Any] = {"exchange": Exchange(), "orthogonalizer": Orthogonalizer()}
-        for key, default in objects.items():
-            own = {f.name: changes[f.name] for f in fields(default) if f.name in changes}
-            objects[key] = replace(given.get(key, default), **own)
-        return count(model, changes.get("mesh", exact.mesh), **{**given, **objects})
-
-    return replace(report, advice=advise(exact, hardware, replan)) if advice else report
+    report = Report(exact, hardware, found, (), adamw_step(exact, hardware))
+    if not advice:
+        return report
+    changes = candidates(exact, options.get("exchange", Exchange()), options.get("orthogonalizer", Orthogonalizer()))
+    return replace(report, advice=advise(report, changes, lambda changed: count(model, **{**given, **changed})))
 
 
 @dataclass(frozen=True)
@@ -169,8 +164,7 @@ class Report:
 
 SPLIT = "matrices above the mean load split among {} owners each, within rounding"
 _WORTH = 0.97  # of the step as it is: smaller gains are within what a plan can tell
-# "mesh", or fields of `Exchange` and `Orthogonalizer` -> the plan with these changed
-_Replan = Callable[[Mapping[str, Any]], Exact]
+_Change = tuple[str, str, Mapping[str, Any]]  # in words, what the user writes for it, arguments of `count`
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +173,7 @@ class Advice:
 
     Attributes:
         change: The change in words.
-        write: What to write for it; "": it cannot be had, and is priced to say what it would save.
+        write: What to write for it.
         step: Seconds with it.
         gain: Seconds of the middle case that it saves; below 0 it costs.
         memory: Bytes that the peak of the rank that needs most grows by (below 0: shrinks by).
@@ -193,27 +187,23 @@ class Advice:
     memory: int = 0
     refused: str = ""
 
-    @property
-    def helps(self) -> bool:
-        """True if the user can write the change and it saves time."""
-        return bool(self.write) and self.gain > 0.0
 
-
-def _candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
-    """Changes to try, the smallest first: a description, what the user writes for it ("": nothing can), and the
-    keywords for planning anew."""
-    found: list[tuple[str, str, dict[str, Any]]] = []
+def candidates(exact: Exact, exchange: Exchange, orthogonalizer: Orthogonalizer) -> list[_Change]:
+    """Changes to try, the smallest first. `exchange`, `orthogonalizer`: options of the plan as it is."""
+    found: list[_Change] = []
     exchanged = any(bucket.exchange for c in exact.classes for bucket in c.buckets)
-    gram = "route='gram'" in exact.options.get("exchange", "")
     if exchanged:
-        bound = {"bucket_bytes": 512 * 2**20}
+        bound = {"exchange": replace(exchange, bucket_bytes=512 * 2**20)}
         found.append(("memory for speed: buckets of 512 MiB", "Exchange(bucket_bytes=512 * 2**20)", bound))
-    if exchanged and not gram:
-        split = ((num, f"Orthogonalizer(split_k={num})") for num in (2, 4))
-        found += [(SPLIT.format(num), write, {"split_k": num}) for num, write in split]
-        found.append(("Gram matrices move instead of shards", 'Exchange(route="gram")', {"route": "gram"}))
-    if gram:
-        found.append(("whole matrices move", 'Exchange(route="owner")', {"route": "owner"}))
+    if exchanged and exchange.route != "gram":
+        for num in (2, 4):
+            split = {"orthogonalizer": replace(orthogonalizer, split_k=num)}
+            found.append((SPLIT.format(num), f"Orthogonalizer(split_k={num})", split))
+        gram = {"exchange": replace(exchange, route="gram")}
+        found.append(("Gram matrices move instead of shards", 'Exchange(route="gram")', gram))
+    if exchange.route == "gram":
+        owner = {"exchange": replace(exchange, route="owner")}
+        found.append(("whole matrices move", 'Exchange(route="owner")', owner))
     mesh = exact.mesh
     inner = mesh.gpus_per_node // mesh.tp
     if mesh.engine == "fsdp2" and mesh.shard > inner >= 2 and mesh.shard % inner == 0:
@@ -225,28 +215,29 @@ def _candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
     return found
 
 
-def advise(exact: Exact, hardware: Hardware, replan: _Replan) -> tuple[Advice, ...]:
+def advise(
+    report: Report, changes: Sequence[_Change], replan: Callable[[Mapping[str, Any]], Exact]
+) -> tuple[Advice, ...]:
     """Plan and price changes, each by itself.
 
     Args:
-        exact: The plan as it is.
-        hardware: What it runs on.
-        replan: Makes a plan with changes.
+        report: The plan as it is.
+        changes: See `candidates`.
+        replan: Makes a plan with changed arguments.
 
     Returns:
         The effect of each, those that help most first.
     """
-    before, most = price(exact, hardware).step, _peak(exact)
-    found = []
-    for what, write, changes in _candidates(exact):
+    before, found = report.price.step, []
+    for what, write, changed in changes:
         try:
-            other = replan(changes)
+            other = replan(changed)
         except ValueError as wrong:
             found.append(Advice(what, write, refused=str(wrong)))
             continue
-        step = price(other, hardware).step
+        step = price(other, report.hardware).step
         gain = before.mid - step.mid if step.mid < _WORTH * before.mid else min(0.0, before.mid - step.mid)
-        found.append(Advice(what, write, step, gain, _peak(other) - most))
+        found.append(Advice(what, write, step, gain, _peak(other) - _peak(report.exact)))
     return tuple(sorted(found, key=lambda a: (bool(a.refused), -a.gain)))
 
 
@@ -364,7 +355,7 @@ def _answers(report: Report) -> Section:
 
 
 def _memory(report: Report) -> str:
-    largest, need, have = report.exact.largest, _peak(report.exact), report.hardware.memory_bytes
+    largest, need, have = report.exact.largest, _peak(report.exact), report.hardware.facts["memory_bytes"].first.hi
     fits = "does not fit" if need > have else "tight" if need > _TIGHT * have else "fits"
     peak = f"{size(largest.peak)} more at the peak of a step" if largest.peak else "the peak of a step is not counted"
     kept = f"{size(largest.stored.total)} between steps"
@@ -374,10 +365,16 @@ def _memory(report: Report) -> str:
 def _straggler(report: Report) -> str:
     exact, price = report.exact, report.price
     late = sorted(price.ends.items(), key=lambda pair: (-pair[1], pair[0]))
+    busiest, mean = (
+        max(exact.classes, key=lambda c: c.flops),
+        sum(c.count * c.flops for c in exact.classes) / exact.world,
+    )
+    idle = sum(c.count for c in exact.classes if not c.flops)
     return (
         f"rank {price.rank}; the last rank is done after {seconds(late[0][1])}, the first after "
-        f"{seconds(late[-1][1])}. Most matmul FLOPs: rank {exact.heaviest.example}, {exact.balance:.2f} of the mean"
-        + (f"; {exact.idle:,} of {exact.world:,} ranks orthogonalize nothing" if exact.idle else "")
+        f"{seconds(late[-1][1])}. Most matmul FLOPs: rank {busiest.example}, {busiest.flops / mean if mean else 1:.2f} "
+        "of the mean"
+        + (f"; {idle:,} of {exact.world:,} ranks orthogonalize nothing" if idle else "")
         + (f". {exact.uneven}" if exact.uneven else "")
     )
 
@@ -425,7 +422,7 @@ def _parts(report: Report) -> Section:
 
 def _advice(report: Report) -> Section:
     rows = [(a.change, a.write, _effect(a)) for a in report.advice]
-    best = next((a for a in report.advice if a.helps), None)  # of what can be had
+    best = next((a for a in report.advice if a.gain > 0.0), None)
     note = "None of these makes the step shorter." if best is None else f"Smallest change that helps: {best.write}"
     return Section("What would help", rows, ("change", "write", "step"), (note,))
 

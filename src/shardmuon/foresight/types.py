@@ -6,7 +6,7 @@ Elements are of tensors; bytes are as stored or as sent. Counts are exact; times
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -168,7 +168,7 @@ def check_divides(mesh: Mesh, what: str, size: int, name: str, axis: Literal["tp
 
 
 class Time(NamedTuple):
-    """Seconds that something takes.
+    """Seconds that something takes, or another number that is uncertain.
 
     Attributes:
         lo: If all that is uncertain turns out well.
@@ -180,25 +180,12 @@ class Time(NamedTuple):
     mid: float
     hi: float
 
-    def plus(self, other: Time) -> Time:
-        """Time of two things, one after the other."""
-        return Time(self.lo + other.lo, self.mid + other.mid, self.hi + other.hi)
-
-    def times(self, factor: float) -> Time:
-        """Time of `factor` such things, one after the other."""
-        return Time(self.lo * factor, self.mid * factor, self.hi * factor)
-
-    def at_least(self, other: Time) -> Time:
-        """The longer of two times, end by end."""
-        return Time(max(self.lo, other.lo), max(self.mid, other.mid), max(self.hi, other.hi))
-
     def __str__(self) -> str:
         """Text like "1.2 .. 3.4 ms"."""
         return scaled((1e6 * self.lo, 1e6 * self.hi), 1000, _UNITS)
 
 
 _UNITS = ("us", "ms", "s")
-NOTHING = Time(0.0, 0.0, 0.0)
 
 
 def seconds(value: float) -> str:
@@ -207,7 +194,7 @@ def seconds(value: float) -> str:
 
 
 def scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
-    """Text of numbers in three digits, in the largest of these units in which the last one is 1 or more.
+    """Text of numbers in three digits, or whole, in the largest of these units in which the last one is 1 or more.
 
     Args:
         values: Numbers in the first unit.
@@ -217,20 +204,9 @@ def scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
     at = 0
     while abs(values[-1]) >= step ** (at + 1) and at + 1 < len(units):
         at += 1
-    return f"{' .. '.join(digits(value / step**at) for value in values)} {units[at]}"
-
-
-def digits(value: float) -> str:
-    """Text of a number in three digits, or whole."""
-    return f"{value:,.0f}" if abs(value) >= 100 or value == 0 else f"{value:.3g}"
-
-
-def total(times: Iterable[Time]) -> Time:
-    """Time of several things, one after the other."""
-    found = NOTHING
-    for time in times:
-        found = found.plus(time)
-    return found
+    parts = (value / step**at for value in values)
+    texts = (f"{part:,.0f}" if abs(part) >= 100 or part == 0 else f"{part:.3g}" for part in parts)
+    return f"{' .. '.join(texts)} {units[at]}"
 
 
 # ------------------------------------------------------------------------------------------------------------- counts
@@ -245,6 +221,7 @@ class Matrices(NamedTuple):
         num: Number of these matrices.
         flops: Floating point operations of one, as the planner counts them. On the Gram route: those of the iteration
             on the owner, in fp64.
+        owners: How many owners each has, each of a slice; `flops` are one's.
     """
 
     rows: int
@@ -252,6 +229,7 @@ class Matrices(NamedTuple):
     how: str
     num: int
     flops: int
+    owners: int = 1
 
 
 class Sent(NamedTuple):
@@ -306,8 +284,6 @@ class BucketCount:
         applied: Elements that are applied at once, at most: of its own matrices and what the scatter brings, of what
             the relay brings.
         local_flops: On the Gram route: products of this rank's shards with each other and with the factor; else 0.
-        owners: Of each of `matrices`, how many owners it has, each of a slice; `Matrices.flops` are one's. Empty: each
-            has one.
         sums: Exchanges in which owners of slices add up what they made.
         summed: Bytes sent in these, of which as many come, and messages.
     """
@@ -333,7 +309,6 @@ class BucketCount:
     stepped: tuple[int, int] = (0, 0)
     applied: tuple[int, int] = (0, 0)
     local_flops: int = 0
-    owners: tuple[int, ...] = ()
     sums: int = 0
     summed: Sent = _NONE
 
@@ -484,9 +459,7 @@ class Exact:
         classes: Ranks that are alike, by example rank.
         matrices: By kind, the dearest first.
         digests: "number of the plan: ranks" of each group that exchanges anything -> hex digest of its part of the
-            plan, which is in `Plan.digests` of the live job. Of groups that are copies of each other (stages of equal
-            layers, expert groups) the first stands here.
-        copies: How many groups have a plan like it, by the same key.
+            plan, which is in `Plan.digests` of the live job.
         options: What the plan hangs on beside model and mesh: dtypes, route, bucket size, as text by name.
         tokens_flops: Floating point operations of forward and backward per token, 6 x active parameters; 0: unknown.
         active: Where the number of active parameters is from, for people; "": there are no experts.
@@ -502,7 +475,6 @@ class Exact:
     classes: tuple[RankClass, ...]
     matrices: tuple[MatrixKind, ...]
     digests: Mapping[str, str] = field(default_factory=dict)
-    copies: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     tokens_flops: int = 0
     active: str = ""
@@ -514,22 +486,6 @@ class Exact:
         return self.mesh.world
 
     @property
-    def heaviest(self) -> RankClass:
-        """The class of ranks whose products take longest; the first of several."""
-        return max(self.classes, key=lambda c: c.flops)
-
-    @property
     def largest(self) -> RankClass:
         """The ranks that need most memory at the peak."""
         return max(self.classes, key=lambda c: c.stored.total + c.peak)
-
-    @property
-    def balance(self) -> float:
-        """Floating point operations of the most loaded rank over the mean; 1 is best."""
-        total = sum(c.count * c.flops for c in self.classes)
-        return self.heaviest.flops * self.world / total if total else 1.0
-
-    @property
-    def idle(self) -> int:
-        """Ranks that orthogonalize nothing."""
-        return sum(c.count for c in self.classes if not c.flops)
