@@ -105,7 +105,6 @@ class MatrixRow:
         difference, allowed: Of the applied update to the same arithmetic run densely, in the direction where rounding
             hides least, relative to what the update has there at most ([Note: the shake] in auditing/judge.py). Of
             equal bits 0, and what is allowed beside exact arithmetic.
-        momentum_difference, momentum_allowed: Of the momentum after the step.
         scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
         sigma_min, sigma_max: Singular values of the applied update.
         band: What the coefficients make of the matrix's own spectrum: smallest and largest.
@@ -117,14 +116,11 @@ class MatrixRow:
     rows: int
     cols: int
     owners: tuple[int, ...]
-    route: str
     arithmetic: str
     status: str
     compared: bool = False
     difference: float = 0.0
     allowed: float = 0.0
-    momentum_difference: float = 0.0
-    momentum_allowed: float = 0.0
     scale: float = 0.0
     expected_scale: float = 0.0
     sigma_min: float = 0.0
