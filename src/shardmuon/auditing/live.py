@@ -14,8 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,6 +44,9 @@ from shardmuon.step.options import settings_of
 from shardmuon.step.validate import Proposal
 from shardmuon.variants import keeping
 
+# "weights", "momentum", "gradient", or the key of a stage that keeps something -> its layout, and elements (n,) in fp64
+_Elements = dict[str, tuple[ParamLayout, Tensor]]
+_NO_GRADIENT = "no gradient"  # a row's status, until it is judged
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -53,30 +55,20 @@ def choose(count: int, samples: int, number: int) -> list[int]:
     return [(number * samples + i) % count for i in range(min(samples, count))]
 
 
-class _Quantity(NamedTuple):
-    """Something that ranks store of a parameter: "weights", "momentum", "gradient", or the key of a stage that keeps
-    it; how it lies, and what this rank stores of it, if there is any."""
-
-    what: str
-    layout: ParamLayout
-    stored: Tensor | None
-
-
 @dataclass
 class _Sample:
     """A sampled matrix, read before the step.
 
     Attributes:
         row: Its line in the report, as far as it is known.
-        layouts, before: For each quantity its layout, and the elements that this rank sends.
+        before: For each quantity its layout, and the elements that this rank sends.
         has_grad: True if it has a gradient here.
         target: The rank that judges it.
     """
 
     row: MatrixRow
     arithmetic: Arithmetic
-    layouts: dict[str, ParamLayout]
-    before: dict[str, Tensor]
+    before: _Elements
     has_grad: bool
     target: int = 0
 
@@ -167,8 +159,11 @@ class StepAudit:
             if use_muon:
                 self._stale(f"ranks {ranks_text(component)}", str(wrong))
             return None
-        for one, layout, spec in zip(table.params, table.layouts, self._binding.plan.specs, strict=False):
-            if use_muon and layout.digest != spec.layout.digest:
+        planned = zip(self._binding.members, self._binding.plan.specs, strict=True)
+        for one, layout, (member, spec) in zip(table.params, table.layouts, planned, strict=False) if use_muon else ():
+            if one.param is not member.param:
+                self._stale(one.name, "the group holds another tensor than the one that was planned for")
+            elif layout.digest != spec.layout.digest:
                 self._stale(one.name, "its matrices are others, or lie on other ranks, than the plan says")
         return table
 
@@ -179,27 +174,20 @@ class StepAudit:
         Raises:
             ValueError: There are more or fewer of Muon's than were planned for.
         """
-        members, found = self._binding.members, list[Listed]()
+        component, planned, found = self._binding.component, len(self._binding.members), list[Listed]()
         for index, group in enumerate(self._optimizer.param_groups):
             for name, p in named_params(group, index) if group["use_muon"] == use_muon else ():
                 one = Listed(name, name if names_of(group) else "", p, group, view_options(group) if use_muon else None)
-                if (not use_muon or takes_part(p)) and self._lies_here(one):
-                    found.append(one)
-        if use_muon and len(found) != len(members):
+                if use_muon and not takes_part(p):
+                    continue
+                with contextlib.suppress(ValueError):
+                    (said,) = describe([one])
+                    if {*said.ties.parts, *said.ties.mates} <= {*component}:
+                        found.append(one)
+        if use_muon and len(found) != planned:
             text = f"the groups hold {len(found)} parameters that take part in steps of ranks"
-            raise ValueError(f"{text} {ranks_text(self._binding.component)}, the plan {len(members)}")
-        for one, member in zip(found, members, strict=True) if use_muon else ():
-            if one.param is not member.param:
-                self._stale(member.name, "the group holds another tensor than the one that was planned for")
+            raise ValueError(f"{text} {ranks_text(component)}, the plan {planned}")
         return found
-
-    def _lies_here(self, one: Listed) -> bool:
-        """True for a parameter that can be described, and that no rank outside of the component shares."""
-        try:
-            (said,) = describe([one])
-        except ValueError:
-            return False
-        return {*said.ties.parts, *said.ties.mates} <= {*self._binding.component}
 
     def _stale(self, where: str, text: str) -> None:
         """Note that the step was run by a plan for other parameters."""
@@ -207,19 +195,19 @@ class StepAudit:
 
     # ---------------------------------------------------------------------------------------- what this rank stores
 
-    def _stored(self, table: Table, number: int) -> Iterator[_Quantity]:
-        """All quantities of a parameter."""
+    def _stored(self, table: Table, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
+        """All quantities of a parameter: name, layout, and what this rank stores of it, if there is any."""
         one, layout = table.params[number], table.layouts[number]
         storage, state = engine_of(one.param).storage, self._optimizer.state.get(one.param, {})
-        yield _Quantity("weights", layout, storage(one.param))
+        yield "weights", layout, storage(one.param)
         if not one.group["use_muon"]:
-            yield _Quantity("momentum", layout, storage(state["exp_avg"]) if "exp_avg" in state else None)
+            yield "momentum", layout, storage(state["exp_avg"]) if "exp_avg" in state else None
             return
-        yield _Quantity("momentum", layout, self._momentum(one.param))
-        yield _Quantity("gradient", layout, self._gradient(one.param, number))
+        yield "momentum", layout, self._momentum(one.param)
+        yield "gradient", layout, self._gradient(one.param, number)
         stages, specs = keeping(settings_of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
-            yield _Quantity(stage.key, kept.layout, storage(state[stage.key]) if stage.key in state else None)
+            yield stage.key, kept.layout, storage(state[stage.key]) if stage.key in state else None
 
     def _momentum(self, param: Tensor) -> Tensor | None:
         """A parameter's momentum as this rank stores it, decoded."""
@@ -234,13 +222,13 @@ class StepAudit:
         aligned = engine.is_aligned(param.grad, param)
         return engine.storage(param.grad) if aligned else self._proposal.grads[number]
 
-    def _elements(self, table: Table, number: int, matrix: int) -> dict[str, Tensor]:  # (n,) each, fp64
+    def _elements(self, table: Table, number: int, matrix: int) -> _Elements:
         """The elements that this rank sends of each quantity of a matrix, as they are now."""
         found = {}
         for what, layout, stored in self._stored(table, number):
             part = sent_by(layout, matrix, self._rank)
             values = torch.zeros(len(part.places)) if stored is None else part.select(stored.detach())
-            found[what] = values.to(table.params[number].param.device, torch.float64)
+            found[what] = layout, values.to(table.params[number].param.device, torch.float64)
         return found
 
     # ---------------------------------------------------------------------------------- before the step: the samples
@@ -253,13 +241,19 @@ class StepAudit:
             read.append(None)
             with self._guarded(table.params[items[at][0]].name):
                 read[-1] = self._read(table, *items[at])
-        told = gather([None if s is None else (len(s.before["weights"]), s.has_grad) for s in read], ranks)
+        told = gather([None if s is None else (len(s.before["weights"][1]), s.has_grad) for s in read], ranks)
         taken = []
         for sample, *of_ranks in zip(read, *told, strict=True):
             if sample is None or None in of_ranks:
                 continue
-            if self._can_be_judged(sample, [has_grad for size, has_grad in of_ranks if size]):
+            have = [has_grad for size, has_grad in of_ranks if size]
+            if sample.row.status != _NO_GRADIENT or not any(have):
+                self._rows.append(sample.row)
+            elif all(have):
                 taken.append(sample)
+            else:
+                text = f"only {sum(have)} of the {len(have)} ranks that hold pieces of it have a gradient"
+                self._say("gradient_missing", sample.row.name, text, "all or none")
         shapes = sorted({(sample.row.rows, sample.row.cols) for sample in taken})
         for sample in taken:  # matrices of one shape meet on one rank, which can tell if they were swapped
             place = shapes.index((sample.row.rows, sample.row.cols)) + self._schedule.num_audits
@@ -277,10 +271,11 @@ class StepAudit:
             name += f" (rank {self._rank})"  # other ranks have one of that name, too
         arithmetic, shape = self._arithmetic(one, item), layout.view.matrices[matrix]
         stored = str(arithmetic.stored).removeprefix("torch.")
-        about = item.owners, str(arithmetic), "no gradient"
+        unknown = (type(one).__name__ for one in arithmetic.settings.stages if type(one) not in FORMULAS)
+        status = next((f"not checked: {stage}" for stage in unknown), _NO_GRADIENT)
+        about = item.owners, str(arithmetic), status
         row = MatrixRow(name, (number, matrix), shape.rows, shape.cols, *about, momentum_dtype=stored)
-        layouts = {quantity.what: quantity.layout for quantity in self._stored(table, number)}
-        return _Sample(row, arithmetic, layouts, self._elements(table, number, matrix), one.param.grad is not None)
+        return _Sample(row, arithmetic, self._elements(table, number, matrix), one.param.grad is not None)
 
     def _arithmetic(self, one: Listed, item: Item) -> Arithmetic:
         """The arithmetic of a matrix by the plan, and by its group as it is now."""
@@ -307,19 +302,6 @@ class StepAudit:
             by_gram,
             None if how is None or how.weights is None else (how.weights, item.matrix),
         )
-
-    def _can_be_judged(self, sample: _Sample, have: Sequence[bool]) -> bool:
-        """True if the audit knows its stages, and the ranks that hold any of it have gradients."""
-        unknown = [type(one).__name__ for one in sample.arithmetic.settings.stages if type(one) not in FORMULAS]
-        if unknown:
-            sample.row = replace(sample.row, status=f"not checked: {unknown[0]}")
-        if unknown or not any(have):
-            self._rows.append(sample.row)
-            return False
-        if not all(have):
-            text = f"only {sum(have)} of the {len(have)} ranks that hold pieces of it have a gradient"
-            self._say("gradient_missing", sample.row.name, text, "all or none")
-        return all(have)
 
     # -------------------------------------------------------------------------------------------- after the step
 
@@ -359,13 +341,13 @@ class StepAudit:
         judged: list[Evidence] = []
         for sample in self._taken.pop(ranks, ()):
             name, (number, matrix) = sample.row.name, sample.row.order
-            sent = {what: torch.stack([old, torch.full_like(old, torch.nan)]) for what, old in sample.before.items()}
+            sent = {what: torch.stack([x, torch.full_like(x, torch.nan)]) for what, (_, x) in sample.before.items()}
             with self._guarded(name):
                 now = self._elements(table, number, matrix)
-                sent = {what: torch.stack([old, now[what]]) for what, old in sample.before.items()}
+                sent = {what: torch.stack([x, now[what][1]]) for what, (_, x) in sample.before.items()}
                 one = table.params[number]
                 self._watched[number] = one.name, one.param, _print(self._momentum(one.param))
-            whole = {what: collect(sample.layouts[what], matrix, sent[what], sample.target) for what in sent}
+            whole = {what: collect(sample.before[what][0], matrix, sent[what], sample.target) for what in sent}
             if sample.target == self._rank:
                 with self._guarded(name):
                     evidence = self._evidence(sample, whole)

@@ -106,21 +106,16 @@ def _results(e: Evidence, others: Sequence[Evidence]) -> Iterator[Guess]:
             text = text or f"block {i} of its {len(e.blocks)} blocks received the update of block {j}"
     if text:
         yield Guess("fragments_swapped", text, _after(e, result))
-    plain = {
-        "parallel to the momentum (plain SGD)": e.fed.double(),
-        "parallel to the gradient (plain SGD)": e.before["gradient"],
-        "the sign of the momentum": e.fed.double().sign(),
-        "the sign of the gradient": e.before["gradient"].sign(),
-    }
-    for what, value in plain.items():
-        text = f"it is {what}; Newton-Schulz did not run on it"
-        yield Guess("not_orthogonalized", text, _after(e, along(e.update, value) * value))
     inputs = {
+        "the momentum": e.fed.double(),
         "the gradient alone": e.before["gradient"],
         "the momentum before the step": e.before["momentum"],
         "the momentum without Nesterov's term": e.after["momentum"],
     }
     for what, value in inputs.items():
+        for how, plain in (("parallel to", value), ("the sign of", value.sign())):
+            text = f"it is {how} {what}, as in plain SGD; Newton-Schulz did not run on it"
+            yield Guess("not_orthogonalized", text, _after(e, along(e.update, plain) * plain))
         if bool(value.any()):
             text = f"it is the orthogonalized form of {what}"
             yield Guess("wrong_input", text, _after(e, e.orthogonalized(value)))

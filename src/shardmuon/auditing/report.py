@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from shardmuon.texts import table
 
@@ -170,7 +169,8 @@ class AuditReport:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The report as JSON text (NaN as null); written to `path` if one is given."""
-        text = json.dumps(_finite({**asdict(self), "ok": self.ok}), indent=1)
+        plain = json.loads(json.dumps({**asdict(self), "ok": self.ok}), parse_constant=lambda text: None)
+        text = json.dumps(plain, indent=1)
         if path is not None:
             Path(path).write_text(text + "\n")
         return text
@@ -186,14 +186,6 @@ class AuditReport:
             f"Newton-Schulz ran on {found} matrices on {len(self.runs)} rank(s), planned {planned}; "
             f"replicas of {self.num_compared} parameter(s) compared bit for bit"
         )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _matrices(matrices: Sequence[MatrixRow]) -> str:
