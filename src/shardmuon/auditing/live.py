@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ from shardmuon.step.options import settings_of
 from shardmuon.step.validate import Proposal
 from shardmuon.variants import keeping
 
+_T = TypeVar("_T")
 # "weights", "momentum", "gradient", or the key of a stage that keeps something -> its layout, and elements (n,) in fp64
 _Elements = dict[str, tuple[ParamLayout, Tensor]]
 _NO_GRADIENT = "no gradient"  # a row's status, until it is judged
@@ -88,15 +90,10 @@ class StepAudit:
         self._taken: dict[Ranks, list[_Sample]] = {}
         self._watched: dict[int, tuple[str, Tensor, int | None]] = {}  # number -> `AuditNotes.watched`
         self._ran = optimizer.traffic.orthogonalized
-        with self._guarded("the momentum kept from the last audit"):
-            self._look_at_momentum()
-        with self._guarded("the model's own weights"):
-            for name in optimizer.unlike_model():
-                found = f"on rank {self._rank} what is stepped in its place are not its weights"
-                self._say("weights_elsewhere", name, found, "the model's own, rounded to its dtype")
+        self._tried("the momentum kept from the last audit", self._look_at_momentum)
+        self._tried("the model's own weights", self._look_at_model)
         if samples:
-            with self._guarded("the routing"):
-                self._look_at_routing()
+            self._tried("the routing", self._look_at_routing)
         sampling = any(gather(samples, binding.component))  # ranks that share nothing need not sample alike
         for use_muon in (True, False) if sampling else ():
             table = self._described(use_muon)
@@ -109,14 +106,14 @@ class StepAudit:
     def _say(self, name: str, where: str, found: str, allowed: str) -> None:
         self._findings.append(Finding.of(name, where, found, allowed))
 
-    @contextlib.contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
-        """Turn an exception inside into a finding, since the other ranks wait for this one."""
+    def _tried(self, what: str, run: Callable[..., _T], *given: Any) -> _T | None:
+        """The result of a call. An exception becomes a finding, since the other ranks wait for this one; then None."""
         try:
-            yield
+            return run(*given)
         except Exception as error:
             found = f"{what} could not be checked: {type(error).__name__}: {error}"
             self._say("audit_failed", f"rank {self._rank}", found, "a check")
+            return None
 
     # --------------------------------------------------------------------------- before the step: without arithmetic
 
@@ -126,9 +123,15 @@ class StepAudit:
         if kept.step != self._schedule.num_steps - 1 or kept.state is not self._optimizer.state:
             return
         for name, param, left in kept.watched:
-            if _print(self._momentum(param)) != left:
+            if self._print_of_momentum(param) != left:
                 found = f"on rank {self._rank} the momentum is not what step {kept.step} left"
                 self._say("momentum_changed_outside", name, found, "no change between steps")
+
+    def _look_at_model(self) -> None:
+        """Find parameters in whose place something else is stepped."""
+        for name in self._optimizer.unlike_model():
+            found = f"on rank {self._rank} what is stepped in its place are not its weights"
+            self._say("weights_elsewhere", name, found, "the model's own, rounded to its dtype")
 
     def _look_at_routing(self) -> None:
         """Find parameters whose place contradicts the routing table, if there is one."""
@@ -197,22 +200,22 @@ class StepAudit:
 
     def _stored(self, table: Table, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
         """All quantities of a parameter: name, layout, and what this rank stores of it, if there is any."""
-        one, layout = table.params[number], table.layouts[number]
-        storage, state = engine_of(one.param).storage, self._optimizer.state.get(one.param, {})
+        one, layout, engine = table.params[number], table.layouts[number], engine_of(table.params[number].param)
+        storage, state = engine.storage, self._optimizer.state.get(one.param, {})
         yield "weights", layout, storage(one.param)
         if not one.group["use_muon"]:
             yield "momentum", layout, storage(state["exp_avg"]) if "exp_avg" in state else None
             return
-        yield "momentum", layout, self._momentum(one.param)
+        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # decoded
         yield "gradient", layout, self._gradient(one.param, number)
         stages, specs = keeping(settings_of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
             yield stage.key, kept.layout, storage(state[stage.key]) if stage.key in state else None
 
-    def _momentum(self, param: Tensor) -> Tensor | None:
-        """A parameter's momentum as this rank stores it, decoded."""
-        values: Tensor | None = self._optimizer.keeper.values(engine_of(param), self._optimizer.state.get(param, {}))
-        return values
+    def _print_of_momentum(self, param: Tensor) -> int | None:
+        """Fingerprint of a parameter's momentum on this rank."""
+        values = self._optimizer.keeper.values(engine_of(param), self._optimizer.state.get(param, {}))
+        return None if values is None else fingerprint(values)
 
     def _gradient(self, param: Tensor, number: int) -> Tensor | None:
         """A parameter's gradient on this rank. One that is placed otherwise was redistributed for the step."""
@@ -236,11 +239,8 @@ class StepAudit:
     def _take(self, table: Table, ranks: Ranks, numbers: Sequence[int]) -> list[_Sample]:
         """Choose this set's matrices, and copy what the step is about to change."""
         items = [(number, matrix) for number in numbers for matrix in range(len(table.layouts[number].view.matrices))]
-        read: list[_Sample | None] = []
-        for at in choose(len(items), self._samples, self._schedule.num_audits) if items else ():
-            read.append(None)
-            with self._guarded(table.params[items[at][0]].name):
-                read[-1] = self._read(table, *items[at])
+        chosen = [items[at] for at in choose(len(items), self._samples, self._schedule.num_audits)]
+        read = [self._tried(table.params[number].name, self._read, table, number, matrix) for number, matrix in chosen]
         told = gather([None if s is None else (len(s.before["weights"][1]), s.has_grad) for s in read], ranks)
         taken = []
         for sample, *of_ranks in zip(read, *told, strict=True):
@@ -341,26 +341,22 @@ class StepAudit:
         judged: list[Evidence] = []
         for sample in self._taken.pop(ranks, ()):
             name, (number, matrix) = sample.row.name, sample.row.order
-            sent = {what: torch.stack([x, torch.full_like(x, torch.nan)]) for what, (_, x) in sample.before.items()}
-            with self._guarded(name):
-                now = self._elements(table, number, matrix)
-                sent = {what: torch.stack([x, now[what][1]]) for what, (_, x) in sample.before.items()}
-                one = table.params[number]
-                self._watched[number] = one.name, one.param, _print(self._momentum(one.param))
-            whole = {what: collect(sample.before[what][0], matrix, sent[what], sample.target) for what in sent}
-            if sample.target == self._rank:
-                with self._guarded(name):
-                    evidence = self._evidence(sample, whole)
-                    judge(evidence)
-                    judged.append(evidence)
+            one, now = table.params[number], self._tried(name, self._elements, table, number, matrix)
+            self._watched[number] = one.name, one.param, self._tried(name, self._print_of_momentum, one.param)
+            whole = {}
+            for what, (layout, before) in sample.before.items():
+                after = now[what][1] if now else torch.full_like(before, torch.nan)
+                whole[what] = collect(layout, matrix, torch.stack([before, after]), sample.target)
+            evidence = self._tried(name, self._judged, sample, whole) if sample.target == self._rank else None
+            judged += [evidence] if evidence is not None else []
         for e in judged:
             if e.differs:
-                with self._guarded(e.row.name):
-                    e.findings.append(name_fault(e, [o for o in judged if o.shape == e.shape]))
+                alike = [other for other in judged if other.shape == e.shape]
+                self._tried(e.row.name, name_fault, e, alike)
             self._rows.append(e.row)
             self._findings += e.findings
 
-    def _evidence(self, sample: _Sample, whole: dict[str, tuple[Tensor, list[Block]]]) -> Evidence:
+    def _judged(self, sample: _Sample, whole: dict[str, tuple[Tensor, list[Block]]]) -> Evidence:
         kept = {stage.key for stage in sample.arithmetic.settings.stages}
         before, after = (
             {what: values[at].view(-1) if what in kept else values[at] for what, (values, _) in whole.items()}
@@ -370,19 +366,13 @@ class StepAudit:
         for stage in weight_stages(sample.arithmetic.settings.stages):
             if stage.key in fresh and not before[stage.key]:  # not known yet: the step takes that of the weights
                 before[stage.key] = norm_of(before["weights"])
-        return Evidence(sample.row, sample.arithmetic, whole["weights"][1], before, after)
+        evidence = Evidence(sample.row, sample.arithmetic, whole["weights"][1], before, after)
+        judge(evidence)
+        return evidence
 
     def _compare_replicas(self, table: Table, ranks: Ranks, numbers: Sequence[int]) -> None:
         """Find differences between ranks that hold the same pieces. Collective among them."""
-        prints: dict[tuple[str, str, tuple[Piece, ...]], int | None] = {}
-        with self._guarded("replicas"):
-            for number, (what, layout, stored) in (
-                (n, quantity) for n in numbers for quantity in self._stored(table, n)
-            ):
-                pieces = tuple(held.piece for held in layout.of_rank(self._rank) if held.piece.numel)
-                if layout.has_replicas and pieces and stored is not None:
-                    prints[table.params[number].name, what, pieces] = _print(stored)
-        everyone = gather(prints, ranks)
+        everyone = gather(self._tried("replicas", self._prints, table, numbers) or {}, ranks)
         for key in dict.fromkeys(itertools.chain(*everyone)):
             name, what, _ = key
             found = {rank: theirs[key] for rank, theirs in zip(ranks, everyone, strict=True) if key in theirs}
@@ -394,6 +384,12 @@ class StepAudit:
                 text = f"the {what} on rank(s) {', '.join(odd)} differ from those on rank {first}"
                 self._say(fault, name, text, "equal bits on all ranks that hold the same piece")
 
-
-def _print(stored: Tensor | None) -> int | None:
-    return None if stored is None else fingerprint(stored)
+    def _prints(self, table: Table, numbers: Sequence[int]) -> dict[tuple[str, str, tuple[Piece, ...]], int]:
+        """Fingerprints of all that has replicas and of which this rank has any: by name, quantity and pieces."""
+        prints = {}
+        for number in numbers:
+            for what, layout, stored in self._stored(table, number):
+                pieces = tuple(held.piece for held in layout.of_rank(self._rank) if held.piece.numel)
+                if layout.has_replicas and pieces and stored is not None:
+                    prints[table.params[number].name, what, pieces] = fingerprint(stored)
+        return prints

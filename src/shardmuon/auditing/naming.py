@@ -16,7 +16,6 @@ from torch import Tensor
 
 from shardmuon.auditing.judge import ALL, Evidence, Guess, along, norms_of, other_norms, parts_of
 from shardmuon.auditing.reference import staged, weight_stages
-from shardmuon.auditing.report import Finding
 from shardmuon.variants import AfterStage
 
 _LEFT = 0.35  # of the difference may be left over by a guess
@@ -24,8 +23,8 @@ _HARDLY = 0.1  # of it is hardly anything
 _SLACK = 0.2  # of singular values, for the rounding of the result, which lifts the smallest most
 
 
-def name_fault(e: Evidence, others: Sequence[Evidence]) -> Finding:
-    """The explanation of an update that differs.
+def name_fault(e: Evidence, others: Sequence[Evidence]) -> None:
+    """Note the explanation of an update that differs.
 
     Args:
         e: A judged matrix.
@@ -42,12 +41,8 @@ def name_fault(e: Evidence, others: Sequence[Evidence]) -> Finding:
         left = max(measure(e.seen(e.update - e.recovered(guess.after))), _HARDLY * whole)
         if left < least:
             least, best = left, guess
-    return Finding.of(
-        best.name,
-        row.name,
-        f"the applied update differs from the same arithmetic run densely by {row.difference:.2g}: {best.found}",
-        f"{row.allowed:.1e} ({row.arithmetic}, this very matrix shaken)",
-    )
+    text = f"the applied update differs from the same arithmetic run densely by {row.difference:.2g}: {best.found}"
+    e.say(best.name, text, f"{row.allowed:.1e} ({row.arithmetic}, this very matrix shaken)")
 
 
 def _weights(e: Evidence) -> Iterator[Guess]:
