@@ -83,10 +83,10 @@ def sound(layout: str) -> AuditReport:
     optimizer = Muon(groups_of(params, PARAMS), **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*zero before the first step")  # a shard that stores nothing of a matrix
-        for step in (optimizer.step, lambda: step_of(optimizer)):
+        for _ in range(2):
             for name, grad in build().items():
                 params[name].grad = grad
-            report = step()
+            report = step_of(optimizer)
     return report
 
 
@@ -147,9 +147,9 @@ def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dt
 
 
 # Sound steps that rounding moves by one direction: at a maximum of p (bf16, fp16 standard), by noise of an empty
-# direction (fp16 Gram form), or where the first step nearly cancels the largest value (1000729). Stages that see results
-# before they are rounded to the wire (fp16), matrices of ones, whose elements MuonEq rounds alike, and bf16 weights that
-# torch's own addition updates (8500193).
+# direction (fp16 Gram form), or where the first step nearly cancels the largest value (1000729). Stages that see
+# results before they are rounded to the wire (fp16), matrices of ones, whose elements MuonEq rounds alike, and bf16
+# weights that torch's own addition updates (8500193).
 MOVED_MOST = [
     ("bf16", 50170, None),
     ("fp16", 807, None),
@@ -174,8 +174,8 @@ DRAWN = [
 @pytest.mark.parametrize(("dtype", "seed", "variant"), [*MOVED_MOST, *DRAWN])
 def test_sound_steps_drawn_at_random_give_no_finding(dtype: str, seed: int, variant: str | None) -> None:
     """benchmarks/audit_sharpness.py takes 1,000 of them."""
-    of_most = seed >= 24 and variant is None
-    findings, statuses, _, drawn = healthy(dtype, seed, 32 if of_most else 40, variant=variant)
+    largest = 32 if seed >= 24 and variant is None else 40
+    findings, statuses, _, drawn = healthy(dtype, seed, largest, variant=variant)
     assert findings == [], drawn
     assert set(statuses) <= {"ok", "inconclusive", "zero"}, drawn
     assert seed < 24 or statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn

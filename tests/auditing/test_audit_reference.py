@@ -260,6 +260,6 @@ def test_a_stage_that_keeps_nothing_has_no_numbers(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(FORMULAS, Halved, lambda stage, o, kept: (torch.tensor(0.5), kept))
     kept = {"second_moment": torch.ones(3)}
-    factor, left = staged(torch.ones(3, 4, dtype=torch.float64), (Halved(),), kept)
+    factor, _, left = staged(AfterStage, (Halved(),), torch.ones(3, 4, dtype=torch.float64), kept)
     assert float(factor) == 0.5
     assert left == kept

@@ -50,14 +50,13 @@ from shardmuon.auditing.reference import (
     recovered_update,
     reference_of,
     relative_error,
-    restored,
     staged,
     weight_stages,
     weights_after,
 )
 from shardmuon.auditing.report import Finding, MatrixRow
 from shardmuon.options import lr_scale
-from shardmuon.variants import keeping
+from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 
 _T = TypeVar("_T")
 _Measure = Callable[[Tensor], float]
@@ -91,7 +90,7 @@ class _StepWith(NamedTuple):
     updated: Tensor
     after: Tensor
     factor: Tensor
-    on_weights: float
+    on_weights: Tensor
     numbers: KeptNumbers
 
 
@@ -159,7 +158,7 @@ class Evidence:
     @cached_property
     def fed(self) -> Tensor:
         """The orthogonalizer's input."""
-        return prepared(self.momentum[1], self.settings.stages)[0]
+        return prepared(self.momentum[1], self.settings.stages)
 
     @cached_property
     def reference(self) -> Reference:
@@ -202,10 +201,10 @@ class Evidence:
         that of the stages on the result; default: by their formulas."""
         a, stages, kept = self.arithmetic, self.settings.stages, self.before
         if factor is None:
-            factor, kept = staged(result, stages, kept)
+            factor, _, kept = staged(AfterStage, stages, result, kept)
         result = (result * factor).to(a.wire).double()
         updated = weights_after(self.before["weights"], result, self.scale, a)
-        weights, on_weights, kept = restored(updated, stages, kept)
+        on_weights, weights, kept = staged(WeightStage, stages, updated, kept)
         after = weights.double()
         return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
 
@@ -376,10 +375,10 @@ def _judge_still(e: Evidence) -> None:
 
 def _judge_prepared(e: Evidence) -> None:
     """The live stages' input of the orthogonalizer beside the formulas'."""
-    live, exact = prepared(e.momentum[1], e.settings.stages)
-    difference = relative_error(live, exact)
+    _, exact, _ = staged(BeforeStage, e.settings.stages, e.momentum[1].double(), {})
+    difference = relative_error(e.fed, exact)
     # each element: the factor and the product, rounded once for each stage
-    allowed = 2 * torch.finfo(live.dtype).eps * len(e.settings.stages) + 2.0**-45
+    allowed = 2 * torch.finfo(e.fed.dtype).eps * len(e.settings.stages) + 2.0**-45
     text = f"what its variant feeds to the orthogonalizer differs by {difference:.2g} from the formula in fp64"
     e.check(difference, allowed, "variant_wrong", text)
 
@@ -445,7 +444,7 @@ def other_norms(e: Evidence) -> Iterator[Guess]:
             after = e.step.updated.clone()
             for block in blocks:
                 kept = norms_of(e, block) if own else e.before
-                after[block] = restored(after[block], e.settings.stages, kept)[0]
+                after[block] = staged(WeightStage, e.settings.stages, after[block], kept)[1]
             yield Guess("norm_of_shard", f"norms of its {what} lead to that", after.double())
     yield Guess("norm_not_restored", "the update alone leads to that", e.step.updated.double())
 

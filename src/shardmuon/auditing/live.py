@@ -270,11 +270,9 @@ class StepAudit:
         if len(layout.ranks) == 1 and len(table.sets) > 1:
             name += f" (rank {self._rank})"  # other ranks have one of that name, too
         arithmetic, shape = self._arithmetic(one, item), layout.view.matrices[matrix]
-        stored = str(arithmetic.stored).removeprefix("torch.")
         unknown = (type(one).__name__ for one in arithmetic.settings.stages if type(one) not in FORMULAS)
         status = next((f"not checked: {stage}" for stage in unknown), _NO_GRADIENT)
-        about = item.owners, str(arithmetic), status
-        row = MatrixRow(name, (number, matrix), shape.rows, shape.cols, *about, momentum_dtype=stored)
+        row = MatrixRow(name, (number, matrix), shape.rows, shape.cols, item.owners, str(arithmetic), status)
         return _Sample(row, arithmetic, self._elements(table, number, matrix), one.param.grad is not None)
 
     def _arithmetic(self, one: Listed, item: Item) -> Arithmetic:

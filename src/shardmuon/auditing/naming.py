@@ -64,10 +64,10 @@ def _lengths(e: Evidence) -> Iterator[Guess]:
     keys = {stage.key for stage in weight_stages(stages)}
     for stage in (s for s in stages if isinstance(s, AfterStage) and s.key in keys):
         own, others = type(stage).__name__, tuple(s for s in stages if s is not stage)
-        factor = staged(e.dense, others, e.before)[0]
+        factor = staged(AfterStage, others, e.dense, e.before)[0]
         yield Guess("variant_wrong", f"it is an update without {own}", e.stepped(e.dense, factor).after)
         for what, block in ((what, block) for what, blocks in parts_of(e).items() for block in blocks):
-            factor = staged(e.dense, stages, norms_of(e, block))[0]
+            factor = staged(AfterStage, stages, e.dense, norms_of(e, block))[0]
             text = f"its length is what {own} makes of the norm of one of its {what}"
             yield Guess("norm_of_shard", text, e.stepped(e.dense, factor).after)
     ratio = along(e.update, e.arrived)

@@ -223,37 +223,32 @@ def norm_of(matrix: Tensor) -> Tensor:  # (1,)
     return norm.float().double().view(1)
 
 
-def prepared(fed: Tensor, stages: Stages) -> tuple[Tensor, Tensor]:  # (rows, cols) each
-    """The orthogonalizer's input after the stages before it: as the live stages leave it, and by their formulas."""
-    live, exact = fed, fed.double()
+def prepared(fed: Tensor, stages: Stages) -> Tensor:  # (rows, cols)
+    """The orthogonalizer's input as the live stages before it leave it."""
     for stage in stages:
         if isinstance(stage, BeforeStage):
-            live = stage.run(live.clone().unsqueeze(0), live.new_empty(1, 0))[0]
-            exact = exact * FORMULAS[type(stage)](stage, exact, exact)[0]
-    return live, exact
+            fed = stage.run(fed.clone().unsqueeze(0), fed.new_empty(1, 0))[0]
+    return fed
 
 
-def staged(o: Tensor, stages: Stages, kept: KeptNumbers) -> tuple[Tensor, KeptNumbers]:
-    """Factor of the stages after the orthogonalizer on its result, in fp64; and what is kept then."""
-    factor, kept = o.new_ones((), dtype=torch.float64), dict(kept)
+def staged(
+    place: type[Stage],  # BeforeStage, AfterStage or WeightStage
+    stages: Stages,
+    matrix: Tensor,  # (rows, cols)
+    kept: KeptNumbers,
+) -> tuple[Tensor, Tensor, KeptNumbers]:  # fp64; (rows, cols)
+    """By their formulas: the factor of all stages at one place, the matrix after them, each rounded as a step does it,
+    and what is kept then."""
+    factor, kept = matrix.new_ones((), dtype=torch.float64), dict(kept)
+    wide = torch.promote_types(matrix.dtype, torch.float32)
     for stage in stages:
-        if isinstance(stage, AfterStage):
-            own, numbers = FORMULAS[type(stage)](stage, o, kept[stage.key] if stage.key else o.new_empty(0))
+        if isinstance(stage, place):
+            own, numbers = FORMULAS[type(stage)](stage, matrix, kept.get(stage.key, matrix))
             if stage.key:
                 kept[stage.key] = numbers
-            factor, o = factor * own, o * own
-    return factor, kept
-
-
-def restored(weights: Tensor, stages: Stages, kept: KeptNumbers) -> tuple[Tensor, float, KeptNumbers]:
-    """Updated weights as the stages on weights leave them, rounded as the step does it; their factor; what is kept."""
-    factor, kept = 1.0, dict(kept)
-    for stage in weight_stages(stages):
-        own, kept[stage.key] = FORMULAS[type(stage)](stage, weights, kept[stage.key])
-        factor *= float(own)
-        wide = torch.promote_types(weights.dtype, torch.float32)
-        weights = (weights.to(wide) * own.to(wide)).to(weights.dtype)
-    return weights, factor, kept
+            factor = factor * own
+            matrix = (matrix.to(wide) * own.to(wide)).to(matrix.dtype)
+    return factor, matrix, kept
 
 
 def weight_stages(stages: Stages) -> list[WeightStage]:

@@ -107,7 +107,6 @@ class MatrixRow:
         scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
         sigma_min, sigma_max: Singular values of the applied update.
         band: What the coefficients make of the matrix's own spectrum: smallest and largest.
-        momentum_dtype: The dtype in which it is stored.
     """
 
     name: str
@@ -125,7 +124,6 @@ class MatrixRow:
     sigma_min: float = 0.0
     sigma_max: float = 0.0
     band: tuple[float, float] = (0.0, 0.0)
-    momentum_dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -176,22 +174,18 @@ class AuditReport:
         return text
 
     def __str__(self) -> str:
-        parts = [f"audit of step {self.step}", _matrices(self.matrices), self._counts()]
+        found, planned = (sum(run[i] for run in self.runs.values()) for i in (0, 1))
+        counts = f"Newton-Schulz ran on {found} matrices on {len(self.runs)} rank(s), planned {planned}; "
+        counts += f"replicas of {self.num_compared} parameter(s) compared bit for bit"
+        parts = [f"audit of step {self.step}", _matrices(self.matrices), counts]
         parts += [f"{f.severity}: {f}" for f in self.findings] or ["nothing found: this step was Muon's"]
         return "\n".join(part for part in parts if part)
-
-    def _counts(self) -> str:
-        found, planned = (sum(run[i] for run in self.runs.values()) for i in (0, 1))
-        return (
-            f"Newton-Schulz ran on {found} matrices on {len(self.runs)} rank(s), planned {planned}; "
-            f"replicas of {self.num_compared} parameter(s) compared bit for bit"
-        )
 
 
 def _matrices(matrices: Sequence[MatrixRow]) -> str:
     if not matrices:
         return ""
-    head = "matrix|shape|owner|arithmetic|status|difference|allowed|scale|expected|singular values|band|momentum"
+    head = "matrix|shape|owner|arithmetic|status|difference|allowed|scale|expected|singular values|band"
     rows = [head.split("|")]
     for m in matrices:
         row = [m.name, f"{m.rows}x{m.cols}", ",".join(map(str, m.owners)), m.arithmetic, m.status]
@@ -203,7 +197,6 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
                 f"{m.expected_scale:.4g}",
                 f"{m.sigma_min:.3f}..{m.sigma_max:.3f}",
                 f"{m.band[0]:.3f}..{m.band[1]:.3f}",
-                m.momentum_dtype,
             ]
         rows.append(row + ["-"] * (len(rows[0]) - len(row)))
     names = ", ".join(m.name for m in matrices if m.status == "inconclusive")
