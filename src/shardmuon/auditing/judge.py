@@ -222,7 +222,8 @@ class Evidence:
 
     def shaken(self, shake: _Shake[_T], count: int) -> list[_T]:
         """Notes of the first `count` runs of a shake: [Note: the shake]. As many run together as memory allows."""
-        runs, together = self._runs.setdefault(shake.__name__, []), max(1, _TOGETHER // self.fed.numel())
+        runs: list[_T] = self._runs.setdefault(shake.__name__, [])
+        together = max(1, _TOGETHER // self.fed.numel())
         while len(runs) < count:
             seeds = range(len(runs), min(len(runs) + together, count))
             inputs, notes = zip(*(shake(Generator().manual_seed(seed)) for seed in seeds), strict=True)
@@ -388,8 +389,13 @@ def _judge_dense(e: Evidence) -> None:
     found, allowed = _asked(e.orthogonalizer, e.reference.seen(e.dense) - e.exact)
     if allowed > _BLIND:
         return
-    text = f"{e.arithmetic} run by itself on the whole matrix differs from exact arithmetic by {found:.2g} in the "
-    e.check(found, allowed, "orthogonalizer_wrong", f"{text}directions that rounding leaves settled")
+    e.check(
+        found,
+        allowed,
+        "orthogonalizer_wrong",
+        f"{e.arithmetic} run by itself on the whole matrix differs from exact arithmetic by {found:.2g} in the "
+        "directions that rounding leaves settled",
+    )
 
 
 def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) -> tuple[float, float]:
@@ -408,7 +414,8 @@ def _judge_numbers(e: Evidence) -> bool:
     controls it, with the dense step's. False if that norm is wrong, which is named here."""
     right, live = True, e.numbers(e.after)
     for key, expected in e.step.numbers.items():
-        difference, size = float((live[key] - expected).abs().sum()), max(float(expected.abs().sum()), 1e-300)
+        difference = float((live[key] - expected).abs().sum())
+        size = max(float(expected.abs().sum()), 1e-300)
         # a mean of squares and the average, or a norm, in fp32
         allowed = (math.sqrt(max(e.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
         if difference > allowed:

@@ -177,19 +177,19 @@ class StepAudit:
         Raises:
             ValueError: There are more or fewer of Muon's than were planned for.
         """
-        component, planned, found = self._binding.component, len(self._binding.members), list[Listed]()
+        component, found = self._binding.component, list[Listed]()
         for index, group in enumerate(self._optimizer.param_groups):
             for name, p in named_params(group, index) if group["use_muon"] == use_muon else ():
                 one = Listed(name, name if names_of(group) else "", p, group, view_options(group) if use_muon else None)
                 if use_muon and not takes_part(p):
                     continue
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError):  # it cannot be described
                     (said,) = describe([one])
                     if {*said.ties.parts, *said.ties.mates} <= {*component}:
                         found.append(one)
-        if use_muon and len(found) != planned:
+        if use_muon and len(found) != len(self._binding.members):
             text = f"the groups hold {len(found)} parameters that take part in steps of ranks"
-            raise ValueError(f"{text} {ranks_text(component)}, the plan {planned}")
+            raise ValueError(f"{text} {ranks_text(component)}, the plan {len(self._binding.members)}")
         return found
 
     def _stale(self, where: str, text: str) -> None:
@@ -200,8 +200,9 @@ class StepAudit:
 
     def _stored(self, table: Table, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
         """All quantities of a parameter: name, layout, and what this rank stores of it, if there is any."""
-        one, layout, engine = table.params[number], table.layouts[number], engine_of(table.params[number].param)
-        storage, state = engine.storage, self._optimizer.state.get(one.param, {})
+        one, layout = table.params[number], table.layouts[number]
+        engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
+        storage = engine.storage
         yield "weights", layout, storage(one.param)
         if not one.group["use_muon"]:
             yield "momentum", layout, storage(state["exp_avg"]) if "exp_avg" in state else None
@@ -339,14 +340,16 @@ class StepAudit:
         judged: list[Evidence] = []
         for sample in self._taken.pop(ranks, ()):
             name, (number, matrix) = sample.row.name, sample.row.order
-            one, now = table.params[number], self._tried(name, self._elements, table, number, matrix)
+            one = table.params[number]
+            now = self._tried(name, self._elements, table, number, matrix)
             self._watched[number] = one.name, one.param, self._tried(name, self._print_of_momentum, one.param)
             whole = {}
             for what, (layout, before) in sample.before.items():
                 after = now[what][1] if now else torch.full_like(before, torch.nan)
                 whole[what] = collect(layout, matrix, torch.stack([before, after]), sample.target)
             evidence = self._tried(name, self._judged, sample, whole) if sample.target == self._rank else None
-            judged += [evidence] if evidence is not None else []
+            if evidence is not None:
+                judged.append(evidence)
         for e in judged:
             if e.differs:
                 alike = [other for other in judged if other.shape == e.shape]

@@ -58,8 +58,10 @@ def _lengths(e: Evidence) -> Iterator[Guess]:
     for m, n in {e.dense[block].shape for block in e.blocks} - {e.shape}:
         with contextlib.suppress(Exception):  # the caller's own scale need not know shapes of shards
             scale = e.scale_of(m, n)
-            text = f"its scale is {scale:.4g}, that of a {m}x{n} shard, not {e.scale:.4g} of the whole {rows}x{cols} "
-            yield Guess("scale_from_shard_shape", f"{text}matrix", _after(e, scale / e.scale * e.dense))
+            text = (
+                f"its scale is {scale:.4g}, that of a {m}x{n} shard, not {e.scale:.4g} of the whole {rows}x{cols} one"
+            )
+            yield Guess("scale_from_shard_shape", text, _after(e, scale / e.scale * e.dense))
     stages = e.settings.stages
     keys = {stage.key for stage in weight_stages(stages)}
     for stage in (s for s in stages if isinstance(s, AfterStage) and s.key in keys):
