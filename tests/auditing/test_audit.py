@@ -219,17 +219,18 @@ def test_a_matrix_of_one_element_of_any_stride_is_audited_by_its_value() -> None
 
 
 def _cases() -> Iterator[Any]:
-    """Every fault once in the default arithmetic, once in large matrices, once in fp16, and some where matrices are
-    orthogonalized elsewhere; benchmarks/audit_sharpness.py takes all pairs."""
+    """Every fault once in the default arithmetic and once in fp16, half of them in large matrices, and some by torch's
+    own orthogonalizer, or where matrices are orthogonalized elsewhere; benchmarks/audit_sharpness.py takes all pairs.
+    """
     for name in FAULTS:
         yield pytest.param({}, None, (name,), id=name)
     inexact = tuple(name for name, fault in FAULTS.items() if not fault.exact)
     for products, rows, names in (
-        ("fp32", 512, inexact[::2]),
-        ("bf16", 512, inexact[1::2]),
+        ("fp32", 512, inexact[::4]),
+        ("bf16", 512, inexact[2::4]),
         ("fp16", 32, inexact[1::2]),
         ("fp16 gram", 32, inexact[::2]),
-        ("torch", 32, tuple(name for name in FAULTS if not name.startswith("orthogonalizer"))[1::2]),
+        ("torch", 32, tuple(name for name in FAULTS if not name.startswith("orthogonalizer"))[1::4]),
     ):
         yield pytest.param(PRODUCTS[products], rows, names, id=f"{products} {rows}", marks=pytest.mark.stated)
     no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

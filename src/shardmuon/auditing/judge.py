@@ -126,6 +126,7 @@ class Evidence:
 
     def __post_init__(self) -> None:
         self.settings, self.shape = self.arithmetic.settings, self.before["weights"].shape
+        self.scale = self.scale_of(*self.shape)
         self._eps = torch.finfo(self.arithmetic.products).eps
         self._wide = torch.promote_types(self.arithmetic.products, torch.float32)
 
@@ -143,11 +144,6 @@ class Evidence:
     def scale_of(self, rows: int, cols: int) -> float:
         """The factor on lr of a matrix of this shape."""
         return lr_scale(self.settings.adjust_lr_fn, rows, cols, self.settings.extra_scale_factor)
-
-    @cached_property
-    def scale(self) -> float:
-        """The factor on lr by the global shape."""
-        return self.scale_of(*self.shape)
 
     @cached_property
     def momentum(self) -> tuple[Tensor, Tensor]:
@@ -452,8 +448,10 @@ def other_norms(e: Evidence) -> Iterator[Guess]:
             for block in blocks:
                 kept = norms_of(e, block) if own else e.before
                 after[block] = staged(WeightStage, e.settings.stages, after[block], kept)[1]
-            yield Guess("norm_of_shard", f"norms of its {what} lead to that", after.double())
-    yield Guess("norm_not_restored", "the update alone leads to that", e.step.updated.double())
+            yield Guess("norm_of_shard", f"norms of its {what} on its weights lead to that", after.double())
+    yield Guess(
+        "norm_not_restored", "the update alone, without its stages on weights, leads to that", e.step.updated.double()
+    )
 
 
 def parts_of(e: Evidence) -> dict[str, list[Block]]:

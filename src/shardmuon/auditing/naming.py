@@ -37,19 +37,13 @@ def name_fault(e: Evidence, others: Sequence[Evidence]) -> None:
         text = "its singular values are those of an orthogonalized matrix, but not of this one"
         best = best._replace(name="wrong_matrix", found=text)
     least = max(allowed, _LEFT * whole)
-    for guess in itertools.chain(_weights(e), _lengths(e), _results(e, others)):
+    frozen = Guess("frozen", "no weight changed, with a gradient and a learning rate", e.before["weights"])
+    for guess in itertools.chain([frozen], other_norms(e), _lengths(e), _results(e, others)):
         left = max(measure(e.seen(e.update - e.recovered(guess.after))), _HARDLY * whole)
         if left < least:
             least, best = left, guess
     text = f"the applied update differs from the same arithmetic run densely by {row.difference:.2g}: {best.found}"
     e.say(best.name, text, f"{row.allowed:.1e} ({row.arithmetic}, this very matrix shaken)")
-
-
-def _weights(e: Evidence) -> Iterator[Guess]:
-    """Guesses at weights whose update is right: that were not written, or multiplied with other norms."""
-    yield Guess("frozen", "no weight changed, with a gradient and a learning rate", e.before["weights"])
-    for guess in other_norms(e):
-        yield guess._replace(found=f"stages on its weights went wrong, {guess.found}")
 
 
 def _lengths(e: Evidence) -> Iterator[Guess]:
