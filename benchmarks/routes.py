@@ -18,7 +18,7 @@ from torch import nn
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.testing import RankPool
-from shardmuon.testing.compare import recovered_update, relative_difference
+from shardmuon.testing.tolerances import recovered_update, relative_error
 
 # rows, cols, matrices
 CASES = ((64, 4096, 8), (256, 2048, 4), (512, 512, 4), (256, 256, 8), (384, 1536, 1))
@@ -60,7 +60,7 @@ def measure(rows: int, cols: int, count: int, rounds: int) -> dict[str, Any]:
     return {
         "owner": statistics.median(seconds["owner"][1:]),
         "gram": statistics.median(seconds["gram"][1:]),
-        "difference": max(map(relative_difference, updates["gram"], updates["owner"])),
+        "difference": max(map(relative_error, updates["gram"], updates["owner"])),
         "reductions": traffic.reductions // (rounds + 1),
         "bytes_gram": traffic.bytes_sent // (rounds + 1),
         "bytes_owner": optimizers["owner"].traffic.bytes_sent // (rounds + 1),

@@ -201,6 +201,12 @@ def _fails(*args: Any) -> Any:
     raise ArithmeticError("no convergence")
 
 
+def _failing_after_the_step(original: Any) -> Any:
+    return lambda audit, *given: (
+        _fails() if audit._optimizer.traffic.orthogonalized > audit._ran else original(audit, *given)
+    )
+
+
 def _by_halves(original: Any) -> Any:
     return lambda x, *a, **k: torch.cat([original(half, *a, **k) for half in x.chunk(2, dim=-2)], dim=-2)
 
@@ -460,7 +466,7 @@ FAULTS = {
         now(_of_another_layout),
         {"stale_plan"},
         {"a"},
-        says="its pieces lie on other ranks than the plan says",
+        says="or lie on other ranks, than the plan says",
         exact=True,
     ),
     "run twice": Fault(
@@ -533,7 +539,7 @@ FAULTS = {
     ),
     # it still sends as many elements as others expect
     "reading fails on one rank": Fault(
-        replaced("_read_after", lambda original: _fails, live.StepAudit, rank=1),
+        replaced("_elements", _failing_after_the_step, live.StepAudit, rank=1),
         {"audit_failed", "not_finite"},
         {*ALL, "rank 1"},
         says="no convergence",

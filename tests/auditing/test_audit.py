@@ -67,7 +67,7 @@ ON_LAYOUTS = (None, "muon_eq+normuon", "normuon+hyperball", "muon_eq+hyperball")
 METHODS = ("auto", "standard", "gram")
 
 
-def sound(layout: str) -> tuple[AuditReport, int]:
+def sound(layout: str) -> AuditReport:
     """The second step's report. Layouts take variants and methods in turn: what an audit reads of a layout does not
     depend on the method."""
     case, world, number = LAYOUTS[layout], dist.get_world_size(), list(LAYOUTS).index(layout)
@@ -81,11 +81,11 @@ def sound(layout: str) -> tuple[AuditReport, int]:
     options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, "variant": ON_LAYOUTS[number % len(ON_LAYOUTS)]}
     options |= {"orthogonalizer": Orthogonalizer(method=METHODS[number % len(METHODS)])} | case.options(world)
     optimizer = Muon(groups_of(params, PARAMS), **options)
-    for _ in range(2):
-        for name, grad in build().items():
-            params[name].grad = grad
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*zero before the first step")  # a shard that stores nothing of a matrix
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*zero before the first step")  # a shard that stores nothing of a matrix
+        for _ in range(2):
+            for name, grad in build().items():
+                params[name].grad = grad
             report = step_of(optimizer)
     return report
 
@@ -146,41 +146,39 @@ def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dt
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sound_steps_drawn_at_random_give_no_finding(dtype: str) -> None:
+# Sound steps that rounding moves by one direction: at a maximum of p (bf16, fp16 standard), by noise of an empty
+# direction (fp16 Gram form), or where the first step nearly cancels the largest value (1000729). Stages that see
+# results before they are rounded to the wire (fp16), matrices of ones, whose elements MuonEq rounds alike, and bf16
+# weights that torch's own addition updates (8500193).
+MOVED_MOST = [
+    ("bf16", 50170, None),
+    ("fp16", 807, None),
+    ("fp16", 969, None),
+    ("fp16", 300030, None),
+    ("fp16", 300794, None),
+    ("fp16", 301809, None),
+    ("bf16", 1000729, None),
+    ("fp16", 7000019, "normuon+hyperball"),
+    ("fp16", 7000129, "normuon"),
+    ("fp32", 7000075, "muon_eq+normuon"),
+    ("fp32", 7000267, "muon_eq+normuon"),
+    ("bf16", 8500193, "hyperball"),
+]
+DRAWN = [
+    (dtype, seed, (*VARIANTS, *[None] * len(VARIANTS))[seed % (2 * len(VARIANTS))])
+    for dtype in DTYPES
+    for seed in range(24)
+]
+
+
+@pytest.mark.parametrize(("dtype", "seed", "variant"), [*MOVED_MOST, *DRAWN])
+def test_sound_steps_drawn_at_random_give_no_finding(dtype: str, seed: int, variant: str | None) -> None:
     """benchmarks/audit_sharpness.py takes 1,000 of them."""
-    variants = itertools.cycle([*VARIANTS, *[None] * len(VARIANTS)])
-    for seed, variant in zip(range(24), variants, strict=False):
-        findings, statuses, _, drawn = healthy(dtype, seed, 40, variant=variant)
-        assert findings == [], drawn
-        assert set(statuses) <= {"ok", "inconclusive", "zero"}, drawn
-
-
-@pytest.mark.parametrize(
-    ("dtype", "seed", "variant"),
-    [
-        ("bf16", 50170, None),
-        ("fp16", 807, None),
-        ("fp16", 969, None),
-        ("fp16", 300030, None),
-        ("fp16", 300794, None),
-        ("fp16", 301809, None),
-        ("bf16", 1000729, None),
-        ("fp16", 7000019, "normuon+hyperball"),
-        ("fp16", 7000129, "normuon"),
-        ("fp32", 7000075, "muon_eq+normuon"),
-        ("fp32", 7000267, "muon_eq+normuon"),
-        ("bf16", 8500193, "hyperball"),
-    ],
-)
-def test_sound_steps_that_rounding_moves_most_give_no_finding(dtype: str, seed: int, variant: str | None) -> None:
-    """Sound steps that rounding moves by one direction: at a maximum of p (bf16, fp16 standard), by noise of an empty
-    direction (fp16 Gram form), or where the first step nearly cancels the largest value (1000729). Stages that see
-    results before they are rounded to the wire (fp16), matrices of ones, whose elements MuonEq rounds alike, and
-    bf16 weights that torch's own addition updates (8500193)."""
-    findings, statuses, _, drawn = healthy(dtype, seed, 32 if variant is None else 40, variant=variant)
+    largest = 32 if seed >= 24 and variant is None else 40
+    findings, statuses, _, drawn = healthy(dtype, seed, largest, variant=variant)
     assert findings == [], drawn
-    assert statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn
+    assert set(statuses) <= {"ok", "inconclusive", "zero"}, drawn
+    assert seed < 24 or statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn
 
 
 @pytest.mark.filterwarnings("ignore:.*zero before the first step")
@@ -221,17 +219,18 @@ def test_a_matrix_of_one_element_of_any_stride_is_audited_by_its_value() -> None
 
 
 def _cases() -> Iterator[Any]:
-    """Every fault once in the default arithmetic, once in large matrices, once in fp16, and some where matrices are
-    orthogonalized elsewhere; benchmarks/audit_sharpness.py takes all pairs."""
+    """Every fault once in the default arithmetic and once in fp16, half of them in large matrices, and some by torch's
+    own orthogonalizer, or where matrices are orthogonalized elsewhere; benchmarks/audit_sharpness.py takes all pairs.
+    """
     for name in FAULTS:
         yield pytest.param({}, None, (name,), id=name)
     inexact = tuple(name for name, fault in FAULTS.items() if not fault.exact)
     for products, rows, names in (
-        ("fp32", 1024, inexact[::2]),
-        ("bf16", 1024, inexact[1::2]),
+        ("fp32", 512, inexact[::4]),
+        ("bf16", 512, inexact[2::4]),
         ("fp16", 32, inexact[1::2]),
         ("fp16 gram", 32, inexact[::2]),
-        ("torch", 32, tuple(name for name in FAULTS if not name.startswith("orthogonalizer"))[1::2]),
+        ("torch", 32, tuple(name for name in FAULTS if not name.startswith("orthogonalizer"))[1::4]),
     ):
         yield pytest.param(PRODUCTS[products], rows, names, id=f"{products} {rows}", marks=pytest.mark.stated)
     no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -6,7 +6,7 @@ which adds its own to an element's place in the row-major matrix: so a holder's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import reduce
 from typing import NamedTuple
 
@@ -35,21 +35,16 @@ class Part(NamedTuple):
 
     def select(self, storage: Tensor) -> Tensor:  # (n,)
         """The elements of a weight, gradient or momentum that is stored like `storage`."""
-        found = [storage.new_empty(0)]
-        for source in self.sources:
-            part = storage
-            for dim, at in enumerate(source):
-                part = part if len(at) == part.shape[dim] else part.index_select(dim, at.to(part.device))
-            found.append(part.reshape(-1))
-        return torch.cat(found)
+        indices = (torch.meshgrid(*source, indexing="ij") for source in self.sources)
+        found = [storage[tuple(at.to(storage.device) for at in index)].reshape(-1) for index in indices]
+        return torch.cat([storage.new_empty(0), *found])
 
 
 def part_of(view: MatrixView, number: int, held: Iterable[Held]) -> Part:
     """The elements of one matrix that these pieces have."""
     lines, sources, places = _lines(view, number), [], [torch.empty(0, dtype=torch.int64)]
     for piece, local in held:
-        whole = Box((0,) * len(view.shape), view.shape)
-        box = piece if isinstance(piece, Box) else piece.box or whole
+        box = piece if isinstance(piece, Box) else piece.box or Box((0,) * len(view.shape), view.shape)
         kept = [(at >= a) & (at < a + n) for (at, _), a, n in zip(lines, *box, strict=True)]
         place = _outer(step[inside] for (_, step), inside in zip(lines, kept, strict=True))
         source = [at[inside] - a for (at, _), inside, a in zip(lines, kept, box.offset, strict=True)]
@@ -99,22 +94,23 @@ def block_of(places: Tensor, cols: int) -> Block | None:
 def collect(
     layout: ParamLayout,
     number: int,
-    parts: Sequence[Tensor],  # 1-D each: the elements that this rank sends of each quantity, all of one dtype
+    parts: Tensor,  # (2, n): the elements that this rank sends, before and after the step
     target: int,
-) -> tuple[list[Tensor], list[Tensor]]:  # (rows, cols) each; 1-D each
-    """Whole matrices of several quantities on one rank, and the places of each rank that sent any; nothing elsewhere.
-    Collective among the parameter's ranks. A rank that cannot read its part sends NaN."""
+) -> tuple[Tensor, list[Block]]:  # (2, rows, cols), or (0,)
+    """A whole matrix on one rank, before and after the step, and its rectangles that lie on one rank each (kernels cut
+    inside are none); nothing elsewhere. Collective among the parameter's ranks. A rank that cannot read sends NaN."""
     ranks, matrix, mine = layout.ranks, layout.view.matrices[number], my_rank() == target
-    places = [sent_by(layout, number, rank).places for rank in ranks] if mine else []
-    came = [send := torch.cat(list(parts))]
+    places = [sent_by(layout, number, rank).places if mine else torch.empty(0) for rank in ranks]
+    came = [parts]
     if len(ranks) > 1:
-        expected = tuple(len(at) * len(parts) for at in places) or (0,) * len(ranks)
-        given = tuple(send.numel() if rank == target else 0 for rank in ranks)
+        expected = tuple(2 * len(at) for at in places)
+        given = tuple(parts.numel() if rank == target else 0 for rank in ranks)
         with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
-            came = list(start(group_for(ranks), Traffic(), send, given, expected).wait().split(expected))
+            came = list(start(group_for(ranks), Traffic(), parts.reshape(-1), given, expected).wait().split(expected))
     if not mine:
-        return [], []
-    out = send.new_full((len(parts), matrix.rows * matrix.cols), torch.nan)
+        return parts.new_empty(0), []
+    whole = parts.new_full((2, matrix.rows * matrix.cols), torch.nan)
     for at, values in zip(places, came, strict=True):
-        out.index_copy_(1, at.to(out.device), values.view(len(parts), len(at)))
-    return list(out.view(len(parts), matrix.rows, matrix.cols)), [at for at in places if len(at)]
+        whole.index_copy_(1, at.to(whole.device), values.view(2, len(at)))
+    blocks = [block_of(at, matrix.cols) for at in places]
+    return whole.view(2, matrix.rows, matrix.cols), [block for block in blocks if block is not None]

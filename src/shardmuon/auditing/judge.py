@@ -15,10 +15,10 @@
     twice, and elements that are all alike (a matrix of ones) are rounded all alike. Each result is put into the
     weights as the step would, so what stages of a variant and coarse weights add is in the spread, too.
 
-    Beside exact arithmetic: each element off by up to a spacing, so that every product is rounded anew, and one more
-    row and column that are zero but for their corner. That enlarges the norm by up to `_LONGER`, so that elements
-    which are all alike (a matrix of ones) are rounded anew together; what exact arithmetic makes of the larger norm is
-    known, and only the error beside that is taken.
+    Beside exact arithmetic: each element off by up to a spacing, so that every product is rounded anew, and a border
+    that is zero but for two corners. That enlarges the norm by up to `_LONGER`, so that elements which are all alike (a
+    matrix of ones) are rounded anew together; what exact arithmetic makes of the larger norm is known, and only the
+    error beside that is taken. (A border on all sides: a result that came back mirrored would be compared with itself.)
 
     The steps enlarge rounding where a singular value is nearly zero, so results may differ there by all of their
     length, and hardly at all in other directions. A difference is therefore looked at direction by direction, those of
@@ -30,15 +30,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from shardmuon.auditing.dense import Block, block_of
+from shardmuon.auditing.dense import Block
 from shardmuon.auditing.reference import (
     Arithmetic,
     KeptNumbers,
@@ -49,21 +49,20 @@ from shardmuon.auditing.reference import (
     prepared,
     recovered_update,
     reference_of,
-    relative_difference,
-    restored,
+    relative_error,
     staged,
     weight_stages,
     weights_after,
 )
 from shardmuon.auditing.report import Finding, MatrixRow
-from shardmuon.layout.pieces import Box
-from shardmuon.layout.table import ParamLayout
-from shardmuon.momentum.stores import Stream
 from shardmuon.options import lr_scale
 from shardmuon.orthogonalize import TORCH_EPS
-from shardmuon.step.options import Settings
+from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 
+_T = TypeVar("_T")
 _Measure = Callable[[Tensor], float]
+_Shake = Callable[[Generator], tuple[Tensor, Callable[[Tensor], _T]]]  # an input, and what to note of its result
+_NORM = "norm"  # of the weights, beside the numbers that stages keep
 _FIRST, ALL = 2, 16  # shaken runs: those that are always made, and those before anything is called a fault
 _TIMES = 3.0  # how many times the largest of the shaken differences is allowed
 _HARDLY = 0.1  # of a wrong norm may be left over by its explanation: the update is rounded otherwise
@@ -84,16 +83,16 @@ class _StepWith(NamedTuple):
         staged: (rows, cols) fp64 update after all stages.
         updated: Weights before the stages on weights, in their dtype.
         after: Weights after them, fp64.
-        factor, on_weights: Factors of the stages on the result (None: no such stage) and on the weights.
-        kept: What stages keep then.
+        factor, on_weights: Factors of the stages on the result and on the weights.
+        numbers: What stages keep then, and the norm of the weights if a stage controls it.
     """
 
     staged: Tensor
     updated: Tensor
     after: Tensor
-    factor: Tensor | None
-    on_weights: float
-    kept: KeptNumbers
+    factor: Tensor
+    on_weights: Tensor
+    numbers: KeptNumbers
 
 
 class Guess(NamedTuple):
@@ -104,121 +103,70 @@ class Guess(NamedTuple):
     after: Tensor
 
 
-class _Shaken(NamedTuple):
-    """A step of a shaken result: lengths (m,) of its update beside the dense one's in each direction, the norm of the
-    weights after it, and what stages keep then."""
-
-    lengths: Tensor
-    norm: float
-    kept: KeptNumbers
-
-
 @dataclass
 class Evidence:
     """One whole matrix around a step, how it was meant to be stepped, and what its own arithmetic makes of it.
 
     Attributes:
         row: The report's line for it; `judge` fills it in.
-        places: Places in the matrix of the elements that each rank sent, one tensor a rank.
-        before, buffer, grad: (rows, cols) fp64 weights, momentum and gradient before the step.
-        after, buffer_after: Weights and momentum after it.
-        rounding: See `weights_after`.
-        kept, kept_after: Numbers that stages of its variant keep, before and after the step; fp64, 1-D.
-        fresh: Keys of what had just been made or loaded: norms that were not known are those of the weights.
+        blocks: Rectangles of the matrix that lie on one rank.
+        before, after: (rows, cols) fp64 "weights", "momentum" and "gradient" before and after the step, and by its key
+            what each stage of its variant keeps (1-D).
         findings: Faults that have been found.
         differs: True if the update is not the dense one, for a reason still to be named.
     """
 
     row: MatrixRow
     arithmetic: Arithmetic
-    settings: Settings
-    layout: ParamLayout
-    places: list[Tensor]
-    before: Tensor
-    buffer: Tensor
-    grad: Tensor
-    after: Tensor
-    buffer_after: Tensor
-    rounding: tuple[Stream, int] | None
-    kept: KeptNumbers
-    kept_after: KeptNumbers
-    fresh: Sequence[str]
+    blocks: list[Block]
+    before: Mapping[str, Tensor]
+    after: Mapping[str, Tensor]
     findings: list[Finding] = field(default_factory=list)
     differs: bool = False
-    _orders: list[_Shaken] = field(default_factory=list)
-    _errors: list[Tensor] = field(default_factory=list)
+    _runs: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        unknown = [s.key for s in weight_stages(self.settings.stages) if s.key in self.fresh and not self.kept[s.key]]
-        self.kept = {**self.kept, **dict.fromkeys(unknown, norm_of(self.before))}
+        self.settings, self.shape = self.arithmetic.settings, self.before["weights"].shape
+        self.scale = self.scale_of(*self.shape)
+        self._eps = torch.finfo(self.arithmetic.products).eps
+        self._wide = torch.promote_types(self.arithmetic.products, torch.float32)
 
     def say(self, name: str, found: str, allowed: str) -> None:
         """Note a fault of this matrix."""
         self.findings.append(Finding.of(name, self.row.name, found, allowed))
 
-    # ------------------------------------------------------------------------------------------ its shape and shards
-
-    def _scale(self, rows: int, cols: int) -> float:
-        return lr_scale(self.settings.adjust_lr_fn, rows, cols)
-
-    @cached_property
-    def scale(self) -> float:
-        """The factor on lr by the global shape."""
-        return self._scale(*self.before.shape)
-
-    @cached_property
-    def scales(self) -> dict[tuple[int, int], float]:
-        """(rows, cols) that a rank stores -> the scale that it would give, and that must not be used."""
-        shards = [(rows.stop - rows.start, cols.stop - cols.start) for rows, cols in self.blocks]
-        boxes = [held.piece.size for of_rank in self.layout.held for held in of_rank if isinstance(held.piece, Box)]
-        shards += [(size[0], math.prod(size[1:])) for size in boxes if len(size) > 1 and 0 not in size]
-        found = {}
-        for shape in dict.fromkeys(shards):
-            if shape != self.before.shape:
-                try:
-                    found[shape] = self._scale(*shape)
-                except Exception:  # the caller's own scale need not know shapes of shards
-                    continue
-        return found
-
-    @cached_property
-    def blocks(self) -> list[Block]:
-        """Rectangles of the matrix that lie on one rank; other shapes (kernels cut inside) are left out."""
-        found = [block_of(places, self.before.shape[1]) for places in self.places]
-        return [block for block in found if block is not None]
-
-    @cached_property
-    def parts(self) -> dict[str, list[Block]]:
-        """Shards and halves of the matrix, of which somebody may have taken one for the whole. At least two of each."""
-        rows, cols = self.before.shape
-        cuts = {
-            "shards": self.blocks,
-            "halves of its rows": [(slice(0, rows // 2), slice(0, cols)), (slice(rows // 2, rows), slice(0, cols))],
-            "halves of its columns": [(slice(0, rows), slice(0, cols // 2)), (slice(0, rows), slice(cols // 2, cols))],
-        }
-        return {
-            what: blocks
-            for what, blocks in cuts.items()
-            if len(blocks) > 1 and all(side.stop > side.start for block in blocks for side in block)
-        }
+    def check(self, number: float, allowed: float, name: str, found: str) -> None:
+        """Note a fault if a number is larger than what is allowed, or none at all."""
+        if not number <= allowed:
+            self.say(name, found, f"{allowed:.1e}")
 
     # --------------------------------------------------------------------------------------------- its dense step
+
+    def scale_of(self, rows: int, cols: int) -> float:
+        """The factor on lr of a matrix of this shape."""
+        return lr_scale(self.settings.adjust_lr_fn, rows, cols)
 
     @cached_property
     def momentum(self) -> tuple[Tensor, Tensor]:
         """The momentum after the step, and the orthogonalizer's input before stages, as the step computes them."""
-        return momentum_of(self.buffer, self.grad, self.before, self.arithmetic, self.settings)
+        before = self.before
+        return momentum_of(before["momentum"], before["gradient"], before["weights"], self.arithmetic)
 
     @cached_property
     def fed(self) -> Tensor:
         """The orthogonalizer's input."""
-        return prepared(self.momentum[1], self.settings.stages)[0]
+        return prepared(self.momentum[1], self.settings.stages)
 
     @cached_property
     def reference(self) -> Reference:
         """The result of exact arithmetic."""
-        method = "gram" if self.arithmetic.by_gram else self.arithmetic.method
+        method = "gram" if self.arithmetic.by_gram else self.arithmetic.choice.method
         return reference_of(self.fed, self.settings.coefficients, method=method)
+
+    @cached_property
+    def exact(self) -> Tensor:  # (m, n) fp64
+        """The exact result in the reference's coordinates."""
+        return self.reference.ratios().unsqueeze(1) * self.reference.coords
 
     @cached_property
     def dense(self) -> Tensor:
@@ -233,117 +181,106 @@ class Evidence:
     @cached_property
     def update(self) -> Tensor:
         """The update that the step applied."""
-        return self.recovered(self.after)
+        return self.recovered(self.after["weights"])
 
     @cached_property
     def arrived(self) -> Tensor:
         """The part of the dense result that the weights can hold."""
         return self.recovered(self.step.after)
 
-    @cached_property
-    def exact(self) -> Tensor:  # (m, n) fp64
-        """The exact result in the reference's coordinates."""
-        return self.reference.ratios().unsqueeze(1) * self.reference.coords
-
     def orthogonalized(self, values: Tensor, *, nudged: bool = False) -> Tensor:  # (..., rows, cols), fp64 out
         """Orthogonalize matrices in the live arithmetic. `nudged`: see `reference.orthogonalized`."""
         batch = values.view(-1, *values.shape[-2:])
-        return orthogonalized(batch, self.arithmetic, self.settings, nudged=nudged).double().view(values.shape)
+        return orthogonalized(batch, self.arithmetic, nudged=nudged).double().view(values.shape)
 
     def stepped(self, result: Tensor, factor: Tensor | None = None) -> _StepWith:
         """Step the weights with a result of the orthogonalizer, (rows, cols) fp64: stages, decay, rounding. `factor`:
         that of the stages on the result; default: by their formulas."""
-        a, s, kept = self.arithmetic, self.settings, self.kept
+        a, stages, kept = self.arithmetic, self.settings.stages, self.before
         if factor is None:
-            factor, kept = staged(result, s.stages, kept)
-        if factor is not None:
-            result = (result * factor).to(a.wire_dtype).double()
-        updated = weights_after(self.before, result, self.scale, a, s, self.rounding)
-        after, on_weights, kept = restored(updated, s.stages, kept)
-        return _StepWith(result, updated, after.double(), factor, on_weights, kept)
+            factor, _, kept = staged(AfterStage, stages, result, kept)
+        result = (result * factor).to(a.wire).double()
+        updated = weights_after(self.before["weights"], result, self.scale, a)
+        on_weights, weights, kept = staged(WeightStage, stages, updated, kept)
+        after = weights.double()
+        return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
+
+    def numbers(self, values: Mapping[str, Tensor]) -> KeptNumbers:
+        """Numbers that stages keep, and the norm of the weights if a stage controls it."""
+        found = {stage.key: values[stage.key] for stage in keeping(self.settings.stages)}
+        return {**found, _NORM: values["weights"].norm()} if weight_stages(self.settings.stages) else found
 
     def recovered(self, after: Tensor) -> Tensor:  # (rows, cols) fp64
         """The result of the orthogonalizer that led to these weights, if the stages did what they should."""
-        step = self.step
-        update = recovered_update(self.before, after / step.on_weights, self.settings, self.scale, step.staged)
-        return update if step.factor is None else update / step.factor
+        step, before = self.step, self.before["weights"]
+        return recovered_update(before, after / step.on_weights, self.settings, self.scale, step.staged) / step.factor
 
     # ------------------------------------------------------------------------------------------------- the shake
+
+    def shaken(self, shake: _Shake[_T], count: int) -> list[_T]:
+        """Notes of the first `count` runs of a shake: [Note: the shake]. As many run together as memory allows."""
+        runs: list[_T] = self._runs.setdefault(shake.__name__, [])
+        together = max(1, _TOGETHER // self.fed.numel())
+        while len(runs) < count:
+            seeds = range(len(runs), min(len(runs) + together, count))
+            inputs, notes = zip(*(shake(Generator().manual_seed(seed)) for seed in seeds), strict=True)
+            results = self.orthogonalized(torch.stack(inputs), nudged=True)
+            runs += [note(result) for note, result in zip(notes, results, strict=True)]
+        return runs[:count]
+
+    def reordered(self, generator: Generator) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, KeptNumbers]]]:
+        """Rows and columns in another order, and elements nudged. Notes lengths (m,) of the update beside the dense
+        one's in each direction, and the numbers after the step."""
+        x = self.fed.to(torch.float64, copy=True)
+        few = torch.randint(x.numel(), (_FEW,), generator=generator)
+        signs = torch.randint(2, (_FEW,), generator=generator) * 2 - 1
+        x.view(-1)[few.to(x.device)] *= (1 + self._eps * signs).to(x.device, x.dtype)
+        x *= 1 + int(torch.randint(-_FEW, _FEW + 1, (), generator=generator)) * torch.finfo(self._wide).eps
+        rows, cols = (torch.randperm(n, generator=generator).to(x.device) for n in x.shape)
+
+        def noted(result: Tensor) -> tuple[Tensor, KeptNumbers]:
+            step = self.stepped(result[rows.argsort()][:, cols.argsort()])
+            return _lengths(self.seen(self.recovered(step.after) - self.arrived)), step.numbers
+
+        return x[rows][:, cols], noted
+
+    def enlarged(self, generator: Generator) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Each element off by up to a spacing, and a larger norm. Notes lengths (m,) of the difference of its error
+        beside exact arithmetic from the dense result's."""
+        nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
+        x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
+        norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
+        longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
+        bordered = torch.nn.functional.pad(x, (1, 1, 1, 1))
+        bordered[0, 0] = bordered[-1, -1] = norm * math.sqrt((longer**2 - 1) / 2)
+        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # which it divides by
+        shorter = self.reference.ratios(max(longer * norm, least) / max(norm, least))
+        less = (self.reference.ratios() - shorter).unsqueeze(1) * self.reference.coords
+
+        def noted(result: Tensor) -> Tensor:
+            difference = self.seen(result[1:-1, 1:-1] - self.dense)
+            return _lengths(difference + less.to(difference))
+
+        return bordered, noted
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
         """A matrix in the reference's coordinates, in the precision that its arithmetic needs."""
         return self.reference.seen(matrix.to(self._wide))
 
-    def in_other_orders(self, count: int) -> list[_Shaken]:
-        """The first `count` steps that the same arithmetic makes with rows and columns in another order and a few
-        elements nudged: see [Note: the shake]."""
-        for seeds in self._batches(len(self._orders), count):
-            made, orders = [], []
-            for seed in seeds:
-                generator, x = torch.Generator().manual_seed(seed), self.fed.to(torch.float64, copy=True)
-                few = torch.randint(x.numel(), (_FEW,), generator=generator)
-                signs = torch.randint(2, (_FEW,), generator=generator) * 2 - 1
-                x.view(-1)[few.to(x.device)] *= (1 + self._eps * signs).to(x.device, x.dtype)
-                together = int(torch.randint(-_FEW, _FEW + 1, (), generator=generator))
-                x *= 1 + together * torch.finfo(self._wide).eps
-                orders.append([torch.randperm(n, generator=generator).to(x.device) for n in x.shape])
-                made.append(x[orders[-1][0]][:, orders[-1][1]])
-            results = self.orthogonalized(torch.stack(made), nudged=True)
-            for result, (rows, cols) in zip(results, orders, strict=True):
-                step = self.stepped(result[rows.argsort()][:, cols.argsort()])
-                lengths = _lengths(self.seen(self.recovered(step.after) - self.arrived))
-                self._orders.append(_Shaken(lengths, float(step.after.norm()), step.kept))
-        return self._orders[:count]
-
-    def nudged(self, count: int) -> list[Tensor]:  # (m,) each
-        """Lengths of so many shaken errors beside exact arithmetic, as differences from the dense result's: [Note: the
-        shake]."""
-        reference, least = self.reference, TORCH_EPS if self.arithmetic.method == "torch" else 0.0
-        for seeds in self._batches(len(self._errors), count):
-            made, longers = [], []
-            for seed in seeds:
-                generator = torch.Generator().manual_seed(seed)
-                nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
-                x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
-                norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
-                longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
-                made.append(torch.nn.functional.pad(x, (0, 1, 0, 1)))
-                made[-1][-1, -1] = norm * math.sqrt(longer**2 - 1)
-                longers.append(max(longer * norm, least) / max(norm, least))
-            results = self.orthogonalized(torch.stack(made), nudged=True)[:, :-1, :-1]
-            for result, longer in zip(results, longers, strict=True):
-                less = (reference.ratios() - reference.ratios(longer)).unsqueeze(1) * reference.coords
-                difference = self.seen(result - self.dense)
-                self._errors.append(_lengths(difference + less.to(difference)))
-        return self._errors[:count]
-
-    def _batches(self, done: int, count: int) -> list[range]:
-        """Seeds of the shaken runs that are still to be made, as many together as memory allows."""
-        together = max(1, _TOGETHER // self.fed.numel())
-        return [range(at, min(at + together, count)) for at in range(done, count, together)]
-
-    @property
-    def _wide(self) -> torch.dtype:
-        return torch.promote_types(self.arithmetic.products, torch.float32)
-
-    @property
-    def _eps(self) -> float:
-        return torch.finfo(self.arithmetic.products).eps
-
     def spread(self, count: int) -> tuple[_Measure, float]:
         """`_beside` the updates of so many steps in another order. No direction is settled better than the largest
         weight, to its next value, nor than numbers that stages keep in fp32, whatever the products are: each is rounded
         four times, and scales a line of the result by its root, so by an eps."""
-        spacing = torch.finfo(self.arithmetic.weight_dtype).eps * float(self.step.after.abs().amax())
-        factor = 1.0 if self.step.factor is None else float(self.step.factor.abs().amin())
-        expected, least = self.seen(self.arrived), spacing / abs(self.settings.lr * self.scale) / factor
-        if self.step.kept:
+        spacing = torch.finfo(self.arithmetic.weights).eps * float(self.step.after.abs().amax())
+        expected = self.seen(self.arrived)
+        least = spacing / abs(self.settings.lr * self.scale) / float(self.step.factor.abs().amin())
+        if self.step.numbers:
             least = max(least, _EPS * float(_lengths(expected).amax()))
-        return self._beside([step.lengths for step in self.in_other_orders(count)], expected, least)
+        return self._beside([lengths for lengths, _ in self.shaken(self.reordered, count)], expected, least)
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
         """`_beside` so many shaken errors."""
-        return self._beside(self.nudged(count), self.exact)
+        return self._beside(self.shaken(self.enlarged, count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
         """A measure of differences beside those that rounding makes, and the largest allowed: [Note: the shake].
@@ -362,8 +299,7 @@ class Evidence:
 
 
 def _lengths(coords: Tensor) -> Tensor:  # (m, n) -> (m,) fp64
-    lengths: Tensor = torch.linalg.vector_norm(coords, dim=1)
-    return lengths.double()
+    return torch.linalg.vector_norm(coords, dim=1).double()  # type: ignore[no-any-return]
 
 
 # --------------------------------------------------------------------------------------------------------- judging
@@ -371,12 +307,14 @@ def _lengths(coords: Tensor) -> Tensor:  # (m, n) -> (m,) fp64
 
 def judge(e: Evidence) -> None:
     """Compare a step of one matrix with the reference. Names no causes of a wrong update: `naming.name_fault` does."""
-    tensors = {"weights": e.before, "momentum": e.buffer, "gradient": e.grad, "updated weights": e.after}
-    bad = [name for name, value in tensors.items() if not bool(value.isfinite().all())]
     e.row = replace(e.row, status="fault", expected_scale=e.scale)
-    if bad:
+    values = {what: e.before[what] for what in ("weights", "momentum", "gradient")}
+    values["updated weights"] = e.after["weights"]
+    if bad := [what for what, value in values.items() if not bool(value.isfinite().all())]:
         e.say("not_finite", f"NaN or infinity in {', '.join(bad)}", "finite numbers")
         return
+    if not torch.equal(e.before["gradient"], e.after["gradient"]):
+        e.say("gradient_written", "the step changed the gradient", "no change")
     _judge_momentum(e)
     _judge_norm_before(e)
     frozen = e.settings.lr * e.scale == 0.0
@@ -385,125 +323,76 @@ def judge(e: Evidence) -> None:
         _judge_still(e)
         return
     _judge_prepared(e)
-    named = _judge_norm_after(e)
     _judge_dense(e)
-    _judge_kept(e)
+    norm_is_right = _judge_numbers(e)
     _judge_update(e)
-    e.differs = e.row.status == "fault" and not named
+    e.differs = e.row.status == "fault" and norm_is_right
 
 
 def _judge_momentum(e: Evidence) -> None:
     expected, fed = (value.double() for value in e.momentum)
-    size, stored = float(expected.norm()), e.arithmetic.stored_dtype
+    before, found, stored = e.before["momentum"], e.after["momentum"], e.arithmetic.stored
     # Storing rounds each element once, by at most an eps. 8-bit codes ([Note: 8-bit codes] in momentum/stores.py) step
     # by 2 sqrt(|x| s) / 127 at x in a block of scale s: over a block of 128 with one large element at most 2 / 127 *
     # sqrt(6.2) of its norm. The gradient is rounded to the momentum's dtype, and so are the two terms of its update.
     rounded = _CODE_STEP if stored == torch.int8 else torch.finfo(stored).eps
-    terms = max(float(e.buffer.norm()), float(e.grad.norm()), size)
-    allowed = 2 * rounded * (terms / size if size else 1.0) + 1e-12
-    norm = float(e.buffer_after.norm())
-    difference = relative_difference(e.buffer_after, expected) if size else norm
-    e.row = replace(e.row, momentum_difference=difference, momentum_allowed=allowed)
+    terms = max(float(value.norm()) for value in (before, e.before["gradient"], expected))
+    allowed = 2 * rounded * terms + 1e-12 * float(expected.norm())
+    difference = float((found - expected).norm())
     if difference <= allowed:
         return
-    name, what = "momentum_wrong", f"it differs from B + (1 - mu) (G - B) by {difference:.1e} of its norm"
-    close_to = e.orthogonalized(fed) if bool(fed.any()) else fed
-    normalized = abs(norm - 1.0) < 0.1 and min(sine(e.buffer_after, value) for value in (expected, fed)) < 0.05
-    if torch.equal(e.buffer_after, e.buffer):
+    name, what = "momentum_wrong", f"it is off by {difference:.1e} from B + (1 - mu) (G - B)"
+    results = [value / value.norm() for value in (expected, fed)] + [e.orthogonalized(fed)]
+    if torch.equal(found, before):
         what = "it did not change"
-    elif normalized or sine(e.buffer_after, close_to) < 0.1:
-        name = "momentum_written_in_place"
-        what = f"its norm went from {size:.3g} to {norm:.3g}: it holds a result of the orthogonalizer"
+    elif min(relative_error(found, result) for result in results) < _HARDLY:
+        name, what = "momentum_written_in_place", "it holds a result of the orthogonalizer, or is normalized"
     e.say(name, f"momentum after the step: {what}", f"a difference of {allowed:.1e}")
 
 
 def _judge_norm_before(e: Evidence) -> None:
     """Kept norms beside those of the weights before the step. Half-precision weights can undo a factor near 1
     altogether, so up to half a spacing of each element, all the same way, and half a spacing more for the update."""
-    norm = float(e.before.norm())
-    share = torch.finfo(e.arithmetic.weight_dtype).eps + _ROUNDINGS * _EPS
+    norm = float(e.before["weights"].norm())
+    share = torch.finfo(e.arithmetic.weights).eps + _ROUNDINGS * _EPS
     for stage in weight_stages(e.settings.stages):
-        kept = float(e.kept[stage.key])
-        if kept and abs(kept - norm) > share * norm:  # 0: not known, of a matrix of zeros
-            text = f"its {stage.key} is {kept:.7g}, the norm of its weights before the step {norm:.7g}"
-            e.say("norm_stale", text, f"{share:.1e} of it")
+        kept = float(e.before[stage.key]) or norm  # 0: not known, of a matrix of zeros
+        text = f"its {stage.key} is {kept:.7g}, the norm of its weights before the step {norm:.7g}"
+        e.check(abs(kept - norm), share * norm, "norm_stale", text)
 
 
 def _judge_still(e: Evidence) -> None:
     """Check a step that applies nothing: the weights may decay and no more."""
-    step = e.stepped(torch.zeros_like(e.before), torch.ones(()))
-    left = float((e.after - step.after).norm())
-    roundings = torch.finfo(e.arithmetic.weight_dtype).eps + (2 * _EPS if weight_stages(e.settings.stages) else 0.0)
-    allowed = roundings * (float(e.before.norm()) + float(e.after.norm())) + 1e-12
-    if left > allowed:
-        text = f"nothing was to be applied, but the weights differ by {left:.1e} from decayed ones"
-        e.say("update_differs", text, f"{allowed:.1e}")
+    before, after = e.before["weights"], e.after["weights"]
+    left = float((after - e.stepped(torch.zeros_like(before), torch.ones(())).after).norm())
+    roundings = torch.finfo(e.arithmetic.weights).eps + (2 * _EPS if weight_stages(e.settings.stages) else 0.0)
+    allowed = roundings * (float(before.norm()) + float(after.norm())) + 1e-12
+    text = f"nothing was to be applied, but the weights differ by {left:.1e} from decayed ones"
+    e.check(left, allowed, "update_differs", text)
 
 
 def _judge_prepared(e: Evidence) -> None:
     """The live stages' input of the orthogonalizer beside the formulas'."""
-    live, exact = prepared(e.momentum[1], e.settings.stages)
-    difference = relative_difference(live.double(), exact)
+    _, exact, _ = staged(BeforeStage, e.settings.stages, e.momentum[1].double(), {})
+    difference = relative_error(e.fed, exact)
     # each element: the factor and the product, rounded once for each stage
-    allowed = 2 * torch.finfo(live.dtype).eps * len(e.settings.stages) + 2.0**-45
-    if difference > allowed:
-        text = f"what its variant feeds to the orthogonalizer differs by {difference:.2g} from the formula in fp64"
-        e.say("variant_wrong", text, f"{allowed:.1e}")
-
-
-def _judge_norm_after(e: Evidence) -> bool:
-    """The norm after the step beside that of the dense one. True if it is wrong, and the fault named."""
-    size, target = float(e.after.norm()), float(e.step.after.norm())
-    allowed = _ROUNDINGS * _EPS * target
-    if weight_stages(e.settings.stages) and abs(size - target) > allowed:
-        allowed += _TIMES * max(abs(run.norm - target) for run in e.in_other_orders(ALL))
-    if not weight_stages(e.settings.stages) or abs(size - target) <= allowed:
-        return False
-    times = size / max(target, 1e-300)
-    text = f"the norm of its weights after the step is {size:.7g}, {times:.4g} times that of the rule"
-    left = max(allowed, _HARDLY * abs(size - target))  # by a guess that fits
-    fitting = (guess for guess in other_norms(e) if abs(float(guess.after.norm()) - size) <= left)
-    guess = next(fitting, Guess("norm_wrong", "nothing known leads to that", e.after))
-    e.say(guess.name, f"{text}: {guess.found}", f"{allowed:.1e}")
-    return True
-
-
-def other_norms(e: Evidence) -> Iterator[Guess]:
-    """Guesses at stages on weights that went wrong: the norms of parts of the matrix taken for each part, and maybe
-    kept, too; and no such stage."""
-    if not weight_stages(e.settings.stages):
-        return
-    for what, blocks in e.parts.items():
-        for own in (True, False):
-            after = e.step.updated.clone()
-            for block in blocks:
-                kept = {**e.kept, **kept_of(e, block)} if own else e.kept
-                after[block] = restored(after[block], e.settings.stages, kept)[0]
-            yield Guess("norm_of_shard", f"norms of its {what} lead to that", after.double())
-    yield Guess("norm_not_restored", "the update alone leads to that", e.step.updated.double())
-
-
-def kept_of(e: Evidence, block: Block) -> KeptNumbers:
-    """Kept norms as if this block were the matrix."""
-    return {stage.key: norm_of(e.before[block]) for stage in weight_stages(e.settings.stages)}
+    allowed = 2 * torch.finfo(e.fed.dtype).eps * len(e.settings.stages) + 2.0**-45
+    text = f"what its variant feeds to the orthogonalizer differs by {difference:.2g} from the formula in fp64"
+    e.check(difference, allowed, "variant_wrong", text)
 
 
 def _judge_dense(e: Evidence) -> None:
-    """Compare the same arithmetic's result with the exact one. Where the largest singular value settles its direction,
-    a result that is off by all of it is wrong, even if its shaken runs are, too, each in another way."""
-    error = e.reference.seen(e.dense) - e.exact
-    found, allowed = _asked(e.orthogonalizer, error)
+    """Compare the same arithmetic's result with the exact one, unless rounding explains any result."""
+    found, allowed = _asked(e.orthogonalizer, e.reference.seen(e.dense) - e.exact)
     if allowed > _BLIND:
-        if not e.reference.settles(torch.finfo(e.arithmetic.products).eps):
-            return
-        found, allowed = float(error[-1].norm() / e.exact[-1].norm().clamp(min=1e-30)), 1.0
-    if found > allowed:
-        e.say(
-            "orthogonalizer_wrong",
-            f"{e.arithmetic} run by itself on the whole matrix differs from exact arithmetic by {found:.2g} in the "
-            "directions that rounding leaves settled",
-            f"{allowed:.1e} ({e.arithmetic}, this very matrix shaken)",
-        )
+        return
+    e.check(
+        found,
+        allowed,
+        "orthogonalizer_wrong",
+        f"{e.arithmetic} run by itself on the whole matrix differs from exact arithmetic by {found:.2g} in the "
+        "directions that rounding leaves settled",
+    )
 
 
 def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) -> tuple[float, float]:
@@ -517,36 +406,86 @@ def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) 
     return found, allowed
 
 
-def _judge_kept(e: Evidence) -> None:
-    """Compare the numbers that stages keep after the step with the formulas'."""
-    for key, expected in e.step.kept.items():
-        found, size = e.kept_after[key], max(float(expected.abs().sum()), 1e-300)
-        difference = float((found - expected).abs().sum())
-        # a mean of squares and the average, in fp32
-        allowed = (math.sqrt(max(e.before.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
+def _judge_numbers(e: Evidence) -> bool:
+    """Compare the numbers that stages keep after the step with the formulas', and the norm of the weights, if one
+    controls it, with the dense step's. False if that norm is wrong, which is named here."""
+    right, live = True, e.numbers(e.after)
+    for key, expected in e.step.numbers.items():
+        difference = float((live[key] - expected).abs().sum())
+        size = max(float(expected.abs().sum()), 1e-300)
+        # a mean of squares and the average, or a norm, in fp32
+        allowed = (math.sqrt(max(e.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
         if difference > allowed:
-            allowed += _TIMES * max(float((run.kept[key] - expected).abs().sum()) for run in e.in_other_orders(ALL))
-        if difference > allowed:
-            unchanged = ": it is that of before the step" if torch.equal(found, e.kept[key]) else ""
-            text = f"its {key} after the step differs by {difference / size:.2g} from the formula in fp64{unchanged}"
+            runs = e.shaken(e.reordered, ALL)
+            allowed += _TIMES * max(float((numbers[key] - expected).abs().sum()) for _, numbers in runs)
+        if difference <= allowed:
+            continue
+        if key == _NORM:
+            right = False
+            _name_norm(e, float(live[key]), float(expected), allowed)
+        else:
+            text = f"its {key} after the step differs by {difference / size:.2g} from the formula in fp64"
             e.say("kept_wrong", text, f"{allowed / size:.1e}")
+    return right
+
+
+def _name_norm(e: Evidence, size: float, target: float, allowed: float) -> None:
+    left = max(allowed, _HARDLY * abs(size - target))  # by a guess that fits
+    fitting = (guess for guess in other_norms(e) if abs(float(guess.after.norm()) - size) <= left)
+    guess = next(fitting, Guess("norm_wrong", "nothing known leads to that", e.after["weights"]))
+    times = size / max(target, 1e-300)
+    text = f"the norm of its weights after the step is {size:.7g}, {times:.4g} times that of the rule"
+    e.say(guess.name, f"{text}: {guess.found}", f"{allowed:.1e}")
+
+
+def other_norms(e: Evidence) -> Iterator[Guess]:
+    """Guesses at stages on weights that went wrong: the norms of parts of the matrix taken for each part, and maybe
+    kept, too; and no such stage."""
+    if not weight_stages(e.settings.stages):
+        return
+    for what, blocks in parts_of(e).items():
+        for own in (True, False):
+            after = e.step.updated.clone()
+            for block in blocks:
+                kept = norms_of(e, block) if own else e.before
+                after[block] = staged(WeightStage, e.settings.stages, after[block], kept)[1]
+            yield Guess("norm_of_shard", f"norms of its {what} on its weights lead to that", after.double())
+    yield Guess(
+        "norm_not_restored", "the update alone, without its stages on weights, leads to that", e.step.updated.double()
+    )
+
+
+def parts_of(e: Evidence) -> dict[str, list[Block]]:
+    """Shards and halves of the matrix, of which somebody may have taken one for the whole. At least two of each."""
+    rows, cols = e.shape
+    cuts = {
+        "shards": e.blocks,
+        "halves of its rows": [(slice(0, rows // 2), slice(0, cols)), (slice(rows // 2, rows), slice(0, cols))],
+        "halves of its columns": [(slice(0, rows), slice(0, cols // 2)), (slice(0, rows), slice(cols // 2, cols))],
+    }
+    held = {what: [block for block in blocks if e.before["weights"][block].numel()] for what, blocks in cuts.items()}
+    return {what: blocks for what, blocks in held.items() if len(blocks) > 1}
+
+
+def norms_of(e: Evidence, block: Block) -> KeptNumbers:
+    """Kept numbers with norms as if this block were the matrix."""
+    own = norm_of(e.before["weights"][block])
+    return {**e.before, **{stage.key: own for stage in weight_stages(e.settings.stages)}}
 
 
 def _judge_update(e: Evidence) -> None:
     """The applied update beside the dense one; of equal bits what is allowed beside exact arithmetic is shown."""
-    if torch.equal(e.after, e.step.after):
+    if torch.equal(e.after["weights"], e.step.after):
         status, difference, allowed = "ok", 0.0, e.orthogonalizer(_FIRST)[1]
     else:
         difference, allowed = _asked(e.spread, e.seen(e.update - e.arrived))
         status = "inconclusive" if allowed > _BLIND else "ok" if difference <= allowed else "fault"
     results = (e.reference.sigmas * e.reference.ratios()).abs()
-    short = e.update.T if e.update.shape[0] > e.update.shape[1] else e.update
+    short = e.update.T if e.shape[0] > e.shape[1] else e.update
     applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # good to the square root of eps
     arrived = along(e.arrived, e.dense)
     if arrived < 1 - _BLIND:
-        text = (
-            f"{100 * max(0.0, arrived):.0f}% of the update arrived: {e.arithmetic.weight_dtype} weights are too coarse"
-        )
+        text = f"{100 * max(0.0, arrived):.0f}% of the update arrived: {e.arithmetic.weights} weights are too coarse"
         e.say("update_lost_to_rounding", f"{text} for lr={e.settings.lr:g}", "at least half of it")
     e.row = replace(
         e.row,
@@ -565,13 +504,3 @@ def along(update: Tensor, expected: Tensor) -> float:
     """Length of an update along the expected one, relative; rounding, which has no direction, hardly moves it."""
     energy = float(expected.square().sum())
     return float((update * expected).sum()) / energy if energy else 1.0
-
-
-def sine(first: Tensor, second: Tensor) -> float:
-    """Sine of the angle between two tensors, 1 if one of them is zero; opposite ones are far apart, too."""
-    lengths = float(first.norm()), float(second.norm())
-    if not all(lengths):
-        return 1.0
-    unit, other = first / lengths[0], second / lengths[1]
-    along = float((unit * other).sum())
-    return float((unit - other * along).norm()) if along > 0 else 1.0

@@ -3,28 +3,27 @@
 [Note: order of collectives]
     Before the step all ranks of the component make a table of their parameters anew, by the readers that the plan's
     table was made by: one of Muon's parameters, one of AdamW's. Sets of ranks are taken small ones first, as
-    everywhere: in each one gather of what could be read, and after the step one exchange for each sampled matrix and
-    one gather of fingerprints. Then all ranks of the component tell each other what they have found. What may go wrong
-    on one rank alone is caught and becomes a finding, so that this rank still takes part in everything that the others
-    wait for.
+    everywhere: in each one gather of what could be read, and after the step an exchange for each quantity of each
+    sampled matrix and one gather of fingerprints. Then all ranks of the component tell each other what they have found.
+    What may go wrong on one rank alone is caught and becomes a finding, so that this rank still takes part in
+    everything that the others wait for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.dense import Part, collect, part_of, sent_by
+from shardmuon.auditing.dense import Block, collect, sent_by
 from shardmuon.auditing.judge import Evidence, judge
 from shardmuon.auditing.naming import name_fault
-from shardmuon.auditing.reference import FORMULAS, Arithmetic
+from shardmuon.auditing.reference import FORMULAS, Arithmetic, norm_of, weight_stages
 from shardmuon.auditing.report import AuditReport, Finding, MatrixRow
 from shardmuon.auditing.schedule import AuditNotes, AuditSchedule
 from shardmuon.comm.groups import Ranks, my_rank
@@ -42,22 +41,20 @@ from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Item
 from shardmuon.step.binding import Binding, fingerprint, takes_part
-from shardmuon.step.options import Settings, settings_of
+from shardmuon.step.options import settings_of
 from shardmuon.step.validate import Proposal
 from shardmuon.variants import keeping
 
-_Prints = dict[tuple[str, str], tuple[tuple[Piece, ...], int]]  # (name, quantity) -> pieces kept here, fingerprint
+_T = TypeVar("_T")
+# "weights", "momentum", "gradient", or the key of a stage that keeps something -> its layout, and elements (n,) in fp64
+_Elements = dict[str, tuple[ParamLayout, Tensor]]
+_NO_GRADIENT = "no gradient"  # a row's status, until it is judged
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 def choose(count: int, samples: int, number: int) -> list[int]:
-    """Choose matrices of `count` for audit `number`: spread over the layers, others each time, all of them in turn."""
-    if not count:
-        return []
-    stride = max(1, round(0.618 * count))
-    while math.gcd(stride, count) > 1:
-        stride += 1
-    return [(number * samples + i) * stride % count for i in range(min(samples, count))]
+    """Choose matrices of `count` for audit `number`: others each time, all of them in turn."""
+    return [(number * samples + i) % count for i in range(min(samples, count))]
 
 
 @dataclass
@@ -66,29 +63,16 @@ class _Sample:
 
     Attributes:
         row: Its line in the report, as far as it is known.
-        part: The elements that this rank sends.
-        before: Copies of these of weights, momentum and gradient before the step.
+        before: For each quantity its layout, and the elements that this rank sends.
         has_grad: True if it has a gradient here.
-        kept: Numbers that stages keep, before the step, if this rank keeps them.
-        wide: True if anything of it is fp64 on some rank: it is gathered in fp64, else in fp32.
         target: The rank that judges it.
     """
 
     row: MatrixRow
-    param: Tensor
-    settings: Settings
     arithmetic: Arithmetic
-    layout: ParamLayout
-    part: Part
-    before: list[Tensor]
+    before: _Elements
     has_grad: bool
-    kept: dict[str, Tensor]
-    wide: bool
     target: int = 0
-
-    def sent(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Values in the dtype in which they are gathered."""
-        return [value.to(self.param.device, torch.float64 if self.wide else torch.float32) for value in values]
 
 
 class StepAudit:
@@ -104,20 +88,12 @@ class StepAudit:
         self._compared: set[str] = set()
         self._tables: list[Table] = []
         self._taken: dict[Ranks, list[_Sample]] = {}
+        self._watched: dict[int, tuple[str, Tensor, int | None]] = {}  # number -> `AuditNotes.watched`
         self._ran = optimizer.traffic.orthogonalized
-        with self._guarded("the momentum kept from the last audit"):
-            self._look_at_momentum()
-        with self._guarded("the model's own weights"):
-            for name in optimizer.unlike_model():
-                self._say(
-                    "weights_elsewhere",
-                    name,
-                    f"on rank {self._rank} what is stepped in its place are not its weights",
-                    "the model's own, rounded to its dtype",
-                )
+        self._tried("the momentum kept from the last audit", self._look_at_momentum)
+        self._tried("the model's own weights", self._look_at_model)
         if samples:
-            with self._guarded("the routing"):
-                self._look_at_routing()
+            self._tried("the routing", self._look_at_routing)
         sampling = any(gather(samples, binding.component))  # ranks that share nothing need not sample alike
         for use_muon in (True, False) if sampling else ():
             table = self._described(use_muon)
@@ -130,14 +106,14 @@ class StepAudit:
     def _say(self, name: str, where: str, found: str, allowed: str) -> None:
         self._findings.append(Finding.of(name, where, found, allowed))
 
-    @contextlib.contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
-        """Turn an exception inside into a finding, since the other ranks wait for this one."""
+    def _tried(self, what: str, run: Callable[..., _T], *given: Any) -> _T | None:
+        """The result of a call. An exception becomes a finding, since the other ranks wait for this one; then None."""
         try:
-            yield
+            return run(*given)
         except Exception as error:
             found = f"{what} could not be checked: {type(error).__name__}: {error}"
             self._say("audit_failed", f"rank {self._rank}", found, "a check")
+            return None
 
     # --------------------------------------------------------------------------- before the step: without arithmetic
 
@@ -147,35 +123,28 @@ class StepAudit:
         if kept.step != self._schedule.num_steps - 1 or kept.state is not self._optimizer.state:
             return
         for name, param, left in kept.watched:
-            if fingerprint(self._stored_momentum(param)) != left:
-                self._say(
-                    "momentum_changed_outside",
-                    name,
-                    f"on rank {self._rank} the momentum is not what step {kept.step} left",
-                    "no change between steps",
-                )
+            if self._print_of_momentum(param) != left:
+                found = f"on rank {self._rank} the momentum is not what step {kept.step} left"
+                self._say("momentum_changed_outside", name, found, "no change between steps")
+
+    def _look_at_model(self) -> None:
+        """Find parameters in whose place something else is stepped."""
+        for name in self._optimizer.unlike_model():
+            found = f"on rank {self._rank} what is stepped in its place are not its weights"
+            self._say("weights_elsewhere", name, found, "the model's own, rounded to its dtype")
 
     def _look_at_routing(self) -> None:
         """Find parameters whose place contradicts the routing table, if there is one."""
         table = {row.name: row for row in self._optimizer.routing if row.optimizer != "frozen"}
+        decided = {name: f"{row.optimizer}, as param_groups decided ({row.reason})" for name, row in table.items()}
         for index, group in enumerate(self._optimizer.param_groups):
             goes = "Muon" if group["use_muon"] else "AdamW"
             for name, _ in named_params(group, index):
                 row = table.pop(name, None)
                 if row is not None and row.optimizer != goes:
-                    self._say(
-                        "wrong_group",
-                        name,
-                        f"it is in group {index}, which goes to {goes}",
-                        f"{row.optimizer}, as param_groups decided ({row.reason})",
-                    )
-        for name, row in table.items():
-            self._say(
-                "not_in_optimizer",
-                name,
-                "no group holds it, so it never changes",
-                f"{row.optimizer}, as param_groups decided ({row.reason})",
-            )
+                    self._say("wrong_group", name, f"it is in group {index}, which goes to {goes}", decided[name])
+        for name in table:
+            self._say("not_in_optimizer", name, "no group holds it, so it never changes", decided[name])
 
     # ---------------------------------------------------------------------------------- before the step: the layouts
 
@@ -193,13 +162,12 @@ class StepAudit:
             if use_muon:
                 self._stale(f"ranks {ranks_text(component)}", str(wrong))
             return None
-        with self._guarded("the layouts"):
-            for spec, layout, one in zip(self._binding.plan.specs, table.layouts, table.params, strict=False):
-                if use_muon and layout.view != spec.layout.view:
-                    found, planned = ([(m.rows, m.cols) for m in v.matrices] for v in (layout.view, spec.layout.view))
-                    self._stale(one.name, f"its matrices now are {found}, planned were {planned}")
-                elif use_muon and layout.digest != spec.layout.digest:
-                    self._stale(one.name, "its pieces lie on other ranks than the plan says")
+        planned = zip(self._binding.members, self._binding.plan.specs, strict=True)
+        for one, layout, (member, spec) in zip(table.params, table.layouts, planned, strict=False) if use_muon else ():
+            if one.param is not member.param:
+                self._stale(one.name, "the group holds another tensor than the one that was planned for")
+            elif layout.digest != spec.layout.digest:
+                self._stale(one.name, "its matrices are others, or lie on other ranks, than the plan says")
         return table
 
     def _listed(self, use_muon: bool) -> list[Listed]:
@@ -209,59 +177,88 @@ class StepAudit:
         Raises:
             ValueError: There are more or fewer of Muon's than were planned for.
         """
-        members, found = self._binding.members, list[Listed]()
+        component, found = self._binding.component, list[Listed]()
         for index, group in enumerate(self._optimizer.param_groups):
             for name, p in named_params(group, index) if group["use_muon"] == use_muon else ():
                 one = Listed(name, name if names_of(group) else "", p, group, view_options(group) if use_muon else None)
-                if (not use_muon or takes_part(p)) and self._lies_here(one):
-                    found.append(one)
-        if use_muon and len(found) != len(members):
+                if use_muon and not takes_part(p):
+                    continue
+                with contextlib.suppress(ValueError):  # it cannot be described
+                    (said,) = describe([one])
+                    if {*said.ties.parts, *said.ties.mates} <= {*component}:
+                        found.append(one)
+        if use_muon and len(found) != len(self._binding.members):
             text = f"the groups hold {len(found)} parameters that take part in steps of ranks"
-            raise ValueError(f"{text} {ranks_text(self._binding.component)}, the plan {len(members)}")
-        for one, member in zip(found, members, strict=True) if use_muon else ():
-            if one.param is not member.param:
-                self._stale(member.name, "the group holds another tensor than the one that was planned for")
+            raise ValueError(f"{text} {ranks_text(component)}, the plan {len(self._binding.members)}")
         return found
-
-    def _lies_here(self, one: Listed) -> bool:
-        """True for a parameter that can be described, and that no rank outside of the component shares."""
-        try:
-            (said,) = describe([one])
-        except ValueError:
-            return False
-        return {*said.ties.parts, *said.ties.mates} <= {*self._binding.component}
 
     def _stale(self, where: str, text: str) -> None:
         """Note that the step was run by a plan for other parameters."""
         self._say("stale_plan", where, text, "the parameters that were planned for, as they were then")
+
+    # ---------------------------------------------------------------------------------------- what this rank stores
+
+    def _stored(self, table: Table, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
+        """All quantities of a parameter: name, layout, and what this rank stores of it, if there is any."""
+        one, layout = table.params[number], table.layouts[number]
+        engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
+        storage = engine.storage
+        yield "weights", layout, storage(one.param)
+        if not one.group["use_muon"]:
+            yield "momentum", layout, storage(state["exp_avg"]) if "exp_avg" in state else None
+            return
+        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # decoded
+        yield "gradient", layout, self._gradient(one.param, number)
+        stages, specs = keeping(settings_of(one.group).stages), self._binding.plan.specs
+        for stage, kept in zip(stages, specs[number].kept, strict=True):
+            yield stage.key, kept.layout, storage(state[stage.key]) if stage.key in state else None
+
+    def _print_of_momentum(self, param: Tensor) -> int | None:
+        """Fingerprint of a parameter's momentum on this rank."""
+        values = self._optimizer.keeper.values(engine_of(param), self._optimizer.state.get(param, {}))
+        return None if values is None else fingerprint(values)
+
+    def _gradient(self, param: Tensor, number: int) -> Tensor | None:
+        """A parameter's gradient on this rank. One that is placed otherwise was redistributed for the step."""
+        if param.grad is None:
+            return None
+        engine = engine_of(param)
+        aligned = engine.is_aligned(param.grad, param)
+        return engine.storage(param.grad) if aligned else self._proposal.grads[number]
+
+    def _elements(self, table: Table, number: int, matrix: int) -> _Elements:
+        """The elements that this rank sends of each quantity of a matrix, as they are now."""
+        found = {}
+        for what, layout, stored in self._stored(table, number):
+            part = sent_by(layout, matrix, self._rank)
+            values = torch.zeros(len(part.places)) if stored is None else part.select(stored.detach())
+            found[what] = layout, values.to(table.params[number].param.device, torch.float64)
+        return found
 
     # ---------------------------------------------------------------------------------- before the step: the samples
 
     def _take(self, table: Table, ranks: Ranks, numbers: Sequence[int]) -> list[_Sample]:
         """Choose this set's matrices, and copy what the step is about to change."""
         items = [(number, matrix) for number in numbers for matrix in range(len(table.layouts[number].view.matrices))]
-        read: list[_Sample | None] = []
-        for at in choose(len(items), self._samples, self._schedule.num_audits):
-            read.append(None)
-            with self._guarded(table.params[items[at][0]].name):
-                read[-1] = self._read(table, *items[at])
-        told = gather([None if s is None else (len(s.part.places), s.has_grad, s.wide) for s in read], ranks)
+        chosen = [items[at] for at in choose(len(items), self._samples, self._schedule.num_audits)]
+        read = [self._tried(table.params[number].name, self._read, table, number, matrix) for number, matrix in chosen]
+        told = gather([None if s is None else (len(s.before["weights"][1]), s.has_grad) for s in read], ranks)
         taken = []
         for sample, *of_ranks in zip(read, *told, strict=True):
-            if sample is not None and None not in of_ranks:
-                sample.wide = any(wide for _, _, wide in of_ranks)
-                if self._can_be_judged(sample, [has_grad for size, has_grad, _ in of_ranks if size]):
-                    taken.append(sample)
+            if sample is None or None in of_ranks:
+                continue
+            have = [has_grad for size, has_grad in of_ranks if size]
+            if sample.row.status != _NO_GRADIENT or not any(have):
+                self._rows.append(sample.row)
+            elif all(have):
+                taken.append(sample)
+            else:
+                text = f"only {sum(have)} of the {len(have)} ranks that hold pieces of it have a gradient"
+                self._say("gradient_missing", sample.row.name, text, "all or none")
         shapes = sorted({(sample.row.rows, sample.row.cols) for sample in taken})
         for sample in taken:  # matrices of one shape meet on one rank, which can tell if they were swapped
-            number, matrix = sample.row.order
             place = shapes.index((sample.row.rows, sample.row.cols)) + self._schedule.num_audits
             sample.target = ranks[place % len(ranks)]
-            for kept in self._binding.plan.specs[number].kept:  # it must be there to judge by
-                view, of_rank = kept.layout.view, kept.layout.of_rank
-                keepers = [rank for rank in kept.layout.ranks if len(part_of(view, matrix, of_rank(rank)).places)]
-                if sample.target not in keepers:
-                    sample.target = keepers[0]
         return taken
 
     def _read(self, table: Table, number: int, matrix: int) -> _Sample | None:
@@ -273,87 +270,37 @@ class StepAudit:
         name = one.name if len(layout.view.matrices) == 1 else f"{one.name}[{matrix}]"
         if len(layout.ranks) == 1 and len(table.sets) > 1:
             name += f" (rank {self._rank})"  # other ranks have one of that name, too
-        weight, momentum = engine_of(one.param).storage(one.param), self._momentum(one.param)
-        grad, settings, part = (
-            self._gradient(one.param, number),
-            settings_of(one.group),
-            sent_by(layout, matrix, self._rank),
-        )
-        arithmetic, shape = self._arithmetic(item, grad), layout.view.matrices[matrix]
-        stored = str(arithmetic.stored_dtype).removeprefix("torch.")
-        who = name, (number, matrix), shape.rows, shape.cols, item.owners, item.route
-        row = MatrixRow(*who, str(arithmetic), "no gradient", momentum_dtype=stored)
-        before = [weight.new_empty(0) if value is None else part.select(value) for value in (weight, momentum, grad)]
-        wide = torch.float64 in (weight.dtype, arithmetic.stored_dtype, arithmetic.grad_dtype)
-        kept = self._kept(one.param, number, matrix, settings)
-        return _Sample(row, one.param, settings, arithmetic, layout, part, before, grad is not None, kept, wide)
+        arithmetic, shape = self._arithmetic(one, item), layout.view.matrices[matrix]
+        unknown = (type(one).__name__ for one in arithmetic.settings.stages if type(one) not in FORMULAS)
+        status = next((f"not checked: {stage}" for stage in unknown), _NO_GRADIENT)
+        row = MatrixRow(name, (number, matrix), shape.rows, shape.cols, item.owners, str(arithmetic), status)
+        return _Sample(row, arithmetic, self._elements(table, number, matrix), one.param.grad is not None)
 
-    def _can_be_judged(self, sample: _Sample, have: Sequence[bool]) -> bool:
-        """True if the audit knows its stages, and the ranks that hold any of it have gradients."""
-        unknown = [type(stage).__name__ for stage in sample.settings.stages if type(stage) not in FORMULAS]
-        if unknown:
-            sample.row = replace(sample.row, status=f"not checked: {unknown[0]}")
-        if unknown or not any(have):
-            self._rows += [sample.row] if self._rank == sample.layout.ranks[0] else []
-            return False
-        if not all(have):
-            text = f"only {sum(have)} of the {len(have)} ranks that hold pieces of it have a gradient"
-            self._say("gradient_missing", sample.row.name, text, "all or none")
-        return all(have)
-
-    def _arithmetic(self, item: Item, grad: Tensor | None) -> Arithmetic:
-        """The arithmetic of a matrix by the plan."""
-        param, choice = self._binding.members[item.param].param, Choice.of(item.how)
-        stored, device = self._stored_momentum(param).dtype, self._binding.ns_device
+    def _arithmetic(self, one: Listed, item: Item) -> Arithmetic:
+        """The arithmetic of a matrix by the plan, and by its group as it is now."""
+        param, choice, device = one.param, Choice.of(item.how), self._binding.ns_device
+        products = choice.dtype or default_dtype(choice.method, device or param.device)
+        wire = _WIRES[self._binding.plan.specs[item.param].itemsizes[item.matrix]]
+        by_gram = item.route == "gram"
+        if by_gram:  # shards are multiplied where they lie
+            products = wire = torch.promote_types(wire, torch.float32)
+        gradient = self._gradient(param, item.param)
+        stored = self._optimizer.state.get(param, {}).get(BUFFER, param).dtype
+        computed = torch.float32 if self._optimizer.keeper.widens else stored
+        how = self._proposal.rounding.get(item.param)
         return Arithmetic(
-            choice.method,
-            choice.dtype or default_dtype(choice.method, device or param.device),
-            _WIRES[self._binding.plan.specs[item.param].itemsizes[item.matrix]],
+            settings_of(one.group),
+            choice,
+            products,
+            wire,
             param.dtype,
-            torch.float32 if self._optimizer.keeper.widens else stored,
+            param.dtype if gradient is None else gradient.dtype,
+            computed,
             stored,
-            param.dtype if grad is None else grad.dtype,
-            choice.kernel,
-            choice.alone,
-            choice.split_k,
             device,
-            item.route == "gram",
+            by_gram,
+            None if how is None or how.weights is None else (how.weights, item.matrix),
         )
-
-    def _gradient(self, param: Tensor, number: int) -> Tensor | None:
-        """A parameter's gradient on this rank. One that is placed otherwise was redistributed for the step."""
-        if param.grad is None:
-            return None
-        engine = engine_of(param)
-        aligned = engine.is_aligned(param.grad, param)
-        return engine.storage(param.grad) if aligned else self._proposal.grads[number]
-
-    def _stored_momentum(self, param: Tensor) -> Tensor:
-        """A parameter's momentum as this rank stores it; zeros before its first step."""
-        engine = engine_of(param)
-        buffer = self._optimizer.state.get(param, {}).get(BUFFER)
-        return torch.zeros_like(engine.storage(param)) if buffer is None else engine.storage(buffer)
-
-    def _momentum(self, param: Tensor) -> Tensor:
-        """A parameter's momentum on this rank, decoded and where its weights are; zeros before its first step."""
-        engine = engine_of(param)
-        values = self._optimizer.keeper.values(engine, self._optimizer.state.get(param, {}))
-        return torch.zeros_like(engine.storage(param)) if values is None else values.to(param.device)
-
-    def _kept(self, param: Tensor, number: int, matrix: int, settings: Settings) -> dict[str, Tensor]:
-        """Numbers that stages keep of a matrix on this rank, by key (copies, fp64, 1-D): zeros before its first
-        step."""
-        found = {}
-        for stage, kept in zip(keeping(settings.stages), self._binding.plan.specs[number].kept, strict=True):
-            part = part_of(kept.layout.view, matrix, kept.layout.of_rank(self._rank))
-            if len(part.places):
-                length = kept.layout.view.matrices[matrix].cols
-                stored = found[stage.key] = torch.zeros(length, dtype=torch.float64, device=param.device)
-                value = self._optimizer.state.get(param, {}).get(stage.key)
-                if value is not None:
-                    values = part.select(engine_of(param).storage(value))
-                    stored[part.places.to(param.device)] = values.to(stored)
-        return found
 
     # -------------------------------------------------------------------------------------------- after the step
 
@@ -362,17 +309,13 @@ class StepAudit:
         run = self._count_runs()
         for table in self._tables:
             for ranks, numbers in table.sets.items():
-                if table is self._tables[0]:
-                    self._judge_set(ranks)
+                self._judge_set(table, ranks)
                 if len(ranks) > 1:
-                    prints: _Prints = {}
-                    with self._guarded("replicas"):
-                        prints = self._prints(table, numbers)
-                    self._compare(gather(prints, ranks), ranks)
+                    self._compare_replicas(table, ranks, numbers)
         said = self._findings, self._rows, {self._rank: run}, self._compared
         findings, rows, runs, compared = zip(*gather(said, self._binding.component), strict=True)
-        with self._guarded("what the next audit compares"):
-            self._remember()
+        step = self._schedule.num_steps if self._samples else -1  # the same on all ranks, whatever they have
+        self._schedule.kept = AuditNotes(tuple(self._watched.values()), self._optimizer.state, step)
         matrices = {(row.order, row.name): row for row in itertools.chain(*rows)}
         return AuditReport(
             self._schedule.num_steps,
@@ -388,103 +331,66 @@ class StepAudit:
         states = self._proposal.states
         planned = sum(states[i.param] != NONE and self._rank in i.owners for i in self._binding.plan.items)
         if found != planned:
-            self._say(
-                "orthogonalized_count",
-                f"rank {self._rank}",
-                f"{found} matrices went through the orthogonalizer in the step",
-                f"{planned}, each matrix of the plan once",
-            )
+            text = f"{found} matrices went through the orthogonalizer in the step"
+            self._say("orthogonalized_count", f"rank {self._rank}", text, f"{planned}, each matrix of the plan once")
         return found, planned
 
-    def _judge_set(self, ranks: Ranks) -> None:
+    def _judge_set(self, table: Table, ranks: Ranks) -> None:
         """Put the sampled matrices of a set together, and judge those whose target is this rank."""
         judged: list[Evidence] = []
-        for sample in self._taken.get(ranks, ()):
-            name, after = sample.row.name, [torch.full((len(sample.part.places),), math.nan)] * 2
-            with self._guarded(name):
-                after = self._read_after(sample)
-            matrix, parts = sample.row.order[1], sample.sent([*sample.before, *after])
-            tensors, places = collect(sample.layout, matrix, parts, sample.target)
-            if tensors:
-                with self._guarded(name):
-                    evidence = self._evidence(sample, tensors, places)
-                    judge(evidence)
-                    judged.append(evidence)
+        for sample in self._taken.pop(ranks, ()):
+            name, (number, matrix) = sample.row.name, sample.row.order
+            one = table.params[number]
+            now = self._tried(name, self._elements, table, number, matrix)
+            self._watched[number] = one.name, one.param, self._tried(name, self._print_of_momentum, one.param)
+            whole = {}
+            for what, (layout, before) in sample.before.items():
+                after = now[what][1] if now else torch.full_like(before, torch.nan)
+                whole[what] = collect(layout, matrix, torch.stack([before, after]), sample.target)
+            evidence = self._tried(name, self._judged, sample, whole) if sample.target == self._rank else None
+            if evidence is not None:
+                judged.append(evidence)
         for e in judged:
             if e.differs:
-                with self._guarded(e.row.name):
-                    e.findings.append(name_fault(e, [o for o in judged if o.before.shape == e.before.shape]))
+                alike = [other for other in judged if other.shape == e.shape]
+                self._tried(e.row.name, name_fault, e, alike)
             self._rows.append(e.row)
             self._findings += e.findings
 
-    def _read_after(self, sample: _Sample) -> list[Tensor]:
-        """Elements of weights and momentum that this rank stores after the step."""
-        param, grad = sample.param, self._gradient(sample.param, sample.row.order[0])
-        if grad is not None and fingerprint(sample.part.select(grad)) != fingerprint(sample.before[2]):
-            found, allowed = f"on rank {self._rank} the step changed the gradient", "no change"
-            self._say("gradient_written", sample.row.name, found, allowed)
-        return [sample.part.select(value) for value in (engine_of(param).storage(param), self._momentum(param))]
+    def _judged(self, sample: _Sample, whole: dict[str, tuple[Tensor, list[Block]]]) -> Evidence:
+        kept = {stage.key for stage in sample.arithmetic.settings.stages}
+        before, after = (
+            {what: values[at].view(-1) if what in kept else values[at] for what, (values, _) in whole.items()}
+            for at in (0, 1)
+        )
+        fresh = self._proposal.fresh.get(sample.row.order[0], ())
+        for stage in weight_stages(sample.arithmetic.settings.stages):
+            if stage.key in fresh and not before[stage.key]:  # not known yet: the step takes that of the weights
+                before[stage.key] = norm_of(before["weights"])
+        evidence = Evidence(sample.row, sample.arithmetic, whole["weights"][1], before, after)
+        judge(evidence)
+        return evidence
 
-    def _evidence(self, sample: _Sample, tensors: Sequence[Tensor], places: list[Tensor]) -> Evidence:
-        number, matrix = sample.row.order
-        how = self._proposal.rounding.get(number)
-        rounding = None if how is None or how.weights is None else (how.weights, matrix)
-        kept = sample.kept, self._kept(sample.param, number, matrix, sample.settings)
-        before, buffer, grad, after, buffer_after = (tensor.double() for tensor in tensors)
-        what = sample.row, sample.arithmetic, sample.settings, sample.layout, places
-        fresh = self._proposal.fresh.get(number, ())
-        return Evidence(*what, before, buffer, grad, after, buffer_after, rounding, *kept, fresh)
+    def _compare_replicas(self, table: Table, ranks: Ranks, numbers: Sequence[int]) -> None:
+        """Find differences between ranks that hold the same pieces. Collective among them."""
+        everyone = gather(self._tried("replicas", self._prints, table, numbers) or {}, ranks)
+        for key in dict.fromkeys(itertools.chain(*everyone)):
+            name, what, _ = key
+            found = {rank: theirs[key] for rank, theirs in zip(ranks, everyone, strict=True) if key in theirs}
+            first = min(found)
+            odd = [str(rank) for rank in found if found[rank] != found[first]]
+            self._compared.add(name)
+            if odd:
+                fault = "gradient_replicas_differ" if what == "gradient" else "replica_drift"
+                text = f"the {what} on rank(s) {', '.join(odd)} differ from those on rank {first}"
+                self._say(fault, name, text, "equal bits on all ranks that hold the same piece")
 
-    # ------------------------------------------------------------------------------------------------- replicas
-
-    def _replicated(self, table: Table, number: int) -> Iterator[tuple[str, ParamLayout, str, Any]]:
-        """Name, layout, quantity and storage here of all that lies as a parameter's replicas do."""
-        one, layout = table.params[number], table.layouts[number]
-        storage, state = engine_of(one.param).storage, self._optimizer.state.get(one.param, {})
-        yield one.name, layout, "weights", storage(one.param)
-        if not one.group["use_muon"]:
-            yield one.name, layout, "momentum", storage(state["exp_avg"]) if "exp_avg" in state else None
-            return
-        yield one.name, layout, "momentum", self._stored_momentum(one.param)
-        yield one.name, layout, "gradient", self._gradient(one.param, number)
-        stages, specs = keeping(self._proposal.settings[number].stages), self._binding.plan.specs
-        for stage, kept in zip(stages, specs[number].kept, strict=True):
-            value = storage(state[stage.key]) if stage.key in state else None
-            yield one.name, kept.layout, stage.key, value
-
-    def _prints(self, table: Table, numbers: Sequence[int]) -> _Prints:
-        """Fingerprints of all that has replicas and of which this rank holds something."""
-        prints: _Prints = {}
+    def _prints(self, table: Table, numbers: Sequence[int]) -> dict[tuple[str, str, tuple[Piece, ...]], int]:
+        """Fingerprints of all that has replicas and of which this rank has any: by name, quantity and pieces."""
+        prints = {}
         for number in numbers:
-            for name, layout, what, value in self._replicated(table, number):
+            for what, layout, stored in self._stored(table, number):
                 pieces = tuple(held.piece for held in layout.of_rank(self._rank) if held.piece.numel)
-                if layout.has_replicas and pieces and value is not None:
-                    prints[name, what] = pieces, fingerprint(value)
+                if layout.has_replicas and pieces and stored is not None:
+                    prints[table.params[number].name, what, pieces] = fingerprint(stored)
         return prints
-
-    def _compare(self, everyone: Sequence[_Prints], ranks: Ranks) -> None:
-        """Find differences between ranks that hold the same pieces."""
-        first: dict[tuple[str, str, tuple[Piece, ...]], tuple[int, int]] = {}
-        odd: dict[tuple[str, str, int], list[int]] = {}
-        for rank, prints in zip(ranks, everyone, strict=True):
-            for (name, what), (pieces, print_) in prints.items():
-                reference, expected = first.setdefault((name, what, pieces), (rank, print_))
-                if print_ != expected:
-                    odd.setdefault((name, what, reference), []).append(rank)
-        for (name, what, reference), others in odd.items():
-            self._say(
-                "gradient_replicas_differ" if what == "gradient" else "replica_drift",
-                name,
-                f"the {what} on rank(s) {', '.join(map(str, others))} differ from those on rank {reference}",
-                "equal bits on all ranks that hold the same piece",
-            )
-        self._compared |= {name for name, _, _ in first}
-
-    def _remember(self) -> None:
-        """Note for the next audit how the step left the momentum of sampled parameters."""
-        watched: dict[int, tuple[str, Tensor, int]] = {}
-        for sample in itertools.chain(*self._taken.values()):
-            name = self._binding.members[sample.row.order[0]].name
-            watched[sample.row.order[0]] = name, sample.param, fingerprint(self._stored_momentum(sample.param))
-        step = self._schedule.num_steps if self._samples else -1  # the same on all ranks, whatever they have
-        self._schedule.kept = AuditNotes(tuple(watched.values()), self._optimizer.state, step)

@@ -7,15 +7,15 @@ those that leave hardly anything is the name, else the one that leaves least.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.judge import ALL, Evidence, Guess, along, kept_of, other_norms
+from shardmuon.auditing.judge import ALL, Evidence, Guess, along, norms_of, other_norms, parts_of
 from shardmuon.auditing.reference import staged, weight_stages
-from shardmuon.auditing.report import Finding
 from shardmuon.variants import AfterStage
 
 _LEFT = 0.35  # of the difference may be left over by a guess
@@ -23,8 +23,8 @@ _HARDLY = 0.1  # of it is hardly anything
 _SLACK = 0.2  # of singular values, for the rounding of the result, which lifts the smallest most
 
 
-def name_fault(e: Evidence, others: Sequence[Evidence]) -> Finding:
-    """The explanation of an update that differs.
+def name_fault(e: Evidence, others: Sequence[Evidence]) -> None:
+    """Note the explanation of an update that differs.
 
     Args:
         e: A judged matrix.
@@ -32,43 +32,38 @@ def name_fault(e: Evidence, others: Sequence[Evidence]) -> Finding:
     """
     measure, allowed = e.spread(ALL)
     whole = min(measure(e.seen(e.update - e.arrived)), measure(e.seen(e.update)))  # a short update is like any other
-    row, best = e.row, Guess("update_differs", "it fits no known fault", e.after)
+    row, best = e.row, Guess("update_differs", "it fits no known fault", e.after["weights"])
     if row.band[0] - _SLACK <= row.sigma_min and row.sigma_max <= row.band[1] + _SLACK:
         text = "its singular values are those of an orthogonalized matrix, but not of this one"
-        best = Guess("wrong_matrix", text, e.after)
+        best = best._replace(name="wrong_matrix", found=text)
     least = max(allowed, _LEFT * whole)
-    for guess in itertools.chain(_weights(e), _lengths(e), _results(e, others)):
+    frozen = Guess("frozen", "no weight changed, with a gradient and a learning rate", e.before["weights"])
+    for guess in itertools.chain([frozen], other_norms(e), _lengths(e), _results(e, others)):
         left = max(measure(e.seen(e.update - e.recovered(guess.after))), _HARDLY * whole)
         if left < least:
             least, best = left, guess
-    return Finding.of(
-        best.name,
-        row.name,
-        f"the applied update differs from the same arithmetic run densely by {row.difference:.2g}: {best.found}",
-        f"{row.allowed:.1e} ({row.arithmetic}, this very matrix shaken)",
-    )
-
-
-def _weights(e: Evidence) -> Iterator[Guess]:
-    """Guesses at weights whose update is right: that were not written, or multiplied with other norms."""
-    yield Guess("frozen", "no weight changed, with a gradient and a learning rate", e.before)
-    for guess in other_norms(e):
-        yield guess._replace(found=f"stages on its weights went wrong, {guess.found}")
+    text = f"the applied update differs from the same arithmetic run densely by {row.difference:.2g}: {best.found}"
+    e.say(best.name, text, f"{row.allowed:.1e} ({row.arithmetic}, this very matrix shaken)")
 
 
 def _lengths(e: Evidence) -> Iterator[Guess]:
     """Guesses at a right direction with another length."""
-    rows, cols = e.before.shape
-    for shape, scale in e.scales.items():
-        text = f"its scale is {scale:.4g}, that of a {shape[0]}x{shape[1]} shard, not {e.scale:.4g} of the whole "
-        yield Guess("scale_from_shard_shape", f"{text}{rows}x{cols} matrix", _after(e, scale / e.scale * e.dense))
-    stages, keys = e.settings.stages, {stage.key for stage in weight_stages(e.settings.stages)}
+    rows, cols = e.shape
+    for m, n in {e.dense[block].shape for block in e.blocks} - {e.shape}:
+        with contextlib.suppress(Exception):  # the caller's own scale need not know shapes of shards
+            scale = e.scale_of(m, n)
+            text = (
+                f"its scale is {scale:.4g}, that of a {m}x{n} shard, not {e.scale:.4g} of the whole {rows}x{cols} one"
+            )
+            yield Guess("scale_from_shard_shape", text, _after(e, scale / e.scale * e.dense))
+    stages = e.settings.stages
+    keys = {stage.key for stage in weight_stages(stages)}
     for stage in (s for s in stages if isinstance(s, AfterStage) and s.key in keys):
-        own, factor = type(stage).__name__, staged(e.dense, tuple(s for s in stages if s is not stage), e.kept)[0]
-        after = e.stepped(e.dense, torch.ones(()) if factor is None else factor).after
-        yield Guess("variant_wrong", f"it is an update without {own}", after)
-        for what, block in ((what, block) for what, blocks in e.parts.items() for block in blocks):
-            factor = staged(e.dense, stages, {**e.kept, **kept_of(e, block)})[0]
+        own, others = type(stage).__name__, tuple(s for s in stages if s is not stage)
+        factor = staged(AfterStage, others, e.dense, e.before)[0]
+        yield Guess("variant_wrong", f"it is an update without {own}", e.stepped(e.dense, factor).after)
+        for what, block in ((what, block) for what, blocks in parts_of(e).items() for block in blocks):
+            factor = staged(AfterStage, stages, e.dense, norms_of(e, block))[0]
             text = f"its length is what {own} makes of the norm of one of its {what}"
             yield Guess("norm_of_shard", text, e.stepped(e.dense, factor).after)
     ratio = along(e.update, e.arrived)
@@ -82,7 +77,7 @@ def _lengths(e: Evidence) -> Iterator[Guess]:
 
 def _results(e: Evidence, others: Sequence[Evidence]) -> Iterator[Guess]:
     """Guesses at another result of the orthogonalizer."""
-    for what, blocks in e.parts.items():
+    for what, blocks in parts_of(e).items():
         result = torch.zeros_like(e.dense)
         for block in blocks:
             own = e.orthogonalized(e.fed[block])
@@ -91,7 +86,7 @@ def _results(e: Evidence, others: Sequence[Evidence]) -> Iterator[Guess]:
     for other in others:
         if other is not e and other.row.compared:
             yield Guess("results_swapped", f"it is the update of {other.row.name}", _after(e, other.dense))
-    if e.dense.shape[0] == e.dense.shape[1]:
+    if e.shape[0] == e.shape[1]:
         yield Guess("transposed", "it is the transpose of the right update", _after(e, e.dense.T))
     result, text = e.dense.clone(), ""
     for i, at in enumerate(e.blocks):
@@ -102,21 +97,16 @@ def _results(e: Evidence, others: Sequence[Evidence]) -> Iterator[Guess]:
             text = text or f"block {i} of its {len(e.blocks)} blocks received the update of block {j}"
     if text:
         yield Guess("fragments_swapped", text, _after(e, result))
-    plain = {
-        "parallel to the momentum (plain SGD)": e.fed.double(),
-        "parallel to the gradient (plain SGD)": e.grad,
-        "the sign of the momentum": e.fed.double().sign(),
-        "the sign of the gradient": e.grad.sign(),
-    }
-    for what, value in plain.items():
-        text = f"it is {what}; Newton-Schulz did not run on it"
-        yield Guess("not_orthogonalized", text, _after(e, along(e.update, value) * value))
     inputs = {
-        "the gradient alone": e.grad,
-        "the momentum before the step": e.buffer,
-        "the momentum without Nesterov's term": e.buffer_after,
+        "the momentum": e.fed.double(),
+        "the gradient alone": e.before["gradient"],
+        "the momentum before the step": e.before["momentum"],
+        "the momentum without Nesterov's term": e.after["momentum"],
     }
     for what, value in inputs.items():
+        for how, plain in (("parallel to", value), ("the sign of", value.sign())):
+            text = f"it is {how} {what}, as in plain SGD; Newton-Schulz did not run on it"
+            yield Guess("not_orthogonalized", text, _after(e, along(e.update, plain) * plain))
         if bool(value.any()):
             text = f"it is the orthogonalized form of {what}"
             yield Guess("wrong_input", text, _after(e, e.orthogonalized(value)))

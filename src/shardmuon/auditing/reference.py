@@ -14,7 +14,7 @@ nothing is used. What stages of variants do is written from the papers, not from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,17 +23,17 @@ from torch import Tensor
 from shardmuon._torch import exact_products
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.stores import Stream, round_patch
-from shardmuon.orthogonalize import BACKENDS, TORCH_EPS, KernelName, Products, factor_of, normalize, orthogonalize
+from shardmuon.orthogonalize import BACKENDS, TORCH_EPS, Products, factor_of, normalize, orthogonalize
+from shardmuon.orthogonalize.choice import Choice
 from shardmuon.step.options import Settings
 from shardmuon.variants import AfterStage, BeforeStage, Stage, Stages, WeightStage
 from shardmuon.variants.muon_eq import MuonEq
 from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
 from shardmuon.variants.normuon import NorMuon
 
-_Coefficients = Sequence[tuple[float, float, float]]
+_Coefficients = tuple[tuple[float, float, float], ...]
 KeptNumbers = Mapping[str, Tensor]  # key of a stage -> 1-D fp64
 
-_HALF = (torch.bfloat16, torch.float16)
 _FLAT = 1e-12  # of the largest singular value: below, its decomposition in fp64 cannot tell a value from zero
 
 
@@ -42,47 +42,35 @@ _FLAT = 1e-12  # of the largest singular value: below, its decomposition in fp64
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The arithmetic of one matrix's step, and the dtypes in which it is stored.
+    """How one matrix is stepped: options of its group, the orthogonalizer, and all dtypes.
 
     Attributes:
-        method, ns_dtype: The orthogonalizer and the dtype of its products.
-        wire_dtype: The dtype in which input and result travel between ranks: both are rounded to it.
-        weight_dtype: Dtype of the parameter.
-        momentum_dtype: Dtype of the momentum's computation; what is orthogonalized was rounded to it.
-        stored_dtype: Dtype of the stored momentum; int8 stands for 8-bit codes.
-        grad_dtype: Dtype of the gradient.
-        kernel: The kernel of symmetric products.
-        alone: Never in a batch.
-        split_k: Slices of its long side.
+        settings: Options of its group.
+        choice: The orthogonalizer.
+        products: Dtype to which products are rounded.
+        wire: Dtype in which input and result travel between ranks: both are rounded to it.
+        weights, gradient: Dtypes of the parameter and of its gradient.
+        momentum: Dtype of the momentum's computation.
+        stored: Dtype of the stored momentum; int8 stands for 8-bit codes.
         device: The device that orthogonalizes; None: that of the matrix.
         by_gram: True if the shards stay and only their Gram matrices are added up.
+        rounding: Random bits for half-precision weights, and which matrix of its parameter it is; None: to nearest.
     """
 
-    method: str
-    ns_dtype: torch.dtype
-    wire_dtype: torch.dtype
-    weight_dtype: torch.dtype
-    momentum_dtype: torch.dtype
-    stored_dtype: torch.dtype
-    grad_dtype: torch.dtype = torch.float32
-    kernel: KernelName = "torch"
-    alone: bool = False
-    split_k: int = 1
+    settings: Settings
+    choice: Choice
+    products: torch.dtype
+    wire: torch.dtype
+    weights: torch.dtype
+    gradient: torch.dtype
+    momentum: torch.dtype
+    stored: torch.dtype
     device: torch.device | None = None
     by_gram: bool = False
-
-    @property
-    def travels(self) -> torch.dtype:
-        """Dtype of the orthogonalizer's input."""
-        return torch.promote_types(self.wire_dtype, torch.float32) if self.by_gram else self.wire_dtype
-
-    @property
-    def products(self) -> torch.dtype:
-        """Dtype to which products are rounded."""
-        return self.travels if self.by_gram else self.ns_dtype
+    rounding: tuple[Stream, int] | None = None
 
     def __str__(self) -> str:
-        return f"{self.method} {str(self.ns_dtype).removeprefix('torch.')}"
+        return f"{self.choice.method} {str(self.products).removeprefix('torch.')}"
 
 
 def momentum_of(
@@ -90,56 +78,51 @@ def momentum_of(
     grad: Tensor,
     weight: Tensor,  # before the step
     a: Arithmetic,
-    s: Settings,
-) -> tuple[Tensor, Tensor]:  # (rows, cols) each; the second of dtype `a.travels`
+) -> tuple[Tensor, Tensor]:  # (rows, cols) each; the second of dtype `a.wire`
     """The momentum after the step, before it is stored, and the orthogonalizer's input before stages. Both bit for bit
     as in the step: `lerp` gives an element equal bits in any shard."""
-    grad = grad.to(a.grad_dtype)
+    s, grad = a.settings, grad.to(a.gradient)
     if s.weight_decay_mode == "l2" and s.weight_decay:
-        weight = weight.to(a.weight_dtype)
-        if a.grad_dtype in _HALF:
-            grad = (grad.float() + weight.float() * s.weight_decay).to(a.grad_dtype)
-        else:
-            grad = grad + weight * s.weight_decay
-    grad = grad.to(a.momentum_dtype)
-    after = torch.lerp(buffer.to(a.momentum_dtype), grad, 1 - s.momentum)
-    return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(a.travels)
+        wide = torch.promote_types(torch.promote_types(a.gradient, a.weights), torch.float32)
+        grad = (grad.to(wide) + weight.to(wide) * s.weight_decay).to(a.gradient)
+    grad = grad.to(a.momentum)
+    after = torch.lerp(buffer.to(a.momentum), grad, 1 - s.momentum)
+    return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(a.wire)
 
 
 def orthogonalized(
     values: Tensor,  # (B, rows, cols), any dtype
     a: Arithmetic,
-    s: Settings,
     *,
     nudged: bool = False,  # the values lie between those that can travel: they are not rounded to the wire
 ) -> Tensor:  # (B, rows, cols)
     """Orthogonalize whole matrices in the live arithmetic; rounded as they travel, or as stages after it get them."""
+    s, c = a.settings, a.choice
     # stages before the orthogonalizer run where it does, on what has travelled
     staged = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
-    dtype = torch.promote_types(a.travels, torch.float32) if staged else a.travels
-    x = values.to(a.device or values.device, dtype).contiguous()
+    x = values.to(a.device or values.device, torch.promote_types(a.wire, torch.float32) if staged else a.wire)
     if a.by_gram:
-        return _by_gram(x, s).to(values.device)
+        return _by_gram(x, s.coefficients).to(values.device)
     out = orthogonalize(
-        x,
+        x.contiguous(),
         s.coefficients,
-        method=a.method,
-        dtype=a.ns_dtype,
-        kernel=a.kernel,
-        alone=a.alone,
-        split_k=a.split_k,
+        method=c.method,
+        dtype=c.dtype,
+        kernel=c.kernel,
+        alone=c.alone,
+        split_k=c.split_k,
     )
     after = any(isinstance(stage, AfterStage) for stage in s.stages)  # which run before anything travels
-    return (out if after else out.to(a.wire_dtype)).to(values.device)
+    return (out if after else out.to(a.wire)).to(values.device)
 
 
-def _by_gram(x: Tensor, s: Settings) -> Tensor:
+def _by_gram(x: Tensor, coefficients: _Coefficients) -> Tensor:
     """[Note: the Gram route] with one shard."""
     turn = x.shape[-2] > x.shape[-1]
     y = normalize(x.mT if turn else x)
     with exact_products(x.device):
         gram = Products(y.shape, y.device, y.dtype).gram_fp32(y)
-        factor = factor_of(gram.double(), s.coefficients, Products(gram.shape, gram.device, torch.float64)).to(x.dtype)
+        factor = factor_of(gram.double(), coefficients, Products(gram.shape, gram.device, torch.float64)).to(x.dtype)
         out = (factor.triu() + factor.triu(1).mT) @ y
     return out.mT if turn else out
 
@@ -149,37 +132,31 @@ def weights_after(
     update: Tensor,  # (rows, cols) as it travels
     scale: float,
     a: Arithmetic,
-    s: Settings,
-    rounding: tuple[Stream, int] | None,  # random bits for half-precision weights, and which matrix of its parameter
 ) -> Tensor:  # (rows, cols), the weights' dtype
     """Weights after this update: decayed, updated and rounded as the step does it."""
-    weights, alpha = before.to(a.weight_dtype), s.lr * scale
-    if BACKENDS[a.method].like_torch and rounding is None and s.weight_decay_mode == "decoupled":
-        update = update.to(weights.device, a.wire_dtype)
+    s, weights = a.settings, before.to(a.weights)
+    if BACKENDS[a.choice.method].like_torch and a.rounding is None and s.weight_decay_mode == "decoupled":
+        update = update.to(weights.device, a.wire)
         if update.shape[0] > update.shape[1]:  # as its iteration returns it: half precision is added otherwise then
             update = update.mT.contiguous().mT
-        return weights.mul(1 - s.lr * s.weight_decay).add_(update, alpha=-alpha)
-    half = a.weight_dtype in _HALF
-    wide = weights.float() if half else weights.clone()
+        return weights.mul(_decay_factor(s)).add_(update, alpha=-s.lr * scale)
+    wide = weights.to(torch.promote_types(a.weights, torch.float32))
     update = update.to(wide.device, wide.dtype)
     if s.weight_decay and s.weight_decay_mode != "l2":
         decayed = wide * _decay_factor(s)
         wide = torch.where(update * wide > 0, decayed, wide) if s.weight_decay_mode == "cautious" else decayed
-    wide = wide.add(update, alpha=-alpha)
-    if half and rounding is not None:
-        stream, matrix = rounding
-        return round_patch(stream, Patch.rectangle(matrix, 0, 0, *wide.shape), a.weight_dtype, wide)
-    return wide.to(a.weight_dtype)
+    wide = wide.add(update, alpha=-s.lr * scale)
+    if a.rounding is None:
+        return wide.to(a.weights)
+    stream, matrix = a.rounding
+    return round_patch(stream, Patch.rectangle(matrix, 0, 0, *wide.shape), a.weights, wide)
 
 
 def _decay_factor(settings: Settings) -> float:
     """The factor that weight decay takes to weights. KeyError for a mode that the audit does not know."""
-    return {
-        "l2": 1.0,
-        "independent": 1 - settings.weight_decay,
-        "decoupled": 1 - settings.lr * settings.weight_decay,
-        "cautious": 1 - settings.lr * settings.weight_decay,
-    }[settings.weight_decay_mode]
+    by_lr = 1 - settings.lr * settings.weight_decay
+    factors = {"l2": 1.0, "independent": 1 - settings.weight_decay, "decoupled": by_lr, "cautious": by_lr}
+    return factors[settings.weight_decay_mode]
 
 
 def recovered_update(
@@ -245,38 +222,32 @@ def norm_of(matrix: Tensor) -> Tensor:  # (1,)
     return norm.float().double().view(1)
 
 
-def prepared(fed: Tensor, stages: Stages) -> tuple[Tensor, Tensor]:  # (rows, cols) each
-    """The orthogonalizer's input after the stages before it: as the live stages leave it, and by their formulas."""
-    live, exact = fed, fed.double()
+def prepared(fed: Tensor, stages: Stages) -> Tensor:  # (rows, cols)
+    """The orthogonalizer's input as the live stages before it leave it."""
     for stage in stages:
         if isinstance(stage, BeforeStage):
-            live = stage.run(live.clone().unsqueeze(0), live.new_empty(1, 0))[0]
-            exact = exact * FORMULAS[type(stage)](stage, exact, exact)[0]
-    return live, exact
+            fed = stage.run(fed.clone().unsqueeze(0), fed.new_empty(1, 0))[0]
+    return fed
 
 
-def staged(o: Tensor, stages: Stages, kept: KeptNumbers) -> tuple[Tensor | None, KeptNumbers]:
-    """Factor of the stages after the orthogonalizer on its result (fp64), None without any; and what is kept then."""
-    factor, kept = None, dict(kept)
+def staged(
+    place: type[Stage],  # BeforeStage, AfterStage or WeightStage
+    stages: Stages,
+    matrix: Tensor,  # (rows, cols)
+    kept: KeptNumbers,
+) -> tuple[Tensor, Tensor, KeptNumbers]:  # fp64; (rows, cols)
+    """By their formulas: the factor of all stages at one place, the matrix after them, each rounded as a step does it,
+    and what is kept then."""
+    factor, kept = matrix.new_ones((), dtype=torch.float64), dict(kept)
+    wide = torch.promote_types(matrix.dtype, torch.float32)
     for stage in stages:
-        if isinstance(stage, AfterStage):
-            own, numbers = FORMULAS[type(stage)](stage, o, kept[stage.key] if stage.key else o.new_empty(0))
+        if isinstance(stage, place):
+            own, numbers = FORMULAS[type(stage)](stage, matrix, kept.get(stage.key, matrix))
             if stage.key:
                 kept[stage.key] = numbers
-            factor = own if factor is None else factor * own
-            o = o * own
-    return factor, kept
-
-
-def restored(weights: Tensor, stages: Stages, kept: KeptNumbers) -> tuple[Tensor, float, KeptNumbers]:
-    """Updated weights as the stages on weights leave them, rounded as the step does it; their factor; what is kept."""
-    factor, kept = 1.0, dict(kept)
-    for stage in weight_stages(stages):
-        own, kept[stage.key] = FORMULAS[type(stage)](stage, weights, kept[stage.key])
-        factor *= float(own)
-        wide = torch.promote_types(weights.dtype, torch.float32)
-        weights = (weights.to(wide) * own.to(wide)).to(weights.dtype)
-    return weights, factor, kept
+            factor = factor * own
+            matrix = (matrix.to(wide) * own.to(wide)).to(matrix.dtype)
+    return factor, matrix, kept
 
 
 def weight_stages(stages: Stages) -> list[WeightStage]:
@@ -320,20 +291,6 @@ class Reference:
             ratios = ratios * (a + b * square + c * square.square())
         return ratios / longer
 
-    def settles(self, eps: float) -> bool:
-        """True if rounding leaves at least half of the largest singular value's result: each step may move that value
-        by two spacings of the step's largest. Some schedules nearly cancel large values at first."""
-        if self.coefficients is None:
-            return True
-        exact, settled = self.sigmas[-1] * self.ratios()[-1], True
-        for off in (2 * eps, -2 * eps):
-            values = self.sigmas
-            for a, b, c in self.coefficients:
-                values = values * (a + values.square() * (b + c * values.square()))
-                values[-1] += off * values.abs().amax()
-            settled &= float((values[-1] / exact - 1).abs()) <= 0.5
-        return settled
-
 
 def reference_of(
     matrix: Tensor,  # (rows, cols), finite
@@ -358,9 +315,9 @@ def reference_of(
     return Reference(tall, vectors, sigmas, vectors.T @ x, None if polar else coefficients)
 
 
-def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """||found - expected|| / ||expected||; 0 for empty tensors."""
-    if not expected.numel():
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| / ||expected|| in fp64; 0 for equal tensors, whatever their norm."""
+    if torch.equal(found, expected):
         return 0.0
-    scale = torch.linalg.vector_norm(expected)
-    return float(torch.linalg.vector_norm(found - expected) / scale.clamp(min=1e-30))
+    exact = expected.double()
+    return float((found.double() - exact).norm() / exact.norm())  # infinite beside an expected zero: nothing is near it

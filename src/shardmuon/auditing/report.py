@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from shardmuon.texts import table
 
@@ -105,11 +104,9 @@ class MatrixRow:
         difference, allowed: Of the applied update to the same arithmetic run densely, in the direction where rounding
             hides least, relative to what the update has there at most ([Note: the shake] in auditing/judge.py). Of
             equal bits 0, and what is allowed beside exact arithmetic.
-        momentum_difference, momentum_allowed: Of the momentum after the step.
         scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
         sigma_min, sigma_max: Singular values of the applied update.
         band: What the coefficients make of the matrix's own spectrum: smallest and largest.
-        momentum_dtype: The dtype in which it is stored.
     """
 
     name: str
@@ -117,20 +114,16 @@ class MatrixRow:
     rows: int
     cols: int
     owners: tuple[int, ...]
-    route: str
     arithmetic: str
     status: str
     compared: bool = False
     difference: float = 0.0
     allowed: float = 0.0
-    momentum_difference: float = 0.0
-    momentum_allowed: float = 0.0
     scale: float = 0.0
     expected_scale: float = 0.0
     sigma_min: float = 0.0
     sigma_max: float = 0.0
     band: tuple[float, float] = (0.0, 0.0)
-    momentum_dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -174,36 +167,25 @@ class AuditReport:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The report as JSON text (NaN as null); written to `path` if one is given."""
-        text = json.dumps(_finite({**asdict(self), "ok": self.ok}), indent=1)
+        plain = json.loads(json.dumps({**asdict(self), "ok": self.ok}), parse_constant=lambda text: None)
+        text = json.dumps(plain, indent=1)
         if path is not None:
             Path(path).write_text(text + "\n")
         return text
 
     def __str__(self) -> str:
-        parts = [f"audit of step {self.step}", _matrices(self.matrices), self._counts()]
+        found, planned = (sum(run[i] for run in self.runs.values()) for i in (0, 1))
+        counts = f"Newton-Schulz ran on {found} matrices on {len(self.runs)} rank(s), planned {planned}; "
+        counts += f"replicas of {self.num_compared} parameter(s) compared bit for bit"
+        parts = [f"audit of step {self.step}", _matrices(self.matrices), counts]
         parts += [f"{f.severity}: {f}" for f in self.findings] or ["nothing found: this step was Muon's"]
         return "\n".join(part for part in parts if part)
-
-    def _counts(self) -> str:
-        found, planned = (sum(run[i] for run in self.runs.values()) for i in (0, 1))
-        return (
-            f"Newton-Schulz ran on {found} matrices on {len(self.runs)} rank(s), planned {planned}; "
-            f"replicas of {self.num_compared} parameter(s) compared bit for bit"
-        )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _matrices(matrices: Sequence[MatrixRow]) -> str:
     if not matrices:
         return ""
-    head = "matrix|shape|owner|arithmetic|status|difference|allowed|scale|expected|singular values|band|momentum"
+    head = "matrix|shape|owner|arithmetic|status|difference|allowed|scale|expected|singular values|band"
     rows = [head.split("|")]
     for m in matrices:
         row = [m.name, f"{m.rows}x{m.cols}", ",".join(map(str, m.owners)), m.arithmetic, m.status]
@@ -215,7 +197,6 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
                 f"{m.expected_scale:.4g}",
                 f"{m.sigma_min:.3f}..{m.sigma_max:.3f}",
                 f"{m.band[0]:.3f}..{m.band[1]:.3f}",
-                m.momentum_dtype,
             ]
         rows.append(row + ["-"] * (len(rows[0]) - len(row)))
     names = ", ".join(m.name for m in matrices if m.status == "inconclusive")

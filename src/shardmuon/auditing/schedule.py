@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from shardmuon.options import AuditAction
 if TYPE_CHECKING:
     from shardmuon.auditing.report import AuditReport
 
-NEVER = sys.maxsize
+_NEVER = sys.maxsize
 
 
 class AuditError(RuntimeError):
@@ -30,8 +29,7 @@ class AuditWarning(UserWarning):
     """A finding of an audit, with Audit(action="warn")."""
 
 
-@dataclass(slots=True)
-class AuditNotes:
+class AuditNotes(NamedTuple):
     """Notes of one audit for the next.
 
     Attributes:
@@ -40,7 +38,7 @@ class AuditNotes:
         step: The audited step.
     """
 
-    watched: tuple[tuple[str, Tensor, int], ...] = ()
+    watched: tuple[tuple[str, Tensor, int | None], ...] = ()
     state: Any = None
     step: int = -1
 
@@ -50,28 +48,30 @@ class AuditSchedule:
 
     Attributes:
         num_steps: Steps since construction. A step that was refused or skipped does not count.
+        num_audits: Audits that sampled matrices.
         at: The first step that needs attention; nothing happens before it.
+        kept: Notes of the last audit.
+        asked: What `audit()` asked for of the next step.
     """
 
     def __init__(self, every: int | None = None, samples: int = 2, action: AuditAction = "raise") -> None:
         self.every, self.samples, self.action = every, samples, action
         self.num_steps = 0
         self.num_audits = 0
-        self.at = NEVER if every is None else 1
+        self.at = _NEVER if every is None else 1
         self.kept = AuditNotes()
-        self.asked: PendingAudit | None = None  # by `audit()`, for the next step
+        self.asked: PendingAudit | None = None
 
-    @property
-    def is_due(self) -> bool:
-        """True if the next step is audited."""
-        number = self.num_steps + 1
-        return number >= self.at and self._samples(number) is not None
-
-    def _samples(self, step: int) -> int | None:
+    def samples_at(self, step: int) -> int | None:
         """Number of matrices that an audit of this step samples; 0: it only looks at momentum again; None: no audit."""
         regular = self.every is not None and (step - 1) % self.every == 0
         samples = self.asked.samples if self.asked is not None else self.samples if regular else 0
         return samples if samples or self.kept.step == step - 1 else None
+
+    @property
+    def is_due(self) -> bool:
+        """True if the next step is audited."""
+        return self.samples_at(self.num_steps + 1) is not None
 
     def due_text(self) -> str:
         """Text that ranks must agree on in a step with attention: what is audited, and how far the rotation is."""
@@ -83,11 +83,14 @@ class AuditSchedule:
         self.asked, self.at = request, self.num_steps + 1
 
     def begin(self) -> int | None:
-        """Begin a step that needs attention (`num_steps` is already its number). Returns as `_samples`."""
-        samples = self._samples(self.num_steps)
-        self.at = NEVER if self.every is None else self.num_steps + self.every - (self.num_steps - 1) % self.every
-        if samples and self.every is not None:  # look at the momentum once more before the next step
-            self.at = self.num_steps + 1
+        """Begin a step that needs attention (`num_steps` is already its number). Returns as `samples_at`."""
+        samples = self.samples_at(self.num_steps)
+        if self.every is None:
+            self.at = _NEVER
+        elif samples:
+            self.at = self.num_steps + 1  # to look at the momentum once more
+        else:
+            self.at = self.num_steps + self.every - (self.num_steps - 1) % self.every
         return samples
 
     def deliver(self, report: AuditReport) -> None:
@@ -95,11 +98,11 @@ class AuditSchedule:
         asked, self.asked = self.asked, None
         if asked is not None:
             asked.found = report
-            return
-        if report.errors and self.action == "raise":
+        elif report.errors and self.action == "raise":
             raise AuditError(report.message(), report)
-        for finding in report.findings:
-            warnings.warn(f"audit of step {report.step}: {finding}", AuditWarning, stacklevel=level_of_the_caller())
+        else:
+            for finding in report.findings:
+                warnings.warn(f"audit of step {report.step}: {finding}", AuditWarning, stacklevel=level_of_the_caller())
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to one process."""

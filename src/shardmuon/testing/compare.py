@@ -19,13 +19,13 @@ from torch.distributed.tensor import distribute_tensor
 
 from shardmuon import Orthogonalizer
 from shardmuon._torch import is_dtensor
-from shardmuon.auditing.reference import relative_difference
 from shardmuon.comm.groups import Traffic
 from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.options import OPTION_OBJECTS
 from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, Run, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, cut_matrices, groups_of, mesh_kind, parameters
+from shardmuon.testing.tolerances import recovered_update, relative_error
 from shardmuon.variants import KEPT_KEYS
 
 _Whole = Mapping[str, Tensor]
@@ -221,7 +221,7 @@ class _Job:
             for name, found in run.weights().items():
                 bitwise &= torch.equal(found, expected[name])
                 one, other = (recovered_update(before[name], after, lr, decay) for after in (found, expected[name]))
-                difference = relative_difference(one, other)
+                difference = relative_error(one, other)
                 if difference > worst or math.isnan(difference):  # nothing is larger than a NaN, which so stays
                     worst, where = difference, name
         if isinstance(run, _LayoutRun):  # frameworks' hosts keep state where they like: their weights tell
@@ -272,8 +272,3 @@ def rows_stored(whole: Tensor, like: Tensor) -> Tensor:
 def _local(tensor: Tensor) -> Tensor:
     storage = engine_of(tensor).storage(tensor)
     return storage if storage.numel() else storage.new_empty(0)
-
-
-def recovered_update(before: Tensor, after: Tensor, lr: float, decay: float) -> Tensor:
-    """The update that a step applied, from the weights around it, in fp64: (before * decay - after) / lr."""
-    return (before.double() * decay - after.double()) / lr

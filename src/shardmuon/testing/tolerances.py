@@ -31,6 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardmuon.auditing.reference import relative_error as relative_error
+
 Coefficients = Sequence[tuple[float, float, float]]
 
 KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5  # the default schedule, typed in: a second source
@@ -119,17 +121,9 @@ def assert_rounded(
 
 def assert_near(found: Tensor, expected: Tensor, bound: float, what: str = "value") -> None:
     """||found - expected|| is at most `bound` of ||expected||. The bound comes from a function of this module."""
-    difference = relative_error(found, expected)
+    assert found.shape == expected.shape, f"{what}: found shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    difference = relative_error(_double(found), _double(expected))
     assert difference <= bound, f"{what}: off by {difference:.3g} of its norm, allowed {bound:.3g}"
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """||found - expected|| / ||expected|| in fp64; 0 for equal tensors, whatever their norm."""
-    a, b = _double(found), _double(expected)
-    assert a.shape == b.shape, f"found shape {tuple(a.shape)}, expected {tuple(b.shape)}"
-    if torch.equal(a, b):
-        return 0.0
-    return float((a - b).norm() / b.norm())  # infinite beside an expected zero: nothing is near it
 
 
 def _double(value: Any) -> Tensor:
@@ -233,6 +227,11 @@ def assert_same_orthogonalization(
     assert difference <= bound, f"{what}: the difference has norm {difference:.3g}, rounding explains {bound:.3g}"
 
 
+def recovered_update(before: Tensor, after: Tensor, lr: float, decay: float) -> Tensor:
+    """The update that a step applied, from the weights around it, in fp64: (before * decay - after) / lr."""
+    return (before.double() * decay - after.double()) / lr
+
+
 def assert_same_update(
     found: Tensor,  # (rows, cols): the weights after the step
     expected: Tensor,  # (rows, cols): the same, of the run it is compared with
@@ -266,8 +265,7 @@ def assert_same_update(
         exact: Whether `expected` was computed in exact arithmetic (weights are still stored in its dtype).
         what: Words for the message.
     """
-    decay = 1 - lr * weight_decay
-    one, other = ((_double(before) * decay - _double(after)) / lr for after in (found, expected))
+    one, other = (recovered_update(before, after, lr, 1 - lr * weight_decay) for after in (found, expected))
     products = orthogonalization_bound(coefficients, dtype, matrix)
     largest = max(float(_double(t).norm()) for t in (before, found, expected))
     stored = 2 * (roundoff(found.dtype) + roundoff(expected.dtype)) * largest / lr
