@@ -10,7 +10,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from shardmuon import Exchange, Muon, Orthogonalizer, Storage, checkpoint, param_groups
+from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
 from shardmuon.options import LR_SCALES
 from shardmuon.step.update import decay_agreeing_
 from shardmuon.testing.tolerances import assert_bitwise, assert_near, assert_rounded, polar_bound, roundoff
@@ -118,20 +118,17 @@ def test_torchs_method_has_torchs_bits(dtype: torch.dtype, lr: float | Tensor) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_of_torch_optim_muon_load_here_and_ours_load_there(dtype: torch.dtype) -> None:
+def test_a_state_of_torch_optim_muon_loads_here(dtype: torch.dtype) -> None:
     params = matrices(dtype)
-    optimizer: torch.optim.Optimizer = torch.optim.Muon(params, lr=0.05, momentum=0.9, weight_decay=0.3)
-    for make, options in ((Muon, LIKE_TORCH), (torch.optim.Muon, {})):
-        run(optimizer, params, [1, 2])
-        loaded = twins(params)
-        other = make(loaded, lr=9.0, **options)  # type: ignore[operator]
-        state = optimizer.state_dict() if make is Muon else checkpoint.to_torch_muon(cast(Muon, optimizer))[0]
-        other.load_state_dict(copy.deepcopy(state))  # loading shares tensors, by torch's own rule
-        assert other.param_groups[0]["momentum"] == 0.9
-        for one, its in ((optimizer, params), (other, loaded)):
-            run(one, its, [3, 4])
-        assert_equal(loaded, params)
-        optimizer, params = other, loaded
+    theirs = torch.optim.Muon(params, lr=0.05, momentum=0.9, weight_decay=0.3)
+    run(theirs, params, [1, 2])
+    loaded = twins(params)
+    ours = Muon(loaded, lr=9.0, **LIKE_TORCH)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # loading shares tensors, by torch's own rule
+    assert ours.param_groups[0]["momentum"] == 0.9
+    for one, its in ((theirs, params), (ours, loaded)):
+        run(one, its, [3, 4])
+    assert_equal(loaded, params)
 
 
 def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:

@@ -140,8 +140,14 @@ def _cuts_of(param: DTensor) -> tuple[AxisCut, ...]:
 
 def _tensor_parallel_axis(param: DTensor) -> int | None:
     """The mesh axis of tensor parallelism. v2 has none yet."""
+    from torch.distributed.tensor import Shard
+
     name, names = _tensor_parallel_name(param), param.device_mesh.mesh_dim_names or ()
-    return names.index(name) if name in names else None
+    if name in names:
+        return names.index(name)
+    # Without its attributes a parameter can still be told by its mesh: only a tensor-parallel axis cuts other dims.
+    others = [a for a, p in enumerate(param.placements) if isinstance(p, Shard) and p.dim % param.ndim != 0]
+    return others[0] if not hasattr(param, "megatron_fsdp_dist_index") and len(others) == 1 else None
 
 
 def _tensor_parallel_name(param: DTensor) -> str | None:
