@@ -43,7 +43,7 @@ TRANSPORT = {
     ("layout/bind.py", "settle"),
     ("layout/bind.py", "agree"),
     ("layout/bind.py", "renewed"),
-    ("layout/bind.py", "_sharers_of"),
+    ("layout/bind.py", "sharers_of"),
     ("layout/bind.py", "_open"),
     ("layout/bind.py", "_bind"),
     ("layout/bind.py", "_refuse_unless_stale"),

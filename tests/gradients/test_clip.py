@@ -469,6 +469,19 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
     world4.run(_storm, name)
 
 
+def _laid_otherwise() -> bool:
+    full, pair = _normal(6, 4, seed=1), dist.new_group([0, 1])
+    clip_grad_norm_([_sharded(full, mesh_of((3,)), Shard(0))], 1.0)
+    if dist.get_rank() == 2:
+        return True
+    fewer = _sharded(full, DeviceMesh.from_group(pair, "cpu"), Shard(0))
+    return float(clip_grad_norm_([fewer], 1.0)) == _norm_of(full)
+
+
+def test_parameters_of_the_same_names_and_shapes_on_fewer_ranks_wait_for_no_other(world3: RankPool) -> None:
+    assert world3.run(_laid_otherwise) == [True] * 3
+
+
 def _gone() -> bool:
     """Neither tensors nor what was kept of them live on because they were clipped."""
     params = [_sharded(_normal(6, 4, seed=s), mesh_of((dist.get_world_size(),)), Shard(0)) for s in (1, 2)]

@@ -259,6 +259,22 @@ def test_an_element_has_the_same_bits_wherever_it_lies(dtype: torch.dtype, adamw
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_small_tensors_of_unlike_step_counts_keep_their_own(dtype: torch.dtype) -> None:
+    """They are copied side by side for one call of the kernel, and a call has one count."""
+    mine, alone = (parameters(dtype, ((3,), (5,), (7,), (9, 1))) for _ in range(2))
+    together, single = Muon(adamw_group(mine), lr=1e-3), [Muon(adamw_group([p]), lr=1e-3) for p in alone]
+    for seed in range(4):
+        for params in (mine, alone):
+            set_gradients(params, seed)
+            for late in params[seed + 1 :]:  # each begins a step later than the one before it
+                late.grad = None
+        for optimizer in (together, *single[: seed + 1]):
+            optimizer.step()
+    assert [int(together.state[p]["step"]) for p in mine] == [4, 3, 2, 1]
+    assert_equal(mine, alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_torchs_kernel_gives_whole_vectors_the_same_bits_anywhere(dtype: torch.dtype) -> None:
     """torch's kernel steps 64 bytes alike in any place, on several threads, too: one form rests on this."""
     size = 64 // dtype.itemsize

@@ -28,7 +28,7 @@ from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, gather
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, made_public, raised_at
 from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
-from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree
+from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree, sharers_of
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, named_params
 from shardmuon.layout.grid import union
@@ -272,7 +272,7 @@ class Counted(NamedTuple):
 
 # first parameter -> the table of the last parameters that began with it
 _BOUND: Any = WeakTensorKeyDictionary()
-# default group -> digest of names, shapes and options -> ranks that voted on such parameters, whose tensors may be gone
+# default group -> digest of names, shapes, options, sharers -> ranks that voted on such parameters, which may be gone
 _VOTERS: weakref.WeakKeyDictionary[Any, dict[bytes, Ranks]] = weakref.WeakKeyDictionary()
 
 
@@ -318,7 +318,8 @@ class Clipping(Call[_BoundGradients]):
         return {} if world is None else _VOTERS.setdefault(world, {})
 
     def _code(self) -> bytes:
-        return digest_of(([(one.identity, tuple(one.param.shape), one.group) for one in self.params], self.beyond))
+        about = [(one.identity, tuple(one.param.shape), one.group) for one in self.params]
+        return digest_of((about, list(sharers_of(self.waiting, Fault())), self.beyond))
 
     def listed(self) -> list[Listed]:
         return list(self.params)

@@ -182,7 +182,7 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
     return found
 
 
-def _sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault) -> _Sharers:
+def sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault) -> _Sharers:
     """Sets of ranks that share these parameters, without parameters for which they cannot be told. Other ranks wait for
     this one in these sets, so whatever goes wrong is noted, and what an interrupt has cut off is asked again."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
@@ -232,7 +232,7 @@ def bind(
     fault = fault or Fault()
     mine, table = list[_Described](), list[Table]()
     if sharers is None:
-        sharers = _sharers_of(lambda: [(one.name, one.param, one.group) for one in listed], fault)
+        sharers = sharers_of(lambda: [(one.name, one.param, one.group) for one in listed], fault)
     with fault:
         mine = describe(listed)
         sharers = {**sharers, **{one.ties: one.ties.sets for one in mine}}
@@ -500,7 +500,7 @@ def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Ve
         if not verdict.flags & Flag.STALE:
             _refuse_unless_stale(call, kept, ballot.digests or {}, fault, verdict)
         before = None if verdict.flags & Flag.BEYOND else kept.component
-        fresh = _bind(call, _sharers_of(call.waiting, fault), before, fault)
+        fresh = _bind(call, sharers_of(call.waiting, fault), before, fault)
 
 
 # ----------------------------------------------------------------------------------------------------- finding a table
@@ -509,7 +509,7 @@ def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Ve
 def renewed(call: Call[_K], fault: Fault) -> _K:
     """A new table, whatever this rank knows. Collective over the component: ranks that have one hear of it in their
     vote."""
-    sharers = _sharers_of(call.waiting, fault)
+    sharers = sharers_of(call.waiting, fault)
     return _bind(call, sharers, _open(call, sharers, fault), fault)
 
 
@@ -518,7 +518,7 @@ def _open(call: Call[_K], sharers: _Sharers, fault: Fault) -> Ranks | None:
     largest sets; returns the component, if all of it has heard."""
     sets: list[Ranks] = []
     beyond = () if call.beyond is None else (call.beyond,)
-    for _ in range(2):  # as in `_sharers_of`
+    for _ in range(2):  # as in `sharers_of`
         with fault:
             before = call.before()
             sets = in_order(itertools.chain(*sharers.values(), beyond)) if before is None else in_order([before])

@@ -98,7 +98,7 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_nod
         found[n] = int(at[passes_on.argmin()])
         work[found[n]] += drafts[n].cost
         moved[of_rank[found[n]]] += drafts[n].numel
-    if work.max() * len(ranks) > _UNEVEN * int(work.sum()):
+    if int(work.max()) * len(ranks) > _UNEVEN * int(work.sum()):
         free = [n for n in order if len(owners[n]) > 1]
         start = [0] * len(ranks)
         for n in order[: len(order) - len(free)]:

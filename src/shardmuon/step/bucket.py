@@ -381,11 +381,12 @@ def run_gram(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> It
     update_momentum(bound.held, work, tiles)
     views = {one.item: shards.as_strided(one.shape, (one.shape[1], 1), one.start) for one in program.shards}
     norms = {item: _normalize(view) for item, view in views.items()}
-    parts = {one.item: [_part(bound, views[one.item], norms[one.item])] for one in program.shards if one.added}
-    sent = {message.item: parts.pop(message.item)[0] for message in program.parts_sent}
+    sent = {one.item: _part(bound, views[one.item], norms[one.item]) for one in program.parts_sent}
     send = _packed(bound, program.parts_sent, gather.holder_splits, sent)
     pending = [exchange(send, gather.holder_splits, gather.owner_splits)]
+    mine = [one.item for one in program.shards if one.added and one.item not in sent]  # while those travel
     del send, sent
+    parts = {item: [_part(bound, views[item], norms[item])] for item in mine}
     yield
     came = pending.pop().wait()
     for message in program.parts_came:

@@ -97,7 +97,7 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
     num = len(members)
     found = Proposal([None] * num, [None] * num, [None] * num, settings, [()] * num, states=[NONE] * num)
     weights, grads, momenta = found.weights, found.grads, found.momenta
-    plain = keeper.dtype is None and keeper.device is None and not (keeper.rounds_weights or binding.elsewhere)
+    plain = keeper.device is None and not (keeper.rounds or binding.elsewhere)
     number, of_adamw, rows = 0, -1, list[Row | None]()
     try:
         for number, member in enumerate(members):
@@ -106,11 +106,11 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
             looked: Sequence[Tensor] | None = None  # storages, if a glance tells enough
             if plain and grad is not None and len(kept) == 1 and not of_group.stages:
                 looked = member.engine.storages(param, grad, kept.get(BUFFER))  # whatever a framework has put there
-            dtype = None if looked is None else looked[1].dtype
-            if looked is not None and dtype is not None and looked[2].dtype == dtype and dtype.is_floating_point:
+            dtypes = [t.dtype for t in looked or ()]
+            if looked and dtypes[2] == (keeper.dtype or dtypes[1]) and dtypes[1].is_floating_point:
                 found.states[number] = READY
                 weights[number], grads[number], momenta[number] = looked
-                said: tuple[object, ...] = (READY, looked[0].dtype, dtype, dtype)
+                said: tuple[object, ...] = (READY, *dtypes)
             else:
                 said = _look(found, number, binding, memory)
             if callable(of_group.adjust_lr_fn):
