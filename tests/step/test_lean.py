@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon, Orthogonalizer, Storage
 from shardmuon.comm.groups import Pending
 from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize.choice import Chooser
@@ -49,13 +49,15 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _optimizer(shapes: list[tuple[int, ...]], method: Any = "auto", **options: Any) -> Muon:
+def _optimizer(
+    shapes: list[tuple[int, ...]], method: Any = "auto", dtype: torch.dtype = torch.float32, **options: Any
+) -> Muon:
     """Ready to step, with its plan made."""
     generator = torch.Generator().manual_seed(0)
 
-    params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
     for p in params:
-        p.grad = torch.randn(p.shape, generator=generator)
+        p.grad = torch.randn(p.shape, generator=generator).to(dtype)
     kinds = ([p for p in params if p.ndim == ndim] for ndim in (2, 1))
     groups = [{"params": of, "use_muon": use} for of, use in zip(kinds, (True, False), strict=True) if of]
     optimizer = Muon(groups, lr=0.02, orthogonalizer=Orthogonalizer(method, torch.float32), **options)
@@ -101,14 +103,16 @@ def _calls(step: Callable[[], Any]) -> int:
 
 
 def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
-    def count(number: int, vectors: int = 0, size: int = 16) -> int:
-        return _calls(_optimizer([(8, 16)] * number + [(size,)] * vectors, method="standard").step)
+    def count(number: int, vectors: int = 0, size: int = 16, **options: Any) -> int:
+        return _calls(_optimizer([(8, 16)] * number + [(size,)] * vectors, method="standard", **options).step)
 
     first, second, third = (count(number) for number in (64, 192, 320))
     assert (second - first) / 128 <= 28  # 16 of them beside the products, whose batches of 64 take some 500 calls each
     assert abs((third - second) - (second - first)) <= 128 * 2
     assert (count(64, 192) - count(64, 64)) / 128 <= 42
     assert (count(64, 192, size=8) - count(64, 64, size=8)) / 128 <= 55  # copied side by side, as they end no vector
+    wide: Any = {"dtype": torch.bfloat16, "storage": Storage(momentum_dtype=torch.float32)}
+    assert (count(192, **wide) - count(64, **wide)) / 128 <= 32
 
 
 def _calls_on_ranks() -> float:
