@@ -108,11 +108,10 @@ class Cutter:
                 found.setdefault((taken, len(shares), step_ns(buckets[::step], busiest)), shares[::step])
         limit = min(ns for *_, ns in found) * _NO_DEARER
         best = min(option for option in found if option[2] * 100 <= limit)
-        others = (option for option in found if option != best)
         text = f"{best[1]} buckets by price ({machine.name}), of {best[0] / 2**20:.3g} MiB a rank at most; "
         beside = "there are no others"
         if len(found) > 1:
-            most, num, ns = min(others, key=lambda option: option[2])
+            most, num, ns = min((option for option in found if option != best), key=lambda option: option[2])
             beside = f"next best {num}, {ns / best[2]:.3g}x as long, {most / 2**20:.3g} MiB"
         return found[best], Choice(alike.ranks, best[2], text + beside)
 
