@@ -28,18 +28,33 @@
 [Note: to add one]
     1. A file here: a frozen dataclass that derives from `BeforeStage`, `AfterStage` or `WeightStage`. Its fields are
        its options; its docstring has the formula, the source, and what differs from that. An `AfterStage` multiplies
-       matrices, or lines along their longer side: another form of factor needs its kind of lines in norms.py first.
+       matrices, or lines along their longer side: rows of tall matrices, columns of wide ones. A rule for the rows of
+       every matrix needs this kind of lines first. In norms.py `NumberLayout` (sides, lines, sizes, `shaped`) and
+       `measured` choose by rows >= cols; and as norms of lines of one kind do not follow from those of the other, let
+       `scaled_` below read and scale once for each run of stages whose lines are of one kind.
     2. A row in `VARIANTS` (variants/__init__.py): the name that users write, and a function from a group's options to
        the stages. A variant may have several (scale the update at the owner, then the weights).
     3. An option that it reads: a row in `VARIANT_OPTIONS` there, its default, which all variants share; its check in
        `check_variant`; an argument of `Muon` (signature, defaults, docstring), a row of docs/options.md and one of
        `OPTIONS` in tests/commands/test_plan_command.py.
-    4. A row in the table of dense references (auditing/reference.py): the formula once more, in fp64, written anew.
-       Without one the audit says which matrices it does not check.
-    5. Tests. `VARIANTS` brings it into test_stages.py and test_cuda_shape.py of tests/step, which need options at
-       which it acts. Its own: the formula, zeros, a row in `test_a_matrix_has_the_same_bits_alone_and_among_others`,
-       faults in tests/planted.py, and where tests name another one (`grep -rn normuon tests`: launches, resumed
-       state, layouts).
+    4. A row of `FORMULAS` (auditing/reference.py): the formula once more, in fp64, written anew. Without one the audit
+       says which matrices it does not check.
+    5. A row of the table in docs/variants.md, and the name where the others are: `grep -in hyperball README.md
+       CHANGELOG.md docs/options.md src/shardmuon/muon.py`, one line of each.
+    6. Tests. `VARIANTS` brings it into test_stages.py, test_one_process.py and test_cuda_shape.py of tests/step, into
+       test_gpu.py and `shardmuon verify --variant`: nothing to write, unless an option of yours does nothing by
+       default (`given` in test_stages.py). To write:
+       - tests/variants/test_variants.py: its formula, with a row of zeros (and the line in tests/CLAIMS.md); its name
+         at `test_zeros_stay_zeros..` and, if after, at `test_a_matrix_has_the_same_bits_alone_and_among_others`. That
+         one has a matrix of a single row, which some rules leave as it is.
+       - `FAULTS` of tests/planted.py: `_of_variant(name, _running(Stage, lambda self, x, kept: x.float()), fault)` is
+         a step without it. What audits call it: "variant_wrong" before; after, "wrong_matrix" where lines are off,
+         "variant_wrong" where norms are, "scale_wrong" (`factor` times 1.25); "kept_wrong" if it keeps numbers.
+       - rows of `VARIANTS` in tests/auditing/test_audit.py, of `ADDED` in tests/step/test_cuda_shape.py (launches; a
+         row that is too small prints what it found), of `OPTIONS` in tests/golden/table.py.
+       - real ranks: a row in tests/variants/test_variants_layouts.py.
+       - only if it keeps numbers: `KEEPING` of tests/variants/test_hostile_variants.py, `VARIANTS` of
+         tests/checkpoint/test_resume.py (how groups resume), tests/step/test_memory_between_steps.py (its bytes).
     No step, plan, checkpoint or `shardmuon verify` names a variant: they read what a stage declares.
 """
 
@@ -114,7 +129,12 @@ class AfterStage(Stage):
         kept: Tensor,  # (N, num_kept), or (L,) if of lines; fp32, updated in place
     ) -> Tensor:  # (N,), or (L,) if of lines; in the dtype of the norms
         """Factor by which each matrix or line is multiplied. Never waits for a device. Finite for a matrix of zeros: it
-        stays one. What is not finite needs no care: its elements show it."""
+        stays one. What is not finite needs no care: its elements show it.
+
+        Given `norms.whole` (N,) or, of lines, the mean squares `norms.means` (L,): `norms.cut.sums(means)[0]` adds up
+        those of each matrix (N,), `norms.cut.combined(torch.div, these, means)` takes (N,) and (L,) in either order,
+        and `over` divides (N,) by (N,) where that may be 0 / 0.
+        """
         raise NotImplementedError
 
     def run(self, x: Tensor, kept: Tensor) -> Tensor:  # (B, rows, cols), (B, num_kept) -> (B, rows, cols)

@@ -50,10 +50,10 @@ class Claim(NamedTuple):
     """One rank's account of a tensor. Plain data.
 
     Attributes:
-        form: The tensor's layout: the same on all ranks that share it.
+        form: The tensor's layout: the same on all ranks that share it, which refuse each other otherwise.
         text: The form in words, for messages.
         stored: Shape of this rank's storage.
-        part: Further numbers that only this rank knows.
+        part: Further numbers that only this rank knows, such as where its part begins.
         empty_lacks_gradient: A rank that stores nothing of it may have no gradient where others have theirs.
         uncounted: Reason why a norm over ranks would count it several times though its layout is known; None: none.
     """
@@ -91,11 +91,15 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- how it lies
 
     def ties(self, param: Tensor, group: Group) -> Ties:
-        """Say who shares the tensor. Reads no more than that takes, so that others hear of what is wrong with it."""
+        """Say who shares the tensor. Reads no more than that takes, so that others hear of what is wrong with it.
+
+        Parts that are numbered by rank, one for each, are `parts`. Ranks of a group that cut a tensor anywhere, each
+        saying in its claim where its part begins, are `mates`: `Ties((my_rank(),), <ranks of the group>)`.
+        """
         return Ties((my_rank(),), mates_of(group))
 
     def claim(self, param: Tensor, group: Group) -> Claim:
-        """Say how the tensor lies, as far as this rank knows."""
+        """Say how the tensor lies, as far as this rank knows. What it raises, all ranks of the tensor raise."""
         if is_marked(param):
             raise ValueError(
                 f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a shard "
@@ -108,7 +112,12 @@ class Engine:
         return Claim((shape,), text, shape)
 
     def stored(self, claims: Mapping[int, Claim], grid: Grid) -> Stored:
-        """Say who stores what. Pure: equal claims give equal answers.
+        """Say who stores what. Pure: equal claims give equal answers. Gaps, overlaps and what is out of bounds are
+        refused by whoever asks.
+
+        Where storage has the tensor's dims, a piece is `Held(Box(offset, sizes), local)`: from this index of the tensor
+        on, and from `local` on in the storage, whose strides may be any. Where it is 1-D, a piece is a run of elements,
+        `Held(FlatRange(start, stop), (local,))`. A rank that stores nothing has no pieces, (), but is listed.
 
         Args:
             claims: Rank -> its claim, of all ranks of the grid. Their forms are equal.
@@ -121,17 +130,19 @@ class Engine:
         return shape, dict.fromkeys(claims, whole(shape))
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
-        """Process groups, references or None that the parameter, or the options of its group, brings along."""
+        """Process groups, references or None that the parameter, or the options of its group, brings along. Add those
+        of the parameter's own attributes."""
         return [group.get("process_group"), group.get("tp_group")]
 
     def shape(self, param: Tensor) -> Ints:
-        """The global logical shape. `Muon(...)` asks for it without other ranks: `claim` checks what one alone may have
-        wrong, as all ranks hear of its errors."""
+        """The global logical shape. `Muon(...)` asks for it without other ranks, so it does not raise: one rank alone
+        would, and the others wait for it in their first step. `claim` checks what one alone may have wrong, as all
+        ranks hear of its errors."""
         return tuple(param.shape)
 
     def signature(self, param: Tensor) -> object:
         """A cheap value that changes whenever layout, wire or device may have changed: compared in each step, it tells
-        when to plan anew."""
+        when to plan anew. It is kept as long as the plan, so it holds a `GroupRef`, not a process group."""
         return param.shape, param.dtype, param.device
 
     # ---------------------------------------------------------------------------------------------- what is stored
