@@ -227,15 +227,15 @@ class ZeroRun(Run):
 
     steps = torch.float32
 
-    def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make, dtype: torch.dtype) -> None:
+    def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make) -> None:
         zero = ZERO_ROWS[row]
         self._whole = zero["stage"] == 0
         model = GivenGradients(full)
         self._params = dict(model.named_parameters())
         self.optimizer = make(self._params, {"process_group": dist.group.WORLD} if self._whole else {})
         config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-        if dtype != torch.float32:
-            config[{torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]] = {"enabled": True}
+        halves = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        config |= {halves[t.dtype]: {"enabled": True} for t in full.values() if t.dtype in halves}
         self._made = [name for group in self.optimizer.param_groups for name in group["param_names"]]
         self._engine = initialize(model, self.optimizer, config, "cpu")
 

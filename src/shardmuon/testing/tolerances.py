@@ -229,7 +229,7 @@ def assert_same_orthogonalization(
 
 def recovered_update(before: Tensor, after: Tensor, lr: float, decay: float) -> Tensor:
     """The update that a step applied, from the weights around it, in fp64: (before * decay - after) / lr."""
-    return (before.double() * decay - after.double()) / lr
+    return (before.detach().double() * decay - after.detach().double()) / lr
 
 
 def assert_same_update(
