@@ -120,20 +120,15 @@ def _elements_of(full: Tensor, built: Tensor) -> Tensor:
 
 def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
     """Parameters around what a row built, with the attributes that say how a plain tensor is cut."""
-    made = {name: _parameter(t) for name, t in tensors.items()}
-    for name, param in made.items():
-        if not isinstance(param, DTensor):
-            vars(param).update(vars(tensors[name]))
+    made: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):  # nn.Parameter would trace it anew for each shape, dtype and placement
+            made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
+            made[name]._is_param = True  # all that nn.Parameter does of a tensor of such a class
+        else:
+            made[name] = nn.Parameter(tensor)
+            vars(made[name]).update(vars(tensor))
     return made
-
-
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    """nn.Parameter(tensor), which detaches a DTensor: torch traces that anew for each shape, dtype and placement."""
-    if not isinstance(tensor, DTensor):
-        return nn.Parameter(tensor)
-    made: Any = _placed(tensor.to_local().detach(), tensor)
-    made.requires_grad_()._is_param = True  # all that nn.Parameter does of a tensor of such a class
-    return made  # type: ignore[no-any-return]
 
 
 def _placed(local: Tensor, like: DTensor) -> DTensor:
@@ -327,7 +322,6 @@ def shard_like_megatron(
     one_unit: bool = True,  # all tensors in one buffer, or each between others
     outer: str = "",  # "replicate" or "shard": what the first axis does, beside the inner data-parallel axis
     tensor_parallel: bool = False,  # whether the last axis cuts columns and rows in turn
-    attributes: bool = True,  # what Megatron-FSDP writes on parameters; nn.Parameter(...) loses it
 ) -> dict[str, Tensor]:
     """Make this rank's DTensors as Megatron-FSDP v1 makes them. Talks to no other rank."""
     at = list(mesh.get_coordinate() or ())
@@ -352,11 +346,10 @@ def shard_like_megatron(
         placements: list[Placement] = [*sharding, *([Shard(dim)] if tensor_parallel else [])]
         local = parts[name][start:stop].contiguous().clone()
         out[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-        if attributes:
-            row = math.prod(parts[name].shape[1:])
-            tp_dim = mesh.mesh_dim_names[-1] if tensor_parallel and mesh.mesh_dim_names else None
-            out[name].megatron_fsdp_dist_index = SimpleNamespace(tp_dim=tp_dim)  # type: ignore[attr-defined]
-            out[name].megatron_fsdp_slice = slice(start * row, stop * row)  # type: ignore[attr-defined]
+        row = math.prod(parts[name].shape[1:])
+        tp_dim = mesh.mesh_dim_names[-1] if tensor_parallel and mesh.mesh_dim_names else None
+        out[name].megatron_fsdp_dist_index = SimpleNamespace(tp_dim=tp_dim)  # type: ignore[attr-defined]
+        out[name].megatron_fsdp_slice = slice(start * row, stop * row)  # type: ignore[attr-defined]
     return out
 
 
