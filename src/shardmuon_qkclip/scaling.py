@@ -93,7 +93,7 @@ class Scaled(NamedTuple):
     gains: Tensor
 
 
-class _Target(NamedTuple):
+class _Measured(NamedTuple):
     """A weight of a layer.
 
     Attributes:
@@ -131,7 +131,7 @@ class _Bound(KeptTable):
         slots: (layer, number of heads, ranks that the layer's sets connect), in the order of the reduction.
     """
 
-    def __init__(self, table: Table, targets: Sequence[_Target], key: object) -> None:
+    def __init__(self, table: Table, targets: Sequence[_Measured], key: object) -> None:
         super().__init__(table)
         self.key, self.targets, self.layouts = key, targets, table.layouts
         self.slots = list[tuple[str, int, Ranks]]()
@@ -268,7 +268,7 @@ class Scaler(Call[_Bound]):
 
     def _multiply(
         self,
-        target: _Target,
+        target: _Measured,
         layout: ParamLayout,
         per_row: Tensor,  # of the whole weight, on every rank
     ) -> None:
@@ -309,7 +309,7 @@ class Scaler(Call[_Bound]):
     def is_current(self, kept: _Bound) -> bool:
         return kept.key == self._key(self._find())
 
-    def _key(self, targets: Sequence[_Target]) -> object:
+    def _key(self, targets: Sequence[_Measured]) -> object:
         return self._layers, self.beyond, [target.key() for target in targets]
 
     def listed(self) -> list[Listed]:
@@ -371,7 +371,7 @@ class Scaler(Call[_Bound]):
 
     # ------------------------------------------------------------------------------------------------ where it lies
 
-    def _find(self) -> list[_Target]:
+    def _find(self) -> list[_Measured]:
         """Every weight of the layers: the model's parameter, or what is stepped by its name.
 
         Raises:
@@ -379,7 +379,7 @@ class Scaler(Call[_Bound]):
         """
         weights = _weights_of(self._optimizer)
         by_param, by_name = {id(w.param): w for w in weights}, {w.name: w for w in weights}
-        found = dict[int, _Target]()
+        found = dict[int, _Measured]()
         for layer, rows in [(one, rows) for one in self._layers for rows in one.rows]:
             param = self._params.get(rows.weight)
             weight = by_param.get(id(param)) or by_name.get(rows.weight)
@@ -396,7 +396,7 @@ class Scaler(Call[_Bound]):
             except ValueError as wrong:
                 raise ValueError(f"{weight.name}: {wrong}") from None
             frozen = not (weight.param if param is None else param).requires_grad
-            found[id(weight.stored)] = _Target(layer, rows, weight, engine, frozen)
+            found[id(weight.stored)] = _Measured(layer, rows, weight, engine, frozen)
         if not found or len(self._by_name) < len(self._layers):
             raise ValueError(f"layers: found {[layer.name for layer in self._layers]}, expected layers of unlike names")
         return list(found.values())
@@ -415,7 +415,7 @@ class Scaler(Call[_Bound]):
             "none of its weights), with names and before a layer is frozen, or leave the layer out with layers="
         )
 
-    def _one_listed(self, target: _Target) -> Listed:
+    def _one_listed(self, target: _Measured) -> Listed:
         """A weight as the layout table lists it.
 
         Raises:

@@ -467,7 +467,7 @@ FRESH = [name for name in (*PLAIN, *WHOLE_FAULTS) if not name.startswith(AGAINST
 # layout, call, ranks, faults, and how many of them must be refused
 CASES: list[tuple[str, str, int, list[Round], int]] = [
     ("chain", "step", 4, _one_by_one(PLAIN), len(PLAIN)),
-    ("fsdp2", "step", 4, _one_by_one([*SHARD_FAULTS, *WHOLE_FAULTS, *list(FAULTS)[::3]]), 45),
+    ("fsdp2", "step", 4, _one_by_one([*SHARD_FAULTS, *WHOLE_FAULTS, *list(FAULTS)[::3]]), 44),
     *((at, "step", 4, _one_by_one(PLAIN[2 * n :: 12]), 5) for n, at in enumerate(list(FAMILIES)[1:8])),
     ("one without", "step", 4, _one_by_one(PLAIN[::16], (0, 2)), 4),
     ("hsdp", "step", 4, _one_by_one(list(FAULTS)[1::4]), 15),
@@ -477,7 +477,7 @@ CASES: list[tuple[str, str, int, list[Round], int]] = [
     ("ring of eight", "step", 8, _one_by_one(PLAIN[::24]), 3),
     ("all", "first step", 4, _one_by_one(FRESH[::3]), 15),
     ("fsdp2", "first step", 4, _one_by_one([name for name in FRESH[1::6] if name not in REPLICA_FAULTS]), 8),
-    ("chain", "plan", 4, _one_by_one(PLAIN[::4]), 8),
+    ("chain", "plan", 4, _one_by_one(PLAIN[::4]), 7),
     ("fsdp2", "plan", 4, _one_by_one(CUT[1::5]), 5),
     ("chain", "clip", 4, _one_by_one(PLAIN[1::4]), 2),
     ("fsdp2", "clip", 4, _one_by_one(CUT[::5]), 2),

@@ -66,7 +66,7 @@ def count(
     found, arranged = load_model(model), parse_mesh(mesh, engine, gpus_per_node)
     if active_params is not None:
         found = replace(found, active=(round(active_params), "as given"))
-    job = _Job(found, arranged, device, weights, options)
+    job = _Planned(found, arranged, device, weights, options)
     return job.exact(machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
 
 
@@ -83,7 +83,7 @@ def _check(model: Model, mesh: Mesh, storage: Storage) -> None:
         )
 
 
-class _Job:
+class _Planned:
     """A model on a mesh with the options of its optimizer."""
 
     def __init__(self, model: Model, mesh: Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]) -> None:

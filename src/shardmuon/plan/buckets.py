@@ -30,7 +30,7 @@ class Alike(NamedTuple):
     itemsize: int
 
 
-class Choice(NamedTuple):
+class Chosen(NamedTuple):
     """A choice by price, the nanoseconds of a step of what was chosen, and a line about it and what else there was."""
 
     ranks: Ranks
@@ -51,7 +51,7 @@ class Way(NamedTuple):
     items: Sequence[Item]
     moving: Mapping[Alike, list[Share]]
     ns: int
-    choices: tuple[Choice, ...]
+    choices: tuple[Chosen, ...]
 
 
 class Cutter:
@@ -74,7 +74,7 @@ class Cutter:
 
     def way(self, items: Sequence[Item]) -> Way:
         """The cheapest buckets of a set."""
-        total, moving, choices = 0, dict[Alike, list[Share]](), list[Choice]()
+        total, moving, choices = 0, dict[Alike, list[Share]](), list[Chosen]()
         for alike, share in self.together(items).items():
             prices = {item.key: self.priced(item) for item in share}
             if alike.route != "local":
@@ -92,7 +92,7 @@ class Cutter:
         most = (self._policy.bucket_bytes or least) // alike.itemsize
         return shares_of(_lines(share), max(1, most), 1, lambda item: item.numel)[::-1]
 
-    def cheapest(self, alike: Alike, items: Share, prices: Mapping[Key, Priced]) -> tuple[list[Share], Choice]:
+    def cheapest(self, alike: Alike, items: Share, prices: Mapping[Key, Priced]) -> tuple[list[Share], Chosen]:
         """The buckets of what moves: of those that are hardly dearer than the cheapest, what takes least memory."""
         machine, found = self._policy.machine, dict[tuple[int, int, int], list[Share]]()
         busiest = list[int]()  # slices that stay together are not dealt out evenly
@@ -108,13 +108,12 @@ class Cutter:
                 found.setdefault((taken, len(shares), step_ns(buckets[::step], busiest)), shares[::step])
         limit = min(ns for *_, ns in found) * _NO_DEARER
         best = min(option for option in found if option[2] * 100 <= limit)
-        others = (option for option in found if option != best)
         text = f"{best[1]} buckets by price ({machine.name}), of {best[0] / 2**20:.3g} MiB a rank at most; "
         beside = "there are no others"
         if len(found) > 1:
-            most, num, ns = min(others, key=lambda option: option[2])
+            most, num, ns = min((option for option in found if option != best), key=lambda option: option[2])
             beside = f"next best {num}, {ns / best[2]:.3g}x as long, {most / 2**20:.3g} MiB"
-        return found[best], Choice(alike.ranks, best[2], text + beside)
+        return found[best], Chosen(alike.ranks, best[2], text + beside)
 
     def _cuts(self, alike: Alike, items: Share, prices: Mapping[Key, Priced]) -> Iterator[list[Share]]:
         """The cuts that are tried: in so many waves, and these whole or cut by owners."""

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 from shardmuon.errors import ranks_text
 from shardmuon.layout.pieces import Tile
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
-from shardmuon.plan.buckets import Alike, Choice, Cutter, Share, Way
+from shardmuon.plan.buckets import Alike, Chosen, Cutter, Share, Way
 from shardmuon.plan.cuts import cut_faults
 from shardmuon.plan.items import ROUTES, Gram, Item, Kept, Key, Policy, Route, RouteOption, Spec
 from shardmuon.plan.owners import draft_of, each_for_itself, parted, with_owners
@@ -80,7 +80,7 @@ class Plan:
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
-    choices: tuple[Choice, ...] = field(default=(), compare=False)
+    choices: tuple[Chosen, ...] = field(default=(), compare=False)
     policy: Policy = field(default=Policy(), compare=False)
     _tiles: dict[tuple[ParamLayout, int, int, int], Tiles] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -226,7 +226,7 @@ def _by_price(
     way, other = ways[taken], ways[not taken]
     beside = f", it would take {other.ns / way.ns:.3g}x as long" if other.ns > way.ns else " is not cheaper"
     text = f"{texts[taken]}, by price ({policy.machine.name}); {names[not taken]}{beside}"
-    return way._replace(choices=(Choice(ranks, way.ns, text), *way.choices))
+    return way._replace(choices=(Chosen(ranks, way.ns, text), *way.choices))
 
 
 def _gains(before: int, after: int, latencies: int, policy: Policy) -> bool:

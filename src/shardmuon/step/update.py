@@ -353,8 +353,10 @@ def apply_(
         widens = given[0].dtype in _HALVES and weights[0].device.type == "cpu"
         summands = given if widens or given[0].dtype == weights[0].dtype else foreach_to(given, weights)
         for alpha in dict.fromkeys(alphas):
-            of = _pick([at for at, other in enumerate(alphas) if other == alpha])
-            foreach_add_(of(weights), of(summands), alpha=-alpha)
+            those = [other == alpha for other in alphas]
+            foreach_add_(
+                list(itertools.compress(weights, those)), list(itertools.compress(summands, those)), alpha=-alpha
+            )
         if half:
             foreach_copy_(stored, weights if rounded is None else [r(w) for r, w in zip(rounded, weights, strict=True)])
 
