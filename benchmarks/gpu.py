@@ -123,11 +123,11 @@ def layouts(run: Run, device: torch.device, names: list[str]) -> None:
 
 
 def _layout(pool: RankPool, name: str, kind: str, nccl: bool) -> str | None:
-    found = pool.run(step_on_layout, name, kind)
-    worst = max(found, key=lambda one: one.difference)
+    found = [one for of_rank in pool.run(step_on_layout, name, kind) for one in of_rank]
+    worst = max(found, key=lambda one: one.max_difference)
     if not all(one.bitwise for one in found):
-        return f"bits differ from one process; default mode {worst.difference:.1e} ({worst.where})"
-    waits = next((one.waits for one in found if one.waits), "")
+        return f"bits differ from one process; default mode {worst.max_difference:.1e} ({worst.worst})"
+    waits = next((one.about for one in found if one.about), "")
     return f"a step waits: {waits}" if nccl and waits else None  # gloo moves what lies on a device by way of the host
 
 
@@ -198,7 +198,7 @@ def timings(run: Run, device: torch.device, d: int, layers: int, rounds: int) ->
             rows[contender.name] = {"seconds": []}
             steps[contender.name] = optimizer.step
             if device.type == "cuda":
-                rows[contender.name]["MiB"] = round(bytes_above(device, model, optimizer.step) / 2**20, 1)
+                rows[contender.name]["MiB"] = round(bytes_above(device, optimizer.step) / 2**20, 1)
                 rows[contender.name]["kernels"] = kernels_of(optimizer.step)
 
         missing = run.do(f"{contender.name}: three steps", first, needs=20)

@@ -65,7 +65,7 @@ def run(contender: str, stage: int, reduce_scatter: bool | None, steps: int, war
     """Steps on this rank: seconds, error of the first update, Newton-Schulz runs, bytes of state."""
     rank, world = dist.get_rank(), dist.get_world_size()
     warnings.simplefilter("ignore")
-    deepspeed = start_deepspeed("cpu")
+    deepspeed = start_deepspeed()
     from deepspeed.runtime.zero.muon import original_muon
     from deepspeed.utils import safe_get_full_fp32_param
 

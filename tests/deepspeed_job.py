@@ -67,7 +67,7 @@ def quiet() -> Iterator[Any]:
     """DeepSpeed as a module, without its log, compiled helpers and torch's notices about its calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        deepspeed = start_deepspeed("cpu")
+        deepspeed = start_deepspeed()
         import_deepspeed()
         warnings.simplefilter("ignore")
         yield deepspeed
@@ -208,7 +208,7 @@ class Job:
             change(self.net)
             for group in self.optimizer.param_groups:  # as DeepSpeed's remapping of client optimizers does
                 group["params"] = [self.net.a if p is first else p for p in group["params"]]
-        self.engine = initialize(self.net, self.optimizer, case.written(), "cpu")
+        self.engine = initialize(self.net, self.optimizer, case.written())
         self.begin()
 
     def _groups(self, net: nn.Module, options: dict[str, Any], named: bool) -> list[dict[str, Any]]:

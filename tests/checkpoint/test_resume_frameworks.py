@@ -104,11 +104,11 @@ def test_fsdp1s_full_state_resumes_on_any_number_of_ranks_or_is_refused_where_it
 
 def _under_zero(row: str, dtype: torch.dtype, folder: str, lost: bool) -> list[str]:
     start = full(0, dtype)
-    run = ZeroRun(row, start, make, dtype)
+    run = ZeroRun(row, start, make)
     compare(run, start)
     run._engine.save_checkpoint(folder, tag="here")
     dist.barrier()
-    other = ZeroRun(row, {name: torch.zeros_like(t) for name, t in start.items()}, make, dtype)
+    other = ZeroRun(row, {name: torch.zeros_like(t) for name, t in start.items()}, make)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         other._engine.load_checkpoint(folder, tag="here")

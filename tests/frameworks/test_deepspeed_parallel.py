@@ -56,7 +56,7 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, dict[str, bool], list[f
         net = deepspeed.pipe.PipelineModule(layers, num_stages=STAGES, loss_fn=_loss, partition_method="uniform")
         optimizer = Muon(net, **HALF)
         config = Case(zero, dtype=dtype, accumulate=2).written() | {"train_micro_batch_size_per_gpu": 4}
-        engine = initialize(net, optimizer, config, "cpu")
+        engine = initialize(net, optimizer, config)
         matrices = {name: p for name, p in net.named_parameters() if p.ndim == 2}
         before = {name: p.detach().float().clone() for name, p in matrices.items()}
         generator = torch.Generator().manual_seed(engine.grid.get_data_parallel_rank())
@@ -136,7 +136,7 @@ def _in_shards(stage: int, dtype: str, given: tuple[str, ...]) -> None:
             return Muon(net, tp_group=groups.get_tensor_model_parallel_group() if "tp_group" in given else None, **HALF)
 
         config = Case(stage, dtype=dtype, config={"tensor_parallel": PARTS}).written()
-        engine = initialize(net, make, config | {"train_micro_batch_size_per_gpu": 4}, "cpu")  # type: ignore[arg-type]
+        engine = initialize(net, make, config | {"train_micro_batch_size_per_gpu": 4})  # type: ignore[arg-type]
         try:
             x = torch.randn(4, 13, generator=torch.Generator().manual_seed(3))
             engine.backward(engine(x.bfloat16() if dtype == "bf16" else x).square().mean())
@@ -206,7 +206,7 @@ def _sparse(stage: int, ep_size: int) -> Iterator[tuple[Any, Muon, Any, Callable
     with quiet():
         net = Sparse(ep_size)
         optimizer = Muon(expert_groups(param_groups(net, lr=0.02, momentum=0.5)), **HALF)
-        engine = initialize(net, optimizer, Case(stage).written(), "cpu")
+        engine = initialize(net, optimizer, Case(stage).written())
 
         def step() -> None:
             engine.backward(engine(torch.randn(40, 5, generator=torch.Generator().manual_seed(dist.get_rank()))))

@@ -63,7 +63,7 @@ def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dic
     if weights == torch.bfloat16:
         settings["bf16"] = {"enabled": True}
     given = _Given(model)
-    engine = initialize(given, optimizer, settings, "cpu")
+    engine = initialize(given, optimizer, settings)
     for _ in range(2):
         engine.backward(engine())
         before = optimizer.traffic.since(Traffic())

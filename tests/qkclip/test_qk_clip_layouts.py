@@ -180,7 +180,7 @@ def _zero_matches(row: str, dtype: torch.dtype, variant: str | None = None) -> t
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": ZERO_ROWS[row]}
     if dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True}
-    engine = initialize(model, optimizer, config, "cpu")
+    engine = initialize(model, optimizer, config)
     for number in range(3):
         engine.backward(engine({n: t.to(dtype) for n, t in _grads(number).items()}))
         engine.step()

@@ -304,7 +304,7 @@ def _wrong_under_deepspeed() -> str:
     optimizer = Muon(model, lr=0.02)
     QKClip(model, optimizer, logits=lambda: {"": torch.zeros(5)})
     engine = initialize(
-        model, optimizer, {"train_micro_batch_size_per_gpu": 1, "zero_optimization": ZERO_ROWS["zero2"]}, "cpu"
+        model, optimizer, {"train_micro_batch_size_per_gpu": 1, "zero_optimization": ZERO_ROWS["zero2"]}
     )
     engine.backward(engine(_normal(2, 5, 12)).square().mean())
     with pytest.raises(RuntimeError, match=r"found \(5,\).*The step itself is done") as caught:

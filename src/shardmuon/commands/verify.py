@@ -56,6 +56,11 @@ class LayoutRow:
     variant: str = ""
 
     @property
+    def title(self) -> str:
+        """The layout, and its variant."""
+        return f"{self.layout} {self.variant}".rstrip()
+
+    @property
     def ok(self) -> bool:
         """True if the layout keeps the contract."""
         return self.bitwise and self.torch_bitwise and self.max_difference == 0.0
@@ -64,40 +69,21 @@ class LayoutRow:
 def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") -> LayoutRow:
     """Check one row of the table of layouts on a pool of ranks. A variant is compared with one process alone:
     torch.optim.Muon has none."""
+    given: dict[str, Any] = {"lr": 0.02, "remember": True}
     fixed: dict[str, Any] = {"variant": variant} if variant else {}
     if variant and not all(VARIANTS[name].decays for name in names_in(variant)):
         fixed["weight_decay"] = 0.0
-    dense = [
-        found
-        for dtype in (torch.float32, torch.bfloat16)
-        for found in pool.run(
-            compare_with_dense, layout, lr=0.02, remember=True, orthogonalizer=Orthogonalizer(dtype=dtype), **fixed
-        )
-    ]
-    if variant:
-        return _row(layout, ranks, variant, dense, dense)
-    torches = [
-        found
-        for dtype in (torch.float32, torch.bfloat16)
-        for found in pool.run(compare_with_torch, layout, lr=0.02, dtype=dtype, remember=True)
-    ]
-    return _row(layout, ranks, variant, dense, torches)
-
-
-def _row(
-    layout: str,
-    ranks: int,
-    variant: str,
-    dense: Sequence[Comparison],
-    torches: Sequence[Comparison],
-) -> LayoutRow:
+    dense, torches = list[Comparison](), list[Comparison]()
+    for dtype in (torch.float32, torch.bfloat16):
+        dense += pool.run(compare_with_dense, layout, orthogonalizer=Orthogonalizer(dtype=dtype), **given, **fixed)
+        torches += [] if variant else pool.run(compare_with_torch, layout, dtype=dtype, **given)
     return LayoutRow(
         layout=layout,
         ranks=ranks,
         matrices=dense[0].num_matrices,
         max_difference=_worst(c.max_difference for c in dense),
         bitwise=all(c.bitwise for c in dense),
-        torch_bitwise=all(c.bitwise for c in torches),
+        torch_bitwise=all(c.bitwise for c in torches or dense),
         collectives=max(c.traffic.exchanges + c.traffic.agreements + c.traffic.norm_reductions for c in dense),
         orthogonalized=sum(c.traffic.orthogonalized for c in dense[:ranks]),
         bytes_per_rank=max(c.traffic.bytes_sent + 8 * c.traffic.norms_sent for c in dense),
@@ -110,23 +96,13 @@ def _worst(found: Iterable[float]) -> float:
     return max(found, key=lambda number: (math.isnan(number), number))
 
 
-def _variants(asked: Sequence[str]) -> list[str]:
-    """The variants to run each layout with. Raises ValueError for one that there is not."""
-    found: dict[str, None] = {}
-    for variant in asked:
-        found |= dict.fromkeys(VARIANTS if variant == "all" else [variant])
-    for variant in found:
-        names_in(variant)
-    return list(found)
-
-
 HEADER = ("layout", "matrices", "NS runs", "max rel diff", "bitwise", "= torch", "collectives", "bytes/rank")
 
 
 def cells(row: LayoutRow) -> tuple[str, ...]:
     """Texts of a row of the table, one for each column of `HEADER`."""
     return (
-        f"{row.layout} {row.variant}".rstrip(),
+        row.title,
         str(row.matrices),
         str(row.orthogonalized),
         f"{row.max_difference:.2e}",
@@ -173,32 +149,30 @@ def _slots(path: Path) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{machine_stamp(device)}\nsearching batches of every shape below 2048 rows on {device}", flush=True)
     found = search(device, report=lambda line: print(line, flush=True))
-    try:
-        add(path, device, "slots", {"searched": found.searched, "unequal": found.unequal})
-    except (OSError, ValueError) as wrong:
-        print(f"shardmuon verify: {wrong}", file=sys.stderr)
-        return 2
+    add(path, device, "slots", {"searched": found.searched, "unequal": found.unequal})
     print(f"{found.searched} products compared, {sum(map(len, found.unequal.values()))} kinds of them differ: {path}")
     return 1 if found.unequal else 0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table. Returns 0 if every layout keeps the contract, else 1."""
-    if args.slots is not None:
-        return _slots(args.slots)
-    if args.ranks < 1:
-        print(f"shardmuon verify: --ranks {args.ranks} must be at least 1", file=sys.stderr)
-        return 2
+    """Print the table. Returns 0 if every layout keeps the contract, 1 if not, 2 if it cannot be asked so."""
     try:
-        variants = _variants(args.variant or ())
-    except ValueError as wrong:
-        print(f"shardmuon verify: --{wrong}", file=sys.stderr)
+        return _verify(args) if args.slots is None else _slots(args.slots)
+    except (OSError, ValueError) as wrong:
+        print(f"shardmuon verify: {wrong}", file=sys.stderr)
         return 2
+
+
+def _verify(args: argparse.Namespace) -> int:
+    if args.ranks < 1:
+        raise ValueError(f"--ranks {args.ranks} must be at least 1")
+    variants = dict.fromkeys(name for word in args.variant or () for name in (VARIANTS if word == "all" else [word]))
+    for variant in variants:
+        names_in(variant)
     start = time.perf_counter()
     names: Sequence[str] = args.layout or _ROWS[args.engine]
     if any(name in ZERO_ROWS for name in names) and importlib.util.find_spec("deepspeed") is None:
-        print("shardmuon verify: DeepSpeed's rows need it: pip install 'shardmuon[deepspeed]'", file=sys.stderr)
-        return 2
+        raise ValueError("DeepSpeed's rows need it: pip install 'shardmuon[deepspeed]'")
     rows: list[LayoutRow] = []
     with RankPool(args.ranks) as pool:
         for name in names:
@@ -206,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{name} {variant}".rstrip(), end=" ", file=sys.stderr, flush=True)
                 rows.append(verify_layout(pool, name, args.ranks, *filter(None, [variant])))
                 print("keeps the contract" if rows[-1].ok else "FALLS SHORT", file=sys.stderr, flush=True)
-    failed = [f"{row.layout} {row.variant}".rstrip() for row in rows if not row.ok]
+    failed = [row.title for row in rows if not row.ok]
     if args.json:
         print(json.dumps([{**asdict(row), "ok": row.ok} for row in rows], indent=2))
     else:

@@ -305,10 +305,10 @@ def zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[
     unit = 2 * num_ranks
     part = -(-sum(sizes) // unit) * unit // num_ranks
     starts = [0, *itertools.accumulate(sizes)]
-    return [_in_parts(start, size, part, num_ranks) for start, size in zip(starts, sizes, strict=False)], part
+    return [in_parts(start, size, part, num_ranks) for start, size in zip(starts, sizes, strict=False)], part
 
 
-def _in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
+def in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
     """The elements of [at, at + size) in each of equal parts, counted from `at`; (0, 0) where there are none."""
     found = [(0, 0)] * num_ranks
     for rank in range(at // part, min(num_ranks - 1, (at + size - 1) // part) + 1):
@@ -346,6 +346,6 @@ def megatron_ranges(sizes: Sequence[int], num_ranks: int, bucket_size: int | Non
         padded = -(-end // unit) * unit
         total += padded
         for number, first in inside:
-            table[number] = _in_parts(first, sizes[number], padded // num_ranks, num_ranks)
+            table[number] = in_parts(first, sizes[number], padded // num_ranks, num_ranks)
         inside, end = [], 0
     return table, total

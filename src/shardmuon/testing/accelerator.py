@@ -18,7 +18,7 @@ from shardmuon import Orthogonalizer
 from shardmuon.muon import Muon
 from shardmuon.orthogonalize import KernelName, Products
 from shardmuon.orthogonalize.triton_symmetric import why_not
-from shardmuon.testing.compare import compare_with_dense
+from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.layouts import meshes_on
 from shardmuon.variants import VARIANTS, names_in
 
@@ -45,10 +45,7 @@ class SyntheticModel(NamedTuple):
         generator = torch.Generator("cpu").manual_seed(seed)
         for p in self.params:
             drawn = torch.randn(p.shape, generator=generator, dtype=torch.float32, device="cpu")
-            if p.grad is None:
-                p.grad = drawn.to(p.device)
-            else:
-                p.grad.copy_(drawn)
+            p.grad = drawn.to(p.device) if p.grad is None else p.grad.copy_(drawn)
 
 
 def shapes_of(d: int, layers: int) -> list[tuple[int, int]]:
@@ -122,9 +119,8 @@ def graph_differs(device: torch.device, replays: int = 3, **options: Any) -> lis
     return [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
 
 
-def bytes_above(device: torch.device, model: SyntheticModel, step: Callable[[], Any]) -> int:
+def bytes_above(device: torch.device, step: Callable[[], Any]) -> int:
     """The most that a step takes of a CUDA device beside what stands before it."""
-    del model
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -174,24 +170,13 @@ def kernel_errors(device: torch.device, sizes: Sequence[tuple[int, int]]) -> lis
     return found
 
 
-class _OnLayout(NamedTuple):
-    """One rank's part of a layout, beside one process on the same device.
+def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> list[Comparison]:
+    """Step a row of `LAYOUTS` on real ranks and the same matrices on this rank alone. Collective.
 
-    Attributes:
-        bitwise: Every bit is the same, with products in fp32 and in bf16.
-        difference: Largest relative difference of an update.
-        where: Of which parameter.
-        waits: Whether a steady step, run with waits as errors, raised; its text or "".
+    Returns:
+        Comparisons with products in fp32 and in bf16. Their `about` is the error of one more step in which waits are
+        errors, or "".
     """
-
-    bitwise: bool
-    difference: float
-    where: str
-    waits: str
-
-
-def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> _OnLayout:
-    """Step a row of `LAYOUTS` on real ranks and the same matrices on this rank alone. Collective."""
 
     def once_more(optimizer: Muon) -> str:
         try:
@@ -204,10 +189,7 @@ def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None =
     decay = 0.1 if all(VARIANTS[name].decays for name in names_in(variant)) else 0.0
     given: dict[str, Any] = {"lr": 0.02, "variant": variant, "weight_decay": decay, "steps": steps, "about": once_more}
     with meshes_on(kind):
-        found = [
+        return [
             compare_with_dense(layout, orthogonalizer=Orthogonalizer("standard", products), **given)
             for products in (torch.float32, torch.bfloat16)
         ]
-    worst = max(found, key=lambda one: one.max_difference)
-    waits = next((one.about for one in found if one.about), "")
-    return _OnLayout(all(one.bitwise for one in found), worst.max_difference, worst.worst, waits)

@@ -6,11 +6,12 @@ Updates are compared, never parameters: a small learning rate hides any error in
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,15 +25,23 @@ from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.options import OPTION_OBJECTS
 from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, Run, ZeroRun
-from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, cut_matrices, groups_of, mesh_kind, parameters
+from shardmuon.testing.layouts import (
+    LAYOUTS,
+    PARAMS,
+    ParamCase,
+    cut_matrices,
+    groups_of,
+    mesh_kind,
+    numbers_in,
+    parameters,
+)
 from shardmuon.testing.tolerances import recovered_update, relative_error
 from shardmuon.variants import KEPT_KEYS
 
 _Whole = Mapping[str, Tensor]
-_Make = Callable[[_Whole, Mapping[str, Any]], Muon]
-_StepsOf = Callable[["_Job", _Whole, Sequence[_Whole]], "Iterator[_Step]"]
-
-_STANDARD = Orthogonalizer(method="standard")
+_Cases = Mapping[str, ParamCase]
+_State = dict[str, dict[str, Tensor]]  # by parameter: its "weight", and what an optimizer's state holds of it, whole
+_StepsOf = Callable[[_Cases, Mapping[str, Any], _Whole, Sequence[_Whole]], Iterator[_State]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,102 +65,157 @@ class Comparison:
     about: Any = None
 
 
-def compare_with_dense(
+def compare_with_dense(layout: str, **given: Any) -> Comparison:
+    """Step a sharded model and the same one on one process (plain tensors) on the same gradients. All ranks call.
+
+    Args:
+        layout: A row of `LAYOUTS`, or of a framework.
+        given: As of `_compare`, and options of Muon.
+    """
+    return _compare(layout, _dense_steps, **{"orthogonalizer": Orthogonalizer(method="standard"), **given})
+
+
+def compare_with_torch(layout: str, **given: Any) -> Comparison:
+    """Compare a sharded model with torch.optim.Muon, which is given every logical matrix as a parameter of its own. All
+    ranks call. Arguments are those of `compare_with_dense`."""
+    return _compare(layout, _torch_steps, orthogonalizer=Orthogonalizer(method="torch"), **given)
+
+
+def _compare(
     layout: str,
+    steps_of: _StepsOf,
     *,
-    orthogonalizer: Orthogonalizer = _STANDARD,
     dtype: torch.dtype = torch.float32,
     steps: int = 3,
     params: Sequence[str] | None = None,
     seed: int = 0,
-    table: Mapping[str, ParamCase] = PARAMS,
+    table: _Cases = PARAMS,
     remember: bool = False,
     about: Callable[[Muon], object] | None = None,
     **options: Any,
 ) -> Comparison:
-    """Step a sharded model and the same one on one process (plain tensors) on the same gradients. All ranks call.
+    """Step both and look at weights after every step, at momentum and what stages keep after the last.
 
-    `remember` keeps the reference's steps for the next layout: with equal arguments they are the same. `about` is shown
-    the sharded model's optimizer after the last step.
+    Args:
+        layout: A row of `LAYOUTS`, or of a framework.
+        steps_of: The reference.
+        dtype: Dtype of weights and gradients.
+        steps: How many steps.
+        params: Names in `table`. Default: all.
+        seed: Seed of weights and gradients.
+        table: Parameters.
+        remember: Keep the reference's steps for the next layout: with equal arguments they are the same.
+        about: Is shown the sharded model's optimizer after the last step.
+        options: Options of Muon.
     """
-    cases = {name: table[name] for name in params or table}
-    job = _Job(layout, cases, orthogonalizer, dtype, steps, seed, options)
-    return job.compare(_dense_steps, remember, about)
+    cases, options = {name: table[name] for name in params or table}, {"lr": 1e-3, **options}
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> dict[str, Tensor]:
+        normal = {name: torch.randn(case.shape, generator=generator) for name, case in cases.items()}
+        return {name: t.to(mesh_kind(), dtype) for name, t in normal.items()}
+
+    def make(params: _Whole, of_layout: Mapping[str, Any]) -> Muon:
+        return Muon(groups_of(params, cases), **{**of_layout, **options})
+
+    full = draw()
+    kind = ZeroRun if layout in ZERO_ROWS else Fsdp1Run if layout in FSDP1_ROWS else _LayoutRun
+    run: _AnyRun = kind(layout, full, make)
+    full, grads = run.start(full), [run.gradients(draw()) for _ in range(steps)]
+    key = ""
+    if remember:
+        simple = (bool, int, float, str, torch.dtype, type(None), *OPTION_OBJECTS.values())
+        assert all(isinstance(value, simple) for value in options.values()), f"cannot remember {options}"
+        key = repr((steps_of.__name__, kind, cases, dtype, steps, seed, options))
+    reference, passed = itertools.tee(_REMEMBERED.get(key) or steps_of(cases, options, full, grads))
+    found = _beside(run, grads, reference, sum(len(case.view.matrices) for case in cases.values()))
+    if remember:
+        _REMEMBERED[key] = list(passed)
+    if about:
+        found = replace(found, about=about(run.optimizer))
+    run.close()
+    return found
 
 
-def compare_with_torch(
-    layout: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    steps: int = 3,
-    params: Sequence[str] = tuple(PARAMS),
-    seed: int = 0,
-    remember: bool = False,
-    **options: Any,
-) -> Comparison:
-    """Compare a sharded model with torch.optim.Muon, which is given every logical matrix as a parameter of its own. All
-    ranks call."""
-    cases = {name: PARAMS[name] for name in params}
-    job = _Job(layout, cases, Orthogonalizer(method="torch"), dtype, steps, seed, options)
-    return job.compare(_torch_steps, remember, None)
+def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Iterator[_State], num_matrices: int) -> Comparison:
+    """Step a run beside a reference, which steps after it."""
+    group = run.optimizer.param_groups[0]
+    lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
+    bitwise, worst, where, traffic, state = True, 0.0, "", Traffic(), _State()
+    for of_step in grads:
+        before = run.weights()
+        earlier = run.optimizer.traffic.since(Traffic())
+        run.step(of_step)
+        traffic = run.optimizer.traffic.since(earlier)
+        state = next(reference)
+        expected = run.cut({name: of["weight"] for name, of in state.items()})
+        for name, found in run.weights().items():
+            bitwise &= torch.equal(found, expected[name])
+            one, other = (recovered_update(before[name], after, lr, decay) for after in (found, expected[name]))
+            difference = relative_error(one, other)
+            if difference > worst or math.isnan(difference):  # nothing is larger than a NaN, which so stays
+                worst, where = difference, name
+    if isinstance(run, _LayoutRun):  # frameworks' hosts keep state where they like: their weights tell
+        bitwise &= run.keeps(state)
+    momentum = run.cut({name: of["momentum_buffer"].double() for name, of in state.items()})  # exact, also for codes
+    for name, found in run.momentum().items():
+        bitwise &= torch.equal(found.double(), momentum[name])
+    return Comparison(worst, bitwise, traffic, num_matrices, where)
 
 
-class _Step(NamedTuple):
-    """Whole weights, momentum, and what stages keep, of a reference after a step."""
-
-    weights: dict[str, Tensor]
-    momentum: dict[str, Tensor]
-    kept: dict[str, dict[str, Tensor]]
+_REMEMBERED: dict[str, list[_State]] = {}  # by everything that a reference depends on, which the layout is not
 
 
-def _dense_steps(job: _Job, full: _Whole, grads: Sequence[_Whole]) -> Iterator[_Step]:
+def _dense_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads: Sequence[_Whole]) -> Iterator[_State]:
     """shardmuon itself on plain tensors of one process."""
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
-    optimizer = Muon(groups_of(params, job.cases), orthogonalizer=job.orthogonalizer, **job.options)
+    optimizer = Muon(groups_of(params, cases), **options)
     for of_step in grads:
         for name, grad in of_step.items():
             params[name].grad = grad.clone()
         optimizer.step()
-        states = {name: {key: t.clone() for key, t in optimizer.state[p].items()} for name, p in params.items()}
-        weights = {name: p.detach().clone() for name, p in params.items()}
-        kept = {name: {key: of[key] for key in KEPT_KEYS if key in of} for name, of in states.items()}
-        yield _Step(weights, {name: of["momentum_buffer"] for name, of in states.items()}, kept)
+        states = {name: {"weight": p.detach(), **optimizer.state[p]} for name, p in params.items()}
+        yield {name: {key: t.clone() for key, t in state.items()} for name, state in states.items()}
 
 
-def _torch_steps(job: _Job, full: _Whole, grads: Sequence[_Whole]) -> Iterator[_Step]:
+def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads: Sequence[_Whole]) -> Iterator[_State]:
     """torch.optim.Muon on one 2-D parameter per logical matrix."""
-    cut = {name: partial(cut_matrices, case.view) for name, case in job.cases.items()}
+    cut = {name: partial(cut_matrices, case.view) for name, case in cases.items()}
     matrices = {name: [nn.Parameter(m.clone()) for m in cut[name](t)] for name, t in full.items()}
-    optimizer = torch.optim.Muon([p for of_tensor in matrices.values() for p in of_tensor], **job.options)
+    theirs = {key: value for key, value in options.items() if key != "orthogonalizer"}
+    optimizer = torch.optim.Muon([p for of_tensor in matrices.values() for p in of_tensor], **theirs)
 
     def joined(name: str, values: Sequence[Tensor]) -> Tensor:
-        numbers = torch.arange(math.prod(job.cases[name].shape)).view(job.cases[name].shape)  # where an entry belongs
-        whole = values[0].new_empty(numbers.numel())
-        for places, value in zip(cut[name](numbers), values, strict=True):
-            whole[places] = value
-        return whole.view(numbers.shape)
+        whole = torch.empty_like(full[name])
+        for places, value in zip(cut[name](numbers_in(full)[name]), values, strict=True):
+            whole.view(-1)[places.long()] = value
+        return whole
 
     for of_step in grads:
         for name, grad in of_step.items():
             for p, matrix in zip(matrices[name], cut[name](grad), strict=True):
                 p.grad = matrix
         optimizer.step()
-        weights = {name: joined(name, [p.detach() for p in of]) for name, of in matrices.items()}
-        buffers = {n: joined(n, [optimizer.state[p]["momentum_buffer"] for p in of]) for n, of in matrices.items()}
-        yield _Step(weights, buffers, {})
+        yield {
+            name: {
+                "weight": joined(name, [p.detach() for p in of]),
+                "momentum_buffer": joined(name, [optimizer.state[p]["momentum_buffer"] for p in of]),
+            }
+            for name, of in matrices.items()
+        }
 
 
 class _LayoutRun(Run):
     """An optimizer on the parameters of a row of `LAYOUTS`; what it finds is what this rank stores."""
 
-    def __init__(self, name: str, full: Mapping[str, Tensor], make: _Make) -> None:
+    def __init__(
+        self, name: str, full: Mapping[str, Tensor], make: Callable[[_Whole, Mapping[str, Any]], Muon]
+    ) -> None:
         row, world = LAYOUTS[name], dist.get_world_size()
-        self._cut: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = lambda whole: row.build(whole, row.mesh(world))
-        self._params = parameters(self._cut(full))
-        numbers = {
-            n: torch.arange(t.numel(), dtype=torch.float64, device=mesh_kind()).view(t.shape) for n, t in full.items()
-        }
-        self._stored = {n: _local(t).long() for n, t in self._cut(numbers).items()}  # which elements this rank stores
+        self._built: Callable[[_Whole], dict[str, Tensor]] = lambda whole: row.build(whole, row.mesh(world))
+        self._params = parameters(self._built(full))
+        # which elements this rank stores
+        self._stored = {n: _local(t).long() for n, t in self._built(numbers_in(full)).items()}
         self.optimizer = make(self._params, row.options(world))
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -161,7 +225,7 @@ class _LayoutRun(Run):
         return dict(drawn)
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
-        for name, grad in self._cut(grads).items():
+        for name, grad in self._built(grads).items():
             self._params[name].grad = grad
         self.optimizer.step()
 
@@ -171,93 +235,18 @@ class _LayoutRun(Run):
     def momentum(self) -> dict[str, Tensor]:
         return {name: _local(self.optimizer.state[p]["momentum_buffer"]) for name, p in self._params.items()}
 
-    def keeps(self, whole: Mapping[str, Mapping[str, Tensor]]) -> bool:
+    def keeps(self, whole: _State) -> bool:
         """True if this rank's copies of what stages keep have the bits of these."""
         return all(
-            torch.equal(_local(found).view(-1), rows_stored(expected, found).view(-1))
+            torch.equal(_local(found).view(-1), rows_stored(of_param[key], found).view(-1))
             for name, of_param in whole.items()
-            for key, expected in of_param.items()
+            for key in KEPT_KEYS
+            if key in of_param
             for found in [self.optimizer.state[self._params[name]][key]]
         )
 
 
-_REMEMBERED: dict[str, list[_Step]] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One comparison on one layout."""
-
-    layout: str
-    cases: Mapping[str, ParamCase]
-    orthogonalizer: Orthogonalizer
-    dtype: torch.dtype
-    steps: int
-    seed: int
-    options: Mapping[str, Any]
-
-    def _key(self, steps_of: _StepsOf) -> str:
-        """Everything that the reference depends on; not the layout."""
-        simple = (bool, int, float, str, torch.dtype, type(None), *OPTION_OBJECTS.values())
-        assert all(isinstance(value, simple) for value in self.options.values()), f"cannot remember {self.options}"
-        which = (self.cases, self.orthogonalizer, self.dtype, self.steps, self.seed, self.options)
-        return repr((steps_of.__name__, self.layout in ZERO_ROWS, self.layout in FSDP1_ROWS, *which))
-
-    def compare(self, steps_of: _StepsOf, remember: bool, about: Callable[[Muon], object] | None) -> Comparison:
-        """Step both and look at weights after every step, at momentum after the last."""
-        run, full, grads = self._started()
-        key = self._key(steps_of) if remember else ""
-        reference, passed = iter(_REMEMBERED.get(key) or steps_of(self, full, grads)), list[_Step]()
-        group = run.optimizer.param_groups[0]
-        lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
-        bitwise, worst, where, traffic = True, 0.0, "", Traffic()
-        for of_step in grads:
-            before = run.weights()
-            earlier = run.optimizer.traffic.since(Traffic())
-            run.step(of_step)
-            traffic = run.optimizer.traffic.since(earlier)
-            passed.append(next(reference))
-            expected = run.cut(passed[-1].weights)
-            for name, found in run.weights().items():
-                bitwise &= torch.equal(found, expected[name])
-                one, other = (recovered_update(before[name], after, lr, decay) for after in (found, expected[name]))
-                difference = relative_error(one, other)
-                if difference > worst or math.isnan(difference):  # nothing is larger than a NaN, which so stays
-                    worst, where = difference, name
-        if isinstance(run, _LayoutRun):  # frameworks' hosts keep state where they like: their weights tell
-            bitwise &= run.keeps(passed[-1].kept)
-        momentum = run.cut({name: t.double() for name, t in passed[-1].momentum.items()})  # exact, also for codes
-        for name, found in run.momentum().items():
-            bitwise &= torch.equal(found.double(), momentum[name])
-        if remember:
-            _REMEMBERED[key] = passed
-        said = about(run.optimizer) if about else None
-        run.close()
-        num_matrices = sum(len(case.view.matrices) for case in self.cases.values())
-        return Comparison(worst, bitwise, traffic, num_matrices, where, said)
-
-    def _started(self) -> tuple[ZeroRun | Fsdp1Run | _LayoutRun, Mapping[str, Tensor], list[Mapping[str, Tensor]]]:
-        """The sharded model, what the reference starts from, and the gradients of each step."""
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def draw() -> dict[str, Tensor]:
-            normal = {name: torch.randn(case.shape, generator=generator) for name, case in self.cases.items()}
-            return {name: t.to(mesh_kind(), self.dtype) for name, t in normal.items()}
-
-        def make(params: Mapping[str, Tensor], of_layout: Mapping[str, Any]) -> Muon:
-            given = {"lr": 1e-3, **of_layout, **self.options}
-            groups = groups_of(params, self.cases)
-            return Muon(groups, orthogonalizer=self.orthogonalizer, **given)
-
-        full = draw()
-        run: ZeroRun | Fsdp1Run | _LayoutRun
-        if self.layout in ZERO_ROWS:
-            run = ZeroRun(self.layout, full, make, self.dtype)
-        elif self.layout in FSDP1_ROWS:
-            run = Fsdp1Run(self.layout, full, make)
-        else:
-            run = _LayoutRun(self.layout, full, make)
-        return run, run.start(full), [run.gradients(draw()) for _ in range(self.steps)]
+_AnyRun = ZeroRun | Fsdp1Run | _LayoutRun
 
 
 def rows_stored(whole: Tensor, like: Tensor) -> Tensor:

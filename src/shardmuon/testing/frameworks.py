@@ -74,15 +74,10 @@ def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataPar
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch's notices: that NO_SHARD and FSDP1's state dicts are about to go, that one rank has no need of
-    FSDP1, and what FSDP1's own code calls."""
+    """Silence torch's notices about FSDP1: what is deprecated, and what its own code calls."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
-        warnings.filterwarnings("ignore", r"FSDP.state_dict_type\(\) and FSDP.set_state_dict_type\(\)", FutureWarning)
-        warnings.filterwarnings("ignore", r"FSDP is switching to use `NO_SHARD`", UserWarning)
-        warnings.filterwarnings("ignore", r"`_get_pg_default_device` will be deprecated", UserWarning)
-        warnings.filterwarnings("ignore", r"Please use DTensor instead and we are deprecating", FutureWarning)
-        warnings.filterwarnings("ignore", r"Multiple backends are registered with this ProcessGroup", UserWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", module="torch")
         yield
 
 
@@ -161,36 +156,29 @@ ZERO_ROWS: dict[str, dict[str, Any]] = {  # name -> "zero_optimization" of DeepS
 }
 
 
-def start_deepspeed(device: str) -> Any:
-    """DeepSpeed as a module, on the process group that there is, with nothing compiled for the CPU. Collective.
-
-    Args:
-        device: "cpu" or "cuda".
-    """
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.setdefault("LOCAL_RANK", rank)  # DeepSpeed reads these three
-    os.environ |= {"RANK": rank, "WORLD_SIZE": ranks}
-    if device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
+def start_deepspeed() -> Any:
+    """DeepSpeed as a module on a CPU, on the process group of a pool's rank, with nothing compiled. Collective."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
     with _quiet():
         import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
     old = r"`torch.distributed.\w+` is deprecated"  # newer torch, about names that DeepSpeed calls for older ones
     warnings.filterwarnings("ignore", old, FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    if device == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a faster gloo that takes minutes to compile
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a faster gloo that takes minutes to compile
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
     return deepspeed
 
 
-def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], device: str) -> Any:
-    """A DeepSpeed engine without its own clipping. Collective.
+def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
+    """A DeepSpeed engine on a CPU without its own clipping. Collective.
 
     Args:
+        model: The model.
+        optimizer: The optimizer.
         config: What there is to say beside the two settings that a client optimizer needs.
     """
     quiet = {"steps_per_print": 10**9, "gradient_clipping": 0.0, **REQUIRED}
-    deepspeed = start_deepspeed(device)
+    deepspeed = start_deepspeed()
     with _quiet():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**quiet, **config})
     return engine
@@ -227,34 +215,35 @@ class ZeroRun(Run):
 
     steps = torch.float32
 
-    def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make, dtype: torch.dtype) -> None:
+    def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make) -> None:
         zero = ZERO_ROWS[row]
         self._whole = zero["stage"] == 0
         model = GivenGradients(full)
         self._params = dict(model.named_parameters())
         self.optimizer = make(self._params, {"process_group": dist.group.WORLD} if self._whole else {})
         config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-        if dtype != torch.float32:
-            config[{torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]] = {"enabled": True}
+        halves = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        config |= {halves[t.dtype]: {"enabled": True} for t in full.values() if t.dtype in halves}
         self._made = [name for group in self.optimizer.param_groups for name in group["param_names"]]
-        self._engine = initialize(model, self.optimizer, config, "cpu")
+        self._engine = initialize(model, self.optimizer, config)
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         self._engine.backward(self._engine(grads))
         self._engine.step()
 
     def weights(self) -> dict[str, Tensor]:
-        if self._whole:  # the parameters, or fp32 copies of them
-            stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
-            return {name: p.detach().clone() for name, p in zip(self._made, stepped, strict=True)}
+        if self._whole:
+            return {name: p.detach().clone() for name, p in self._stepped().items()}
         return {name: whole_weight(p) for name, p in self._params.items()}
 
     def momentum(self) -> dict[str, Tensor]:
         if self._whole:
-            stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
-            states = [self.optimizer.state[p]["momentum_buffer"] for p in stepped]
-            return dict(zip(self._made, states, strict=True))
+            return {name: self.optimizer.state[p]["momentum_buffer"] for name, p in self._stepped().items()}
         return {name: whole_momentum(p) for name, p in self._params.items()}
+
+    def _stepped(self) -> dict[str, Tensor]:
+        """The parameters, or at stage 0 perhaps fp32 copies of them."""
+        return dict(zip(self._made, (p for of in self.optimizer.param_groups for p in of["params"]), strict=True))
 
     def close(self) -> None:
         self._engine.destroy()

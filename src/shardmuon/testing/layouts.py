@@ -12,8 +12,8 @@ A row only *builds* parameters, with the engines' own functions wherever they ex
 
 [Note: Megatron without Megatron]
     Megatron-FSDP's DTensors have any number of rows on any rank, and Megatron-core's flat buffers are cut anywhere.
-    Both are computed here as Megatron computes them (tests compare the two where the packages are installed), so that
-    a comparison with one of these never leans on shardmuon's own reading.
+    Here and by the planner both are computed as Megatron computes them (tests compare the two where the packages are
+    installed), so that a comparison with one of these never leans on shardmuon's own reading of a live job.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardmuon._torch import strided_shard
 from shardmuon.comm.groups import GroupRef
+from shardmuon.foresight.layouts import in_parts, megatron_ranges
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.mesh import Cut
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
@@ -88,72 +89,46 @@ class _LayoutCase:
     def build(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
         """Build this rank's parameters from full tensors by `builder`. All ranks of the default group call it."""
         # See [Note: cut once]. Shards of several dtypes may share no buffer, so what is mixed is always built.
-        first = next(iter(tensors.values()), None)
         kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
-        if first is None or kinds != {(Tensor, first.dtype, first.device, False, True)}:
+        if [(kind[0], *kind[3:]) for kind in kinds] != [(Tensor, False, True)]:
             return self.builder(tensors, shape)
         key = (dist.group.WORLD, mesh_kind(), self.name, shape, tuple((name, t.shape) for name, t in tensors.items()))
         if key not in _CUT:
-            numbers = {
-                name: torch.arange(t.numel(), dtype=torch.float64, device=first.device).view(t.shape)
-                for name, t in tensors.items()
-            }
-            _CUT[key] = {name: _Piece.of(t) for name, t in self.builder(numbers, shape).items()}
-        return {name: piece.cut_from(tensors[name]) for name, piece in _CUT[key].items()}
+            _CUT[key] = self.builder(numbers_in(tensors), shape)
+        return {name: _elements_of(tensors[name], built) for name, built in _CUT[key].items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A tensor's part that a builder left on this rank.
-
-    Attributes:
-        elements: Their numbers in the full tensor, in the shape of the local storage.
-        built: What it was read from.
-        attributes: What the builder has set on it.
-    """
-
-    elements: Tensor
-    built: Tensor
-    attributes: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, built: Tensor) -> _Piece:
-        local = built.to_local() if isinstance(built, DTensor) else built
-        attributes = {key: value for key, value in vars(built).items() if key not in ("_local_tensor", "_spec")}
-        elements = torch.empty_strided(local.shape, local.stride(), dtype=torch.long, device=local.device)
-        return cls(elements.copy_(local.detach()), built, attributes)
-
-    def cut_from(self, full: Tensor) -> Tensor:
-        local = full.reshape(-1)[self.elements]
-        if local.stride() != self.elements.stride():  # sizes of 1 may have any
-            local = torch.empty_strided(
-                local.shape, self.elements.stride(), dtype=local.dtype, device=local.device
-            ).copy_(local)
-        made = _placed(local, self.built) if isinstance(self.built, DTensor) else local
-        for key, value in self.attributes.items():
-            setattr(made, key, value)
-        return made
+_CUT: dict[object, dict[str, Tensor]] = {}  # what builders made of the numbers of elements
 
 
-_CUT: dict[object, dict[str, _Piece]] = {}
+def numbers_in(tensors: _Tensors) -> dict[str, Tensor]:
+    """The numbers of the elements of these tensors, in fp64."""
+    return {
+        name: torch.arange(t.numel(), dtype=torch.float64, device=t.device).view(t.shape) for name, t in tensors.items()
+    }
+
+
+def _elements_of(full: Tensor, built: Tensor) -> Tensor:
+    """The elements of a tensor whose numbers a builder left on this rank, as it left them, with what it set there."""
+    numbers = built.to_local() if isinstance(built, DTensor) else built
+    local = torch.empty_strided(numbers.shape, numbers.stride(), dtype=full.dtype, device=full.device)
+    local.copy_(full.reshape(-1)[numbers.long()])
+    made = _placed(local, built) if isinstance(built, DTensor) else local
+    vars(made).update({key: value for key, value in vars(built).items() if key not in ("_local_tensor", "_spec")})
+    return made
 
 
 def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
     """Parameters around what a row built, with the attributes that say how a plain tensor is cut."""
-    made = {name: _parameter(t) for name, t in tensors.items()}
-    for name, param in made.items():
-        if not isinstance(param, DTensor):
-            vars(param).update(vars(tensors[name]))
+    made: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):  # nn.Parameter would trace it anew for each shape, dtype and placement
+            made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
+            made[name]._is_param = True  # all that nn.Parameter does of a tensor of such a class
+        else:
+            made[name] = nn.Parameter(tensor)
+            vars(made[name]).update(vars(tensor))
     return made
-
-
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    """nn.Parameter(tensor), which detaches a DTensor: torch traces that anew for each shape, dtype and placement."""
-    if not isinstance(tensor, DTensor):
-        return nn.Parameter(tensor)
-    made: Any = _placed(tensor.to_local().detach(), tensor)
-    made.requires_grad_()._is_param = True  # all that nn.Parameter does of a tensor of such a class
-    return made  # type: ignore[no-any-return]
 
 
 def _placed(local: Tensor, like: DTensor) -> DTensor:
@@ -323,15 +298,10 @@ def buffer_layout(shapes: Sequence[Ints], num_shards: int) -> tuple[list[int], i
 def row_ranges(shapes: Sequence[Ints], num_shards: int) -> list[list[tuple[int, int]]]:
     """Rows [start, stop) of each tensor in each shard of the buffer; (0, 0) where it has none."""
     starts, total = buffer_layout(shapes, num_shards)
-    shard = total // num_shards
     table = []
     for shape, start in zip(shapes, starts, strict=True):
-        row, size = math.prod(shape[1:]), math.prod(shape)
-        found = []
-        for k in range(num_shards):
-            first, last = max(start, k * shard) - start, min(start + size, (k + 1) * shard) - start
-            found.append((first // row, last // row) if first < last else (0, 0))
-        table.append(found)
+        row, held = math.prod(shape[1:]), in_parts(start, math.prod(shape), total // num_shards, num_shards)
+        table.append([(first // row, last // row) for first, last in held])
     return table
 
 
@@ -352,7 +322,6 @@ def shard_like_megatron(
     one_unit: bool = True,  # all tensors in one buffer, or each between others
     outer: str = "",  # "replicate" or "shard": what the first axis does, beside the inner data-parallel axis
     tensor_parallel: bool = False,  # whether the last axis cuts columns and rows in turn
-    attributes: bool = True,  # what Megatron-FSDP writes on parameters; nn.Parameter(...) loses it
 ) -> dict[str, Tensor]:
     """Make this rank's DTensors as Megatron-FSDP v1 makes them. Talks to no other rank."""
     at = list(mesh.get_coordinate() or ())
@@ -377,46 +346,11 @@ def shard_like_megatron(
         placements: list[Placement] = [*sharding, *([Shard(dim)] if tensor_parallel else [])]
         local = parts[name][start:stop].contiguous().clone()
         out[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-        if attributes:
-            row = math.prod(parts[name].shape[1:])
-            tp_dim = mesh.mesh_dim_names[-1] if tensor_parallel and mesh.mesh_dim_names else None
-            out[name].megatron_fsdp_dist_index = SimpleNamespace(tp_dim=tp_dim)  # type: ignore[attr-defined]
-            out[name].megatron_fsdp_slice = slice(start * row, stop * row)  # type: ignore[attr-defined]
+        row = math.prod(parts[name].shape[1:])
+        tp_dim = mesh.mesh_dim_names[-1] if tensor_parallel and mesh.mesh_dim_names else None
+        out[name].megatron_fsdp_dist_index = SimpleNamespace(tp_dim=tp_dim)  # type: ignore[attr-defined]
+        out[name].megatron_fsdp_slice = slice(start * row, stop * row)  # type: ignore[attr-defined]
     return out
-
-
-def flat_ranges(sizes: Sequence[int], num_shards: int, bucket_size: int | None = None) -> list[list[tuple[int, int]]]:
-    """Elements that Megatron-core's distributed optimizer gives each rank of parameters in one gradient buffer.
-
-    Parameters lie in reverse order, each at a multiple of 64 elements. A bucket ends after the first one that fills it,
-    and every rank has an equal part of each bucket.
-
-    Args:
-        sizes: Elements of each parameter, in the model's order.
-        num_shards: Ranks of the data-parallel group.
-        bucket_size: Elements that fill a bucket; None: one bucket.
-
-    Returns:
-        For each parameter its elements [start, stop) on each rank; (0, 0) where there are none.
-    """
-    unit = math.lcm(num_shards, 128)
-    table: list[list[tuple[int, int]]] = [[(0, 0)] * num_shards for _ in sizes]
-    bucket: list[tuple[int, int]] = []  # (parameter, its start in the bucket)
-    end = 0
-    for index in reversed(range(len(sizes))):
-        start = _up(end, 64)
-        bucket.append((index, start))
-        end = start + sizes[index]
-        if index and (bucket_size is None or end < bucket_size):
-            continue
-        part = _up(end, unit) // num_shards
-        for number, first in bucket:
-            for k in range(num_shards):
-                held = max(first, k * part) - first, min(first + sizes[number], (k + 1) * part) - first
-                if held[0] < held[1]:
-                    table[number][k] = held
-        bucket, end = [], 0
-    return table
 
 
 def _up(value: int, multiple: int) -> int:
@@ -470,7 +404,7 @@ def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Te
         name: full if cut is None else _marked(full, cut.dim, cut.stride, num_parts, part)
         for (name, full), cut in zip(tensors.items(), cuts, strict=True)
     }
-    ranges = flat_ranges([t.numel() for t in whole.values()], shape[0], bucket_size=4000)
+    ranges, _ = megatron_ranges([t.numel() for t in whole.values()], shape[0], bucket_size=4000)
     out = {}
     for (name, full), cut, held in zip(tensors.items(), cuts, ranges, strict=True):
         start, stop = held[mesh.get_local_rank(0)]

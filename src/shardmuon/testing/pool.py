@@ -5,10 +5,10 @@ function run on every rank; a rank *returns* from a call with a result or an exc
 died) and the pool kills all of them.
 
 [Note: what the parent waits for]
-    Each rank has two pipes. `work` carries calls and replies. On `watch` a thread of the rank answers with the stack
-    of its main thread, so that a hang can be explained; its end of file means that the parent is gone, and the rank
-    leaves at once, even from inside a collective. Only the parent's waits have time-outs: when one ends, the parent
-    kills the ranks, so no wait inside a rank outlives it.
+    Each rank has one pipe, which a thread of its own reads. It hands calls to the main thread, and answers an empty
+    message with the stack of the main thread, so that a hang can be explained. Its end of file means that the parent is
+    gone, and the rank leaves at once, even from inside a collective. Only the parent's waits have time-outs: when one
+    ends, the parent kills the ranks, so no wait inside a rank outlives it.
 
 [Note: one gloo device]
     torch gives every gloo group a device of its own, whose thread wakes 100 times a second for as long as the process
@@ -17,9 +17,9 @@ died) and the pool kills all of them.
 
 [Note: what ranks are forked from]
     The first rank of a parent starts one process (multiprocessing's fork server), which imports what every rank needs,
-    once: torch, and what the parent has of shardmuon by then, from the parent's `sys.path`. Python hands that over to
-    it from 3.12.3 on; before, it goes as PYTHONPATH, which ranks set back. Ranks leave these objects out when they
-    collect garbage: some libraries collect in every call, and torch alone has half a million of them.
+    once: torch, what `preload` was told, and what the parent has of shardmuon by then, from the parent's `sys.path`.
+    Python hands that over to it from 3.12.3 on; before, it goes as PYTHONPATH, which ranks set back. Ranks leave these
+    objects out when they collect garbage: some libraries collect in every call, and torch alone has half a million.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from types import FrameType, TracebackType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -49,7 +51,7 @@ import torch.distributed as dist
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_ALWAYS = (
+_PRELOADED = [  # what cannot be imported is left out
     "torch",
     "torch._dynamo",
     "torch.distributed",
@@ -57,9 +59,9 @@ _ALWAYS = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "numpy",
-)
-_IF_USED = ("pytest", "hypothesis")
-_MORE: list[str] = []
+    "pytest",
+    "hypothesis",
+]
 _START_TIMEOUT = 180.0  # seconds, to import torch (once a parent process) and to connect the ranks
 _GRACE = 5.0  # seconds for other ranks to fail too, so that the error names all of them
 _STACK_TIMEOUT = 1.0  # seconds for a hung rank to say where it is
@@ -130,13 +132,14 @@ class RankPool:
         self.world_size = world_size
         self.backend = backend
         self.timeout = timeout
-        self._ranks: _Ranks | None = None
-        self._killer: weakref.finalize[..., RankPool] | None = None  # kills `_ranks` at exit, or when self is collected
+        self._ranks: list[_Rank] = []
+        self._store: dist.Store | None = None
+        weakref.finalize(self, _kill, self._ranks)  # at exit, or when self is collected
 
     @property
     def is_live(self) -> bool:
         """True if the processes exist now."""
-        return self._ranks is not None
+        return bool(self._ranks)
 
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call `fn(*args, **kwargs)` on every rank and return the results in rank order.
@@ -151,12 +154,7 @@ class RankPool:
                 collective), and the next call starts new ones.
             TypeError: `fn` or an argument cannot be pickled.
         """
-        replies = self._call(_GRACE, fn, args, kwargs)
-        failures = tuple(r for r in replies if isinstance(r, RankException))
-        if failures:
-            self.close()
-            raise RankError(_name(fn), self.world_size, failures)
-        return cast("list[T]", replies)
+        return cast("list[T]", self._call(_GRACE, False, fn, args, kwargs))
 
     def run_catching(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T | RankException]:
         """Run a function as `run` does, but return a rank's exception as its result and let the ranks live on.
@@ -168,18 +166,11 @@ class RankPool:
             RankError: A rank was lost (it hung or died). The ranks are killed, and the next call starts new ones.
             TypeError: `fn` or an argument cannot be pickled.
         """
-        replies = self._call(self.timeout, fn, args, kwargs)
-        failures = tuple(r for r in replies if isinstance(r, RankException))
-        if not all(f.returned for f in failures):
-            self.close()
-            raise RankError(_name(fn), self.world_size, failures)
-        return cast("list[T | RankException]", replies)
+        return cast("list[T | RankException]", self._call(self.timeout, True, fn, args, kwargs))
 
     def close(self) -> None:
         """Kill the ranks, if any. A later call starts new ones."""
-        killer, self._killer, self._ranks = self._killer, None, None
-        if killer is not None:
-            killer()
+        _kill(self._ranks)
 
     def __enter__(self) -> RankPool:
         return self
@@ -189,18 +180,26 @@ class RankPool:
     ) -> None:
         self.close()
 
-    def _call(self, grace: float, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[object]:
+    def _call(self, grace: float, catching: bool, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[object]:
+        name = f"{getattr(fn, '__module__', 'builtins')}.{getattr(fn, '__qualname__', repr(fn))}"
         try:
             call = pickle.dumps((fn, args, kwargs, list(warnings.filters)))
         except Exception as error:  # pickle raises PicklingError, AttributeError, TypeError or what __reduce__ raises
             raise TypeError(
-                f"{_name(fn)}: cannot be sent to the ranks ({error}). Pass a function defined at the top of an"
+                f"{name}: cannot be sent to the ranks ({error}). Pass a function defined at the top of an"
                 " importable module, and picklable arguments"
             ) from error
+        _make_room_for(self)
         try:
-            ranks = self._started()
-            ranks.send(pickle.dumps((list(sys.path), call)))
-            replies, num_open_files = ranks.receive(self.timeout, grace)
+            if not self._ranks:
+                self._start()
+                started = f"the start of {self.world_size} {self.backend} ranks"
+                self._receive(started, _START_TIMEOUT, _GRACE, catching=False)
+            message = pickle.dumps((list(sys.path), call))
+            for rank in self._ranks:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank: _receive reports it
+                    rank.pipe.send_bytes(message)
+            replies, num_open_files = self._receive(name, self.timeout, grace, catching)
         except BaseException:  # Ctrl-C or a test's time-out: replies may be under way
             self.close()
             raise
@@ -208,16 +207,59 @@ class RankPool:
             self.close()
         return replies
 
-    def _started(self) -> _Ranks:
-        _make_room_for(self)
-        if self._ranks is None:
-            self._ranks = _Ranks(self.world_size, self.backend)
-            self._killer = weakref.finalize(self, self._ranks.kill)
-            replies, _ = self._ranks.receive(_START_TIMEOUT, _GRACE)
-            failures = tuple(r for r in replies if isinstance(r, RankException))
-            if failures:
-                raise RankError(f"the start of {self.world_size} {self.backend} ranks", self.world_size, failures)
-        return self._ranks
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*_PRELOADED, *(n for n in sys.modules if n.split(".")[0] == "shardmuon")])
+        # The parent serves the rendezvous: it picks a free port without a race, and new groups form 2 to 4 times
+        # faster than over a FileStore.
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        variables = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+            for rank in range(self.world_size):
+                pipe, rank_pipe = context.Pipe()
+                process = context.Process(
+                    target=_rank_main,
+                    args=(rank, self.world_size, self.backend, self._store.port, rank_pipe, variables),
+                    name=f"rank {rank} of {self.world_size}",
+                    daemon=True,
+                )
+                process.start()
+                self._ranks.append(_Rank(rank, process, pipe))
+                rank_pipe.close()
+
+    def _receive(self, what: str, timeout: float, grace: float, catching: bool) -> tuple[list[object], int]:
+        """One reply from each rank, in rank order, and the largest number of open files among the ranks.
+
+        Waits `timeout` seconds, and no longer than `grace` seconds after the first failure. Raises RankError if a rank
+        was lost or, without `catching`, raised.
+        """
+        deadline = time.monotonic() + timeout
+        why = f"still running after {timeout:g} s"
+        pending = {rank.pipe: rank for rank in self._ranks}
+        replies: dict[int, object] = {}
+        most_open_files = 0
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in cast("list[Connection]", ready):
+                rank = pending.pop(pipe)
+                try:
+                    reply, num_open_files = pickle.loads(pipe.recv_bytes())
+                    most_open_files = max(most_open_files, num_open_files)
+                except (EOFError, ConnectionResetError):
+                    reply = rank.dead()
+                replies[rank.number] = reply
+                if isinstance(reply, RankException) and time.monotonic() + grace < deadline:
+                    deadline = time.monotonic() + grace
+                    why = f"still running {grace:g} s after rank {rank.number} failed"
+        for rank in pending.values():
+            replies[rank.number] = RankException(rank.number, "TimeoutError", why, rank.where(), returned=False)
+        ordered = [replies[number] for number in range(self.world_size)]
+        failures = tuple(r for r in ordered if isinstance(r, RankException))
+        if not all(catching and failure.returned for failure in failures):
+            raise RankError(what, self.world_size, failures)
+        return ordered, most_open_files
 
 
 _SHARED_POOLS: dict[int, RankPool] = {}  # by world size; the least recently used first
@@ -232,141 +274,86 @@ def get_pool(world_size: int) -> RankPool:
 
 
 def _make_room_for(pool: RankPool) -> None:
-    if _SHARED_POOLS.get(pool.world_size) is not pool:
-        return
-    _SHARED_POOLS[pool.world_size] = _SHARED_POOLS.pop(pool.world_size)
-    live = [other for other in _SHARED_POOLS.values() if other.is_live and other is not pool]
-    for other in live[: max(0, len(live) + 1 - _MAX_SHARED_POOLS)]:
-        other.close()
+    if _SHARED_POOLS.get(pool.world_size) is pool:
+        _SHARED_POOLS[pool.world_size] = _SHARED_POOLS.pop(pool.world_size)
+        live = [shared for shared in _SHARED_POOLS.values() if shared.is_live or shared is pool]
+        for other in live[:-_MAX_SHARED_POOLS]:
+            other.close()
 
 
 def preload(module: str) -> None:
     """Have one more module imported before ranks are forked, if no pool of this process has started yet; left out where
     it raises ImportError."""
-    _MORE.append(module)
+    _PRELOADED.append(module)
 
 
-def _set_path_variable(value: str | None) -> None:
-    if value is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = value
+class _Rank(NamedTuple):
+    """One process, and the parent's end of its pipe."""
 
+    number: int
+    process: multiprocessing.process.BaseProcess
+    pipe: Connection
 
-class _Ranks:
-    """The processes of one start: killed together, never repaired."""
+    def dead(self) -> RankException:
+        self.process.join(1.0)
+        how = f"the process ended, exit code {self.process.exitcode}"
+        return RankException(self.number, "ChildProcessError", how, "", returned=False)
 
-    def __init__(self, world_size: int, backend: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        used = [name for name in sys.modules if name in _IF_USED or name.split(".")[0] == "shardmuon"]
-        context.set_forkserver_preload([*_ALWAYS, *used, *_MORE])
-        path = os.environ.get("PYTHONPATH")
-        # The parent serves the rendezvous: it picks a free port without a race, and new groups form 2 to 4 times
-        # faster than over a FileStore.
-        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        self._processes: list[multiprocessing.process.BaseProcess] = []
-        self._work: list[Connection] = []
-        self._watch: list[Connection] = []
-        _set_path_variable(os.pathsep.join(sys.path))
-        try:
-            for rank in range(world_size):
-                work, rank_work = context.Pipe()
-                watch, rank_watch = context.Pipe()
-                self._work.append(work)
-                self._watch.append(watch)
-                process = context.Process(
-                    target=_rank_main,
-                    args=(rank, world_size, backend, self._store.port, rank_work, rank_watch, path),
-                    name=f"rank {rank} of {world_size}",
-                    daemon=True,
-                )
-                process.start()
-                self._processes.append(process)
-                rank_work.close()
-                rank_watch.close()
-        except BaseException:
-            self.kill()
-            raise
-        finally:
-            _set_path_variable(path)
-
-    def send(self, call: bytes) -> None:
-        for work in self._work:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank: receive() reports it
-                work.send_bytes(call)
-
-    def receive(self, timeout: float, grace: float) -> tuple[list[object], int]:
-        """One reply from each rank, in rank order, and the largest number of open files among the ranks.
-
-        Waits `timeout` seconds, and no longer than `grace` seconds after the first failure.
-        """
-        deadline = time.monotonic() + timeout
-        why = f"still running after {timeout:g} s"
-        pending = dict(zip(self._work, range(len(self._work)), strict=True))
-        replies: dict[int, object] = {}
-        most_open_files = 0
-        while pending:
-            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for work in cast("list[Connection]", ready):
-                rank = pending.pop(work)
-                try:
-                    replies[rank], num_open_files = pickle.loads(work.recv_bytes())
-                    most_open_files = max(most_open_files, num_open_files)
-                except (EOFError, ConnectionResetError):
-                    replies[rank] = self._dead(rank)
-                if isinstance(replies[rank], RankException) and time.monotonic() + grace < deadline:
-                    deadline = time.monotonic() + grace
-                    why = f"still running {grace:g} s after rank {rank} failed"
-        for rank in pending.values():
-            replies[rank] = RankException(rank, "TimeoutError", why, self._where(rank), returned=False)
-        return [replies[rank] for rank in range(len(self._work))], most_open_files
-
-    def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join(10.0)
-        for pipe in (*self._work, *self._watch):
-            pipe.close()
-
-    def _dead(self, rank: int) -> RankException:
-        process = self._processes[rank]
-        process.join(1.0)
-        return RankException(
-            rank, "ChildProcessError", f"the process ended, exit code {process.exitcode}", "", returned=False
-        )
-
-    def _where(self, rank: int) -> str:
-        watch = self._watch[rank]
+    def where(self) -> str:
+        """The stack that the rank is found in."""
         with contextlib.suppress(OSError, EOFError):
-            watch.send_bytes(b"where?")
-            if watch.poll(_STACK_TIMEOUT):
-                return watch.recv_bytes().decode()
+            self.pipe.send_bytes(b"")
+            if self.pipe.poll(_STACK_TIMEOUT):
+                answer = self.pipe.recv_bytes()
+                return answer.decode() if answer.startswith(b"Stack") else "(it returns just now)\n"
         return "(the process does not answer)\n"
 
 
+def _kill(ranks: list[_Rank]) -> None:
+    """Kill the processes of one start: together, they are never repaired."""
+    for rank in ranks:
+        rank.process.kill()
+    for rank in ranks:
+        rank.process.join(10.0)
+        rank.pipe.close()
+    ranks.clear()
+
+
 def _rank_main(
-    rank: int, world_size: int, backend: str, port: int, work: Connection, watch: Connection, path: str | None
+    rank: int, world_size: int, backend: str, port: int, pipe: Connection, variables: dict[str, str]
 ) -> None:
     gc.freeze()
-    _set_path_variable(path)
+    os.environ.pop("PYTHONPATH", None)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in numbers.items()}, **variables)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal: the parent decides
-    threading.Thread(target=_answer_watch, args=(watch, threading.get_ident()), daemon=True).start()
-    work.send_bytes(_reply(rank, _join_group, rank, world_size, backend, port))
+    calls: SimpleQueue[bytes] = SimpleQueue()
+    sending = threading.Lock()
+    threading.Thread(target=_listen, args=(pipe, calls, sending, threading.get_ident()), daemon=True).start()
+    reply = _reply(rank, _join_group, rank, world_size, backend, port)
     while True:
-        try:
-            call = work.recv_bytes()
-        except (EOFError, OSError):
-            os._exit(0)  # without interpreter teardown, which waits for the threads of gloo
-        work.send_bytes(_reply(rank, _run_call, call))
+        with sending:
+            pipe.send_bytes(reply)
+        reply = _reply(rank, _run_call, calls.get())
+
+
+def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock, main_thread: int) -> None:
+    # See [Note: what the parent waits for].
+    try:
+        while True:
+            call = pipe.recv_bytes()
+            if call:
+                calls.put(call)
+                continue
+            stack = _stack(sys._current_frames()[main_thread])
+            with sending:
+                pipe.send_bytes(stack.encode())
+    except (EOFError, OSError):
+        os._exit(0)  # without interpreter teardown, which waits for the threads of gloo
 
 
 def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
     torch.set_num_threads(1)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in numbers.items()})
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host name up, which may not resolve
     if "nccl" in backend:
@@ -421,21 +408,7 @@ def _num_open_files() -> int:
     return len(os.listdir("/dev/fd"))
 
 
-def _answer_watch(watch: Connection, main_thread: int) -> None:
-    # See [Note: what the parent waits for].
-    try:
-        while True:
-            watch.recv_bytes()
-            watch.send_bytes(_stack(sys._current_frames()[main_thread]).encode())
-    except (EOFError, OSError):
-        os._exit(1)
-
-
 def _stack(frame: FrameType) -> str:
     frames = traceback.extract_stack(frame)
     below = max((i + 1 for i, f in enumerate(frames) if f.filename == __file__), default=0)
     return "Stack (most recent call last):\n" + "".join(traceback.format_list(frames[below:]))
-
-
-def _name(fn: Callable[..., object]) -> str:
-    return f"{fn.__module__}.{fn.__qualname__}" if hasattr(fn, "__qualname__") else repr(fn)

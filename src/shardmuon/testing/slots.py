@@ -20,7 +20,7 @@ SHAPES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _SearchResult:
     """The result of a search.
 
@@ -29,7 +29,7 @@ class _SearchResult:
         unequal: "rows x cols" -> text of a choice -> how many of them differ.
     """
 
-    searched: int
+    searched: int = 0
     unequal: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
@@ -53,20 +53,21 @@ def search(
         report: Is told of each shape.
     """
     generator = torch.Generator().manual_seed(seed)
-    searched, unequal = 0, dict[str, dict[str, int]]()
+    result = _SearchResult()
     for rows, cols in shapes:
-        if batch_size(rows, cols, device) == 1:
+        size = batch_size(rows, cols, device)
+        if size == 1:
             continue
         found: dict[str, int] = {}
         for choice in _choices(device, dtypes):
-            compared, differing = _of_shape(rows, cols, choice, device, draws, generator)
-            searched += compared
-            if differing:
-                found[str(choice)] = differing
+            equal = list(_comparisons((size, rows, cols), choice, device, draws, generator))
+            result.searched += len(equal)
+            if not all(equal):
+                found[str(choice)] = equal.count(False)
         if found:
-            unequal[f"{rows}x{cols}"] = found
-        report(f"{rows}x{cols}, batches of {batch_size(rows, cols, device)}: {found or 'equal'}")
-    return _SearchResult(searched, unequal)
+            result.unequal[f"{rows}x{cols}"] = found
+        report(f"{rows}x{cols}, batches of {size}: {found or 'equal'}")
+    return result
 
 
 def _choices(device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Choice]:
@@ -77,34 +78,29 @@ def _choices(device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Ch
             yield Choice("gram", default_dtype("gram", device), kernel)
 
 
-def _of_shape(
-    rows: int, cols: int, choice: Choice, device: torch.device, draws: int, generator: torch.Generator
-) -> tuple[int, int]:
-    """Number of comparisons, and of those that differ."""
+def _comparisons(
+    shape: tuple[int, int, int], choice: Choice, device: torch.device, draws: int, generator: torch.Generator
+) -> Iterator[bool]:
+    """Whether each result for a matrix in a slot has the bits of that in the first slot."""
     assert choice.dtype is not None, "a search names its dtypes"
-    size, steps = batch_size(rows, cols, device), schedule("keller").triples
-    products = Products((size, rows, cols), device, choice.dtype, choice.kernel)
-    compared = differing = 0
+    products = Products(shape, device, choice.dtype, choice.kernel)
+    steps = schedule("keller").triples
     for draw in range(draws):
-        matrix = torch.randn(rows, cols, generator=generator)
-        others = torch.randn(size, rows, cols, generator=generator) if draw % 3 else torch.zeros(size, rows, cols)
-        if draw % 3 == 2:
-            others = matrix.expand(size, rows, cols).clone()
-        first: list[Tensor] | None = None
-        for slot in sorted({0, 1, size // 2, size - 1}):
+        matrix = torch.randn(shape[1:], generator=generator)
+        others = (torch.zeros(shape), torch.randn(shape, generator=generator), matrix.expand(shape))[draw % 3]
+        first: list[Tensor] = []
+        for slot in sorted({0, 1, shape[0] // 2, shape[0] - 1}):
             batch = others.clone()
             batch[slot] = matrix
-            results = [part[slot].clone() for part in _products_of(batch.to(device), products)]
-            given = batch[slot : slot + 1 + draw % 2].to(device)  # filled up with zeros, and with one neighbour
-            whole = orthogonalize(given, steps, method=choice.method, dtype=choice.dtype, kernel=choice.kernel)
-            among = orthogonalize(
-                batch.to(device), steps, method=choice.method, dtype=choice.dtype, kernel=choice.kernel
+            batch = batch.to(device)
+            given = batch[slot : slot + 1 + draw % 2]  # filled up with zeros, and with one neighbour
+            whole, among = (
+                orthogonalize(t, steps, method=choice.method, dtype=choice.dtype, kernel=choice.kernel)
+                for t in (given, batch)
             )
-            results += [whole[0].clone(), among[slot].clone()]
-            first = first or [*results[:-1], results[-2]]
-            compared += len(results)
-            differing += sum(not torch.equal(one, other) for one, other in zip(results, first, strict=True))
-    return compared, differing
+            results = [*(part[slot] for part in _products_of(batch, products)), whole[0], among[slot]]
+            first = first or [*results[:-1], whole[0]]
+            yield from map(torch.equal, results, first)
 
 
 def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
