@@ -29,7 +29,7 @@ from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, 
 from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree
-from shardmuon.layout.engines import Engine, engine_for
+from shardmuon.layout.engines import Engine, engine_for, sharing
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, named_params
 from shardmuon.layout.grid import union
 from shardmuon.layout.table import ParamLayout, digest_of
@@ -272,7 +272,7 @@ class Counted(NamedTuple):
 
 # first parameter -> the table of the last parameters that began with it
 _BOUND: Any = WeakTensorKeyDictionary()
-# default group -> digest of names, shapes and options -> ranks that voted on such parameters, whose tensors may be gone
+# default group -> digest of parameters (names, shapes, options, sharers), which may be gone -> ranks that voted on such
 _VOTERS: weakref.WeakKeyDictionary[Any, dict[bytes, Ranks]] = weakref.WeakKeyDictionary()
 
 
@@ -318,19 +318,25 @@ class Clipping(Call[_BoundGradients]):
         return {} if world is None else _VOTERS.setdefault(world, {})
 
     def _code(self) -> bytes:
-        return digest_of(([(one.identity, tuple(one.param.shape), one.group) for one in self.params], self.beyond))
+        """Digest of this rank's parameters and of who shares them: one for each list of equal shapes would take another
+        job's component for this one's, whose ranks would not answer."""
+        told = []
+        for one in self.params:
+            ties = sharing(one.param, one.group).ties(one.param, one.group)
+            told.append((one.identity, tuple(one.param.shape), one.group, ties))
+        return digest_of((told, self.beyond))
 
     def listed(self) -> list[Listed]:
         return list(self.params)
 
-    def made(self, table: Table) -> tuple[_BoundGradients, Ranks]:
+    def made(self, table: Table) -> tuple[_BoundGradients, tuple[Ranks, bool]]:
         bound = _BoundGradients(table, self.beyond)
-        return bound, bound.together
+        return bound, (bound.together, bool(self.params))
 
-    def heard(self, kept: _BoundGradients, everyone: Sequence[Ranks]) -> None:
-        kept.replicas = set(everyone)
-        self._voters()[self._code()] = kept.component
-        if self.params:
+    def heard(self, kept: _BoundGradients, everyone: Sequence[tuple[Ranks, bool]]) -> None:
+        kept.replicas = {together for together, _ in everyone}
+        if all(has_params for _, has_params in everyone):  # by nothing else would a rank find who voted in this call
+            self._voters()[self._code()] = kept.component
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:
