@@ -285,6 +285,19 @@ class Data:
         meshes = [(at, DeviceMesh.from_group(g, "cpu")) for at, g in pairs if self.rank in (at, at + 1)]
         return [(f"pair {at}", _sharded(self.columns[0], mesh, Shard(0))) for at, mesh in meshes]
 
+    def after_more_ranks(self) -> list[tuple[str, nn.Parameter]]:
+        """Ranks 0 and 1 list what looks like their list of a job of all ranks; the others list something else."""
+        clip_grad_norm_(_named(_sharded(self.rows[0], self.flat, Shard(0))), 1e9)
+        mine = self.rows[0] if self.rank < 2 else self.columns[0]
+        return _named(_sharded(mine, self.mesh["a1"], Shard(0)))
+
+    def after_a_longer_chain(self) -> list[tuple[str, nn.Parameter]]:
+        """Rank 3 lists nothing; in its group it votes with rank 2, which shared something with rank 0 in another job,
+        and does not in this one."""
+        group = self.inside if self.rank > 1 else None
+        clip_grad_norm_([] if self.odd or self.rank == 3 else _named(self.column), 1e9, process_group=group)
+        return _named(_plain(self.own[2])) if self.rank == 2 else []
+
     def halves(self) -> Any:
         return [dist.new_group(pair) for pair in ([0, 1], [2, 3])][self.rank // 2]
 
@@ -309,6 +322,12 @@ JOBS: dict[str, Callable[[Data], Job]] = {
         d.world,
     ),
     "a group of some of those that share": lambda d: Job(_named(d.all_of), _norm_of(d.shared), d.halves()),
+    "a list like that of a job of more ranks": lambda d: Job(
+        d.after_more_ranks(), _norm_of(d.rows[0] if d.rank < 2 else d.columns[0])
+    ),
+    "a rank that lists nothing in jobs of unlike ranks": lambda d: Job(
+        d.after_a_longer_chain(), _norm_of(d.own[2]) if d.rank > 1 else 0.0, d.inside if d.rank > 1 else None
+    ),
     "a group that one rank does not pass": lambda d: Job(
         _named(d.all_of), _norm_of(d.shared), None if d.odd else d.world
     ),

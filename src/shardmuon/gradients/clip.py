@@ -324,14 +324,14 @@ class Clipping(Call[_BoundGradients]):
     def listed(self) -> list[Listed]:
         return list(self.params)
 
-    def made(self, table: Table) -> tuple[_BoundGradients, Ranks]:
+    def made(self, table: Table) -> tuple[_BoundGradients, tuple[Ranks, bool]]:
         bound = _BoundGradients(table, self.beyond)
-        return bound, bound.together
+        return bound, (bound.together, bool(self.params))
 
-    def heard(self, kept: _BoundGradients, everyone: Sequence[Ranks]) -> None:
-        kept.replicas = set(everyone)
-        self._voters()[self._code()] = kept.component
-        if self.params:
+    def heard(self, kept: _BoundGradients, everyone: Sequence[tuple[Ranks, bool]]) -> None:
+        kept.replicas = {together for together, _ in everyone}
+        if all(has_params for _, has_params in everyone):  # by nothing else would a rank find who voted in this call
+            self._voters()[self._code()] = kept.component
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:
