@@ -42,16 +42,16 @@ class Keeper:
         dtype: None (the gradient's), torch.float32, torch.bfloat16 or "int8".
         device: None (the parameter's) or "cpu".
         rounds_weights: Whether half-precision weights are rounded at random.
+
+    Attributes:
+        rounds: Anything is rounded at random: ranks must then agree on names, and steps are counted.
+        as_computed: Momentum lies where it is computed, and rounded to the nearest if at all.
     """
 
     def __init__(self, dtype: MomentumDtype, device: str | None, rounds_weights: bool) -> None:
         self.dtype, self.device, self.rounds_weights = dtype, device, rounds_weights
-        self._plain = not self.rounds and device is None
-
-    @property
-    def rounds(self) -> bool:
-        """True if anything is rounded at random: ranks must then agree on names, and steps are counted."""
-        return self.rounds_weights or self.dtype in (torch.bfloat16, "int8")
+        self.rounds = rounds_weights or dtype in (torch.bfloat16, "int8")
+        self.as_computed = not self.rounds and device is None
 
     def text(self) -> str:
         """Text of these choices, equal on ranks that make the same."""
@@ -76,7 +76,7 @@ class Keeper:
             grad: Local storage of its gradient.
             others: State tensors of its variant's stages.
         """
-        if buffer is None or len(state) != 1 + others or not self._plain:
+        if buffer is None or len(state) != 1 + others or not self.as_computed:
             return False
         return buffer.dtype == grad.dtype and self.dtype in (None, grad.dtype) and buffer.device == grad.device
 

@@ -97,7 +97,7 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
     num = len(members)
     found = Proposal([None] * num, [None] * num, [None] * num, settings, [()] * num, states=[NONE] * num)
     weights, grads, momenta = found.weights, found.grads, found.momenta
-    plain = keeper.device is None and not (keeper.rounds or binding.elsewhere)
+    plain, stored_in = keeper.as_computed and not binding.elsewhere, keeper.dtype
     number, of_adamw, rows = 0, -1, list[Row | None]()
     try:
         for number, member in enumerate(members):
@@ -106,11 +106,16 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
             looked: Sequence[Tensor] | None = None  # storages, if a glance tells enough
             if plain and grad is not None and len(kept) == 1 and not of_group.stages:
                 looked = member.engine.storages(param, grad, kept.get(BUFFER))  # whatever a framework has put there
-            dtypes = [t.dtype for t in looked or ()]
-            if looked and dtypes[2] == (keeper.dtype or dtypes[1]) and dtypes[1].is_floating_point:
+            dtype = None if looked is None else looked[1].dtype
+            if (
+                looked is not None
+                and dtype is not None
+                and dtype.is_floating_point
+                and looked[2].dtype == (stored_in or dtype)
+            ):
                 found.states[number] = READY
                 weights[number], grads[number], momenta[number] = looked
-                said: tuple[object, ...] = (READY, *dtypes)
+                said: tuple[object, ...] = (READY, looked[0].dtype, dtype, looked[2].dtype)
             else:
                 said = _look(found, number, binding, memory)
             if callable(of_group.adjust_lr_fn):
