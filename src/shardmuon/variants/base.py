@@ -133,7 +133,8 @@ class AfterStage(Stage):
 
         Given `norms.whole` (N,) or, of lines, the mean squares `norms.means` (L,): `norms.cut.sums(means)[0]` adds up
         those of each matrix (N,), `norms.cut.combined(torch.div, these, means)` takes (N,) and (L,) in either order,
-        and `over` divides (N,) by (N,) where that may be 0 / 0.
+        and `over` divides (N,) by (N,) where that may be 0 / 0. `norms.cut.times_(numbers, factors)`
+        multiplies (N,) in place, by one factor of each shape: for (_, rows, cols) in `norms.cut.shapes`.
         """
         raise NotImplementedError
 
