@@ -305,7 +305,10 @@ def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) 
         if any(mine != words[0] for mine in words):
             own = (" ".join(word for word in mine if any(word not in theirs for theirs in words)) for mine in words)
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, own, strict=True))
-            return f"{name}: ranks {ranks} are about to step with different options or state: {texts}"
+            return (
+                f"{name}: ranks {ranks} are about to step with different options or state: {texts}. Give them all the "
+                "same options, and load or copy an optimizer on all ranks or on none"
+            )
     return f"ranks {ranks_text(ranks)} are about to do different things"
 
 
