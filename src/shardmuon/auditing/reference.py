@@ -42,7 +42,7 @@ _FLAT = 1e-12  # of the largest singular value: below, its decomposition in fp64
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How one matrix is stepped: options of its group, the orthogonalizer, and all dtypes.
+    """The arithmetic of one matrix's step: options of its group, the orthogonalizer, and all dtypes.
 
     Attributes:
         settings: Options of its group.
@@ -236,7 +236,7 @@ def staged(
     matrix: Tensor,  # (rows, cols)
     kept: KeptNumbers,
 ) -> tuple[Tensor, Tensor, KeptNumbers]:  # fp64; (rows, cols)
-    """By their formulas: the factor of all stages at one place, the matrix after them, each rounded as a step does it,
+    """The factor of all stages at one place by their formulas, the matrix after them, each rounded as a step does it,
     and what is kept then."""
     factor, kept = matrix.new_ones((), dtype=torch.float64), dict(kept)
     wide = torch.promote_types(matrix.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""What is planned: parameters as the planner sees them, and their matrices or slices with their owners. Pure."""
+"""Parameters as the planner sees them, and their matrices or slices with their owners. Pure."""
 
 from __future__ import annotations
 

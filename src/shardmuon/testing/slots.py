@@ -81,7 +81,7 @@ def _choices(device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Ch
 def _comparisons(
     shape: tuple[int, int, int], choice: Choice, device: torch.device, draws: int, generator: torch.Generator
 ) -> Iterator[bool]:
-    """Whether each result for a matrix in a slot has the bits of that in the first slot."""
+    """Compare each result for a matrix in a slot with that in the first slot; True: the same bits."""
     assert choice.dtype is not None, "a search names its dtypes"
     products = Products(shape, device, choice.dtype, choice.kernel)
     steps = schedule("keller").triples
