@@ -250,9 +250,9 @@ class _MirroredGloo:
         return _Done()
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Done:
-        mine = vote._unpacked(self._sent.numpy().tobytes())
+        mine = vote._unpacked(self._sent)
         said = vote._packed(mine._replace(total=-mine.total))  # equal digests cancel
-        tensors[0][: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        tensors[0][: len(said)] = said
         return _Done()
 
     def allgather(self, rows: list[list[Tensor]], mine: list[Tensor]) -> _Done:

@@ -54,7 +54,6 @@ TRANSPORT = {
     ("muon.py", "step"),
     ("muon.py", "prepare"),
     ("layout/engines/dtensor.py", "align"),  # torch's own collective
-    ("layout/table.py", "digest_of"),  # steps that change nothing call it in their audit alone, after the vote
     ("frameworks/deepspeed/host.py", "step"),
     ("frameworks/deepspeed/host.py", "_step_flats"),
     ("frameworks/megatron/shards.py", "step"),

@@ -50,7 +50,7 @@ CPU_BF16 = "SHARDMUON_CPU_BF16"  # "0" or "1": what the tests make of this CPU, 
 
 @lru_cache(maxsize=1)
 def cpu_has_bf16_matmul() -> bool:
-    """True if this CPU multiplies bf16 matrices in hardware (AVX512-BF16, AMX, Arm bf16).
+    """True if this CPU multiplies bf16 matrices in hardware (AVX512-BF16, AMX).
 
     Elsewhere torch emulates bf16 products at 1/10 to 1/80 of the fp32 rate. The environment variable `CPU_BF16` makes
     the package believe otherwise; it is read once.
@@ -58,22 +58,15 @@ def cpu_has_bf16_matmul() -> bool:
     Raises:
         ValueError: The variable is neither "0" nor "1".
     """
-    told = os.environ.get(CPU_BF16, "")
-    if told:
-        if told not in ("0", "1"):
-            raise ValueError(f"{CPU_BF16}={told!r} must be 0 (no bf16 products on this CPU), 1 (bf16) or unset")
-        return told == "1"
-    return _cpu_has("_is_avx512_bf16_supported") or _cpu_has("_is_arm_bf16_supported")
+    told = os.environ.get(CPU_BF16) or str(int(torch.cpu._is_avx512_bf16_supported()))
+    if told not in ("0", "1"):
+        raise ValueError(f"{CPU_BF16}={told!r} must be 0 (no bf16 products on this CPU), 1 (bf16) or unset")
+    return told == "1"
 
 
 def cpu_has_amx() -> bool:
     """True if this CPU multiplies bf16 matrices in tiles (AMX), several times as fast as AVX512-BF16 does."""
-    return cpu_has_bf16_matmul() and _cpu_has("_is_amx_tile_supported")
-
-
-def _cpu_has(name: str) -> bool:
-    """The answer of a private question of `torch.cpu`; False if this torch does not have it."""
-    return bool(getattr(torch.cpu, name, bool)())
+    return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
 def mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
@@ -291,23 +284,6 @@ def after_loading(optimizer: torch.optim.Optimizer) -> None:
     """Run the hooks of `register_load_state_dict_post_hook`."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
-
-
-def creates_state_only() -> bool:
-    """True if torch.distributed.checkpoint calls `step` only to have state to load into: `_init_optim_state` is on the
-    stack.
-
-    That function sets every gradient to zero and lr to 0. These values alone would not tell, on every rank alike: some
-    rank's shards may hold zeros while lr warms up from 0.
-    """
-    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    init = getattr(module, "_init_optim_state", None)
-    frame = sys._getframe(1)
-    while init is not None and frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is init.__code__:
-            return True
-    return False
 
 
 def on_zero_grad(optimizer: torch.optim.Optimizer, listener: Callable[[], None]) -> SimpleNamespace:

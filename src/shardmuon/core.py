@@ -288,21 +288,20 @@ class StepCall(Call[Binding]):
     def is_current(self, kept: Binding) -> bool:
         groups = self._core.param_groups
         self.options = self._core.options.read(groups)
-        if kept.planned != ["" if settings is None else settings.planned for settings in self.options]:
+        members = iter(kept.members)
+        if len(kept.planned) != len(groups):
             return False
-        listed = [  # frameworks swap parameters after __init__
-            (number, p)
-            for number, group in enumerate(groups)
-            if self.options[number] is not None
-            for p in group["params"]
-            if p.requires_grad or p.grad is not None  # `takes_part`
-        ]
-        if len(listed) != len(kept.members):
-            return False
-        for (number, p), member in zip(listed, kept.members, strict=True):
-            if member.param is not p or member.group != number or member.engine.signature(p) != member.signature:
-                return False  # another parameter, or of a group with other settings, or one that lies otherwise
-        return True
+        for number, (group, settings) in enumerate(zip(groups, self.options, strict=True)):
+            if kept.planned[number] != ("" if settings is None else settings.planned):
+                return False
+            for p in () if settings is None else group["params"]:  # frameworks swap parameters after __init__
+                if p.requires_grad or p.grad is not None:  # `takes_part`
+                    member = next(members, None)
+                    if member is None or member.param is not p or member.group != number:
+                        return False
+                    if member.engine.signature(p) != member.signature:
+                        return False  # it lies otherwise
+        return next(members, None) is None
 
     def read(self, kept: Binding) -> Ballot:
         core, audits, flags = self._core, self._core.audits, Flag.NONE

@@ -7,42 +7,17 @@ A framework's folder registers its `Host` and its engines (`shardmuon.frameworks
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from shardmuon._torch import before_loading
-from shardmuon.comm.groups import Ranks, Traffic
 from shardmuon.comm.vote import Fault
 from shardmuon.plan.plan import Plan
 
-
-class Stepped(Protocol):
-    """An optimizer as a host or an audit meets it: `shardmuon.core.Core`, which stands above both."""
-
-    param_groups: list[dict[str, Any]]
-    state: defaultdict[Tensor, Any]
-    routing: tuple[Any, ...]
-    config: Any
-    keeper: Any
-    audits: Any
-    binding: Any
-    settled: MutableMapping[Tensor, bool]
-    traffic: Traffic
-    component: Ranks | None
-    broken: str | None
-
-    def take_step(self, fault: Fault) -> None: ...
-
-    def make_plan(self) -> Plan: ...
-
-    def complete_state(self) -> None: ...
-
-    def unlike_model(self) -> Sequence[str]: ...
+Stepped = Any  # an optimizer as a host or an audit meets it: `shardmuon.core.Core`, which stands above both
 
 
 class Progress:
@@ -101,8 +76,7 @@ class Host:
 
     def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
         """Take over a state dict of this very cut, as torch does."""
-        state_dict = before_loading(cast(Any, core), cast(Any, state_dict))
-        Optimizer.load_state_dict(cast(Any, core), state_dict)
+        Optimizer.load_state_dict(core, dict(state_dict))
 
     def saving(self, core: Stepped) -> None:
         """Prepare the optimizer's state for being saved."""
@@ -132,7 +106,8 @@ class Host:
 
     def prepare(self, core: Stepped) -> Plan:
         """Plan now."""
-        return core.make_plan()
+        plan: Plan = core.make_plan()
+        return plan
 
     def weights(self, core: Stepped) -> list[Weight]:
         """Every weight that is stepped here, for whoever changes weights after a step. Of an active host."""
@@ -204,9 +179,18 @@ class Hosts(list[Host]):
 def caller(name: str, *packages: str) -> FrameType | None:
     """The innermost function of this name on the interpreter's stack that is of one of these packages, where a
     framework gives no public sign of a call's purpose; None: there is none."""
-    frame = None if sys.modules.keys().isdisjoint(packages) else sys._getframe(1)
+    frame: FrameType | None = None if sys.modules.keys().isdisjoint(packages) else sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == name and frame.f_globals.get("__name__", "").startswith(packages):
             return frame
         frame = frame.f_back
     return None
+
+
+def creates_state_only() -> bool:
+    """True if torch.distributed.checkpoint calls `step` only to have state to load into.
+
+    It sets every gradient to zero and lr to 0. These values alone would not tell, on every rank alike: some rank's
+    shards may hold zeros while lr warms up from 0.
+    """
+    return caller("_init_optim_state", "torch.distributed.checkpoint.state_dict") is not None

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from shardmuon._torch import after_loading, before_loading, creates_state_only, never_compiled
+from shardmuon._torch import after_loading, before_loading, never_compiled
 from shardmuon.checkpoint.state import read_state, without_callables
 from shardmuon.comm.groups import GroupRef
 from shardmuon.comm.vote import Fault
 from shardmuon.core import Core
 from shardmuon.errors import ExchangeError, Refused, made_public
-from shardmuon.host import Host
+from shardmuon.host import Host, creates_state_only
 from shardmuon.layout.engines.base import name_of
 from shardmuon.options import (
     GROUP_DEFAULTS,

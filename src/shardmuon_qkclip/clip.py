@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardmuon._torch import creates_state_only, is_dtensor, never_compiled, on_zero_grad
+from shardmuon._torch import is_dtensor, never_compiled, on_zero_grad
 from shardmuon.comm.groups import GroupRef, my_rank
 from shardmuon.errors import level_of_the_caller, made_public
+from shardmuon.host import creates_state_only
 from shardmuon_qkclip.layers import Attention, Holder, find_holders, find_layers
 from shardmuon_qkclip.logits import Watch
 from shardmuon_qkclip.scaling import Measure, Scaled, Scaler, check_numbers, host_of

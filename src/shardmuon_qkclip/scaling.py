@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardmuon.comm.groups import GroupRef, Ranks, group_for, my_rank, num_ranks, talking_device
-from shardmuon.comm.vote import Ballot, Fault, Phase, Unlike, close_lane
+from shardmuon.comm.vote import Ballot, Fault, Phase, Unlike, close_lane, digest_of
 from shardmuon.errors import (
     RELOAD,
     REMEDY,
@@ -49,7 +49,7 @@ from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree, settle
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.pieces import Tile, spans_of
-from shardmuon.layout.table import ParamLayout, digest_of
+from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.options import PLACE_OPTIONS, view_options
 from shardmuon.step.kept import forget_norms

@@ -8,7 +8,9 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -160,8 +162,13 @@ def digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-def sent(ballot: Ballot, rank: int) -> voting._Message:
-    return voting._unpacked(voting._packed(voting._message(ballot, rank)))
+def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
+    """The message in which a rank of this component sends its ballot."""
+    found = list[voting._Message]()
+    lane = SimpleNamespace(me=own.index(rank), merge=lambda message, what: found.append(message) or message)
+    with mock.patch.object(voting, "_lane_of", return_value=lane):
+        vote(ballot, own)
+    return voting._unpacked(voting._packed(found[0]))
 
 
 def received(mine: voting._Message, theirs: voting._Message) -> voting._Message:
@@ -170,7 +177,8 @@ def received(mine: voting._Message, theirs: voting._Message) -> voting._Message:
 
 def voted(ballots: dict[int, Ballot]) -> Verdict:
     """The verdict of a component, which is the same on each of its ranks."""
-    messages = [sent(ballots[rank], rank) for rank in sorted(ballots)]
+    own = tuple(sorted(ballots))
+    messages = [sent(ballots[rank], rank, own) for rank in own]
     found = {
         Verdict(Phase(m.phase), Flag(m.flags), m.total % (1 << 128) == 0, m.presence)
         for m in doubled(messages, received)
@@ -206,9 +214,9 @@ def test_flags_phases_and_presence_are_those_of_any_rank() -> None:
 def test_messages_of_unlike_lengths_and_versions_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     ballots = {rank: Ballot(Phase.STEP, presence=1, num_bits=9 if rank == 2 else 700) for rank in range(5)}
     assert voted(ballots) == Verdict(Phase.STEP, Flag.UNLIKE, True, 1)
-    ours = sent(Ballot(Phase.STEP), 0)
+    ours = sent(Ballot(Phase.STEP), 0, (0, 1))
     monkeypatch.setattr(voting, "_VERSION", 2)
-    theirs = sent(Ballot(Phase.STEP), 1)
+    theirs = sent(Ballot(Phase.STEP), 1, (0, 1))
     for mine, other, flag in ((ours, theirs, Flag.UNLIKE), (theirs, ours, Flag.UNLIKE), (theirs, theirs, Flag.NONE)):
         assert received(mine, other).flags == flag
 

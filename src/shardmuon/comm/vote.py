@@ -68,9 +68,8 @@ class Fault:
         cause: The exception behind it.
     """
 
-    def __init__(self) -> None:
-        self.text: str | None = None
-        self.cause: BaseException | None = None
+    text: str | None = None
+    cause: BaseException | None = None
 
     def add(self, text: str | None, cause: BaseException | None = None, *, own: bool = True) -> None:
         """Note something, if nothing is noted yet. `own`: it is of this rank, which the others are told."""
@@ -166,9 +165,12 @@ def vote(ballot: Ballot, component: Ranks) -> Verdict:
     """
     if len(component) == 1:
         return Verdict(ballot.phase, ballot.flags, True, ballot.presence)
-    lane = _lane_of(component)
-    all_said = lane.merge(_message(ballot, component[lane.me]), f"a vote ({ballot.phase.name})")
-    return Verdict(Phase(all_said.phase), Flag(all_said.flags), all_said.total % _MODULUS == 0, all_said.presence)
+    lane, total = _lane_of(component), 0
+    for ranks, digest in (ballot.digests or {}).items():
+        total += _weight_of(ranks, component[lane.me]) * int.from_bytes(digest, "little")
+    mine = _Message(_VERSION, ballot.phase, ballot.flags, ballot.num_bits, total, ballot.presence)
+    said = lane.merge(mine, f"a vote ({ballot.phase.name})")
+    return Verdict(Phase(said.phase), Flag(said.flags), said.total % _MODULUS == 0, said.presence)
 
 
 def gather(value: _T, ranks: Ranks, fault: str | None = None, cause: BaseException | None = None) -> list[_T]:
@@ -321,29 +323,26 @@ class _Message(NamedTuple):
     presence: int
 
 
-def _message(ballot: Ballot, rank: int) -> _Message:
-    """The message in which this rank sends a ballot."""
-    total = 0
-    for ranks, digest in (ballot.digests or {}).items():
-        total += _weight_of(ranks, rank) * int.from_bytes(digest, "little")
-    return _Message(_VERSION, ballot.phase, ballot.flags, ballot.num_bits, total, ballot.presence)
+def digest_of(value: object) -> bytes:
+    """16 bytes of the text of plain data, equal in every process."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
 
 
 def _weight_of(ranks: Ranks, rank: int) -> int:
     """The factor of a rank's digest in the sum of a vote; those of all ranks of a set add up to 0."""
-    of_set, at = hashlib.blake2b(repr(ranks).encode(), digest_size=16).digest(), ranks.index(rank)
-    own, following = (
-        hashlib.blake2b(of_set + b"%d" % place, digest_size=16).digest() for place in (at, (at + 1) % len(ranks))
-    )
+    at = ranks.index(rank)
+    own, following = digest_of((ranks, at)), digest_of((ranks, (at + 1) % len(ranks)))
     return int.from_bytes(own, "little") - int.from_bytes(following, "little")
 
 
-def _packed(message: _Message) -> bytes:
+def _packed(message: _Message) -> Tensor:  # uint8
     head = _FORM.pack(*message[:4], (message.total % _MODULUS).to_bytes(16, "little"))
-    return head + message.presence.to_bytes((message.num_bits + 7) // 8, "little")
+    bits = message.presence.to_bytes((message.num_bits + 7) // 8, "little")
+    return torch.frombuffer(bytearray(head + bits), dtype=torch.uint8)
 
 
-def _unpacked(data: bytes) -> _Message:
+def _unpacked(found: Tensor) -> _Message:
+    data = found.numpy().tobytes()
     version, phase, flags, num_bits, total = _FORM.unpack_from(data)
     presence = int.from_bytes(data[_FORM.size : _FORM.size + (num_bits + 7) // 8], "little")
     return _Message(version, phase, flags, num_bits, int.from_bytes(total, "little"), presence)
@@ -423,7 +422,7 @@ class _Lane:
         options = gloo._Options()
         options._devices = [gloo.create_default_device(lazy_init=True)]
         options._timeout = self._limit
-        name = f"shardmuon lane {hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()} {number}"
+        name = f"shardmuon lane {digest_of(ranks).hex()} {number}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         self._group: Any = gloo(store, self.me, len(ranks), options)
         self.is_open = True
@@ -436,21 +435,19 @@ class _Lane:
         """
         deadline = time.monotonic() + self._limit.total_seconds()
         for hop in self._hops:
-            sending = None
+            found, pending = torch.empty(_LARGEST, dtype=torch.uint8, device="cpu"), list[Any]()
             try:
                 if hop.to is not None:
-                    sending = self._group.send([_tensor(_packed(message))], hop.to, _TAG)
+                    pending.append(self._group.send([_packed(message)], hop.to, _TAG))
                 if hop.source is not None:
-                    found = torch.empty(_LARGEST, dtype=torch.uint8, device="cpu")
-                    self._group.recv([found], hop.source, _TAG).wait(_left(deadline))
-                    heard = _unpacked(found.numpy().tobytes())
-                    message = heard if hop.is_result else _merged(message, heard)
-                if sending is not None:  # gloo forgets a message whose handle is dropped
-                    sending.wait(_left(deadline))
+                    pending.append(self._group.recv([found], hop.source, _TAG))
+                self._wait(pending, deadline)
             except RuntimeError as error:
-                sending = None  # the traceback keeps this frame, and a handle would keep the connections open
+                pending.clear()  # the traceback keeps this frame, and a handle would keep the connections open
                 late = tuple(self.ranks[at] for at in hop.behind or (hop.to,) if at is not None)
                 raise self._failed(what, late, error) from error
+            if hop.source is not None:
+                message = _unpacked(found) if hop.is_result else _merged(message, _unpacked(found))
         return message
 
     def share(self, value: bytes, what: str) -> list[Any]:
@@ -463,14 +460,20 @@ class _Lane:
         deadline = time.monotonic() + self._limit.total_seconds()
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(num)]
         try:
-            self._group.allgather([sizes], [torch.tensor([len(value)], device="cpu")]).wait(_left(deadline))
-            mine = _tensor(value.ljust(max(map(int, sizes)), b"\0"))
+            self._wait([self._group.allgather([sizes], [torch.tensor([len(value)], device="cpu")])], deadline)
+            padded = bytearray(value.ljust(max(map(int, sizes)), b"\0"))
+            mine = torch.frombuffer(padded, dtype=torch.uint8)
             rows = [torch.empty_like(mine) for _ in range(num)]
-            self._group.allgather([rows], [mine]).wait(_left(deadline))
+            self._wait([self._group.allgather([rows], [mine])], deadline)
         except RuntimeError as error:
             others = tuple(rank for rank in self.ranks if rank != self.ranks[self.me])
             raise self._failed(what, others, error) from error
         return [pickle.loads(row.numpy().tobytes()) for row in rows]  # up to its end, whatever follows
+
+    def _wait(self, pending: list[Any], deadline: float) -> None:
+        """Wait for messages on their way; gloo forgets one whose handle is dropped."""
+        while pending:
+            pending.pop(0).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def _failed(self, what: str, late: Ranks, error: RuntimeError) -> ExchangeError:
         self.close()
@@ -483,18 +486,13 @@ class _Lane:
         self._group, self.is_open = None, False
 
 
-def _lanes() -> dict[Ranks, _Lane]:
-    """The last lane of each set of ranks under the default group of today."""
-    world = default_group()
-    return {} if world is None else MADE.setdefault(world, Made()).lanes
-
-
 def _lane_of(ranks: Ranks) -> _Lane:
     """The lane of these ranks (ascending, this one among them), made when they first talk."""
-    world, lanes = default_group(), _lanes()
+    world = default_group()
     if world is None:
         raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
-    lane = lanes.get(ranks)
+    lanes = MADE.setdefault(world, Made()).lanes
+    lane: _Lane | None = lanes.get(ranks)
     if lane is None or not lane.is_open:
         lane = lanes[ranks] = _Lane(ranks, world, 1 if lane is None else lane.number + 1)
     return lane
@@ -503,14 +501,7 @@ def _lane_of(ranks: Ranks) -> _Lane:
 def close_lane(ranks: Ranks) -> None:
     """Close the lane of these ranks, if they have one: to make one only to close it would leave others with another
     number."""
-    lane = _lanes().get(ranks)
-    if lane is not None:
-        lane.close()
-
-
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _left(deadline: float) -> timedelta:
-    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    world = default_group()
+    made = None if world is None else MADE.get(world)
+    if made is not None and ranks in made.lanes:
+        made.lanes[ranks].close()

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._torch import default_group, foreach_mul_, local_if_any
 from shardmuon.comm.groups import Ranks, group_ranks, my_rank, num_ranks
-from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, gather
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, digest_of, gather
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, made_public, raised_at
 from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
@@ -32,7 +32,7 @@ from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree, sharers
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, named_params
 from shardmuon.layout.grid import union
-from shardmuon.layout.table import ParamLayout, digest_of
+from shardmuon.layout.table import ParamLayout
 from shardmuon.options import SETS, refuse_sets
 from shardmuon.step.validate import check_can_align, gradient_storage
 

@@ -41,6 +41,7 @@ from shardmuon.comm.vote import (
     Phase,
     Unlike,
     Verdict,
+    digest_of,
     discover,
     gather,
     in_order,
@@ -51,7 +52,7 @@ from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, ranks_text
 from shardmuon.layout.engines import Engine, sharing
 from shardmuon.layout.engines.base import Claim, Group
 from shardmuon.layout.grid import Grid, Ties, grids_of, union
-from shardmuon.layout.table import ParamLayout, digest_of
+from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, view_of
 
 

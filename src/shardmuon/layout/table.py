@@ -9,12 +9,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardmuon.comm.vote import digest_of
 from shardmuon.layout.mesh import OnMesh, readings
 from shardmuon.layout.pieces import Box, Held, Piece, Tile, partition_fault, tiles_of, whole
 from shardmuon.layout.views import MatrixView
@@ -114,11 +114,6 @@ class ParamLayout:
             tuple(rank for rank, tiles in of_matrix.items() if sum(t.numel for t in tiles) == m.rows * m.cols)
             for m, of_matrix in zip(self.view.matrices, self.tiles, strict=True)
         )
-
-
-def digest_of(value: object) -> bytes:
-    """16 bytes of the text of plain data, equal in every process."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
 
 
 def replicated(view: MatrixView, ranks: Ranks) -> ParamLayout:

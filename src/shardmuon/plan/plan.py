@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
+from shardmuon.comm.vote import digest_of
 from shardmuon.errors import ranks_text
 from shardmuon.layout.pieces import Tile
-from shardmuon.layout.table import ParamLayout, Ranks, digest_of
+from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.plan.buckets import Alike, Chosen, Cutter, Share, Way
 from shardmuon.plan.cuts import cut_faults
 from shardmuon.plan.items import ROUTES, Gram, Item, Kept, Key, Policy, Route, RouteOption, Spec

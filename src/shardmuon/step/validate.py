@@ -18,12 +18,12 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import Ranks
+from shardmuon.comm.vote import digest_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at, ranks_text
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_of
 from shardmuon.layout.engines.dtensor import lies_as_placed, placed
 from shardmuon.layout.mesh import same_storage
-from shardmuon.layout.table import digest_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding
