@@ -737,7 +737,7 @@ def test_the_stand_in_refuses_and_counts_what_it_says() -> None:
 
 # ------------------------------------------------------------------------------------------------- planted faults
 
-real_start, real_tensor = buckets.start, votes._tensor
+real_start, real_packed = buckets.start, votes._packed
 
 
 def _applies(spoil: Callable[[Tensor], Any]) -> Any:
@@ -766,14 +766,14 @@ def _in(module: str, name: str, value: Any) -> Any:
     return mock.patch.object(importlib.import_module(module), name, value)
 
 
-def _over_the_device(data: bytes) -> Tensor:
-    return real_tensor(data).to("cuda:0", non_blocking=True).cpu()
+def _over_the_device(message: Any) -> Tensor:
+    return real_packed(message).to("cuda:0", non_blocking=True).cpu()
 
 
 # name -> (the fault, options, ranks, what the stand-in must say: "waits", "uploads", "launches" or a refusal)
 FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
     "the vote goes over the device": (
-        lambda: mock.patch.object(votes, "_tensor", _over_the_device),
+        lambda: mock.patch.object(votes, "_packed", _over_the_device),
         CONFIGS["standard"],
         8,
         "waits",
