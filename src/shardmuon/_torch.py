@@ -96,16 +96,17 @@ def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
     """
     matmul: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
     wanted = _EXACT[device.type] if flags and device.type in _EXACT else {}
-    before = {name: getattr(matmul, name) for name in wanted}
+    before: dict[str, Any] = {}
     autocast = torch.is_autocast_enabled(device.type)
     try:
-        for name in wanted:
-            setattr(matmul, name, wanted[name])
+        for name, value in wanted.items():
+            before[name] = getattr(matmul, name)
+            setattr(matmul, name, value)
         with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
             yield
     finally:
-        for name in before:
-            setattr(matmul, name, before[name])
+        for name, value in before.items():
+            setattr(matmul, name, value)
 
 
 def _foreach(operation: Callable[..., Any], *columns: Sequence[Tensor], **others: Any) -> Sequence[Tensor]:
@@ -221,11 +222,6 @@ def names_in(model: torch.nn.Module) -> dict[int, str]:
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
     return {id(p): next(iter(_get_fqns(model, name))) for name, p in model.named_parameters()}
-
-
-def unscale_and_check_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Multiply each gradient by `inv_scale`; set `found_inf` to 1 if an element is not finite. One device and dtype."""
-    torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
 
 
 def is_capturing(device: torch.device) -> bool:

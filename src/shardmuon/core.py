@@ -175,12 +175,13 @@ class Core:
         if self.watch.seen:
             self.watch.send()
         members = binding.members
-        step_adamw(
-            self.param_groups,
-            self.state,
-            lambda: {member.engine for n, member in enumerate(members) if n not in missing},
-            proposal.adamw,
-        )
+        if proposal.adamw:
+            step_adamw(
+                self.param_groups,
+                self.state,
+                lambda: {member.engine for n, member in enumerate(members) if n not in missing},
+                proposal.adamw,
+            )
         report = None if audit is None else audit.finish()
         return None if samples is None else report
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardmuon._torch import default_group, local_if_any, unscale_and_check_
+from shardmuon._torch import default_group, local_if_any
 from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.comm.vote import Fault, Phase
 from shardmuon.errors import made_public
@@ -101,7 +101,7 @@ def _unscale_here(optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool, fau
     flags = []
     for (device, _), alike in by_kind(local for local in stored if local.numel()).items():
         flags.append(torch.zeros((), dtype=torch.float32, device=device))
-        unscale_and_check_(alike, flags[-1], inv_scale.to(device))
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, flags[-1], inv_scale.to(device))
     return any(map(bool, flags))
 
 

@@ -245,7 +245,7 @@ def apply_results(
     for places, of in side.portions(work, weights):
         first = side.params[places[0]]
         s, chosen, added = work.settings[first], of(weights), of(updates)
-        scales = [s.scales[shape] for shape in of(side.shapes)]
+        alphas = [s.lr * s.scales[shape] for shape in of(side.shapes)]
         device, dtype = chosen[0].device, chosen[0].dtype
         if {*map(_device_of, added)} != {device}:
             added = [update.to(device) for update in added]
@@ -257,10 +257,11 @@ def apply_results(
                 for one, i in zip(streams, places, strict=True)
             ]
         elif like_torch and s.weight_decay_mode == "decoupled":
-            for w, u, i, scale in zip(chosen, added, places, scales, strict=True):
+            for w, u, i in zip(chosen, added, places, strict=True):
+                scale = s.scales[side.shapes[i]]
                 apply_like_torch_(w, u, s.given_lr, scale, side.patches[i], side.shapes[i], weight_decay=s.weight_decay)
             continue
-        apply_(chosen, added, [s.lr * x for x in scales], s.lr, s.weight_decay, s.weight_decay_mode, rounded)
+        apply_(chosen, added, alphas, s.lr, s.weight_decay, s.weight_decay_mode, rounded)
 
 
 # -------------------------------------------------------------------------------------------------------- rules
@@ -352,11 +353,11 @@ def apply_(
         # a CPU's `add` widens as it goes; other devices have no list operation for that
         widens = given[0].dtype in _HALVES and weights[0].device.type == "cpu"
         summands = given if widens or given[0].dtype == weights[0].dtype else foreach_to(given, weights)
-        for alpha in dict.fromkeys(alphas):
-            those = [other == alpha for other in alphas]
-            foreach_add_(
-                list(itertools.compress(weights, those)), list(itertools.compress(summands, those)), alpha=-alpha
-            )
+        rows: dict[float, list[tuple[Tensor, Tensor]]] = {}
+        for weight, summand, alpha in zip(weights, summands, alphas, strict=True):
+            rows.setdefault(alpha, []).append((weight, summand))
+        for alpha, alike in rows.items():
+            foreach_add_(*zip(*alike, strict=True), alpha=-alpha)
         if half:
             foreach_copy_(stored, weights if rounded is None else [r(w) for r, w in zip(rounded, weights, strict=True)])
 

@@ -93,15 +93,15 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
         ValueError: One is unusable; with the parameter's name.
     """
     (state, keeper, _), members = memory, binding.members
-    settings = cast("list[Settings]", [options[member.group] for member in members])
-    num = len(members)
+    num, settings = len(members), list[Settings]()
     found = Proposal([None] * num, [None] * num, [None] * num, settings, [()] * num, states=[NONE] * num)
     weights, grads, momenta = found.weights, found.grads, found.momenta
     plain, stored_in = keeper.as_computed and not binding.elsewhere, keeper.dtype
     number, of_adamw, rows = 0, -1, list[Row | None]()
     try:
         for number, member in enumerate(members):
-            param, of_group = member.param, settings[number]
+            param, of_group = member.param, cast(Settings, options[member.group])
+            settings.append(of_group)
             grad, kept = param.grad, state.get(param, _NOTHING)
             looked: Sequence[Tensor] | None = None  # storages, if a glance tells enough
             if plain and grad is not None and len(kept) == 1 and not of_group.stages:
