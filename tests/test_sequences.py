@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardmuon import Exchange, Muon, Orthogonalizer, audit, checkpoint, clip_grad_norm_
+from shardmuon import Exchange, Muon, Orthogonalizer, audit, checkpoint
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 
@@ -45,21 +45,20 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Net(nn.Module):
-    """A few layers; `side` is trained by another optimizer."""
+    """A few layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, WIDTH)
         self.first, self.second, self.third, self.fourth = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH, bias=False)
-        self.side = nn.Linear(WIDTH, WIDTH, bias=False)
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
 
     def forward(self, tokens: Tensor, noise: Tensor) -> Tensor:
         x = self.embedding(tokens) + noise
         for layer in (self.first, self.second, self.third, self.fourth):
             x = x + layer(x).tanh()
-        x = x + self.down(F.gelu(self.up(x))) + self.side(x)
+        x = x + self.down(F.gelu(self.up(x)))
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
@@ -142,7 +141,6 @@ GROUPS = [
     (("embedding.weight", "up.bias"), VECTOR),
     (("head.weight",), VECTOR),
 ]
-SIDE = [(("side.weight",), MATRIX)]
 VARIANTS = (None, "normuon", "hyperball")
 
 
@@ -174,7 +172,6 @@ class Job:
         self._take(make_model(sharded))
         whole = {name: _whole(p).clone() for name, p in self.model.named_parameters()}
         self.dense = Dense(whole, self._options())
-        self.dense_side = Dense({}, {"side.weight": dict(MATRIX)})
         self.saved: Saved | None = None
         self.moment = 0
         self.save()
@@ -182,7 +179,6 @@ class Job:
     def _take(self, model: Net, **changed: Any) -> None:
         self.model = model
         self.optimizer = make_optimizer(model, self.groups, **changed)
-        self.side = make_optimizer(model, SIDE)
         for name, p in model.named_parameters():
             p.requires_grad_(name not in self.frozen)
 
@@ -229,11 +225,10 @@ class Job:
     def stepped(self, grads: dict[str, Tensor]) -> None:
         """The reference's step."""
         self.dense.options = self._options()
-        self.dense.step({name: grad for name, grad in grads.items() if name != "side.weight"})
+        self.dense.step(grads)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
-        self.side.zero_grad()
         for name in (name for names, _ in self.away for name in names):  # no optimizer has it
             self.model.get_parameter(name).grad = None
 
@@ -250,14 +245,6 @@ class Job:
 
     def train_without_some_gradients(self) -> None:
         self.step(self.backward(missing=True))
-
-    def train_the_side(self) -> None:
-        """The other optimizer's step on the same model."""
-        grads = self.backward()
-        self.side.step()
-        self.zero_grad()
-        self.dense_side.weights = self.dense.weights
-        self.dense_side.step({"side.weight": grads["side.weight"]} if "side.weight" in grads else {})
 
     def forward_without_a_step(self) -> None:
         """A large batch, in evaluation or not, or one that is not finite; nothing is stepped."""
@@ -313,9 +300,7 @@ class Job:
         else:
             states = self._all()
         groups = [(list(names), dict(options)) for names, options in self.groups]
-        self.saved = Saved(
-            path, states, copy.deepcopy(self.side.state_dict()), self.dense.copy(), self.dense_side.copy(), groups
-        )
+        self.saved = Saved(path, states, self.dense.copy(), groups)
 
     def _load(self) -> None:
         saved = self.saved
@@ -329,8 +314,7 @@ class Job:
             model, optimizer = copy.deepcopy(saved.states)
             self.model.load_state_dict(model)
             self.optimizer.load_state_dict(optimizer)
-        self.side.load_state_dict(copy.deepcopy(saved.side))
-        self.dense, self.dense_side = saved.dense.copy(), saved.dense_side.copy()
+        self.dense = saved.dense.copy()
         self.groups = [(list(names), dict(options)) for names, options in saved.groups]
 
     def roll_back(self) -> None:
@@ -351,9 +335,8 @@ class Job:
         self._load()
 
     def copy_the_job(self) -> None:
-        job = self.model, self.optimizer, self.side
-        pickled = self.chance.random() < 0.5
-        self.model, self.optimizer, self.side = pickle.loads(pickle.dumps(job)) if pickled else copy.deepcopy(job)
+        job, pickled = (self.model, self.optimizer), self.chance.random() < 0.5
+        self.model, self.optimizer = pickle.loads(pickle.dumps(job)) if pickled else copy.deepcopy(job)
 
     def change_options(self) -> None:
         at = self.chance.randrange(len(self.groups))
@@ -414,40 +397,6 @@ class Job:
         self.train()
         assert check.report.ok, check.report.findings
 
-    def clip_the_gradients(self) -> None:
-        """Clip by one norm over all groups but one that is kept out; then a step or none."""
-        grads = self.backward()
-        out = self.chance.choice([-1, *range(len(self.groups))])
-        some = [group for i, group in enumerate(self.optimizer.param_groups) if i != out]
-        power, bound = self.chance.choice((2.0, 1.0, math.inf)), self.chance.choice((1e-3, 0.1, 1e3))
-        counted = {name for i, (names, _) in enumerate(self.groups) if i != out for name in names} & set(grads)
-        own = [self.model.get_parameter(name).grad for name in sorted(counted)]
-        norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in own if grad is not None]), power)
-        found = clip_grad_norm_(self.optimizer if out < 0 else some, bound, power)
-        assert_rounded(found, norm, roundings=2 * sum(grad.numel() for grad in own if grad is not None))
-        factor = min(1.0, bound / (float(norm) + 1e-6))
-        clipped = {name: grad * factor if name in counted else grad for name, grad in grads.items()}
-        if self.chance.random() < 0.6:
-            self.optimizer.step()
-            self.stepped(clipped)
-        self.zero_grad()
-
-    def write_to_a_weight(self) -> None:
-        """The norm that Hyperball keeps stays behind, until it is deleted."""
-        at = self.chance.choice(self._matrix_groups() or [-1])
-        if at < 0:
-            return
-        self._set(at, variant="hyperball", weight_decay=0.0)
-        self.train()
-        name = self.chance.choice(self.groups[at][0])
-        p = self.model.get_parameter(name)
-        with torch.no_grad():
-            p.mul_(0.7)
-        self.dense.weights[name] = self.dense.weights[name] * 0.7
-        if self.chance.random() < 0.5 and "radius" in self.dense.state.get(name, {}):
-            del self.optimizer.state[p]["weight_radius"]
-            del self.dense.state[name]["radius"]
-
     def refuse_a_step(self) -> None:
         """Refuse a step by an option without a meaning: weights, state and options stay, and the same gradients make
         a step afterwards."""
@@ -478,9 +427,7 @@ class Saved:
 
     path: Path
     states: Any
-    side: Any
     dense: Dense
-    dense_side: Dense
     groups: list[tuple[list[str], dict[str, Any]]]
 
 
@@ -505,7 +452,6 @@ def _whole(p: Tensor) -> Tensor:
 ANYWHERE: list[Callable[[Job], None]] = [
     Job.train,
     Job.train_without_some_gradients,
-    Job.train_the_side,
     Job.forward_without_a_step,
     Job.fail_in_a_hook_after_the_step,
     Job.save,
@@ -523,8 +469,6 @@ ALONE: list[Callable[[Job], None]] = [
     Job.interrupt_a_step,
     Job.copy_the_job,
     Job.audit_a_step,
-    Job.clip_the_gradients,
-    Job.write_to_a_weight,
     Job.refuse_a_step,
 ]
 
@@ -563,18 +507,3 @@ def test_a_group_that_changes_to_adamw_has_adamws_eps() -> None:
     optimizer.step()
     wanted = torch.full_like(weight, -1e-7 / (1e-7 + 1e-8))
     assert_rounded(weight.detach(), wanted, roundings=60)  # 1 - 0.95 cancels
-
-
-def test_a_state_without_the_variant_is_refused_before_any_step_too() -> None:
-    """The group is neither left with its variant in silence nor without it."""
-    optimizer = Muon([torch.nn.Parameter(torch.ones(4, 6))], lr=0.02, beta2=0.9)
-    state = copy.deepcopy(optimizer.state_dict())
-    optimizer.param_groups[0].update(variant="normuon", beta2=0.5)
-    with pytest.raises(ValueError, match=r"saved with variant=None, the optimizer has 'normuon'. Load"):
-        optimizer.load_state_dict(state)
-    group = optimizer.param_groups[0]
-    assert (group["variant"], group["beta2"]) == ("normuon", 0.5)
-    group["variant"] = None
-    optimizer.load_state_dict(state)
-    group = optimizer.param_groups[0]
-    assert (group["variant"], group["beta2"]) == (None, 0.9)

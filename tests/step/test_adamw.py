@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.optim import lr_scheduler
-from torch.optim.adamw import adamw as functional_adamw
 
 from shardmuon import Muon, Storage
 from shardmuon.testing import RankPool
@@ -272,25 +271,6 @@ def test_small_tensors_of_unlike_step_counts_keep_their_own(dtype: torch.dtype) 
             optimizer.step()
     assert [int(together.state[p]["step"]) for p in mine] == [4, 3, 2, 1]
     assert_equal(mine, alone)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_torchs_kernel_gives_whole_vectors_the_same_bits_anywhere(dtype: torch.dtype) -> None:
-    """torch's kernel steps 64 bytes alike in any place, on several threads, too: one form rests on this."""
-    size = 64 // dtype.itemsize
-    for seed, count in enumerate((7, 100, 4000)):
-        whole = [normal(count * size, seed=4 * seed + i, dtype=dtype) for i in range(4)]
-        whole[3].abs_()
-        cuts = [0, size, 3 * size, (count // 2) * size, count * size]
-        parts = [[t[a:b].clone() for a, b in itertools.pairwise(cuts)] for t in whole]
-        for columns in ([[t] for t in whole], parts):
-            counts = [torch.tensor(4.0) for _ in columns[0]]
-            functional_adamw(
-                *columns, [], counts, fused=True, amsgrad=False, beta1=0.9, beta2=0.95, lr=0.01, weight_decay=0.1,
-                eps=1e-8, maximize=False,
-            )  # fmt: skip
-        for number in (0, 2, 3):
-            assert torch.equal(torch.cat(parts[number]), whole[number])
 
 
 # ----------------------------------------------------------------------- parameters that change their optimizer

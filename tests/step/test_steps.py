@@ -23,31 +23,6 @@ from shardmuon.testing.compare import rows_stored
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, parameters
 from shardmuon.variants import KEPT_KEYS
 
-
-def _one_lacks() -> None:
-    """The last rank that stores any of a matrix has no gradient: an error, and nothing has changed. Empty shards have
-    none anyway."""
-    row, world = LAYOUTS["megatron-fsdp"], dist.get_world_size()
-    full = {name: torch.randn(case.shape) for name, case in PARAMS.items()}
-    params = parameters(row.build(full, row.mesh(world)))
-    optimizer = Muon(groups_of(params, PARAMS), lr=0.02)
-    storing: list[Any] = [None] * world
-    dist.all_gather_object(storing, local_if_any(params["square"]).numel() > 0)
-    last = max(rank for rank, some in enumerate(storing) if some)
-    for name, grad in row.build(full, row.mesh(world)).items():
-        lacks = (name, dist.get_rank()) == ("square", last) or not local_if_any(grad).numel()
-        params[name].grad = None if lacks else grad
-    before = {name: local_if_any(p).detach().clone() for name, p in params.items()}
-    with pytest.raises(ValueError, match=r"square: .*(have no gradient.* have a gradient|a gradient.*no grad)"):
-        optimizer.step()
-    assert all(torch.equal(before[name], local_if_any(p)) for name, p in params.items())
-    assert not any(optimizer.state.values())
-
-
-def test_a_rank_that_stores_some_and_lacks_the_gradient_is_named(world4: RankPool) -> None:
-    world4.run(_one_lacks)
-
-
 LACKING = {0: ("square",), 1: ("wide", "experts"), 2: ()}  # step -> have no gradient on any rank
 NORMS = {"variant": "normuon+hyperball", "weight_decay": 0.0}
 ROUNDED = {"storage": Storage(stochastic_rounding=True, momentum_dtype=torch.float32)}
@@ -83,6 +58,14 @@ def _beside_one_process(layout: str, options: dict[str, Any], dtype: torch.dtype
                 here = local_if_any(here).detach()
                 assert torch.equal(here, there.view(here.shape)), f"step {step}, {key} of {name}"
     assert empty or dist.get_rank() == 0
+    storing: list[Any] = [None] * world
+    dist.all_gather_object(storing, local_if_any(mine["square"]).numel() > 0)
+    if dist.get_rank() == max(rank for rank, some in enumerate(storing) if some):
+        mine["square"].grad = None
+    before = {name: local_if_any(p).detach().clone() for name, p in mine.items()}
+    with pytest.raises(ValueError, match=r"square: .*(have no gradient.* have a gradient|a gradient.*no grad)"):
+        pair[0].step()
+    assert all(torch.equal(before[name], local_if_any(p)) for name, p in mine.items())
 
 
 @pytest.mark.parametrize(
@@ -98,7 +81,8 @@ def _beside_one_process(layout: str, options: dict[str, Any], dtype: torch.dtype
 def test_ranks_that_store_nothing_need_no_gradient(
     layout: str, options: dict[str, Any], dtype: torch.dtype, world4: RankPool
 ) -> None:
-    """Megatron-FSDP gives empty shards none; what the others have, they hear in the vote."""
+    """Megatron-FSDP gives empty shards none; what the others have, they hear in the vote. A rank that stores some of a
+    matrix and lacks its gradient is named on all."""
     world4.run(_beside_one_process, layout, options, dtype)
 
 
