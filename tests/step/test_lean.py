@@ -186,3 +186,7 @@ def test_swapped_storage_momentum_and_dtypes_are_followed() -> None:
         assert not torch.equal(p, given) and p.data_ptr() == kept
         assert optimizer.state[p]["momentum_buffer"] is buffer and not torch.equal(buffer, torch.ones_like(buffer))
     assert optimizer.plan is not plan, "another shape has another plan"
+    last = optimizer.param_groups[0]["params"][2]
+    last.grad = last.requires_grad_(False).grad = None
+    optimizer.step()
+    assert optimizer.plan is not None and len(optimizer.plan.specs) == 2, "nor is what was frozen planned on"
