@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from shardmuon import Muon, Storage
 from shardmuon.layout.engines import Engine
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP
-from shardmuon.orthogonalize import normalize
 from shardmuon.step import validate as validate_module
 from shardmuon.step.update import dealt, momentum_, momentum_into_
 from shardmuon.step.validate import Memory
@@ -222,14 +221,3 @@ def test_momentum_goes_into_a_batch_with_the_bits_of_a_copy(nesterov: bool, dtyp
     momentum_into_(out, grads, mine, momentum=0.9, nesterov=nesterov)
     updates = momentum_(grads, theirs, momentum=0.9, nesterov=nesterov)
     assert_bitwise([*out, *mine, *grads], [*(u.to(out_dtype) for u in updates), *theirs, *given])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_matrix_has_the_norm_that_it_has_alone(dtype: torch.dtype) -> None:
-    draw = random.Random(0)
-    for _ in range(100):
-        shape = draw.randint(1, 70), draw.randint(1, 200), draw.randint(1, 90)
-        shape = shape if draw.random() < 0.5 else (shape[0], shape[1] % 9 + 1, shape[2] % 9 + 1)
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(draw.randint(0, 1 << 30))).to(dtype)
-        at = draw.randrange(len(x))
-        assert_bitwise(normalize(x)[at], normalize(x[at : at + 1])[0])
