@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import normal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.optim import lr_scheduler
 
 from shardmuon import Muon, Storage
+from shardmuon._torch import local_if_any
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 from shardmuon.testing.tolerances import roundoff
@@ -24,10 +26,6 @@ SHAPES = ((9,), (1,), (33,), (7, 5), (2, 3, 4))
 WHOLE = ((32,), (64,), (96,), (8, 12), (4, 4, 6))  # 64 bytes at a time in any dtype
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPTIONS: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def parameters(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
@@ -47,10 +45,6 @@ def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], seeds: Itera
     for seed in seeds:
         set_gradients(params, seed)
         optimizer.step()
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def assert_equal(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
@@ -160,11 +154,11 @@ def _sharded(layout: str, dtype: torch.dtype, adamw: str) -> None:
             for n, wanted in _build(layout, whole).items():
                 assert isinstance(found[n], DTensor) and found[n].placements == params[n].placements  # type: ignore[attr-defined]
                 assert (found[n].shape, found[n].dtype) == (params[n].shape, params[n].dtype)
-                assert torch.equal(local(found[n]), local(wanted)), (n, key)
+                assert torch.equal(local_if_any(found[n]), local_if_any(wanted)), (n, key)
     # counted also where this rank holds nothing
     assert {float(step) for step in states(optimizer, params.values(), "step")} == {3.0}
     if layout == "fsdp2":
-        assert any(local(p).numel() == 0 for p in params.values()) == (dist.get_rank() > 0)
+        assert any(local_if_any(p).numel() == 0 for p in params.values()) == (dist.get_rank() > 0)
 
 
 @pytest.mark.parametrize(
@@ -190,11 +184,11 @@ def _partial_and_missing() -> None:
     optimizer.step()
     reference.step()
     start = 3 * dist.get_rank()
-    assert torch.equal(local(p), q.detach()[start : start + 3])
-    before = local(p).clone()
+    assert torch.equal(local_if_any(p), q.detach()[start : start + 3])
+    before = local_if_any(p).clone()
     p.grad = None if dist.get_rank() == 0 else torch.zeros_like(p)
     optimizer.step()
-    assert torch.equal(before, local(p)) == (dist.get_rank() == 0)
+    assert torch.equal(before, local_if_any(p)) == (dist.get_rank() == 0)
 
 
 def test_adamw_gradients_may_be_partial_or_missing_on_a_rank(world2: RankPool) -> None:
@@ -318,9 +312,9 @@ def _switch(kind: str | None, to_adamw: bool, layout: str, reload: bool) -> None
     wanted = [MUON_STATE[kind], ADAMW_STATE if to_adamw else MUON_STATE[kind]]
     saved = optimizer.state_dict()["state"]
     assert [sorted(optimizer.state[p]) for p in params] == [sorted(saved[key]) for key in (0, 1)] == wanted
-    assert torch.equal(local(params[1]), local(other[1]))
+    assert torch.equal(local_if_any(params[1]), local_if_any(other[1]))
     for key in wanted[1]:
-        assert torch.equal(local(optimizer.state[params[1]][key]), local(fresh.state[other[1]][key])), key
+        assert torch.equal(local_if_any(optimizer.state[params[1]][key]), local_if_any(fresh.state[other[1]][key])), key
 
 
 @pytest.mark.parametrize("reload", [False, True])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import normal
 from kept_in_source import kept_by, kept_in_source
 from processes import run_to_the_end
 from torch import Tensor, nn
@@ -67,17 +68,13 @@ def test_the_search_finds_caches_of_every_kind() -> None:
 # --------------------------------------------------------------------------------------------- memory goes when it says
 
 
-def _normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 class Pair(nn.Module):
     """Two matrices, one of them tall, and a vector."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.tall = nn.Parameter(_normal(6, 9, seed=1)), nn.Parameter(_normal(10, 4, seed=2))
-        self.gain = nn.Parameter(_normal(9, seed=3))
+        self.wide, self.tall = nn.Parameter(normal(6, 9, seed=1)), nn.Parameter(normal(10, 4, seed=2))
+        self.gain = nn.Parameter(normal(9, seed=3))
 
 
 def _pair(variant: str | None, sharded: bool = False) -> tuple[Pair, Muon]:
@@ -163,7 +160,7 @@ def _fork(model: Pair, optimizer: Muon) -> None:
 
 
 def _add_and_remove_a_group(model: Pair, optimizer: Muon) -> None:
-    more = nn.Parameter(_normal(5, 5, seed=9))
+    more = nn.Parameter(normal(5, 5, seed=9))
     optimizer.add_param_group({"params": [("more", more)]})
     optimizer.prepare()
     del optimizer.param_groups[-1]
