@@ -13,6 +13,7 @@ from jobs import Job, Spec, normal
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer, Storage
+from shardmuon.host import Host
 from shardmuon.step.binding import fingerprint
 
 
@@ -40,6 +41,15 @@ def test_copies_and_pickles_take_every_attribute_of_the_constructor() -> None:
         assert other.plan is None
         assert not hasattr(other, "anything")
         assert other.config == copy.copy(other).config == optimizer.config
+
+
+def test_hooks_of_loading_run_once_also_where_a_host_takes_over() -> None:
+    optimizer, seen = Job([{"params": [Spec("a", (6, 8))]}]).optimizer, list[str]()
+    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    Host().take_over(optimizer, optimizer.state_dict())
+    assert seen == ["before", "after"] * 2
 
 
 def _drifted(x: Tensor, where: Tensor, by: Tensor) -> Tensor:
