@@ -109,7 +109,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     _read(saved, reader, planner)
     with made_public():
         groups = run_together(lambda: _paired(optimizer.param_groups, saved["optimizer"]["param_groups"], model))
-        room = run_together(lambda: _room_for(reader.items, model, optimizer, groups))
+        room = run_together(lambda: _room_for(reader.items, optimizer, groups))
         weights = run_together(lambda: _copied(get_model_state_dict(model)))
         targets = run_together(lambda: _as_global(weights, room, table))
     _read(targets, reader, planner)
@@ -171,27 +171,25 @@ def _paired(mine: _Groups, saved: _Groups, model: nn.Module) -> list[dict[str, A
     return found
 
 
-def _room_for(
-    items: Mapping[str, Any], model: nn.Module, optimizer: Muon, groups: _Groups
-) -> dict[str, dict[str, Tensor]]:
+def _room_for(items: Mapping[str, Any], optimizer: Muon, groups: _Groups) -> dict[str, dict[str, Tensor]]:
     """Zeros for all state that a file has, as stored there: parameter's name -> key -> tensor.
 
     Args:
         items: The file's own list of what it holds.
-        model, optimizer: Whose parameters they are.
+        optimizer: Whose parameters they are.
         groups: The saved groups, in the optimizer's order.
     """
-    names, room = names_in(model), dict[str, dict[str, Tensor]]()
+    room = dict[str, dict[str, Tensor]]()
     for index, pair in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         group = merged_group(index, *pair)
-        for p in group["params"]:
-            at, start = f"optimizer.state.{names[id(p)]}.", dict[str, Tensor]()
+        for name, p in zip(pair[1]["params"], group["params"], strict=True):
+            at, start = f"optimizer.state.{name}.", dict[str, Tensor]()
             momentum = items.get(at + BUFFER)
             dtype = None if momentum is None else momentum.properties.dtype
             keeper = Keeper("int8" if dtype == torch.int8 else dtype, optimizer.keeper.device, rounds_weights=True)
             init_missing(p, group, start, keeper)
             found = {key: value for key, value in start.items() if at + key in items}
-            room |= {names[id(p)]: found} if found else {}
+            room |= {name: found} if found else {}
     return room
 
 
@@ -307,17 +305,17 @@ def _as_global(
     table: Table,  # of all plain shards
 ) -> dict[str, Any]:
     """A job with every plain shard as a `_Shard`, as {"model": weights, "optimizer": {"state": state}}."""
-    weights, state = dict(weights), {name: dict(entry) for name, entry in state.items()}
+    weights, kept = dict(weights), {name: dict(entry) for name, entry in state.items()}
     for one, layout in zip(table.params, table.layouts, strict=True):
         if not isinstance(engine_of(one.param), FlatEngine):  # FSDP1 itself has made tensors of its own of these
             weights[one.identity] = _Shard(weights[one.identity], layout)
-        of_one = state.get(one.identity, {})
+        of_one = kept.get(one.identity, {})
         for key, value in of_one.items():
             if key == SCALE:
                 of_one[key] = _Shard(value, _of_scales(layout, value.ndim - 1))
             elif isinstance(value, Tensor) and value.shape == one.param.shape and key not in KEPT_KEYS:
                 of_one[key] = _Shard(value, layout)
-    return {"model": weights, "optimizer": {"state": state}}
+    return {"model": weights, "optimizer": {"state": kept}}
 
 
 def _of_scales(layout: ParamLayout, num_row_dims: int) -> ParamLayout:
