@@ -8,8 +8,8 @@ a *role* says what rows are: "q" and "k" are scaled against each other, "q_pe" a
 What is known:
     separate      q_proj and k_proj (Llama, Qwen, Mistral, ..), wq and wk, to_q and to_k (diffusers), query and key
                   (BERT, ViT), with the head's size as an attribute
-    fused         torch's MultiheadAttention, Megatron's linear_qkv, and the types of routing/presets.py that fuse q, k
-                  and v (GPT-2, GPT-NeoX, Phi-3, timm)
+    fused         Megatron's linear_qkv, and the types of routing/presets.py that fuse q, k and v (GPT-2, GPT-NeoX,
+                  Phi-3, timm)
     latent        DeepSeek's kv_b_proj with q_b_proj or q_proj, Megatron's linear_kv_up_proj with linear_q_up_proj or
                   linear_q_proj: of the queries the rotary part is scaled by g, the rotary keys not at all
 """
@@ -242,14 +242,10 @@ def _forms(holder: Holder) -> Iterator[_Form]:
     """The ways in which a module may keep queries and keys, by what it holds; the first one counts."""
     module, number = holder.module, holder.number
     if isinstance(module, nn.MultiheadAttention):
-        if module.bias_k is not None:
-            raise ValueError(
-                f"{holder.name}: add_bias_kv=True adds a key that no projection makes, so scaling weights does not "
-                "bound its logits. Make it with add_bias_kv=False, or leave the layer out with layers="
-            )
-        q, k, v = ((role, module.embed_dim) for role in ("q", "k", ""))
-        both = {"in_proj_weight": (q, k, v), "in_proj_bias": (q, k, v)}
-        yield _Form({**both, "q_proj_weight": (q,), "k_proj_weight": (k,)}, heads=module.num_heads)  # type: ignore[dict-item]
+        raise ValueError(
+            f"{holder.name}: torch's MultiheadAttention makes queries and keys inside of one function, where no logit "
+            "is seen. Make them by projections of your own, or leave the layer out with layers="
+        )
     for query, key, sizes in _LATENT:
         if {f"{query}.weight", f"{key}.weight"} <= holder.weights.keys():
             (nope, rope, value), heads = map(number, sizes), number(*_HEADS)
