@@ -128,7 +128,7 @@ class QKClip:
         params = {place.name: param for holder in holders.values() for param, place in holder.weights.values()}
         self._scaler = Scaler(optimizer, self.layers, tau, alpha, process_group, params)
         if host_of(optimizer) is None:
-            self._scaler.check_model()
+            self._scaler.find(of_model=True)
         self._pending: dict[str, Tensor] = {}  # layer -> maxima since the last step
         self._has_reduced = False  # for the step under way, of which this may be one call of several
         self._num_steps, self.report = 0, LogitReport(0, tau)

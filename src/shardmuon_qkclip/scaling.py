@@ -120,14 +120,13 @@ class _Bound(KeptTable):
     Attributes:
         targets: The weights.
         layouts: Who stores what of each.
-        places: For each, where its rows' factors stand among the layer's, on its device.
         slots: (layer, number of heads, ranks that the layer's sets connect), in the order of the reduction.
     """
 
     def __init__(self, table: Table, targets: Sequence[_Target]) -> None:
         super().__init__(table)
         self.targets, self.layouts = targets, table.layouts
-        self.slots, self.places = list[tuple[str, int, Ranks]](), list[Tensor]()
+        self.slots = list[tuple[str, int, Ranks]]()
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
             if size != rows.num():  # the layout is the same on every rank that has it
@@ -135,7 +134,6 @@ class _Bound(KeptTable):
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
                     f"{rows.repeats} times make {rows.num()}"
                 )
-            self.places.append(target.layer.places(rows).to(target.weight.stored.device))
 
     def hear(self, everyone: Sequence[_Told]) -> None:
         """Give each layer its slots in the reduction, from what each rank of the component tells."""
@@ -260,23 +258,24 @@ class Scaler(Call[_Bound]):
 
     def _scale(self, bound: _Bound) -> tuple[LayerLogits, ...]:
         """Scale what this rank stores of each weight."""
-        done, factors = dict[str, LayerLogits](), dict[str, Tensor]()
+        done, of_heads = list[LayerLogits](), dict[str, dict[Any, Tensor]]()
         parts = self._all.to(self._own.device).split([num_heads for _, num_heads, _ in bound.slots])
         maxima = {name: part for (name, _, ranks), part in zip(bound.slots, parts, strict=True) if my_rank() in ranks}
         for name, layer in self._by_name.items():
             gain = gains(layer, maxima[name], self._tau)
-            done[name], factors[name] = LayerLogits(name, maxima[name], gain), _factors(layer, gain, self._alpha)
+            done.append(LayerLogits(name, maxima[name], gain))
+            of_heads[name] = _factors(layer, gain, self._alpha)
         now = {id(weight.stored): weight.now for weight in _weights_of(self._optimizer)}
-        for target, layout, places in zip(bound.targets, bound.layouts, bound.places, strict=True):
+        for target, layout in zip(bound.targets, bound.layouts, strict=True):
             stored, dim = target.weight.stored, target.rows.dim
             if math.isinf(self._tau) or not now.get(id(stored), True):  # a later call of this step scales it
                 continue
             local = target.engine.storage(stored)
-            per_row = factors[target.layer.name].to(places.device)[places]  # of the whole weight, on every rank
-            per_row = per_row.double() if local.dtype == torch.float64 else per_row
+            per_row = target.rows.factors(of_heads[target.layer.name])  # of the whole weight, on every rank
+            per_row = per_row.to(local.device, torch.promote_types(local.dtype, torch.float32))
             for part, start in _views(local, layout, dim):
                 part.mul_(per_row[start : start + part.shape[dim]].view(-1, *[1] * (part.ndim - 1 - dim)))
-        return tuple(done.values())
+        return tuple(done)
 
     def _remember(self, text: str) -> str:
         """Let the optimizer refuse further steps, as after an error in one of its own; returns why."""
@@ -296,10 +295,10 @@ class Scaler(Call[_Bound]):
         return self._bound
 
     def is_current(self, kept: _Bound) -> bool:
-        return [target.key() for target in kept.targets] == [target.key() for target in self._find()]
+        return [target.key() for target in kept.targets] == [target.key() for target in self.find()]
 
     def listed(self) -> list[Listed]:
-        self._found = self._find()
+        self._found = self.find()
         return [self._one_listed(target) for target in self._found]
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
@@ -348,8 +347,11 @@ class Scaler(Call[_Bound]):
 
     # ------------------------------------------------------------------------------------------------ where it lies
 
-    def _find(self) -> list[_Target]:
+    def find(self, of_model: bool = False) -> list[_Target]:
         """Every weight of the layers: the model's parameter, or what is stepped by its name.
+
+        Args:
+            of_model: By its name only a copy in another dtype: the optimizer may be of another model.
 
         Raises:
             ValueError: One is not there, is frozen or kept at its norm, or two layers have it.
@@ -360,8 +362,14 @@ class Scaler(Call[_Bound]):
         for layer, rows in [(one, rows) for one in self._by_name.values() for rows in one.rows]:
             param = self._params.get(rows.weight)
             weight = by_param.get(id(param)) or by_name.get(rows.weight)
-            if weight is None:
-                raise self._missing(layer, rows)
+            other = param if of_model and weight is not None and weight.param is not param else None
+            if weight is None or (other is not None and weight.param.dtype == other.dtype):
+                raise ValueError(
+                    f"{layer.name}: {rows.weight} is not among the weights of {self._optimizer.__class__.__name__}, so "
+                    "it cannot be scaled with the others. Make the optimizer of this very model (another tensor of "
+                    "that name is none of its weights), with names and before a layer is frozen, or leave the layer "
+                    "out with layers="
+                )
             first = found.get(id(weight.stored))
             if first is not None:
                 raise ValueError(
@@ -386,20 +394,6 @@ class Scaler(Call[_Bound]):
                 f"{weight.name}: it is {why}, so QK-clip must not scale it. Leave the layer out with layers=, or write "
                 "tau=math.inf to measure only"
             )
-
-    def check_model(self) -> None:
-        """Raise ValueError unless the optimizer steps the very parameters of the model, or copies in another dtype."""
-        for target in self._find():
-            param, stepped = self._params.get(target.rows.weight), target.weight.param
-            if param is not None and stepped is not param and stepped.dtype == param.dtype:
-                raise self._missing(target.layer, target.rows)
-
-    def _missing(self, layer: Attention, rows: Rows) -> ValueError:
-        return ValueError(
-            f"{layer.name}: {rows.weight} is not among the weights of {self._optimizer.__class__.__name__}, so it "
-            "cannot be scaled with the others. Make the optimizer of this very model (another tensor of that name is "
-            "none of its weights), with names and before a layer is frozen, or leave the layer out with layers="
-        )
 
     def _one_listed(self, target: _Target) -> Listed:
         """A weight as the layout table lists it.
@@ -466,7 +460,7 @@ def _factors(
     layer: Attention,
     gain: Tensor,  # (num_groups,)
     alpha: float,
-) -> Tensor:  # (1 + 2 num_heads + num_groups,): 1, of each head's q and q_pe, of each group's k
-    """The numbers that rows are multiplied with."""
+) -> dict[Any, Tensor]:
+    """The numbers that rows of each role are multiplied with, for each of its heads."""
     of_head = gain.repeat_interleave(layer.num_heads // layer.num_groups)
-    return torch.cat([gain.new_ones(1), of_head.pow(alpha), of_head, gain.pow(1.0 - alpha)])
+    return {"": gain.new_ones(1), "q": of_head.pow(alpha), "q_pe": of_head, "k": gain.pow(1.0 - alpha)}
