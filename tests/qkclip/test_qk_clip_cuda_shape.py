@@ -56,7 +56,7 @@ def test_scaling_by_given_maxima_waits_for_nothing(world: int) -> None:
             scaler.apply_()
         assert dict(mode.waits) == {}
         assert dict(mode.uploads) == {}
-        # a layer: its vector, largest of each group, the rule (10), the factors (5), two of rows and a product of q and of k
+        # a layer: its vector, largest of each group, the rule (10), the factors (5); of q and of k rows (2), a product
         assert sum(mode.launches.values()) <= LAYERS * (1 + 1 + 10 + 5 + 3 * 2) + 2
 
 
