@@ -91,10 +91,8 @@ def clip_grad_norm_(
         refused = clipped_by_host(one.param for one in listed) if host is None else host.clipping
     if refused is not None:  # on every rank alike: the gradients are a framework's, which clips them
         raise ValueError(refused)
-    if not norm_type > 0.0:
-        fault.add(f"norm_type={norm_type} must be above 0")
-    if not max_norm >= 0.0:
-        fault.add(f"max_norm={max_norm} must be at least 0")
+    fault.add(None if norm_type > 0.0 else f"norm_type={norm_type} must be above 0")
+    fault.add(None if max_norm >= 0.0 else f"max_norm={max_norm} must be at least 0")
     text = f"norm_type={norm_type} max_norm={max_norm} error_if_nonfinite={error_if_nonfinite}"
     call = Clipping(listed, norm_type, text, fault, ranks if len(ranks) > 1 else None)
     with made_public(), _or_dropped(listed):
