@@ -174,7 +174,6 @@ CLIPS: dict[str, dict[str, Any] | None] = {
     "without QK-clip": None,
     "exact": {},
     "exact, steps that are not measured": {"every": 10**6},
-    "bound": {"bound": True},
     "without, again": None,
 }
 

@@ -8,8 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial, wraps
-from types import SimpleNamespace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -280,30 +279,6 @@ def after_loading(optimizer: torch.optim.Optimizer) -> None:
     """Run the hooks of `register_load_state_dict_post_hook`."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
-
-
-def on_zero_grad(optimizer: torch.optim.Optimizer, listener: Callable[[], None]) -> SimpleNamespace:
-    """Call `listener` after each `optimizer.zero_grad()`, for which torch has no hook (2.11 .. 2.13). It is no part of
-    copies and pickles of the optimizer, which are made of its state and its groups. Returns a handle, as hooks of torch
-    do."""
-    own: Any = optimizer
-    before, listening = optimizer.zero_grad, [listener]
-
-    @wraps(before)
-    def zero_grad(*args: Any, **kwargs: Any) -> None:
-        before(*args, **kwargs)
-        for each in listening:
-            each()
-
-    def remove() -> None:
-        listening.clear()
-        if vars(own).get("zero_grad") is zero_grad:  # else others have wrapped it since
-            own.zero_grad = before
-            if getattr(before, "__func__", None) is type(own).zero_grad:
-                del own.zero_grad
-
-    own.zero_grad = zero_grad
-    return SimpleNamespace(remove=remove)
 
 
 def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> Any:

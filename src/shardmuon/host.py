@@ -50,13 +50,11 @@ class Host:
     Attributes:
         in_parts: True if a training step calls `step()` several times, with some of the groups each.
         clipping: Why gradients cannot be clipped here, and what to write; None where they can.
-        has_copies: True if what it steps are copies, of which the model's weights are made when `step` has returned.
         packages: It may have something to say to a step if any of these is imported; None: always.
     """
 
     in_parts = False
     clipping: str | None = None
-    has_copies = False
     packages: tuple[str, ...] | None = None
 
     @property
@@ -112,11 +110,6 @@ class Host:
     def weights(self, core: Stepped) -> list[Weight]:
         """Every weight that is stepped here, for whoever changes weights after a step. Of an active host."""
         raise NotImplementedError
-
-    def keeping(self, core: Stepped) -> Iterable[Stepped]:
-        """Optimizers whose state, by `Weight.stored`, holds the numbers that stages of variants keep, loaded ones too.
-        Of an active host."""
-        return (core,)
 
     def has_stepped_all(self, core: Stepped) -> bool:
         """True if the call of `step` that has just ended was the last one of its training step. Of an active host."""

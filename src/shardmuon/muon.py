@@ -318,7 +318,8 @@ class Muon(Core, Optimizer):
 
         Works before the first step and after any. Checked whole before anything changes: names (if both sides have
         them), number and shapes, keys, options. A state dict saved on another layout comes through
-        torch.distributed.checkpoint, one of another Muon through `shardmuon.checkpoint.load_foreign`.
+        torch.distributed.checkpoint. State of another optimizer is refused, but for torch.optim.Muon's, which means the
+        same.
 
         Raises:
             ValueError: It does not fit; the optimizer is unchanged.

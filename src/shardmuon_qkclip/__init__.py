@@ -1,6 +1,7 @@
 """QK-clip: attention logits kept below a threshold by scaling the rows of query and key weights, on any sharding."""
 
-from shardmuon_qkclip.clip import LayerLogits, LogitReport, QKClip, qk_clip
+from shardmuon_qkclip.clip import LogitReport, QKClip
 from shardmuon_qkclip.layers import Attention, Rows, attention_layers
+from shardmuon_qkclip.scaling import LayerLogits
 
-__all__ = ["Attention", "LayerLogits", "LogitReport", "QKClip", "Rows", "attention_layers", "qk_clip"]
+__all__ = ["Attention", "LayerLogits", "LogitReport", "QKClip", "Rows", "attention_layers"]

@@ -8,16 +8,14 @@ a *role* says what rows are: "q" and "k" are scaled against each other, "q_pe" a
 What is known:
     separate      q_proj and k_proj (Llama, Qwen, Mistral, ..), wq and wk, to_q and to_k (diffusers), query and key
                   (BERT, ViT), with the head's size as an attribute
-    fused         torch's MultiheadAttention, Megatron's linear_qkv, and the types of routing/presets.py that fuse q, k
-                  and v (GPT-2, GPT-NeoX, Phi-3, timm)
+    fused         Megatron's linear_qkv, and the types of routing/presets.py that fuse q, k and v (GPT-2, GPT-NeoX,
+                  Phi-3, timm)
     latent        DeepSeek's kv_b_proj with q_b_proj or q_proj, Megatron's linear_kv_up_proj with linear_q_up_proj or
                   linear_q_proj: of the queries the rotary part is scaled by g, the rotary keys not at all
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -44,7 +42,7 @@ class Rows:
         dim: The dim of the parameter that they run along: 1 where it is stored the other way round (`x @ W`).
 
     Raises:
-        ValueError: A role is unknown or a count is not positive.
+        ValueError: A role is unknown or comes twice, or a count is not positive.
 
     Examples:
         >>> Rows("q_proj.weight", (("q", 64),))
@@ -59,15 +57,25 @@ class Rows:
 
     def __post_init__(self) -> None:
         known = all(role in ("q", "k", "q_pe", "") and size > 0 for role, size in self.parts)
-        if not known or not self.parts or self.repeats < 1 or self.dim not in (0, 1):
+        roles = [role for role, _ in self.parts if role]
+        if not known or not self.parts or len({*roles}) < len(roles) or self.repeats < 1 or self.dim not in (0, 1):
             raise ValueError(
                 f"{self.weight}: parts={self.parts}, repeats={self.repeats}, dim={self.dim}: parts are pairs of a role "
-                "('q', 'k', 'q_pe' or '', which is anything else) and 1 row or more, repeats 1 or more, dim 0 or 1"
+                "('q', 'k', 'q_pe' at most once, or '', which is anything else) and 1 row or more, repeats 1 or more, "
+                "dim 0 or 1"
             )
 
     def num(self, *roles: _Role) -> int:
         """Number of rows of these roles; without any, of all."""
         return self.repeats * sum(size for role, size in self.parts if role in roles or not roles)
+
+    def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # (num(),)
+        """The factor of each row, given those of the heads that share a role's rows, in order and in equal parts."""
+        parts = []
+        for role, size in self.parts:
+            of_role = of_heads[role]
+            parts.append(of_role.repeat_interleave(self.repeats * size // len(of_role)).view(self.repeats, size))
+        return torch.cat(parts, dim=1).flatten()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +115,8 @@ class Attention:
 
     @property
     def _heads(self) -> dict[_Role, int]:
-        """Role -> number of heads that share its rows, in the order in which `scaling.py` has their factors."""
-        return {"": 1, "q": self.num_heads, "q_pe": self.num_heads, "k": self.num_groups}
-
-    def places(self, rows: Rows) -> Tensor:  # (rows.num(),), int64
-        """The place of each row's factor among those that `scaling.py` makes. Rows of a role are dealt to its heads in
-        order, in equal parts."""
-        out, seen = list[Tensor](), Counter[_Role]()
-        first = dict(zip(self._heads, itertools.accumulate(self._heads.values(), initial=0), strict=False))
-        for role, size in rows.parts * rows.repeats:
-            index = torch.arange(seen[role], seen[role] + size, device="cpu")
-            out.append(first[role] + index // (rows.num(role) // self._heads[role]))
-            seen[role] += size
-        return torch.cat(out)
+        """Role -> number of heads that share its rows."""
+        return {"q": self.num_heads, "q_pe": self.num_heads, "k": self.num_groups}
 
 
 # ------------------------------------------------------------------------------------------------------ finding them
@@ -242,14 +239,10 @@ def _forms(holder: Holder) -> Iterator[_Form]:
     """The ways in which a module may keep queries and keys, by what it holds; the first one counts."""
     module, number = holder.module, holder.number
     if isinstance(module, nn.MultiheadAttention):
-        if module.bias_k is not None:
-            raise ValueError(
-                f"{holder.name}: add_bias_kv=True adds a key that no projection makes, so scaling weights does not "
-                "bound its logits. Make it with add_bias_kv=False, or leave the layer out with layers="
-            )
-        q, k, v = ((role, module.embed_dim) for role in ("q", "k", ""))
-        both = {"in_proj_weight": (q, k, v), "in_proj_bias": (q, k, v)}
-        yield _Form({**both, "q_proj_weight": (q,), "k_proj_weight": (k,)}, heads=module.num_heads)  # type: ignore[dict-item]
+        raise ValueError(
+            f"{holder.name}: torch's MultiheadAttention makes queries and keys inside of one function, where no logit "
+            "is seen. Make them by projections of your own, or leave the layer out with layers="
+        )
     for query, key, sizes in _LATENT:
         if {f"{query}.weight", f"{key}.weight"} <= holder.weights.keys():
             (nope, rope, value), heads = map(number, sizes), number(*_HEADS)

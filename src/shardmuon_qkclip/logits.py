@@ -9,14 +9,12 @@
 [Note: where it is measured]
     Inside of a layer's forward a `TorchFunctionMode` sees the functions of `_MEASURES`, by whatever name they were
     imported, with what they are given: queries and keys rotated, cached, repeated; attention that is written out ends
-    in a softmax over the logits themselves (transformers' "eager"); torch's MultiheadAttention calls one function that
-    makes queries and keys itself, so they are made once more from its arguments. Kernels that are no torch functions
-    (flash-attn's) are not seen.
+    in a softmax over the logits themselves (transformers' "eager"). Kernels that are no torch functions (flash-attn's)
+    are not seen.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -50,20 +48,12 @@ def largest_logits(
         attn_mask: As there. What a mask of floats adds is not counted, see [Note: what is measured].
         is_causal: Query i sees keys 0 to i.
         chunk: How many logits to look at together, at least one row of each head.
-
-    Raises:
-        ValueError: The shapes do not fit together.
     """
     query, key = (t if t.dtype == torch.float64 else t.float() for t in map(local_if_any, (query, key)))
-    if query.ndim < 3 or key.ndim < 3 or query.shape[-1] != key.shape[-1] or query.shape[-3] % key.shape[-3]:
-        raise ValueError(
-            f"queries of shape {tuple(query.shape)} and keys of shape {tuple(key.shape)}: expected (.., heads, "
-            "positions, size) with the heads of the keys dividing those of the queries"
-        )
     heads, length, size = query.shape[-3:]
     num_keys, scale = key.shape[-2], size**-0.5 if scale is None else scale
     query, keys = query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3)  # (.., G, H/G, L, E), (.., G, 1, S, E)
-    hidden = None if attn_mask is None else _is_hidden(local_if_any(attn_mask), False)
+    hidden = None if attn_mask is None else _is_hidden(local_if_any(attn_mask))
     batch = math.prod(torch.broadcast_shapes(query.shape[:-4], keys.shape[:-4]))
     rows = max(1, chunk // max(1, batch * heads * num_keys))
     found = query.new_full((heads,), -math.inf)
@@ -86,9 +76,9 @@ def _per_head(logits: Tensor) -> Tensor:  # (.., H, L, S) -> (H,), -inf of none 
     return each.amax(dim=1) if logits.numel() else each.new_full((len(each),), -math.inf)
 
 
-def _is_hidden(mask: Tensor, when: bool) -> Tensor:
-    """Say where a mask of booleans is `when`, or one of numbers -inf or about the lowest number of its dtype."""
-    return mask == when if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+def _is_hidden(mask: Tensor) -> Tensor:
+    """True where a mask lets no query see: it is False, or -inf or about the lowest number of its dtype."""
+    return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
 # ------------------------------------------------------------------------------------------------- inside of a forward
@@ -113,32 +103,8 @@ def _of_softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any
     return _per_head(local_if_any(input).detach()).float()
 
 
-_TORCHS = inspect.signature(F.multi_head_attention_forward)
-
-
-@torch.no_grad()
-def _of_multi_head_attention(*args: Any, **kwargs: Any) -> Tensor:
-    given = _TORCHS.bind(*args, **kwargs).arguments
-    fused, bias = given["in_proj_weight"], given["in_proj_bias"]
-    weights = (given["q_proj_weight"], given["k_proj_weight"]) if fused is None else fused.chunk(3)
-    biases = (None, None) if bias is None else bias.chunk(3)
-    query, key = (
-        F.linear(given[name], weight, of_it).unflatten(-1, (given["num_heads"], -1)).movedim(0, -2)  # (N, H, L, E)
-        for name, weight, of_it in zip(("query", "key"), weights, biases, strict=False)
-    )
-    hidden = torch.zeros(1, 1, dtype=torch.bool, device=query.device)
-    attn, padding = given.get("attn_mask"), given.get("key_padding_mask")
-    if attn is not None:
-        stacked = attn.ndim == 3 and query.ndim == 4  # (N H, L, S)
-        hidden = hidden | _is_hidden(attn.unflatten(0, (len(query), -1)) if stacked else attn, True)
-    if padding is not None:
-        hidden = hidden | _is_hidden(padding, True)[..., None, None, :]
-    return largest_logits(query, key, attn_mask=~hidden)
-
-
 _MEASURES: dict[Any, Callable[..., Tensor | None]] = {
     F.scaled_dot_product_attention: _of_attention,
-    F.multi_head_attention_forward: _of_multi_head_attention,
     F.softmax: _of_softmax,
     torch.softmax: _of_softmax,
     Tensor.softmax: _of_softmax,
@@ -149,17 +115,16 @@ class Watch(TorchFunctionMode):
     """A view of one layer's attention while it is entered, see [Note: where it is measured].
 
     Args:
-        found: Is given the maxima of the heads, and the result of the function that they were measured in.
+        found: Is given the maxima of the heads in each call that is seen.
     """
 
-    def __init__(self, found: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, found: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._found = found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         maxima = _MEASURES[func](*args, **kwargs) if func in _MEASURES else None
         if maxima is not None:
-            self._found(maxima, result[0] if isinstance(result, tuple) else result)
-        return result
+            self._found(maxima)
+        return func(*args, **kwargs)

@@ -14,6 +14,10 @@
     same on every rank after a reduction by max, in which no order matters. So a rank scales what it stores and the bits
     are those of one process. Where the pieces lie is said by a layout table, which all ranks make together and keep.
 
+[Note: variants that keep norms]
+    Hyperball brings each matrix back to the norm that it began with, so it would undo the scaling in the next step, and
+    it bounds logits by itself: the product of the norms of q and k does not grow. Such weights are refused.
+
 [Note: who reduces]
     A layer's weights may lie on several sets of ranks, of which each overlaps with another. Its maxima are those of all
     ranks that the sets connect. One reduction over the component brings all of them: each layer of such ranks has
@@ -24,7 +28,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -44,16 +47,14 @@ from shardmuon.errors import (
     ranks_text,
     stays_itself,
 )
-from shardmuon.host import Host, Hosts, Stepped, Weight
+from shardmuon.host import Host, Hosts, Weight
 from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree, settle
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.pieces import Tile, spans_of
 from shardmuon.layout.table import ParamLayout
-from shardmuon.layout.views import MatrixView, matrix_view
-from shardmuon.options import PLACE_OPTIONS, view_options
-from shardmuon.step.kept import forget_norms
-from shardmuon.variants import WEIGHT_NORMS
+from shardmuon.options import PLACE_OPTIONS
+from shardmuon.variants import WeightStage, stages_of
 from shardmuon_qkclip.layers import Attention, Rows
 
 if TYPE_CHECKING:
@@ -81,40 +82,33 @@ def _weights_of(optimizer: Optimizer) -> list[Weight]:
     return [Weight(name, p, p, group) for index, group in groups for name, p in named_params(group, index)]
 
 
-class Scaled(NamedTuple):
-    """The outcome for one layer.
+class LayerLogits(NamedTuple):
+    """A layer in one step.
 
     Attributes:
+        name: The layer's.
         maxima: (num_heads,), fp32: the largest logits over all ranks; -inf where none was measured.
         gains: (num_groups,), fp32: what the logits of each key head were scaled by.
     """
 
+    name: str
     maxima: Tensor
     gains: Tensor
 
 
-class _Measured(NamedTuple):
-    """A weight of a layer.
-
-    Attributes:
-        layer: The layer.
-        rows: What its rows are.
-        weight: As it is stepped.
-        engine: Reaches its storage.
-        is_frozen: The model's parameter is frozen now, so the layer is left alone.
-    """
+class _Target(NamedTuple):
+    """A weight of a layer, what its rows are, and the engine that reaches its storage as it is stepped."""
 
     layer: Attention
     rows: Rows
     weight: Weight
     engine: Engine
-    is_frozen: bool
 
     def key(self) -> object:
         """A value that changes with all that the layout table depends on."""
         stored, group = self.weight.stored, self.weight.group
         place = [group.get(key) for key in ("rank_local", *PLACE_OPTIONS)]
-        return self.layer, self.rows, id(stored), self.engine, self.engine.signature(stored), place, self.is_frozen
+        return self.rows, id(stored), self.engine, self.engine.signature(stored), place
 
 
 _Told = dict[str, tuple[int, Ranks]]  # layer -> its heads, and all ranks with which a rank shares or replicates it
@@ -124,18 +118,15 @@ class _Bound(KeptTable):
     """A layout table of the weights, which all ranks have.
 
     Attributes:
-        key: Changes with all that the table depends on.
         targets: The weights.
         layouts: Who stores what of each.
-        places: For each, where its rows' factors stand among the layer's, on its device.
         slots: (layer, number of heads, ranks that the layer's sets connect), in the order of the reduction.
     """
 
-    def __init__(self, table: Table, targets: Sequence[_Measured], key: object) -> None:
+    def __init__(self, table: Table, targets: Sequence[_Target]) -> None:
         super().__init__(table)
-        self.key, self.targets, self.layouts = key, targets, table.layouts
+        self.targets, self.layouts = targets, table.layouts
         self.slots = list[tuple[str, int, Ranks]]()
-        self.places = list[Tensor]()
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
             if size != rows.num():  # the layout is the same on every rank that has it
@@ -143,7 +134,6 @@ class _Bound(KeptTable):
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
                     f"{rows.repeats} times make {rows.num()}"
                 )
-            self.places.append(target.layer.places(rows).to(target.weight.stored.device))
 
     def hear(self, everyone: Sequence[_Told]) -> None:
         """Give each layer its slots in the reduction, from what each rank of the component tells."""
@@ -164,8 +154,12 @@ class Scaler(Call[_Bound]):
     Args:
         optimizer: Steps them.
         layers: The layers.
+        tau, alpha: See [Note: the rule].
         process_group: Ranks that see other batches with the same weights, beyond those that share the weights.
         params: Parameter name -> the model's parameter, where it is known.
+
+    Raises:
+        ValueError: The rule does not know such numbers, or two layers have one name.
     """
 
     phase = Phase.QK_CLIP
@@ -177,17 +171,31 @@ class Scaler(Call[_Bound]):
     def __init__(
         self,
         optimizer: Optimizer,
-        layers: Sequence[Attention] = (),
+        layers: Sequence[Attention],
+        tau: float = 100.0,
+        alpha: float = 0.5,
         process_group: Any = None,
         params: Mapping[str, Tensor] | None = None,
     ) -> None:
+        if not tau > 0.0:
+            raise ValueError(
+                f"tau={tau!r}: the largest logit that is allowed must be above 0; 100 is usual, math.inf only measures"
+            )
+        if not 0.0 <= alpha <= 1.0:
+            raise ValueError(f"alpha={alpha!r}: the queries' share must be in [0, 1]; 0.5 is usual")
+        self._by_name = {layer.name: layer for layer in layers}
+        if not layers or len(self._by_name) < len(layers):
+            raise ValueError(f"layers: found {[layer.name for layer in layers]}, expected layers of unlike names")
+        self._tau, self._alpha = float(tau), float(alpha)
+        normed = next((layer for layer in layers if layer.normed and not math.isinf(tau)), None)
+        if normed is not None:
+            raise ValueError(
+                f"{normed.name}: {normed.normed} normalizes its queries or keys after their projection, so scaling the "
+                "weights of the projection does not change its logits, which the norm's own gains bound. Leave it out "
+                "with layers=, or write tau=math.inf to measure only"
+            )
         self._optimizer, self._params = optimizer, params or {}
         self._bound: _Bound | None = None
-        self.choose(layers, process_group)
-
-    def choose(self, layers: Sequence[Attention], process_group: Any) -> None:
-        """Use other arguments from now on. The table stays until the other ranks have heard of it."""
-        self._layers, self._by_name = tuple(layers), {layer.name: layer for layer in layers}
         self._group = GroupRef.of(process_group)
         ranks = () if self._group is None else tuple(sorted(self._group.ranks))
         self.beyond = ranks if len(ranks) > 1 else None
@@ -195,12 +203,11 @@ class Scaler(Call[_Bound]):
     # -------------------------------------------------------------------------------------------------- one step
 
     @torch.no_grad()
-    def reduce(self, measure: Measure, tau: float, alpha: float) -> None:
+    def reduce(self, measure: Measure) -> None:
         """Find the maxima over all ranks, for `apply_`. Collective; changes no weight.
 
         Args:
             measure: Layers may be missing. The user's function, so it may raise anything.
-            tau, alpha: See [Note: the rule].
 
         Raises:
             Refused: Something is wrong here or on another rank. On every rank.
@@ -208,10 +215,8 @@ class Scaler(Call[_Bound]):
         """
         fault = Fault()
         with fault:
-            check_numbers(tau, alpha)
-            self._numbers = float(tau), float(alpha)
             try:
-                self._given = measure()
+                self._given = dict(measure())
             except Exception as wrong:
                 if stays_itself(wrong):
                     raise
@@ -229,14 +234,14 @@ class Scaler(Call[_Bound]):
             raise
 
     @torch.no_grad()
-    def apply_(self) -> dict[str, Scaled]:
+    def apply_(self) -> tuple[LayerLogits, ...]:
         """Multiply this rank's rows by what `reduce` has found. Collective: the ranks settle that each of them has.
 
         Raises:
             ExchangeError: Here or on another rank something was raised meanwhile, so that weights may be half scaled,
                 which the optimizer remembers. On its own rank an interrupt and being out of memory stay what they are.
         """
-        bound, fault, done = self._bound, Fault(), dict[str, Scaled]()
+        bound, fault, done = self._bound, Fault(), tuple[LayerLogits, ...]()
         assert bound is not None, "reduced"
         with fault:
             done = self._scale(bound)
@@ -251,38 +256,26 @@ class Scaler(Call[_Bound]):
             raise ExchangeError(broken) from fault.cause
         return done
 
-    def _scale(self, bound: _Bound) -> dict[str, Scaled]:
-        (tau, alpha), done, factor = self._numbers, dict[str, Scaled](), dict[str, Tensor]()
+    def _scale(self, bound: _Bound) -> tuple[LayerLogits, ...]:
+        """Scale what this rank stores of each weight."""
+        done, of_heads = list[LayerLogits](), dict[str, dict[Any, Tensor]]()
         parts = self._all.to(self._own.device).split([num_heads for _, num_heads, _ in bound.slots])
         maxima = {name: part for (name, _, ranks), part in zip(bound.slots, parts, strict=True) if my_rank() in ranks}
-        frozen = {target.layer.name for target in bound.targets if target.is_frozen}
         for name, layer in self._by_name.items():
-            gain = gains(layer, maxima[name], math.inf if name in frozen else tau)
-            done[name], factor[name] = Scaled(maxima[name], gain), _factors(layer, gain, alpha)
+            gain = gains(layer, maxima[name], self._tau)
+            done.append(LayerLogits(name, maxima[name], gain))
+            of_heads[name] = _factors(layer, gain, self._alpha)
         now = {id(weight.stored): weight.now for weight in _weights_of(self._optimizer)}
-        for target, layout, places in zip(bound.targets, bound.layouts, bound.places, strict=True):
-            is_now = now.get(id(target.weight.stored), True)  # else a later call of this step scales it
-            if math.isfinite(tau) and target.layer.name not in frozen and is_now:
-                self._multiply(target, layout, factor[target.layer.name].to(places.device)[places])
-        return done
-
-    def _multiply(
-        self,
-        target: _Measured,
-        layout: ParamLayout,
-        per_row: Tensor,  # of the whole weight, on every rank
-    ) -> None:
-        """Scale what this rank stores of a weight."""
-        stored, dim = target.weight.stored, target.rows.dim
-        for core in self._keeping():  # norms that variants keep are those before it is scaled
-            kept = core.state.get(stored, {})
-            if any(key in kept for key in WEIGHT_NORMS):
-                view = matrix_view(layout.view.shape, **view_options(target.weight.group))
-                forget_norms(kept, core.settled, _scaled_matrices(per_row, dim, view))
-        local = target.engine.storage(stored)
-        per_row = per_row.double() if local.dtype == torch.float64 else per_row
-        for part, start in _views(local, layout, dim):
-            part.mul_(per_row[start : start + part.shape[dim]].view(-1, *[1] * (part.ndim - 1 - dim)))
+        for target, layout in zip(bound.targets, bound.layouts, strict=True):
+            stored, dim = target.weight.stored, target.rows.dim
+            if math.isinf(self._tau) or not now.get(id(stored), True):  # a later call of this step scales it
+                continue
+            local = target.engine.storage(stored)
+            per_row = target.rows.factors(of_heads[target.layer.name])  # of the whole weight, on every rank
+            per_row = per_row.to(local.device, torch.promote_types(local.dtype, torch.float32))
+            for part, start in _views(local, layout, dim):
+                part.mul_(per_row[start : start + part.shape[dim]].view(-1, *[1] * (part.ndim - 1 - dim)))
+        return tuple(done)
 
     def _remember(self, text: str) -> str:
         """Let the optimizer refuse further steps, as after an error in one of its own; returns why."""
@@ -296,32 +289,24 @@ class Scaler(Call[_Bound]):
     def _is_alone(self) -> bool:
         return num_ranks() == 1 or (self._bound is not None and len(self._bound.component) == 1)
 
-    def _keeping(self) -> tuple[Stepped, ...]:
-        """Cores that keep norms of the weights."""
-        core, host = _core_of(self._optimizer), host_of(self._optimizer)
-        return () if core is None else (core,) if host is None else tuple(host.keeping(core))
-
     # ------------------------------------------------------------------------------------------------- what is voted
 
     def known(self) -> _Bound | None:
         return self._bound
 
     def is_current(self, kept: _Bound) -> bool:
-        return kept.key == self._key(self._find())
-
-    def _key(self, targets: Sequence[_Measured]) -> object:
-        return self._layers, self.beyond, [target.key() for target in targets]
+        return [target.key() for target in kept.targets] == [target.key() for target in self.find()]
 
     def listed(self) -> list[Listed]:
-        self._found = self._find()
+        self._found = self.find()
         return [self._one_listed(target) for target in self._found]
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
         return [(weight.name, weight.stored, weight.group) for weight in _weights_of(self._optimizer)]
 
     def made(self, table: Table) -> tuple[_Bound, _Told]:
-        bound = _Bound(table, self._found, self._key(self._found))
-        told: _Told = {layer.name: (layer.num_heads, (my_rank(), *(self.beyond or ()))) for layer in self._layers}
+        bound = _Bound(table, self._found)
+        told: _Told = {name: (one.num_heads, (my_rank(), *(self.beyond or ()))) for name, one in self._by_name.items()}
         for ranks, numbers in bound.sets.items():
             for name in {self._found[number].layer.name for number in numbers}:
                 num_heads, others = told[name]
@@ -333,89 +318,84 @@ class Scaler(Call[_Bound]):
         self._bound = kept
 
     def read(self, kept: _Bound) -> Ballot:
-        device = kept.targets[0].weight.stored.device
-        own = self._maxima(device)
-        parts = [
-            own[name] if name in own and my_rank() in ranks else torch.full((num_heads,), -math.inf, device=device)
-            for name, num_heads, ranks in kept.slots
-        ]
-        self._own = torch.cat(parts)
-        self._keeping()  # takes over what was loaded: where the others hear of it if that fails
+        self._check_given()
+        device, parts = kept.targets[0].weight.stored.device, list[Tensor]()
+        for name, num_heads, ranks in kept.slots:
+            mine = self._given.get(name) if my_rank() in ranks else None
+            mine = torch.full((num_heads,), -math.inf, device=device) if mine is None else mine.detach()
+            parts.append(mine.to(device, torch.float32))
+        self._own = torch.cat(parts).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         sets = (*kept.sets, *(() if self.beyond is None else (self.beyond,)))
         return Ballot(self.phase, digests={ranks: digest_of((kept.token, self.lines(kept, ranks))) for ranks in sets})
 
     def lines(self, kept: _Bound, ranks: Ranks) -> list[str]:
-        tau, alpha = self._numbers
-        layers = [f"{len(self._layers)} attention layers", *map(repr, self._layers)]
-        return [f"tau={tau!r} alpha={alpha!r}", *(layers if ranks == self.beyond else ())]
+        layers = [f"{len(self._by_name)} attention layers", *map(repr, self._by_name.values())]
+        return [f"tau={self._tau!r} alpha={self._alpha!r}", *(layers if ranks == self.beyond else ())]
 
-    def _maxima(self, device: torch.device) -> dict[str, Tensor]:
-        """One vector for each layer, -inf where nothing was measured."""
-        found = dict[str, Tensor]()
-        for name in self._given:
+    def _check_given(self) -> None:
+        """Raise ValueError unless the maxima are one vector for each layer that was measured."""
+        for name, maxima in self._given.items():
             if name not in self._by_name:
                 raise ValueError(f"logits of {name!r}: no such layer. Layers are {list(self._by_name)}")
-        for name, layer in self._by_name.items():
-            maxima = self._given.get(name)
-            if maxima is None:
-                maxima = torch.full((layer.num_heads,), -math.inf, device=device)
+            num_heads = self._by_name[name].num_heads
             what = tuple(maxima.shape) if isinstance(maxima, Tensor) else type(maxima).__name__
-            if what != (layer.num_heads,):
+            if what != (num_heads,):
                 raise ValueError(
-                    f"logits of {name!r}: found {what}, expected a tensor of shape ({layer.num_heads},), the largest "
-                    "logit of each head; -inf for heads that other ranks of a tensor-parallel group have"
+                    f"logits of {name!r}: found {what}, expected a tensor of shape ({num_heads},), the largest logit "
+                    "of each head; -inf for heads that other ranks of a tensor-parallel group have"
                 )
-            maxima = maxima.detach().to(device, torch.float32)
-            found[name] = maxima.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
-        return found
 
     # ------------------------------------------------------------------------------------------------ where it lies
 
-    def _find(self) -> list[_Measured]:
+    def find(self, of_model: bool = False) -> list[_Target]:
         """Every weight of the layers: the model's parameter, or what is stepped by its name.
 
+        Args:
+            of_model: By its name only a copy in another dtype: the optimizer may be of another model.
+
         Raises:
-            ValueError: One is not there, or two layers have it.
+            ValueError: One is not there, is frozen or kept at its norm, or two layers have it.
         """
         weights = _weights_of(self._optimizer)
         by_param, by_name = {id(w.param): w for w in weights}, {w.name: w for w in weights}
-        found = dict[int, _Measured]()
-        for layer, rows in [(one, rows) for one in self._layers for rows in one.rows]:
+        found = dict[int, _Target]()
+        for layer, rows in [(one, rows) for one in self._by_name.values() for rows in one.rows]:
             param = self._params.get(rows.weight)
             weight = by_param.get(id(param)) or by_name.get(rows.weight)
-            if weight is None:
-                raise self._missing(layer, rows)
+            other = param if of_model and weight is not None and weight.param is not param else None
+            if weight is None or (other is not None and weight.param.dtype == other.dtype):
+                raise ValueError(
+                    f"{layer.name}: {rows.weight} is not among the weights of {self._optimizer.__class__.__name__}, so "
+                    "it cannot be scaled with the others. Make the optimizer of this very model (another tensor of "
+                    "that name is none of its weights), with names and before a layer is frozen, or leave the layer "
+                    "out with layers="
+                )
             first = found.get(id(weight.stored))
             if first is not None:
                 raise ValueError(
                     f"{first.rows.weight} of {first.layer.name} and {rows.weight} of {layer.name} are one weight: no "
                     "one factor is right for both. Leave the layers out with layers="
                 )
+            self._check_may_be_scaled(weight, weight.param if param is None else param)
             try:
                 engine = engine_for(weight.stored, {**weight.group, "use_muon": False})
             except ValueError as wrong:
                 raise ValueError(f"{weight.name}: {wrong}") from None
-            frozen = not (weight.param if param is None else param).requires_grad
-            found[id(weight.stored)] = _Measured(layer, rows, weight, engine, frozen)
-        if not found or len(self._by_name) < len(self._layers):
-            raise ValueError(f"layers: found {[layer.name for layer in self._layers]}, expected layers of unlike names")
+            found[id(weight.stored)] = _Target(layer, rows, weight, engine)
         return list(found.values())
 
-    def check_model(self) -> None:
-        """Raise ValueError unless the optimizer steps the very parameters of the model, or copies in another dtype."""
-        for target in self._find():
-            param, stepped = self._params.get(target.rows.weight), target.weight.param
-            if param is not None and stepped is not param and stepped.dtype == param.dtype:
-                raise self._missing(target.layer, target.rows)
+    def _check_may_be_scaled(self, weight: Weight, param: Tensor) -> None:
+        """Raise ValueError for a weight of which something else says that it keeps its values, or its norm."""
+        is_muon = weight.group.get("use_muon")
+        is_kept = is_muon and any(isinstance(stage, WeightStage) for stage in stages_of(weight.group))
+        if math.isfinite(self._tau) and (is_kept or not param.requires_grad):
+            why = f"variant={weight.group['variant']!r}, which keeps norms" if is_kept else "frozen"
+            raise ValueError(
+                f"{weight.name}: it is {why}, so QK-clip must not scale it. Leave the layer out with layers=, or write "
+                "tau=math.inf to measure only"
+            )
 
-    def _missing(self, layer: Attention, rows: Rows) -> ValueError:
-        return ValueError(
-            f"{layer.name}: {rows.weight} is not among the weights of {self._optimizer.__class__.__name__}, so it "
-            "cannot be scaled with the others. Make the optimizer of this very model (another tensor of that name is "
-            "none of its weights), with names and before a layer is frozen, or leave the layer out with layers="
-        )
-
-    def _one_listed(self, target: _Measured) -> Listed:
+    def _one_listed(self, target: _Target) -> Listed:
         """A weight as the layout table lists it.
 
         Raises:
@@ -434,18 +414,7 @@ class Scaler(Call[_Bound]):
                     f"all do (DDP), or the data- and context-parallel group; process_group=({my_rank()},) for this "
                     "rank alone"
                 )
-        alike = f"{target.layer} {target.rows} {target.is_frozen}"
-        return Listed(weight.name, target.rows.weight, weight.stored, group, None, alike)
-
-
-def _scaled_matrices(per_row: Tensor, dim: int, view: MatrixView) -> Tensor:  # (matrices,), bool
-    """True for each matrix of a weight in which a row (or column) is multiplied with anything but 1."""
-    changed, strides = per_row != 1.0, view.refined([int(d == dim) for d in range(len(view.shape))])
-    found = []
-    for matrix in view.matrices:
-        sizes = [size if stride else 1 for size, stride in zip(matrix.sizes, strides, strict=True)]
-        found.append(changed.as_strided(sizes, strides, sum(map(mul, matrix.start, strides))).any())
-    return torch.stack(found)
+        return Listed(weight.name, target.rows.weight, weight.stored, group, None, f"{target.layer} {target.rows}")
 
 
 def _largest(
@@ -491,17 +460,7 @@ def _factors(
     layer: Attention,
     gain: Tensor,  # (num_groups,)
     alpha: float,
-) -> Tensor:  # (1 + 2 num_heads + num_groups,): 1, of each head's q and q_pe, of each group's k
-    """The numbers that rows are multiplied with."""
+) -> dict[Any, Tensor]:
+    """The numbers that rows of each role are multiplied with, for each of its heads."""
     of_head = gain.repeat_interleave(layer.num_heads // layer.num_groups)
-    return torch.cat([gain.new_ones(1), of_head.pow(alpha), of_head, gain.pow(1.0 - alpha)])
-
-
-def check_numbers(tau: float, alpha: float) -> None:
-    """Raise ValueError for numbers that the rule does not know."""
-    if not tau > 0.0:
-        raise ValueError(
-            f"tau={tau!r}: the largest logit that is allowed must be above 0; 100 is usual, math.inf only measures"
-        )
-    if not 0.0 <= alpha <= 1.0:
-        raise ValueError(f"alpha={alpha!r}: the queries' share must be in [0, 1]; 0.5 is usual")
+    return {"": gain.new_ones(1), "q": of_head.pow(alpha), "q_pe": of_head, "k": gain.pow(1.0 - alpha)}

@@ -219,7 +219,7 @@ COLUMN, ROW, STRIDED, CROSS = ("tp column", 2), ("tp row", 3), ("tp stride 2", 2
 # Saved on, loaded on; by torch's functions, their flat form, while steps go on, or shardmuon's own; kind. 8-bit
 # momentum stands on layouts that cut no block of it.
 RESUMES = [
-    *((*pair, "torch", "plain") for pair in ((ONE, HSDP), (FOUR, DIMS), (HSDP, ONE), (GRID, TWO), (EXPERTS, GRID))),
+    (GRID, TWO, "torch", "plain"),
     *((*pair, "torch", "variants") for pair in ((ONE, EXPERTS), (EXPERTS, ONE), (GRID, EXPERTS), (EXPERTS, HSDP))),
     *((*pair, "torch", "variants") for pair in ((HSDP, GRID), (TWO, DIMS))),
     *((*pair, "flat", "plain") for pair in ((GRID, HSDP), (ONE, TWO))),
@@ -227,9 +227,9 @@ RESUMES = [
     *((*pair, "ours", "variants") for pair in ((FOUR, GRID), (COLUMN, COLUMN), (GRID, CROSS), (ROW, CROSS))),
     *((*pair, "torch", "int8") for pair in ((FOUR, TWO), (EXPERTS, HSDP))),
     *((*pair, "ours", "int8") for pair in ((HSDP, ONE), (COLUMN, TWO), (ONE, COLUMN))),
-    *((*pair, "torch", "bf16") for pair in ((ONE, FOUR), (GRID, HSDP))),
+    (ONE, FOUR, "torch", "bf16"),
     (TWO, TWO, "async", "plain"),
-    *((TWO, EXPERTS, "ours", "bf16"), (HSDP, GRID, "torch", "fp32"), (FOUR, TWO, "ours", "fp32")),
+    *((TWO, EXPERTS, "ours", "bf16"), (FOUR, TWO, "ours", "fp32")),
 ]
 
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
-from shardmuon import ExchangeError, Muon, Storage, checkpoint, core
+from shardmuon import ExchangeError, Muon, Orthogonalizer, Storage, checkpoint, core
 from shardmuon.momentum.stores import decode_whole
 from shardmuon.testing.tolerances import assert_bitwise
 
@@ -102,6 +102,26 @@ def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwis
 
 
 # --------------------------------------------------------------------------------------------- what is brought back
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("how", ["loaded", "copied"])
+def test_a_run_of_torchs_muon_goes_on_here_with_equal_bits(how: str, dtype: torch.dtype) -> None:
+    """By its state dict, which brings its options, or by the lines of docs/migration.md."""
+    theirs, ours = ([nn.Parameter(torch.full(s, 0.5, dtype=dtype)) for s in ((4, 3), (6, 9))] for _ in range(2))
+    old = torch.optim.Muon(theirs, lr=0.1)
+    train(old, theirs, range(3))
+    lr = 9.0 if how == "loaded" else 0.1
+    new = Muon(ours, lr=lr, orthogonalizer=Orthogonalizer(method="torch"))
+    for p, q in zip(theirs, ours, strict=True):
+        q.data.copy_(p.data)
+        new.state[q] = {key: value.clone() for key, value in old.state[p].items()}
+    if how == "loaded":
+        new.state.clear()
+        new.load_state_dict(copy.deepcopy(old.state_dict()))
+    for optimizer, params in ((old, theirs), (new, ours)):
+        train(optimizer, params, range(3, 6))
+    assert_bitwise([p.detach() for p in ours], [p.detach() for p in theirs])
 
 
 def test_every_option_and_the_schedule_survive() -> None:
@@ -294,6 +314,11 @@ def _sgd(saved: dict[str, Any]) -> None:
     saved["state"][0]["second_moment"] = torch.zeros(1, 4)
 
 
+def _dion(saved: dict[str, Any]) -> None:
+    """As dion's Muon, which keeps a sum."""
+    saved["state"][0] = {"momentum": torch.zeros(4, 3)}
+
+
 def _no_variant(saved: dict[str, Any]) -> None:
     """As torch.optim.Muon's, whose groups know no variant."""
     del saved["state"][0]["second_moment"]
@@ -340,6 +365,13 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "SGD's, with the same state key": (
         _sgd,
         "w: the checkpoint's group has no 'ns_coefficients' (it has ['dampening'",
+    ),
+    "dion's, which is told what to do": (
+        _dion,
+        "w: its state in the checkpoint is ['momentum'], Muon's is ['momentum_buffer', 'second_moment']. It was saved "
+        "by another optimizer, or the parameter was routed otherwise. State of other optimizers is not converted: "
+        "begin with fresh state and warm lr up over about 50 steps, or copy what means the same, such as "
+        "momentum_buffer of torch.optim.Muon, by hand (docs/migration.md)",
     ),
     "routed otherwise": (
         group(1, use_muon=True),

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer, audit
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
-from shardmuon_qkclip import qk_clip
-from shardmuon_qkclip.layers import Attention, Rows
 
 SHAPES = [(12, 12), (17, 5), (6, 20)]
 WIDE = Orthogonalizer(method="standard", dtype=torch.float64)
@@ -54,15 +52,10 @@ def _hyperball(w: Tensor, o: Tensor, lr: float, first: Tensor) -> Tensor:
     return radius * moved / moved.norm()
 
 
-@pytest.mark.parametrize(("scale", "clips"), [(0.05, False), (30.0, False), (1.0, True)])
-def test_weights_are_those_of_the_formula_in_fp64_also_after_qk_clip(scale: float, clips: bool) -> None:
-    """The norm of before a clip would scale the clipped weights up again."""
+@pytest.mark.parametrize("scale", [0.05, 30.0])
+def test_weights_are_those_of_the_formula_in_fp64(scale: float) -> None:
     params = _weights(scale)
-    named = list(zip("qvk", params, strict=True))
-    optimizer = _muon(named, variant="hyperball")  # type: ignore[arg-type]
-    layer = Attention("layer", 4, 2, (Rows("q", (("q", 12),)), Rows("k", (("k", 6),))))
-    logits = torch.tensor([400.0, 30.0, 20.0, 225.0])  # the first group of keys is scaled by 1/4, the second by 4/9
-    factors = {0: [0.5] * 6 + [2 / 3] * 6, 2: [0.5] * 3 + [2 / 3] * 3}
+    optimizer = _muon(params, variant="hyperball")
     expected = [p.detach().clone() for p in params]
     first = list(expected)
     for number, of_step in enumerate(_results(6)):
@@ -75,10 +68,6 @@ def test_weights_are_those_of_the_formula_in_fp64_also_after_qk_clip(scale: floa
         for p, w in zip(params, expected, strict=True):
             # a norm is rounded to fp32 each step, as it is kept and as it is told; products of fp64 beside
             assert_rounded(p, w, roundings=6 * (number + 1), dtype=torch.float32, scale=float(w.abs().max()))
-        if clips and number % 2 == 0:  # and a step without a clip keeps what it has
-            qk_clip(optimizer, {"layer": logits}, layers=[layer])
-            for at, of_rows in factors.items():
-                expected[at] = first[at] = expected[at] * torch.tensor(of_rows, dtype=torch.float64)[:, None]
 
 
 @pytest.mark.filterwarnings("ignore:.*zero before the first step")

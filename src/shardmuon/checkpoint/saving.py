@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils._pytree import tree_map_only
 
 from shardmuon._torch import names_in
-from shardmuon.checkpoint.state import init_missing, keys_of, merged_group, read_state
+from shardmuon.checkpoint.state import init_missing, merged_group, read_state
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import Fault, run_together
 from shardmuon.errors import HALF_LOADED, ExchangeError, fault_text, made_public
@@ -48,10 +48,9 @@ from shardmuon.layout.engines.flat import FlatEngine
 from shardmuon.layout.engines.tensor_parallel import remember_shape
 from shardmuon.layout.pieces import Box, Held, Tile, spans_of
 from shardmuon.layout.table import ParamLayout
-from shardmuon.layout.views import Ints, MatrixView, matrix_view
-from shardmuon.momentum.keeper import BUFFER, SCALE, STEP, Keeper
+from shardmuon.layout.views import Ints, MatrixView
+from shardmuon.momentum.keeper import BUFFER, SCALE, Keeper
 from shardmuon.momentum.stores import BLOCK, scale_shape
-from shardmuon.options import view_options
 from shardmuon.step.kept import CARRIED
 from shardmuon.variants import KEPT_KEYS
 
@@ -78,7 +77,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     with made_public():
         weights, state, groups = run_together(partial(_state_of, model, optimizer))
         table = _describe_shards(model, optimizer)
-        saved = run_together(partial(_as_global, weights, state, model, optimizer.param_groups, table))
+        saved = run_together(partial(_as_global, weights, state, table))
     saved["optimizer"]["param_groups"] = groups
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_ALONE)
@@ -110,9 +109,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     _read(saved, reader, planner)
     with made_public():
         groups = run_together(lambda: _paired(optimizer.param_groups, saved["optimizer"]["param_groups"], model))
-        room = run_together(lambda: _room_for(reader.items, model, optimizer, groups))
+        room = run_together(lambda: _room_for(reader.items, optimizer, groups))
         weights = run_together(lambda: _copied(get_model_state_dict(model)))
-        targets = run_together(lambda: _as_global(weights, room, model, _merged(optimizer.param_groups, groups), table))
+        targets = run_together(lambda: _as_global(weights, room, table))
     _read(targets, reader, planner)
     with made_public():
         found = {"state": room, "param_groups": groups}
@@ -138,8 +137,7 @@ def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[s
         of_file["params"] = names
         of_file.pop(CARRIED, None)  # FSDP1's form has it there
         for name, p in zip(names, group["params"], strict=True):
-            own = optimizer.state.get(p, {})
-            state[name] = {key: own[key] for key in (*keys_of(group), SCALE, STEP) if key in own}
+            state[name] = dict(optimizer.state.get(p, {}))
     return get_model_state_dict(model), state, tuple(packed)
 
 
@@ -173,31 +171,25 @@ def _paired(mine: _Groups, saved: _Groups, model: nn.Module) -> list[dict[str, A
     return found
 
 
-def _merged(mine: _Groups, saved: _Groups) -> list[dict[str, Any]]:
-    """The optimizer's groups with the saved options."""
-    return [merged_group(index, *pair) for index, pair in enumerate(zip(mine, saved, strict=True))]
-
-
-def _room_for(
-    items: Mapping[str, Any], model: nn.Module, optimizer: Muon, groups: _Groups
-) -> dict[str, dict[str, Tensor]]:
+def _room_for(items: Mapping[str, Any], optimizer: Muon, groups: _Groups) -> dict[str, dict[str, Tensor]]:
     """Zeros for all state that a file has, as stored there: parameter's name -> key -> tensor.
 
     Args:
         items: The file's own list of what it holds.
-        model, optimizer: Whose parameters they are.
+        optimizer: Whose parameters they are.
         groups: The saved groups, in the optimizer's order.
     """
-    names, room = names_in(model), dict[str, dict[str, Tensor]]()
-    for group in _merged(optimizer.param_groups, groups):
-        for p in group["params"]:
-            at, start = f"optimizer.state.{names[id(p)]}.", dict[str, Tensor]()
+    room = dict[str, dict[str, Tensor]]()
+    for index, pair in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        group = merged_group(index, *pair)
+        for name, p in zip(pair[1]["params"], group["params"], strict=True):
+            at, start = f"optimizer.state.{name}.", dict[str, Tensor]()
             momentum = items.get(at + BUFFER)
             dtype = None if momentum is None else momentum.properties.dtype
             keeper = Keeper("int8" if dtype == torch.int8 else dtype, optimizer.keeper.device, rounds_weights=True)
             init_missing(p, group, start, keeper)
             found = {key: value for key, value in start.items() if at + key in items}
-            room |= {names[id(p)]: found} if found else {}
+            room |= {name: found} if found else {}
     return room
 
 
@@ -275,20 +267,28 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
     """The layouts of all that may be plain shards in the optimizer. Collective among all ranks.
 
     Raises:
-        Refused: The shards of a group do not fit together, or something is wrong with those of one rank. On every rank.
+        Refused: The shards of a group do not fit together, something is wrong with those of one rank, or one is in no
+            group of the optimizer, so that nobody says where it belongs. On every rank.
     """
     fault, listed, everyone = Fault(), list[Listed](), tuple(range(num_ranks()))
     with fault:
         names = names_in(model)
         for index, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
-                name = names.get(id(param)) or name_of(group, index, position)
+                name = names.pop(id(param), "")
+                shown = name or name_of(group, index, position)
                 try:
                     is_cut = engine_for(param, group).plain_shards
                 except ValueError as wrong:
-                    raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
+                    raise ValueError(f"{shown}: {fault_text(wrong)}") from wrong
                 if is_cut:  # read as matrices, so that an order of elements that is none of rows and columns is refused
-                    listed.append(Listed(name, names.get(id(param), ""), param, {**group, "use_muon": True}, None))
+                    listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
+        for param in model.parameters():
+            if id(param) in names and type(param.data) is Tensor and is_marked(param):
+                raise ValueError(
+                    f"{names[id(param)]}: it is a plain shard (tensor_model_parallel) that is in no group of the "
+                    "optimizer, so which part it is cannot be told. Give it to the optimizer, frozen or not"
+                )
     table = bind(my_rank(), listed, beyond=(everyone,), before=everyone, fault=fault)
 
     def remember() -> None:  # a shard does not know its global shape
@@ -300,43 +300,21 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
 
 
 def _as_global(
-    weights: Mapping[str, Any],
-    state: Mapping[str, Mapping[str, Any]],
-    model: nn.Module,
-    groups: Sequence[Mapping[str, Any]],
-    table: Table,
+    weights: Mapping[str, Any],  # by parameter names
+    state: Mapping[str, Mapping[str, Any]],  # likewise
+    table: Table,  # of all plain shards
 ) -> dict[str, Any]:
-    """A job with every plain shard as a `_Shard`, as {"model": weights, "optimizer": {"state": state}}.
-
-    Args:
-        weights, state: By parameter names.
-        groups: The optimizer's, or as they will be.
-        table: From `_describe_shards`.
-
-    Raises:
-        ValueError: A marked shard is in no group of the optimizer, so that nobody says where it belongs.
-    """
-    layouts = {id(one.param): layout for one, layout in zip(table.params, table.layouts, strict=True)}
-    owners = {id(p): g for g in groups for p in g["params"]}
+    """A job with every plain shard as a `_Shard`, as {"model": weights, "optimizer": {"state": state}}."""
     weights, kept = dict(weights), {name: dict(entry) for name, entry in state.items()}
-    names = names_in(model)
-    for param in model.parameters():
-        name, group, layout = names[id(param)], owners.get(id(param)), layouts.get(id(param))
-        if group is None and type(param.data) is Tensor and is_marked(param):
-            raise ValueError(
-                f"{name}: it is a plain shard (tensor_model_parallel) that is in no group of the optimizer, so "
-                "which part it is cannot be told. Give it to the optimizer, frozen or not"
-            )
-        if group is None or layout is None:
-            continue
-        if not isinstance(engine_of(param), FlatEngine):  # FSDP1 itself has made tensors of its own of these
-            weights[name] = _Shard(weights[name], layout)
-        for key, value in kept.get(name, {}).items():
+    for one, layout in zip(table.params, table.layouts, strict=True):
+        if not isinstance(engine_of(one.param), FlatEngine):  # FSDP1 itself has made tensors of its own of these
+            weights[one.identity] = _Shard(weights[one.identity], layout)
+        of_one = kept.get(one.identity, {})
+        for key, value in of_one.items():
             if key == SCALE:
-                rows = matrix_view(layout.view.shape, **view_options(group)).num_row_dims
-                kept[name][key] = _Shard(value, _of_scales(layout, rows))
-            elif isinstance(value, Tensor) and value.shape == param.shape and key not in KEPT_KEYS:
-                kept[name][key] = _Shard(value, layout)
+                of_one[key] = _Shard(value, _of_scales(layout, value.ndim - 1))
+            elif isinstance(value, Tensor) and value.shape == one.param.shape and key not in KEPT_KEYS:
+                of_one[key] = _Shard(value, layout)
     return {"model": weights, "optimizer": {"state": kept}}
 
 

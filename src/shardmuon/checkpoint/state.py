@@ -1,5 +1,10 @@
 """State dicts, checked whole against an optimizer before anything changes. Talks to no other rank.
 
+[Note: state of other optimizers]
+    Momentum here, and in torch.optim.Muon, is an average, B <- mu B + (1 - mu) G. Others keep the sum B <- mu B + G
+    under the same key, which would outweigh the next gradient 20 times at mu = 0.95. A state dict does not say which it
+    is, so only groups with the options of Muon are read, and nothing is converted.
+
 [Note: state that is not there]
     Zeros (and a counter of 0) are what a parameter starts from, so saving them for a trainable parameter that never had
     a gradient changes nothing, and every rank lists the same keys. A checkpoint that lacks state for some parameters is
@@ -17,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon._torch import is_dtensor
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import name_of, named_params
 from shardmuon.layout.engines.fsdp1 import lies_elsewhere
@@ -31,18 +35,17 @@ from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 # Options that a group must bring along with state: those without which it was not saved by Muon or AdamW at all.
-_MARKS = {True: ("lr", "momentum", "ns_coefficients"), False: ("lr", "betas")}
+_MARKS = {"Muon": ("lr", "momentum", "ns_coefficients"), "AdamW": ("lr", "betas")}
 _CALLABLE = "callable: "
+_NOT_CONVERTED = (
+    "State of other optimizers is not converted: begin with fresh state and warm lr up over about 50 steps, or copy "
+    "what means the same, such as momentum_buffer of torch.optim.Muon, by hand (docs/migration.md)"
+)
 # What wrapping a model puts into names: torch.compile, FSDP1, activation checkpointing, DDP.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
 
 
-def keys_of(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys of the state of a group's parameters."""
-    return (BUFFER, *kept_keys(group)) if group["use_muon"] else ADAMW_KEYS
-
-
-def kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
+def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
     """Keys under which the stages of a group's variant keep state."""
     return tuple(stage.key for stage in keeping(stages_of(group))) if group["use_muon"] else ()
 
@@ -52,7 +55,7 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
     if not group["use_muon"]:
         init_state(param, param, state)
         return
-    if BUFFER in state and all(key in state for key in kept_keys(group)):
+    if BUFFER in state and all(key in state for key in _kept_keys(group)):
         return
     view = view_of("", param, group)
     if BUFFER not in state:
@@ -69,16 +72,6 @@ def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> No
     if any(key in state for key in (MOMENTS if group["use_muon"] else (BUFFER,))):
         for key in others:
             state.pop(key, None)
-
-
-def placed_like(whole: Tensor, like: Any) -> Tensor:
-    """Place a whole tensor as `like` is placed, and return this rank's part; the whole tensor unless `like` is a
-    DTensor. Communicates nothing."""
-    if not is_dtensor(like):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def without_callables(groups: Sequence[MutableMapping[str, Any]]) -> None:
@@ -101,12 +94,12 @@ def read_state(
     Raises:
         ValueError: The state dict does not fit; says the parameter's name, what was found and what is allowed.
     """
-    entries, theirs = parts_of(saved)
+    entries, theirs = _parts_of(saved)
     entries = with_carried(entries, theirs)
     if len(theirs) != len(groups):
         raise ValueError(
             f"the state dict has {len(theirs)} parameter groups, the optimizer {len(groups)}. Make the groups as they "
-            "were when it was saved, or match parameters by name: shardmuon.checkpoint.load_foreign"
+            "were when it was saved"
         )
     merged = [merged_group(i, *pair) for i, pair in enumerate(zip(groups, theirs, strict=True))]
     counts = Counter(key for group in theirs for key in group["params"])
@@ -121,8 +114,8 @@ def read_state(
             unsaved = found is None and bool(entries) and p.requires_grad
             if unsaved and not lies_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
-            elif found or (unsaved and kept_keys(group)):  # which ranks that store nothing of it have, too
-                state[p] = read_param(name, p, found or {}, group, their_group, keeper)
+            elif found or (unsaved and _kept_keys(group)):  # which ranks that store nothing of it have, too
+                state[p] = _read_param(name, p, found or {}, group, their_group, keeper)
     if lacking:
         raise ValueError(
             f"{lacking[0]}, although it has for {len(state)} other parameters ({len(lacking)} of them lack it). The "
@@ -132,7 +125,7 @@ def read_state(
     return state, merged
 
 
-def parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
+def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
     """State by parameters' keys and the groups of a state dict.
 
     Raises:
@@ -161,7 +154,7 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
         raise ValueError(
             f"{where}the state dict lists {len(theirs['params'])} parameters, the optimizer {len(mine['params'])}, "
             f"beginning with {name_of(mine, index, 0) if mine['params'] else 'none'}. Give the optimizer the "
-            "parameters it was saved with, or match them by name: shardmuon.checkpoint.load_foreign"
+            "parameters it was saved with"
         )
     _check_names(where, mine, theirs)
     if "use_muon" in theirs and bool(theirs["use_muon"]) != bool(mine["use_muon"]):
@@ -196,7 +189,7 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     return group
 
 
-def clean_name(name: str) -> str:
+def _clean_name(name: str) -> str:
     """A name that is the same however the model is wrapped."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
@@ -205,69 +198,63 @@ def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     """Names must stand in the same order: state goes by position, and equal shapes would hide a swap."""
     pairs = zip(mine.get("param_names") or (), theirs.get("param_names") or (), strict=False)
     for position, (a, b) in enumerate(pairs):
-        if clean_name(str(a)) != clean_name(str(b)):
+        if _clean_name(str(a)) != _clean_name(str(b)):
             raise ValueError(
                 f"{a}: parameter {position} of {where[:-2]} is called {b!r} in the state dict. Give the optimizer its "
-                "parameters in the saved order, or match them by name: shardmuon.checkpoint.load_foreign"
+                "parameters in the saved order"
             )
 
 
-def read_param(
+def _read_param(
     name: str, p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any], keeper: Keeper
 ) -> dict[str, Any]:
     """A parameter's state, checked. `group`: its own; `theirs`: the saved one.
+
+    What frameworks add to a kind's own state is left out: the count that Megatron gives back to every parameter, and
+    the zeros that FSDP1's form has of the other kind (frameworks/fsdp1.py).
 
     Raises:
         ValueError: The state does not fit; says the parameter's name.
     """
     try:
         _check_keys(p, found, group, theirs)
+        own: tuple[str, ...] = ADAMW_KEYS
         if group["use_muon"]:
+            own = (BUFFER, SCALE, *KEPT_KEYS, *((STEP,) if keeper.rounds else ()))
             wrong = coded_fault(engine_of(p), p, view_of(name, p, group).num_row_dims, found)
             if wrong is not None:
                 raise ValueError(wrong)
-        return {key: _read_value(p, key, value, group, keeper) for key, value in _own(found, group, keeper).items()}
+        return {key: _read_value(p, key, value, group, keeper) for key, value in found.items() if key in own}
     except ValueError as wrong:
         raise ValueError(f"{name}: {wrong}") from None
 
 
 def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Raise ValueError (without the name) for state that is not of this group's kind and variant."""
-    is_muon, there = bool(group["use_muon"]), {*found} if isinstance(found, Mapping) else set()
-    needed, kind = {*keys_of(group)}, "Muon" if is_muon else "AdamW"
-    if is_muon and BUFFER not in there and lies_elsewhere(p):
+    kind, needed = ("Muon", {BUFFER, *_kept_keys(group)}) if group["use_muon"] else ("AdamW", {*ADAMW_KEYS})
+    there = {*found} if isinstance(found, Mapping) else set()
+    keys = sorted(map(str, there)) if isinstance(found, Mapping) else type(found).__name__
+    if kind == "Muon" and BUFFER not in there and lies_elsewhere(p):
         needed.discard(BUFFER)  # what stages keep is all that there is of it here
-    keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
     lacking = sorted(needed - there)
-    if is_muon and lacking and BUFFER not in lacking:
+    if kind == "Muon" and lacking and BUFFER not in lacking:
         raise ValueError(
             f"its state in the checkpoint is {keys} and lacks {lacking}, which variant={group['variant']!r} keeps: it "
             "was saved without that. Load it with variant=None, and set the groups' variant afterwards to begin with "
             "it from here"
         )
-    if lacking or not there <= {BUFFER, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if is_muon else ())}:
+    known = {BUFFER, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if kind == "Muon" else ())}
+    if lacking or not there <= known:
         raise ValueError(
             f"its state in the checkpoint is {keys}, {kind}'s is {sorted(needed)}. It was saved by another optimizer, "
-            "or the parameter was routed otherwise: see shardmuon.checkpoint.load_foreign"
+            f"or the parameter was routed otherwise. {_NOT_CONVERTED}"
         )
-    for mark in _MARKS[is_muon]:
-        if mark not in theirs:
-            raise ValueError(
-                f"the checkpoint's group has no {mark!r} (it has {sorted(map(str, theirs))}), so it was not saved by "
-                f"{kind}: its buffers may mean something else. See shardmuon.checkpoint.load_foreign"
-            )
-
-
-def _own(found: Mapping[str, Any], group: Mapping[str, Any], keeper: Keeper) -> Mapping[str, Any]:
-    """Leave out what frameworks add to a kind's own state: the count that Megatron gives back to every parameter, and
-    the zeros that FSDP1's form has of the other optimizer's state (frameworks/fsdp1.py)."""
-    if not group["use_muon"]:
-        return {key: value for key, value in found.items() if key not in (BUFFER, SCALE)}
-    dropped: tuple[str, ...] = () if keeper.rounds else (STEP,)
-    others = [found[key] for key in MOMENTS if key in found]
-    if not any(is_dtensor(t) or not isinstance(t, Tensor) or bool(t.any()) for t in others):
-        dropped += MOMENTS
-    return {key: value for key, value in found.items() if key not in dropped}
+    lacks = next((mark for mark in _MARKS[kind] if mark not in theirs), None)
+    if lacks is not None:
+        raise ValueError(
+            f"the checkpoint's group has no {lacks!r} (it has {sorted(map(str, theirs))}), so it was not saved by "
+            f"{kind}: its buffers may mean something else. {_NOT_CONVERTED}"
+        )
 
 
 def _read_value(p: Tensor, key: str, value: Any, group: Mapping[str, Any], keeper: Keeper) -> Tensor:

@@ -11,7 +11,6 @@ one error.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,13 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardmuon._torch import default_group, foreach_mul_, local_if_any
+from shardmuon._torch import foreach_mul_, local_if_any
 from shardmuon.comm.groups import Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, digest_of, gather
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, made_public, raised_at
 from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
-from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree, sharers_of
+from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, named_params
 from shardmuon.layout.grid import union
@@ -50,8 +49,8 @@ def clip_grad_norm_(
 
     Call it after the last backward pass of a step and before `step()`, on every rank that shares a parameter, also if
     none of its gradients is there. Muon's and AdamW's parameters, DTensors on any meshes and plain tensors count
-    alike, each element once. The norm is summed in fp64 and rounded to fp32 (not if a gradient is fp64), and has the
-    same bits on every rank. docs/clipping.md says what clipping does to Muon, and which ranks sum.
+    alike, each element once. The norm is summed in fp64 and rounded to fp32, and has the same bits on every rank.
+    docs/clipping.md says what clipping does to Muon, and which ranks sum.
 
     Args:
         parameters: An optimizer, some of its `param_groups`, a module, parameters or named parameters. Only groups can
@@ -92,21 +91,19 @@ def clip_grad_norm_(
         refused = clipped_by_host(one.param for one in listed) if host is None else host.clipping
     if refused is not None:  # on every rank alike: the gradients are a framework's, which clips them
         raise ValueError(refused)
-    if not norm_type > 0.0:
-        fault.add(f"norm_type={norm_type} must be above 0")
-    if not max_norm >= 0.0:
-        fault.add(f"max_norm={max_norm} must be at least 0")
+    fault.add(None if norm_type > 0.0 else f"norm_type={norm_type} must be above 0")
+    fault.add(None if max_norm >= 0.0 else f"max_norm={max_norm} must be at least 0")
     text = f"norm_type={norm_type} max_norm={max_norm} error_if_nonfinite={error_if_nonfinite}"
     call = Clipping(listed, norm_type, text, fault, ranks if len(ranks) > 1 else None)
     with made_public(), _or_dropped(listed):
-        total, wide = call.norm()
+        total = call.norm()
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"the gradients' total norm of order {norm_type} is {total}, so it cannot be clipped. Skip this step, or "
             "write error_if_nonfinite=False"
         )
     with _or_dropped(listed):
-        norm = torch.tensor(total, dtype=torch.float64 if wide else torch.float32, device="cpu")
+        norm = torch.tensor(total, dtype=torch.float32, device="cpu")
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # torch's formula, in its dtypes
         if float(factor) != 1.0:
             for (device, _), alike in by_kind(local for _, local in call.held).items():
@@ -142,13 +139,10 @@ _OPTIONS = ("rank_local", "process_group", "tp_group", "partition_dim", "partiti
 
 def _listed_of(source: Source, fault: Fault) -> list[Listed]:
     """The parameters of a source, in the user's order."""
-    entries: Iterable[Any] = [source] if isinstance(source, Tensor) else ()
-    if isinstance(source, Optimizer):
-        entries = source.param_groups
-    elif not isinstance(source, Tensor):
-        entries = source.named_parameters() if isinstance(source, nn.Module) else source
-    found = []
-    for at, entry in enumerate(entries):
+    if isinstance(source, nn.Module):
+        source = source.named_parameters()
+    found, whole = [], source.param_groups if isinstance(source, Optimizer) else source
+    for at, entry in enumerate([source] if isinstance(source, Tensor) else whole):
         group: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
         named = [entry if isinstance(entry, tuple) and len(entry) == 2 else (f"parameter {at}", entry)]
         options = {**{key: group.get(key) for key in _OPTIONS}, "use_muon": False}  # no matrices are read
@@ -231,11 +225,8 @@ class _BoundGradients(KeptTable):
 def _key_of(listed: Sequence[Listed]) -> list[object]:
     """Key under which a table for these parameters is kept, by ids: if an id is used again by a tensor that lies in the
     same way, the table fits that one as well."""
-    found: list[object] = []
-    for one in listed:
-        engine = engine_for(one.param, one.group)
-        found.append((one.name, id(one.param), one.group, engine, engine.signature(one.param)))
-    return found
+    known = [(one, engine_for(one.param, one.group)) for one in listed]
+    return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 
 
 def _counts(layout: ParamLayout) -> bool:
@@ -261,19 +252,15 @@ class Counted(NamedTuple):
         own: Norm of elements that no other rank counts.
         loose: Norm of tensors that are `_Share.loose`.
         print: Equal on two ranks whose loose tensors are replicas; empty if there are none.
-        wide: True if some gradient is fp64.
     """
 
     own: float = 0.0
     loose: float = 0.0
     print: bytes = b""
-    wide: bool = False
 
 
 # first parameter -> the table of the last parameters that began with it
 _BOUND: Any = WeakTensorKeyDictionary()
-# default group -> digest of names, shapes, options, sharers -> ranks that voted on such parameters, which may be gone
-_VOTERS: weakref.WeakKeyDictionary[Any, dict[bytes, Ranks]] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -310,17 +297,6 @@ class Clipping(Call[_BoundGradients]):
     def is_current(self, kept: _BoundGradients) -> bool:
         return kept.key == _key_of(self.params)
 
-    def before(self) -> Ranks | None:
-        return self._voters().get(self._code())
-
-    def _voters(self) -> dict[bytes, Ranks]:
-        world = default_group()
-        return {} if world is None else _VOTERS.setdefault(world, {})
-
-    def _code(self) -> bytes:
-        about = [(one.identity, tuple(one.param.shape), one.group) for one in self.params]
-        return digest_of((about, list(sharers_of(self.waiting, Fault())), self.beyond))
-
     def listed(self) -> list[Listed]:
         return list(self.params)
 
@@ -331,7 +307,6 @@ class Clipping(Call[_BoundGradients]):
     def heard(self, kept: _BoundGradients, everyone: Sequence[tuple[Ranks, bool]]) -> None:
         kept.replicas = {together for together, _ in everyone}
         if all(has_params for _, has_params in everyone):  # by nothing else would a rank find who voted in this call
-            self._voters()[self._code()] = kept.component
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:
@@ -358,9 +333,8 @@ class Clipping(Call[_BoundGradients]):
         """Norms of the gradients that this rank counts. `compared`: other ranks compare loose gradients with theirs."""
         own = [local for share, local in self.held if share.counted and not (share.loose and compared)]
         norms = [norm_of([local], self.norm_type) for share, local in self.held if share.loose and compared]
-        wide = any(local.dtype == torch.float64 for _, local in self.held)
         code = digest_of(norms) if any(norms) else b""
-        return Counted(norm_of(own, self.norm_type), combine(norms, self.norm_type), code, wide)
+        return Counted(norm_of(own, self.norm_type), combine(norms, self.norm_type), code)
 
     def _compared(self, kept: _BoundGradients, ranks: Ranks) -> bytes:
         """States of the gradients that are there on all of these ranks or on none."""
@@ -380,8 +354,8 @@ class Clipping(Call[_BoundGradients]):
                 assert param.grad is not None
                 param.grad = bound.shares[number].engine.align(param.grad, param)
 
-    def norm(self) -> tuple[float, bool]:
-        """The norm over all ranks, and if some gradient of any rank is fp64. Collective over the component.
+    def norm(self) -> float:
+        """The norm over all ranks. Collective over the component.
 
         Raises:
             Refused: On every rank; nothing has been scaled.
@@ -394,7 +368,7 @@ class Clipping(Call[_BoundGradients]):
             assert not verdict.presence & _ALIGN, "a redistributed gradient is still placed unlike its parameter"
         everyone = dict(zip(bound.component, gather(self.counted, bound.component), strict=True))
         loose = [one.name for one, share in zip(self.params, bound.shares, strict=True) if share.loose]
-        return _total(bound, self.norm_type, everyone, loose), any(theirs.wide for theirs in everyone.values())
+        return _total(bound, self.norm_type, everyone, loose)
 
 
 def _total(bound: _BoundGradients, norm_type: float, everyone: Mapping[int, Counted], loose: Sequence[str]) -> float:

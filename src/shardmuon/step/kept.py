@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon._torch import local_if_any
 from shardmuon.layout.engines import Engine
 from shardmuon.layout.views import Ints, MatrixView, kept_view
-from shardmuon.variants import KEPT_KEYS, WEIGHT_NORMS, Stages, WeightStage, keeping, stages_of
+from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping, stages_of
 
 Settled = MutableMapping[Tensor, bool]  # state tensors of stages on weights, once a step has looked at them
 
@@ -54,22 +53,6 @@ def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tup
     on_weights = {stage.key for stage in stages if isinstance(stage, WeightStage)}
     keys = [stage.key for stage in keeping(stages)]
     return tuple(k for k in keys if state.get(k) is None or (k in on_weights and state[k] not in settled))
-
-
-def forget_norms(
-    state: Mapping[str, Any],
-    settled: Settled,
-    changed: Tensor,  # (matrices,), bool
-) -> None:
-    """Let the next step measure anew the norms of those matrices of a parameter that have changed otherwise than by a
-    step. To be called on every rank that shares it; waits for no device."""
-    for key in WEIGHT_NORMS:
-        value = state.get(key)
-        if isinstance(value, Tensor):
-            settled.pop(value, None)
-            local = local_if_any(value)
-            wrong = changed if local.shape[-1] == len(changed) else changed.any()
-            local.masked_fill_(wrong.to(local.device), 0.0)
 
 
 def stored_kept(

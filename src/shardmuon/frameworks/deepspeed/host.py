@@ -139,7 +139,6 @@ class DeepSpeedHost(Host):
     """
 
     in_parts = True
-    has_copies = True
     packages = ("deepspeed",)
     clipping = 'these gradients are DeepSpeed\'s, which clips them before step(): set "gradient_clipping" in its config'
 
@@ -268,9 +267,6 @@ class DeepSpeedHost(Host):
             for name, part, shard in zip(known.names, known.slices, known.shards, strict=True):
                 found.append(Weight(name, part.param, shard, self.groups[known.index][0], id(known.flat) in stepped))
         return found
-
-    def keeping(self, core: Stepped) -> Iterable[Stepped]:
-        return self._cores
 
     def has_stepped_all(self, core: Stepped) -> bool:
         return self._num_stepped >= len(self._flats)

@@ -82,7 +82,6 @@ class ShardHost(Host):
         shards: The model's parameter -> its fp32 shard, if this rank has some of it.
     """
 
-    has_copies = True
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
 
     def __init__(self, core: Stepped) -> None:
