@@ -272,10 +272,10 @@ def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
             "momentum on the CPU"
         )
     for index, group in enumerate(groups):
-        if group["use_muon"] and (group.get("tp_group") is not None or group.get("partition_dim") is not None):
+        if group["use_muon"] and group.get("tp_group") is not None:
             raise ValueError(
-                f"group {index}: tp_group={group.get('tp_group')!r} partition_dim={group.get('partition_dim')!r}: ZeRO "
-                f"partitions of tensor-parallel shards are not supported. {_TENSOR_PARALLEL}, or leave tp_group out"
+                f"group {index}: tp_group={group['tp_group']!r}: ZeRO partitions of tensor-parallel shards are not "
+                f"supported. {_TENSOR_PARALLEL}, or leave tp_group out"
             )
 
 

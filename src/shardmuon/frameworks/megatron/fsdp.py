@@ -75,14 +75,12 @@ class MegatronFSDPEngine(DTensorEngine):
             raise ValueError(f"rank {my_rank()} is not in the parameter's mesh {param.device_mesh}")
         cuts, shape = _cuts_of(param), tuple(param.shape)
         text = f"Megatron-FSDP's {placed(param)}, cut by {[tuple(cut) for cut in cuts]}"
-        stored, part = tuple(self.storage(param).shape), (_known_start(param),)
-        return Claim((shape, mesh, ranks, cuts), text, stored, part, True, _uncounted(param))
+        extent = Extent(tuple(self.storage(param).shape), _known_start(param))
+        return Claim((shape, mesh, ranks, cuts), text, extent, True, _uncounted(param))
 
-    def stored(self, claims: Mapping[int, Claim], grid: Grid) -> Stored:
-        form = next(iter(claims.values())).form
-        shape, mesh, ranks, cuts = cast("tuple[Ints, Ints, Ints, tuple[AxisCut, ...]]", form)
-        extents = tuple(Extent(claims[rank].stored, *claims[rank].part) for rank in ranks)
-        held = pieces_of_extents(shape, mesh, ranks, cuts, extents)
+    def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
+        shape, mesh, ranks, cuts = form
+        held = pieces_of_extents(shape, mesh, ranks, cuts, tuple(extents[rank] for rank in ranks))
         return shape, dict(zip(ranks, held, strict=True))
 
     def wrap(self, storage: Tensor, param: Any, shape: Ints | None = None) -> Tensor:
