@@ -29,20 +29,17 @@ Every private attribute of DeepSpeed that shardmuon reads is in this file and in
 
 [Note: gradients that do not come back]
     A swapped gradient is read by direct I/O into the sub-group's buffer, at the parameter's offset. File systems take
-    memory addresses that are multiples of 512 bytes, some of any or of more. Elsewhere the read fails, DeepSpeed does
-    not look at the result, and what the buffer held before is stepped. Buffers begin at a page, so offsets tell.
+    memory addresses that are multiples of 512 bytes, some of any or of up to a page. Elsewhere the read fails,
+    DeepSpeed does not look at the result, and what the buffer held before is stepped. Buffers begin at a page, so
+    offsets tell. Only those of whole pages are allowed.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import re
 import sys
-import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -56,7 +53,7 @@ from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper
 
 TESTED = "0.19.8"
-_PAGE = 4096  # bytes; every file system takes addresses that are multiples of it
+_PAGE = 4096  # bytes; every file system reads to addresses that are multiples of it
 
 
 class Slice(NamedTuple):
@@ -107,18 +104,6 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
     for part in slices:
         _refuse_tensor_parallel(part.param)
     return slices, group
-
-
-@contextmanager
-def known_insides() -> Iterator[None]:
-    """Turn an AttributeError about DeepSpeed's insides into a ValueError with its version and the tested one."""
-    try:
-        yield
-    except AttributeError as error:
-        raise ValueError(
-            f"DeepSpeed {_version()} does not keep its partitions as shardmuon knows them from {TESTED}: {error}. "
-            f"Install deepspeed=={TESTED}"
-        ) from None
 
 
 def check_version() -> None:
@@ -182,12 +167,8 @@ def _places(params: Sequence[Tensor]) -> list[int]:
     return places
 
 
-_STAGE_3 = {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}  # as its optimizer has them
-_WHY = {
-    "zero_hpz_partition_size": "leave hpZ out",
-    "partial_offload": "leave offload_optimizer.ratio out, with which DeepSpeed's own Adam steps a part",
-    "zenflow": "leave it out, as it steps parts of gradients by itself",
-}
+# Settings of ZeRO 3, as its optimizer has them, with which parts are cut otherwise or stepped by DeepSpeed's own Adam.
+_STAGE_3 = {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}
 
 
 def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
@@ -198,7 +179,9 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
     for name, allowed in _STAGE_3.items():
         found = getattr(zero3, name, allowed)
         if found != allowed:
-            raise ValueError(f"{name}={found!r} of ZeRO 3 is not supported, {allowed!r} is: {_WHY[name]}")
+            raise ValueError(
+                f"{name}={found!r} of ZeRO 3 (hpZ, partial offload, ZenFlow) is not supported: leave it out"
+            )
     number = _number_of(flat, zero3)
     params, offset, slices = zero3.fp16_groups[number], 0, []
     group = params[0].ds_process_group
@@ -268,8 +251,7 @@ def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(
             f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads state and weights "
             "itself, as its config says (fp32, or bf16_master_weights_and_grads). Leave storage out; use "
-            'offload_optimizer in its config, and with NVMe "save_muon_momentum_buffer_in_memory": true to keep '
-            "momentum on the CPU"
+            "offload_optimizer in its config"
         )
     for index, group in enumerate(groups):
         if group["use_muon"] and group.get("tp_group") is not None:
@@ -339,29 +321,13 @@ def _number_of(flat: Tensor, zero3: Any) -> int:
 
 
 def refuse_params(named: Sequence[tuple[str, Any]]) -> None:
-    """Raise ValueError for weights on NVMe that DeepSpeed does not keep as they were.
-
-    On accelerators without fp16, as most CPUs are, it makes bf16 of fp32 ones, and masters of these. With `fast_init`
-    it reads them to addresses and in lengths that direct I/O does not take, see
-    [Note: gradients that do not come back].
-
-    Args:
-        named: (name, parameter).
-    """
-    zero3 = zero3_of(p for _, p in named)
+    """Raise ValueError for weights on NVMe, which DeepSpeed does not always keep as they were: it may make bf16 of fp32
+    ones, and reads them to addresses that direct I/O does not take. `named`: (name, parameter)."""
     for name, p in named:
-        swapper = getattr(p, "nvme_swapper", None)
-        if swapper is None or not swapper.swappable_tensor(p):
-            continue
-        if swapper.dtype != zero3.dtype:
+        if getattr(p, "nvme_swapper", None) is not None:
             raise ValueError(
-                f"{name}: offload_param to NVMe keeps it as {swapper.dtype}, the model is {zero3.dtype}: DeepSpeed "
-                'rounds its weights. Write "bf16": {"enabled": true}, or offload_param: {"device": "cpu"}'
-            )
-        if getattr(zero3, "offload_optimizer_fast_init", False):
-            raise ValueError(
-                f'{name}: offload_param to NVMe and offload_optimizer: {{"fast_init": true}}: DeepSpeed then starts '
-                'from other weights than the model had. Write "fast_init": false'
+                f'{name}: offload_param to NVMe is not supported. Write offload_param: {{"device": "cpu"}}; '
+                "offload_optimizer to NVMe is"
             )
 
 
@@ -388,51 +354,27 @@ def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int
     for p in zero3.fp16_groups[_number_of(flat, zero3)]:
         _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
         gradients.append((names.get(id(p), f"a parameter of shape {tuple(p.ds_shape)}"), offset, numel))
-    refuse_misplaced(gradients, int(swapper.min_aio_bytes), int(swapper.swap_element_size), str(swapper.swap_folder))
+    refuse_misplaced(gradients, int(swapper.min_aio_bytes), int(swapper.swap_element_size))
 
 
-def refuse_misplaced(gradients: Sequence[tuple[str, int, int]], least: int, size: int, folder: str) -> None:
-    """Raise ValueError for a swapped gradient at an address that direct I/O does not take.
+def refuse_misplaced(gradients: Sequence[tuple[str, int, int]], least: int, size: int) -> None:
+    """Raise ValueError for a swapped gradient at an address that direct I/O may not take.
 
     Args:
         gradients: (parameter's name, first element in the sub-group's buffer, number of elements on a rank with
             padding) of one sub-group.
         least: Bytes from which on a gradient is swapped.
         size: Bytes of an element.
-        folder: Where the swap files are.
     """
     for name, offset, numel in gradients:
-        behind = offset * size % _PAGE
-        if numel * size >= least and behind and not takes_address(folder, behind, least):
+        if numel * size >= least and offset * size % _PAGE:
             raise ValueError(
                 f"{name}: DeepSpeed reads its gradient from NVMe to element {offset} of its sub-group (byte "
-                f"{offset * size}), an address that direct I/O in {folder} does not take. DeepSpeed does not notice "
-                "that the read fails and would step an old gradient in its place. Put parameters whose elements a rank "
-                f"are no multiple of {_PAGE // size} into a group of their own, or pad them, or write "
-                'offload_optimizer: {"device": "cpu"}'
+                f"{offset * size}), and not every file system reads to an address that is no multiple of {_PAGE}. "
+                "DeepSpeed does not notice that a read fails and would step an old gradient in its place. Put "
+                f"parameters whose elements a rank are no multiple of {_PAGE // size} into a group of their own, or "
+                'pad them, or write offload_optimizer: {"device": "cpu"}'
             )
-
-
-def takes_address(folder: str, behind: int, num_bytes: int) -> bool:
-    """True if direct I/O reads a file to a memory address so many bytes behind a page, found by reading one.
-
-    Args:
-        folder: Where the file is.
-        behind: Bytes, less than a page.
-        num_bytes: As many are read: the smallest transfer that counts.
-    """
-    content = os.urandom(-(-num_bytes // _PAGE) * _PAGE)
-    with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, len(content) + _PAGE) as memory:
-        file.write(content)
-        file.flush()
-        handle = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
-        try:
-            with memoryview(memory) as whole, whole[behind : behind + len(content)] as part:
-                return os.preadv(handle, [part], 0) == len(content) and part == content
-        except OSError:
-            return False
-        finally:
-            os.close(handle)
 
 
 def refuse_loaded(step: FrameType | None) -> None:

@@ -49,8 +49,8 @@ class MegatronFSDPCopy(Engine):
     def claim(self, param: Tensor, group: Group) -> Claim:
         raise ValueError(
             "it is the copy that Megatron-FSDP computes with, or of its experimental version 2, which is not "
-            "supported: make the optimizer from model.parameters() after megatron_fsdp.fully_shard_model(...), before the first "
-            "forward pass or after model.finish_grad_sync()"
+            "supported: make the optimizer from model.parameters() after megatron_fsdp.fully_shard_model(...), before "
+            "the first forward pass or after model.finish_grad_sync()"
         )
 
 
