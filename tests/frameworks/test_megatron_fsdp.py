@@ -747,7 +747,7 @@ def _example(hybrid: str) -> bool:
 
 
 @needs_package
-@pytest.mark.parametrize(("hybrid", "world"), [("none", 2), ("shard", 4)])
+@pytest.mark.parametrize(("hybrid", "world"), [("shard", 4)])
 def test_the_example_trains_with_the_bits_of_one_process_and_says_at_once_that_it_needs_gpus(
     hybrid: str, world: int
 ) -> None:

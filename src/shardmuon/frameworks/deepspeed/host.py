@@ -277,13 +277,8 @@ class DeepSpeedHost(Host):
     # ------------------------------------------------------------------------------------------------------- a step
 
     def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
-        """Check the fp32 copies in the groups when a stage-0 wrapper steps on zero gradients only to make state."""
-        frame = caller("initialize_optimizer_states", "deepspeed")
-        if frame is None:
-            return None
-        wrapper, made = frame.f_locals["self"], [[p for _, p in named] for _, named in self.groups]
-        stepped = [group["params"] for group in core.param_groups]
-        return lambda: refuse_copies(wrapper, zip(made, stepped, strict=True))
+        """Refuse the first call of a stage-0 wrapper, which steps on zero gradients only to make state."""
+        return refuse_copies if caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
         """Step those of the groups that DeepSpeed has put into `core.param_groups` for this call."""

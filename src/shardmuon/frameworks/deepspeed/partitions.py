@@ -217,32 +217,14 @@ def differs_from_model(flat: Tensor, part: Slice) -> bool:
     return not (torch.equal(own, mine) or bool((own.eq(mine) | (own.isnan() & mine.isnan())).all()))
 
 
-def refuse_copies(wrapper: Any, groups: Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
-    """Raise ValueError for fp32 copies, which DeepSpeed steps at stage 0, that may be parts of matrices or have wrong
-    gradients. Copies carry no attributes, so that an AutoTP shard looks like a whole matrix.
-
-    Args:
-        wrapper: DeepSpeed's.
-        groups: (what a group was made with, what is in it now).
-    """
-    check_version()
-    scale = getattr(wrapper, "loss_scale_config", None)
-    if scale is not None and (scale.dynamic_loss_scale or scale.cur_scale != 1):
-        raise ValueError(
-            f"at ZeRO 0 with fp16 DeepSpeed ({TESTED}) divides gradients by a loss scale that it has not multiplied "
-            "the loss by: momentum would mix gradients of several scales, and clipping would be too weak. Use bf16, or "
-            "ZeRO stage 1"
-        )
-    for made, stepped in groups:
-        for p in made:
-            _refuse_tensor_parallel(p)
-        shapes = [shape_of(p) for p in made if p.requires_grad]
-        found = [tuple(p.shape) for p in stepped]
-        if found != shapes:
-            raise ValueError(
-                f"DeepSpeed has put tensors of shapes {found} into a group that was made with {shapes}: they may be "
-                "parts of matrices (AutoTP, AutoEP). Set autotp_size=1 and leave expert_parallel out"
-            )
+def refuse_copies() -> None:
+    """Raise ValueError for what DeepSpeed steps at stage 0 in half precision. Its copies carry no attributes, so that
+    an AutoTP shard looks like a whole matrix."""
+    raise ValueError(
+        f"at ZeRO 0 with bf16 or fp16 DeepSpeed ({TESTED}) steps fp32 copies of its own, which may be parts of "
+        "matrices (AutoTP) and with fp16 have gradients divided by a loss scale that the loss was not multiplied by. "
+        "Train in fp32, or at ZeRO stage 1"
+    )
 
 
 def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -267,8 +249,8 @@ _TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_d
 def _refuse_tensor_parallel(param: Any) -> None:
     if getattr(param, "tensor_model_parallel", False) or getattr(param, "ds_is_replaced_module", False):
         raise ValueError(
-            f"a parameter of shape {shape_of(param)} is a tensor-parallel shard (AutoTP), and what DeepSpeed steps in "
-            f"its place, a ZeRO partition or an fp32 copy, is not known to be one. {_TENSOR_PARALLEL}"
+            f"a parameter of shape {shape_of(param)} is a tensor-parallel shard (AutoTP), and the ZeRO partition that "
+            f"DeepSpeed steps in its place is not known to be one. {_TENSOR_PARALLEL}"
         )
 
 
