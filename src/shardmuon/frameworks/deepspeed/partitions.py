@@ -52,7 +52,7 @@ from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper
 
-TESTED = "0.19.8"
+_TESTED = "0.19.8"
 _PAGE = 4096  # bytes; every file system reads to addresses that are multiples of it
 
 
@@ -110,15 +110,15 @@ def check_version() -> None:
     """Warn of a DeepSpeed newer than the tested one. Raises ValueError for an older one: none of them hands over the
     right gradient with every setting (benchmarks/results/nvme.md)."""
     here = _version()
-    found, tested = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (here, TESTED))
+    found, tested = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (here, _TESTED))
     if found < tested:
         raise ValueError(
-            f"DeepSpeed {here}: before {TESTED} it hands over wrong gradients with some settings (stage 2 with "
-            f"contiguous_gradients false), with any optimizer. Install deepspeed=={TESTED}"
+            f"DeepSpeed {here}: before {_TESTED} it hands over wrong gradients with some settings (stage 2 with "
+            f"contiguous_gradients false), with any optimizer. Install deepspeed=={_TESTED}"
         )
     if found > tested:
         warnings.warn(
-            f"DeepSpeed {here} is newer than {TESTED}, with which shardmuon is tested. What it keeps is checked, "
+            f"DeepSpeed {here} is newer than {_TESTED}, with which shardmuon is tested. What it keeps is checked, "
             "what it does is not: write audit=Audit(every=1000) to be sure",
             stacklevel=2,
         )
@@ -221,7 +221,7 @@ def refuse_copies() -> None:
     """Raise ValueError for what DeepSpeed steps at stage 0 in half precision. Its copies carry no attributes, so that
     an AutoTP shard looks like a whole matrix."""
     raise ValueError(
-        f"at ZeRO 0 with bf16 or fp16 DeepSpeed ({TESTED}) steps fp32 copies of its own, which may be parts of "
+        f"at ZeRO 0 with bf16 or fp16 DeepSpeed ({_TESTED}) steps fp32 copies of its own, which may be parts of "
         "matrices (AutoTP) and with fp16 have gradients divided by a loss scale that the loss was not multiplied by. "
         "Train in fp32, or at ZeRO stage 1"
     )
