@@ -132,7 +132,7 @@ def _tp_and_dp(order: tuple[int, ...]) -> tuple[int, int, set[tuple[int, ...]]]:
     return ours.traffic.orthogonalized, ours.traffic.exchanges, {spec.layout.ranks for spec in ours.plan.specs}
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 1, 0, 2)])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
 def test_replicas_of_shards_share_the_work_and_each_matrix_is_done_once(
     order: tuple[int, ...], world4: RankPool
 ) -> None:
