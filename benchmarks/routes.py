@@ -37,8 +37,9 @@ def measure(rows: int, cols: int, count: int, rounds: int) -> dict[str, Any]:
         options: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0}
         options["exchange"] = Exchange(route=route)
         options["orthogonalizer"] = Orthogonalizer("standard", "float32")
-        group = {"params": params[route], "partition_dim": 1}
-        optimizers[route] = Muon([group], tp_group=dist.group.WORLD, **options)
+        for p in params[route]:
+            p.partition_dim = 1  # type: ignore[attr-defined]
+        optimizers[route] = Muon(params[route], tp_group=dist.group.WORLD, **options)
         optimizers[route].prepare()
     seconds: dict[str, list[float]] = {"owner": [], "gram": []}
     updates = {}

@@ -368,14 +368,14 @@ def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -
     """Bytes that a rank sends in a step, largest over mean, of `num` matrices placed in these ways by turns."""
     from simulated import spec
 
-    from shardmuon.layout.mesh import readings
+    from shardmuon.layout.mesh import reading
     from shardmuon.layout.table import ParamLayout
     from shardmuon.layout.views import matrix_view
     from shardmuon.plan.plan import Policy, make_plan
 
     view, ranks = matrix_view((16, 32)), tuple(range(math.prod(mesh)))
     layouts = [
-        ParamLayout(view, ranks, tuple(held for held, _ in readings(view.shape, mesh, tuple(placements))[0]))
+        ParamLayout(view, ranks, tuple(held for held, _ in reading(view.shape, mesh, tuple(placements))))
         for placements in ways
     ]
     plan = make_plan([spec(f"p{i}", layouts[i % len(layouts)]) for i in range(num)], Policy())

@@ -9,7 +9,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 
-from shardmuon.layout.mesh import Shard, readings
+from shardmuon.layout.mesh import Shard, reading
 from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
@@ -106,8 +106,8 @@ def mesh_layouts(draw: st.DrawFn, view: MatrixView, mesh: tuple[int, ...]) -> Pa
         if placement is not None and draw(st.booleans()):
             later = [mesh[a] for a in range(axis + 1, len(mesh)) if placements[a] == placement]
             placements[axis] = Shard(placement.dim, math.prod(later) if later else draw(st.sampled_from([1, 2, 3])))
-    reading = draw(st.sampled_from(readings(view.shape, mesh, tuple(placements))))
-    return ParamLayout(view, tuple(range(math.prod(mesh))), tuple(held for held, _ in reading))
+    held, _ = zip(*reading(view.shape, mesh, tuple(placements)), strict=True)
+    return ParamLayout(view, tuple(range(math.prod(mesh))), held)
 
 
 @st.composite

@@ -78,8 +78,6 @@ class Muon(Core, Optimizer):
             ``weight_decay``;
             ``view``, ``split_sizes``, ``split_groups``, ``num_heads``, ``split_dim``, ``transposed``: which matrices a
             parameter holds, see `shardmuon.layout.views.matrix_view`;
-            ``partition_dim``, ``partition_stride``: how its plain tensors are cut over `tp_group`, before their own
-            attributes;
             ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`
             does not apply to them.
         lr: Learning rate, a float or a one-element tensor. Required; groups may have their own. docs/learning_rate.md.
@@ -102,9 +100,9 @@ class Muon(Core, Optimizer):
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
             its own plain tensors. Not kept by pickling.
         tp_group: Plain parameters are shards over this group, if they are marked so (`tensor_model_parallel`,
-            `partition_dim`, `partition_stride`, as by TransformerEngine and Megatron) or ``partition_dim`` says so, and
-            replicas otherwise: a process group, or global ranks. `process_group` then joins the ranks with the same
-            shards. See docs/tensor_parallel.md. Default: none; a marked shard is refused.
+            `partition_dim`, `partition_stride`, as by TransformerEngine and Megatron), and replicas otherwise: a
+            process group, or global ranks. `process_group` then joins the ranks with the same shards. See
+            docs/tensor_parallel.md. Default: none; a marked shard is refused.
         orthogonalizer: How matrices are orthogonalized, see `Orthogonalizer`.
         exchange: What travels between ranks and on which route, see `Exchange`.
         storage: What momentum is stored as and where, and how weights are rounded, see `Storage`.

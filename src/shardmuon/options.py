@@ -271,8 +271,6 @@ VARIANT_DEFAULTS: dict[str, Any] = {"variant": None, **VARIANT_OPTIONS}
 PLACE_DEFAULTS: dict[str, Any] = {
     "tp_group": None,
     "process_group": None,
-    "partition_dim": None,
-    "partition_stride": None,
 }
 GROUP_DEFAULTS: dict[str, Any] = {
     "use_muon": True,

@@ -57,17 +57,12 @@ STRADDLING = [Case(1), Case(2, "gram", accumulate=2, zero=OFFLOAD), Case(3)]
 CASES = [
     *((2, case) for case in STRADDLING),
     (4, Case(0, accumulate=2)),
-    (3, Case(0, dtype="bf16")),  # whose wrapper steps with zero gradients while it is made
-    (2, Case(1, zero=ROUND_ROBIN, accumulate=2)),
     (3, Case(1, zero={"reduce_scatter": False, "parameter_alignment": True})),
     (4, Case(1, "gram", zero={**ROUND_ROBIN, **OFFLOAD, "parameter_alignment": True})),
     (3, Case(1, dtype="bf16", config={"data_types": {"grad_accum_dtype": "fp32"}}, accumulate=2)),  # BF16_Optimizer
     (2, Case(2, "gram", zero={**ROUND_ROBIN, "contiguous_gradients": False}, accumulate=2)),
     (3, Case(2, zero={**ROUND_ROBIN, "overlap_comm": True, "reduce_bucket_size": 1000, "parameter_alignment": True})),
-    (4, Case(2, zero={"reduce_scatter": False, "contiguous_gradients": False})),
     (3, Case(2, dtype="bf16", zero={**ROUND_ROBIN, **OFFLOAD}, accumulate=2)),
-    (2, Case(0, dtype="fp16", config={"fp16": {"loss_scale": 1}})),
-    (2, Case(1, dtype="fp16", config={"fp16": {"loss_scale": 1}})),
     (3, Case(2, dtype="fp16", zero=ROUND_ROBIN, config={"fp16": {"loss_scale": 1024}})),
     (4, Case(2, dtype="fp16", accumulate=2, config={"fp16": {"loss_scale": 0, "initial_scale_power": 8}})),
     (3, Case(3, dtype="fp16", config={"fp16": {"loss_scale": 1024}})),
@@ -76,7 +71,7 @@ CASES = [
         Case(3, "gram", zero={"sub_group_size": 1000, "overlap_comm": False, "reduce_bucket_size": 1000}, accumulate=2),
     ),
     (3, Case(3, zero={"reduce_scatter": False}, zero_init=True)),
-    *((2, Case(stage, config=WARMUP)) for stage in (2, 3)),
+    (2, Case(3, config=WARMUP)),
     (4, Case(3, dtype="bf16", zero={**OFFLOAD, "offload_param": {"device": "cpu"}})),
     (4, Case(2, clip=1.0, accumulate=2, zero=OFFLOAD)),
     (3, Case(3, "gram", clip=1.0)),
@@ -175,18 +170,16 @@ def _first_step(case: Case, change: Callable[[Any], object], options: dict[str, 
 BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 MASTERS = Case(1, config={"bf16": BF16_MASTERS})
 STORED = "DeepSpeed keeps and offloads state"
-AT_ZERO_0 = "ValueError: at ZeRO 0 with fp16 DeepSpeed"  # divides by a scale that it has not multiplied the loss by
 REFUSED: list[tuple[Case, Callable[[Any], object], dict[str, Any], str]] = [
     *(
         (case, change, {}, words)
-        for case in (Case(0, dtype="bf16"), Case(1), Case(2, dtype="bf16"), Case(3))
+        for case in (Case(1), Case(3))
         for change, words in ((_marked, "is a tensor-parallel shard"), (_replaced, "AutoTP, AutoEP"))
     ),
     (Case(1), _marked_on_one_rank, {}, "is a tensor-parallel shard"),
-    (Case(1), _nothing, {"storage": Storage(momentum_dtype="int8")}, STORED),
-    (MASTERS, _nothing, {"storage": Storage(momentum_dtype=torch.float32)}, "bf16_master_weights_and_grads"),
+    (MASTERS, _nothing, {"storage": Storage(momentum_dtype=torch.float32)}, STORED),
     (MASTERS, _nothing, {}, ""),
-    *((Case(0, dtype="fp16", config={"fp16": {"loss_scale": scale}}), _nothing, {}, AT_ZERO_0) for scale in (0, 1000)),
+    *((Case(0, dtype=dtype), _nothing, {}, "ValueError: at ZeRO 0 with bf16 or fp16") for dtype in ("bf16", "fp16")),
 ]
 
 
@@ -226,7 +219,6 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        (2, Case(2, dtype="bf16")),
         (3, Case(1, accumulate=2, zero={**ROUND_ROBIN, **OFFLOAD, **SMALL})),
         (3, Case(3, dtype="bf16", accumulate=2, zero=SUB_GROUPS)),
     ],
@@ -293,13 +285,11 @@ TURNED = [*JOINED[2:], *JOINED[:2]]
     ("world", "saved", "case", "variant"),
     [
         (4, JOINED, Case(1, groups=JOINED), "normuon+hyperball"),
-        (4, JOINED, Case(2, groups=JOINED), None),
         (4, JOINED, Case(3, groups=JOINED), "normuon+hyperball"),
-        (2, TURNED, Case(1, groups=JOINED), None),
         (2, TURNED, Case(3, groups=JOINED), None),
         (2, TURNED, Case(3, groups=TURNED, named=False), None),
     ],
-    ids=["1 variant", "2", "3 variant", "1 turned", "3 turned", "3 unnamed"],
+    ids=["1 variant", "3 variant", "3 turned", "3 unnamed"],
 )
 def test_a_universal_checkpoint_goes_on_with_other_ranks_and_every_groups_own_options(
     deepspeed_pools: dict[int, RankPool], world: int, saved: Any, case: Case, variant: str | None, tmp_path: Path
@@ -435,7 +425,7 @@ def _unlike_model(stage: int, written: bool) -> None:
         job.check()
 
 
-@pytest.mark.parametrize(("stage", "written"), [(2, True), (3, True), (1, False), (3, False)])
+@pytest.mark.parametrize(("stage", "written"), [(2, True), (1, False), (3, False)])
 def test_weights_that_only_one_side_has_are_refused_with_a_way_that_there_is(
     two: RankPool, stage: int, written: bool
 ) -> None:
@@ -486,7 +476,6 @@ def _broken(
         # of rank 1 in a call for AdamW's group alone: rank 0 is at Muon's next group by then, and fails at once
         (1, {}, _adamw_raises, "ExchangeError: .*does not answer or ValueError: planted in AdamW"),
         # between two groups
-        (1, AUDITED, _halved, "AuditError"),
         (3, AUDITED, _halved, "AuditError"),
     ],
 )

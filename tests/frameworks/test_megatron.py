@@ -131,7 +131,6 @@ DENSE = 3 * 6  # q, k, v, proj, fc1, fc2: once in the job, not on every replica
 JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], int, Any]] = [
     (2, {}, torch.float32, False, {}, DENSE, None),
     (2, {}, torch.bfloat16, False, {}, DENSE, None),
-    (2, {}, torch.bfloat16, True, {}, DENSE, _straddle),
     (3, {}, torch.float32, True, {}, DENSE, _straddle),
     (4, {}, torch.bfloat16, True, {"overlap_grad_reduce": True, "bucket_size": 2500}, DENSE, _straddle_in_buckets),
     (4, INSTANCES, torch.float32, True, {}, DENSE, _two_instances),
@@ -449,8 +448,6 @@ RESUMED: list[tuple[int, dict[str, int], bool, dict[str, Any], list[tuple[int, d
     (2, {}, True, {}, [(2, {}, KINDS[:2]), (3, {}, KINDS[:2])]),
     (4, {}, True, VARIANT, [(2, {}, [KINDS[0], *KINDS[2:]]), (4, {}, KINDS[:1])]),
     (4, TP, True, {}, [(2, TP, KINDS[1:2]), (2, {}, KINDS[1:2])]),
-    (4, TP, True, VARIANT, [(2, TP, KINDS[:1])]),
-    (2, {}, False, VARIANT, [(2, {}, KINDS[1:2])]),
     (2, TP, False, VARIANT, [(2, TP, KINDS[1:2])]),
     (2, EP, False, {}, [(2, EP, KINDS[1:2])]),
     (2, EP, True, VARIANT, [(2, EP, KINDS[:1])]),

@@ -1,7 +1,7 @@
 """Megatron-FSDP: any number of rows on any rank, gradients that empty shards lack, a step that must change nothing.
 
 Extents and layouts as numbers, and DTensors cut as Megatron-FSDP cuts them (shardmuon.testing.layouts), which need no
-package; then what the megatron-fsdp package (0.6.1) really builds, v1 and v2, on CPUs with a stand-in for torch.cuda.
+package; then what the megatron-fsdp package (0.6.1) really builds, on CPUs with a stand-in for torch.cuda.
 There the reference is shardmuon on one process, given the gradients that Megatron-FSDP reduced, put together by
 Megatron-FSDP's own offsets. That such layouts are audited, clipped and resumed is shown where all layouts are (rows
 "megatron-fsdp" of shardmuon.testing.layouts).
@@ -32,12 +32,11 @@ from standin_cuda import cuda_on_cpu
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial
 
 from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.mesh import AxisCut, Extent, pieces_of_extents
-from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.testing.layouts import buffer_layout, mesh_of, row_ranges, shard_like_megatron
@@ -92,9 +91,6 @@ def _check_content(layout: ParamLayout, full: Tensor, storages: Mapping[int, Ten
         storage = storages[rank]
         assert sum(piece.numel for piece, _ in of_rank) == storage.numel()
         for piece, local in of_rank:
-            if isinstance(piece, FlatRange):
-                assert torch.equal(full.flatten()[piece.start : piece.stop], storage)
-                continue
             there = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
             here = tuple(slice(o, o + n) for o, n in zip(local, piece.size, strict=True))
             assert torch.equal(full[there], storage[here])
@@ -120,17 +116,15 @@ def test_extents_name_exactly_what_each_rank_stores() -> None:
         shape = [rng.randint(1, 9), rng.randint(1, 5)]
         shape[dim] *= num_parts * stride
         full = torch.arange(float(math.prod(shape))).view(shape)
-        flat = dim == 0 and stride == 1 and rng.random() < 0.3
         storages: dict[int, Tensor] = {}
         extents: list[Extent] = []
         edges: dict[int, list[tuple[int, int]]] = {}
         for rank, (_, outer, inner, part) in enumerate(itertools.product(*(range(n) for n in sizes))):
             kept = _tensor_parallel_part(full, part, num_parts, dim, stride)
-            whole = kept.flatten() if flat else kept
-            cut = edges.setdefault(part, _cut_at_random(rng, len(whole), sizes[1] * sizes[2]))
+            cut = edges.setdefault(part, _cut_at_random(rng, len(kept), sizes[1] * sizes[2]))
             start, stop = cut[inner * sizes[1] + outer]
-            storages[rank] = whole[start:stop].clone()
-            known = start * (1 if flat else kept.shape[1]) if rng.random() < 0.5 else -1
+            storages[rank] = kept[start:stop].clone()
+            known = start * kept.shape[1] if rng.random() < 0.5 else -1
             extents.append(Extent(tuple(storages[rank].shape), known))
         cuts = (AxisCut(3, dim, True, stride), AxisCut(2, 0), AxisCut(1, 0))
         if num_parts == 1 and stride == 1:
@@ -147,8 +141,7 @@ def test_extents_name_exactly_what_each_rank_stores() -> None:
         ([Extent((3, 4)), Extent((4, 4))], "out of bounds"),
         ([Extent((3, 4)), Extent((3, 3))], r"rank 5 stores shape \(3, 3\), which is not as wide"),
         ([Extent((3, 4), 0), Extent((3, 4), 8)], r"rank 5 says that its part begins at element 8.*store 12"),
-        ([Extent((3, 4)), Extent((12,))], r"ranks \[2\] store whole rows of it, ranks \[5\] 1-D runs"),
-        ([Extent((13,)), Extent((12,))], "out of bounds of 24 elements"),
+        ([Extent((3, 4)), Extent((12,))], r"rank 5 stores shape \(12,\), which is not as wide"),
     ],
 )
 def test_extents_that_do_not_make_the_whole_are_refused(extents: list[Extent], message: str) -> None:
@@ -176,7 +169,7 @@ def _muon(params: Mapping[str, Any], **options: Any) -> Muon:
 
 
 class CutJob:
-    """One model cut like Megatron-FSDP's; ranks without rows of a parameter have no gradient of it, as v1 leaves it."""
+    """One model cut like Megatron-FSDP's; ranks without rows of a parameter have no gradient of it, as there."""
 
     def __init__(self, **options: Any) -> None:
         self.params: dict[str, Any] = {}
@@ -245,6 +238,7 @@ FAULTS: dict[str, tuple[Callable[[CutJob], None], str]] = {
     "gap": (_lacks_a_row, r"second: .*leave a gap"),
     "decoupled": (_is_of_another_kind("decoupled_grad"), r"second: .*use_decoupled_grad=False"),
     "main_grad": (_is_of_another_kind("main_grad"), r"second: .*shardmuon\.frameworks\.megatron"),
+    "version 2": (_is_of_another_kind("_mfsdp_parameter_group"), r"second: .*experimental version 2, which is not"),
     "placement": (_is_misplaced, r"second: .*Finish the gradient reduction first"),
 }
 
@@ -302,37 +296,6 @@ def test_empty_shards_without_a_gradient_step_and_keep_norms_as_one_process_does
 ) -> None:
     """Also AdamW's state, which a rank that stores nothing of a vector has as the others do."""
     world3.run(_beside_one_process, **({"variant": variant, "weight_decay": 0.0} if variant else {}))
-
-
-def _in_runs(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """1-D runs of elements that end anywhere in a row."""
-    mesh = mesh_of((dist.get_world_size(),), purpose="tests runs")
-    mesh._shard_order = [0]
-    out: dict[str, Tensor] = {}
-    for i, (name, t) in enumerate(full.items()):
-        start, stop = _cut_at_random(random.Random(i), t.numel(), dist.get_world_size())[dist.get_rank()]
-        local = t.flatten()[start:stop].clone()
-        out[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride())
-    return out
-
-
-def _runs() -> None:
-    full = {name: t for name, t in _full(0).items() if t.ndim > 1}
-    params = {name: nn.Parameter(t) for name, t in _in_runs(full).items()}
-    whole = {name: nn.Parameter(t.clone()) for name, t in full.items()}
-    optimizer, dense = Muon(list(params.items()), lr=0.1), Muon(list(whole.items()), lr=0.1)
-    for seed in (1, 2):
-        grads = {name: t for name, t in _full(seed).items() if name in full}
-        for name, local in _in_runs(grads).items():
-            params[name].grad, whole[name].grad = local, grads[name]
-        optimizer.step()
-        dense.step()
-    wanted = _in_runs({name: q.detach() for name, q in whole.items()})
-    assert all(torch.equal(params[name].to_local(), wanted[name].to_local()) for name in full)
-
-
-def test_runs_that_end_inside_rows_are_whole_matrices_too(world3: RankPool) -> None:
-    world3.run(_runs)
 
 
 def _save_without_offsets(folder: str) -> None:
@@ -423,23 +386,6 @@ def _wrapped(form: str, model: nn.Module, tensor_parallel: int = 1) -> Any:
     )
 
 
-def _wrap_by_version_2(form: str, model: Model) -> None:
-    from megatron_fsdp.experimental.fully_shard import fully_shard
-    from megatron_fsdp.experimental.placement import Flat, Partial, Placements, Replicate
-
-    world, flat = dist.get_world_size(), [Flat()]
-    if form == "v2":
-        mesh, placements = _mesh((world,), ("dp",)), Placements(["dp"], flat, flat, flat)
-    else:
-        mesh, names = _mesh((2, world // 2), ("outer", "inner")), ["outer", "inner"]
-        gradient = [Partial(dist.ReduceOp.AVG), Flat()]
-        outer = Flat() if "shard" in form else Replicate()
-        placements = Placements(names, [Replicate(), Flat()], gradient, [outer, Flat()])
-    for block in model.blocks:
-        fully_shard(block, mesh, placements)
-    fully_shard(model, mesh, placements)
-
-
 class Gatherer:
     """Puts parameters, gradients and state together at the offsets that Megatron-FSDP computes."""
 
@@ -468,12 +414,7 @@ class Job:
         torch.manual_seed(0)
         self.dense_model, model = Model(), Model()
         model.load_state_dict(self.dense_model.state_dict())
-        self.version = 2 if "v2" in form else 1
-        self.model: Any = model
-        if self.version == 2:
-            _wrap_by_version_2(form, model)
-        else:
-            self.model = _wrapped(form, model)
+        self.model = _wrapped(form, model)
         settings = {"lr": 0.1, "adamw_lr": 0.01, "overrides": {"*up.weight": {"split_sizes": (4, 6)}}}
         groups = param_groups(self.model, **settings)
         self.names = [row.name for row in groups.rows if row.optimizer == "Muon"]
@@ -481,8 +422,7 @@ class Job:
         self.dense = Muon(param_groups(self.dense_model, **settings), lr=1e-3)
         self.gather = Gatherer(self.params())
         self.before = self.gather(self.params())
-        if self.version == 1:
-            self.wrap()
+        self.wrap()
 
     def wrap(self) -> None:
         from megatron_fsdp import fully_shard_optimizer
@@ -490,23 +430,8 @@ class Job:
         self.optimizer.zero_grad()
         fully_shard_optimizer(self.optimizer)
 
-    def install(self) -> None:
-        """Pass the weights on to the copies that the model computes with, as the package's wrappers of `step` do. That
-        of version 2 (0.6.1) goes through a set of groups, in another order on each rank: hybrid sharding dies of it."""
-        if self.version == 1:
-            self.model.install_optimized_model_weights()
-            return
-        groups = dict.fromkeys(p._mfsdp_parameter_group for p in self.model.parameters())
-        for group in groups:
-            group.sync_model_weight_from_main_weight()
-
     def state_dicts(self) -> dict[str, Any]:
-        from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
-
-        weights = self.model.state_dict()
-        if self.version == 2:  # which does not do that by itself; the optimizer's state needs no help
-            weights = preprocess_state_dict_for_uneven_dtensor(weights)
-        return {"model": weights, "optimizer": self.optimizer.state_dict()}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def params(self) -> dict[str, DTensor]:
         return {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
@@ -515,16 +440,13 @@ class Job:
         tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(seed + dist.get_rank()))
         self.optimizer.zero_grad()
         self.model(tokens).square().mean().backward()
-        if self.version == 1:
-            self.model.finish_grad_sync()
+        self.model.finish_grad_sync()
         grads = self.gather({name: p.grad for name, p in self.params().items()})
         norm = torch.cat([t.double().flatten() for t in grads.values()]).norm()
         assert float(clip_grad_norm_(self.optimizer, 1e9)) == float(norm.float()), "not every row counts once"
         for name, p in self.dense_model.named_parameters():
             p.grad = grads[name]
         self.optimizer.step()
-        if self.version == 2:
-            self.install()
         self.dense.step()
 
     def check(self) -> None:
@@ -555,17 +477,11 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _seeds(form: str) -> tuple[int, ...]:
-    """Seeds of the steps. Version 2 (0.6.1) shards over both axes only until its second backward pass."""
-    return (10,) if form == "hybrid shard v2" else (10, 20)
-
-
 def _train(form: str) -> None:
     with _megatron():
         job = Job(form)
-        if job.version == 1:
-            _fresh_state_of_zeros(job)
-        for seed in _seeds(form):
+        _fresh_state_of_zeros(job)
+        for seed in (10, 20):
             job.step(seed)
         job.check()
         if form == "no_shard":
@@ -589,9 +505,6 @@ def _train(form: str) -> None:
         ("no_shard", 4),
         ("hybrid optim_grads_params", 4),
         ("hybrid shard optim_grads_params", 4),
-        ("v2", 4),
-        ("hybrid v2", 4),
-        ("hybrid shard v2", 4),
     ],
 )
 def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(form: str, world: int) -> None:
@@ -604,8 +517,7 @@ def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(form: str,
 def _save(form: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     with _megatron():
         job = Job(form)
-        for seed in _seeds(form):
-            job.step(seed)
+        job.step(10)
         dcp.save(job.state_dicts(), checkpoint_id=folder)
         return job.dense_model.state_dict(), job.dense.state_dict()
 
@@ -613,8 +525,6 @@ def _save(form: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def _load(form: str, folder: str, dense_model: dict[str, Any], dense: dict[str, Any]) -> None:
     with _megatron():
         job = Job(form)
-        if job.version == 2:
-            job.step(5)  # so that there is state to load into
         saved = job.state_dicts()
         dcp.load(saved, checkpoint_id=folder)
         job.model.load_state_dict(saved["model"])
@@ -622,7 +532,7 @@ def _load(form: str, folder: str, dense_model: dict[str, Any], dense: dict[str, 
         job.dense_model.load_state_dict(dense_model)
         job.dense.load_state_dict(dense)
         job.check()
-        job.install()
+        job.model.install_optimized_model_weights()
         job.step(30)
         job.check()
 
@@ -634,7 +544,6 @@ def _load(form: str, folder: str, dense_model: dict[str, Any], dense: dict[str, 
         ("optim_grads_params", "optim_grads_params", 3),
         ("hybrid shard optim_grads_params", "optim", 4),
         ("optim_grads", "hybrid optim_grads_params", 4),
-        ("hybrid shard v2", "v2", 3),
     ],
 )
 def test_a_checkpoint_resumes_with_the_same_bits_on_other_ranks(
@@ -838,7 +747,7 @@ def _example(hybrid: str) -> bool:
 
 
 @needs_package
-@pytest.mark.parametrize(("hybrid", "world"), [("none", 2), ("shard", 4)])
+@pytest.mark.parametrize(("hybrid", "world"), [("shard", 4)])
 def test_the_example_trains_with_the_bits_of_one_process_and_says_at_once_that_it_needs_gpus(
     hybrid: str, world: int
 ) -> None:

@@ -16,7 +16,7 @@ from shardmuon import Muon
 from shardmuon._torch import strided_shard
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.dtensor import cuts_of, mesh_key
-from shardmuon.layout.mesh import readings, same_storage
+from shardmuon.layout.mesh import reading, same_storage
 from shardmuon.testing.layouts import _fully_sharded, mesh_of
 from shardmuon.testing.pool import RankPool
 
@@ -25,16 +25,13 @@ StridedShard = strided_shard()
 Case = tuple[tuple[int, int], tuple[int, ...], int]
 
 
-def _readings_that_fit(param: torch.Tensor, full: torch.Tensor) -> list[bool]:
-    """True for each reading of the placements that names exactly the elements that this rank stores."""
+def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
+    """True if the placements are read as exactly the elements that this rank stores."""
     assert isinstance(param, DTensor)
     mesh, ranks = mesh_key(param.device_mesh)
     storage, place = engine_of(param).storage(param), ranks.index(dist.get_rank())
-    found = [reading[place] for reading in readings(tuple(full.shape), mesh, cuts_of(param.placements))]
-    return [
-        same_storage(implied, tuple(storage.shape)) and torch.equal(stored(held, full).flatten(), storage.flatten())
-        for held, implied in found
-    ]
+    held, implied = reading(tuple(full.shape), mesh, cuts_of(param.placements))[place]
+    return same_storage(implied, tuple(storage.shape)) and torch.equal(stored(held, full).flatten(), storage.flatten())
 
 
 def _fsdp_of_tp(cases: list[Case]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -64,13 +61,13 @@ def all_cases() -> list[Case]:
 
 
 def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
-    return [_readings_that_fit(param, full)[0] for param, full in _fsdp_of_tp(cases)]
+    return [_fits(param, full) for param, full in _fsdp_of_tp(cases)]
 
 
 def test_placements_name_what_fully_shard_stores_for_every_number_of_rows(world8: RankPool) -> None:
     everyone = world8.run(_fsdp_over_tp, all_cases())
     for case, *first in zip(all_cases(), *everyone, strict=True):
-        assert all(first), f"{case}: the first reading is wrong on ranks {[r for r, ok in enumerate(first) if not ok]}"
+        assert all(first), f"{case}: wrong on ranks {[r for r, ok in enumerate(first) if not ok]}"
 
 
 PLACEMENTS: list[tuple[tuple[int, ...], list[Placement]]] = [
@@ -89,18 +86,18 @@ PLACEMENTS: list[tuple[tuple[int, ...], list[Placement]]] = [
 ]
 
 
-def _distributed_cases(shapes: list[tuple[int, int]]) -> list[list[bool]]:
+def _distributed_cases(shapes: list[tuple[int, int]]) -> list[bool]:
     found = []
     for (mesh_shape, placements), shape in itertools.product(PLACEMENTS, shapes):
         full = torch.arange(math.prod(shape)).view(shape)
         param = distribute_tensor(full.clone(), mesh_of(mesh_shape), placements, src_data_rank=None)
-        found.append(_readings_that_fit(param, full))
+        found.append(_fits(param, full))
     return found
 
 
 def test_placements_name_what_distribute_tensor_stores(world8: RankPool) -> None:
     for found in world8.run(_distributed_cases, [(16, 8), (13, 9), (3, 5), (1, 20)]):
-        assert all(fits[0] for fits in found)
+        assert all(found)
 
 
 def _empty_gradient_of_another_shape() -> tuple[list[int], bool]:

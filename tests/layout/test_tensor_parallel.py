@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardmuon import Muon, param_groups
-from shardmuon._torch import local_if_any
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines import engine_for
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.testing import RankPool
-from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
+from shardmuon.testing.layouts import mesh_of
 
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
@@ -69,7 +68,7 @@ def _beside_whole(shards: Mapping[str, tuple[tuple[int, ...], Shard, dict[str, A
     return optimizer
 
 
-OF_SHARDS = ("partition_dim", "tp_group", "process_group")
+OF_SHARDS = ("tp_group", "process_group")
 
 
 STRIDES_AND_HEADS: dict[str, tuple[tuple[int, ...], int, int, dict[str, Any]]] = {
@@ -86,19 +85,19 @@ UNEVEN = [(dim, sizes) for dim in (0, 1) for sizes in ((7, 0, 5, 0), (1, 2, 3, 1
 
 
 def _cut_in_every_way() -> None:
-    """By Megatron's rule, as attributes say; and in shards of any sizes, as options of the group say."""
+    """By Megatron's rule; and in shards of any sizes, which say their dim and no more."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def strided(dim: int, stride: int) -> Shard:
         return lambda full: _mark(_megatron_part(full, dim, stride, world, rank), dim, stride)
 
     def uneven(dim: int, sizes: tuple[int, ...]) -> Shard:
-        return lambda full: nn.Parameter(full.split(sizes, dim)[rank].clone())
+        return lambda full: _marked(full.split(sizes, dim)[rank], {"partition_dim": dim})
 
     cases = {name: (shape, strided(*cut), options) for name, (shape, *cut, options) in STRIDES_AND_HEADS.items()}
     for dim, sizes in UNEVEN:
         num, heads = sum(sizes), 3 if sum(sizes) % 3 == 0 else None
-        cases[f"{dim} {sizes}"] = (num, num), uneven(dim, sizes), {"partition_dim": dim, "num_heads": heads}
+        cases[f"{dim} {sizes}"] = (num, num), uneven(dim, sizes), {"num_heads": heads}
     _beside_whole(cases, tp_group=dist.group.WORLD)
 
 
@@ -133,7 +132,7 @@ def _tp_and_dp(order: tuple[int, ...]) -> tuple[int, int, set[tuple[int, ...]]]:
     return ours.traffic.orthogonalized, ours.traffic.exchanges, {spec.layout.ranks for spec in ours.plan.specs}
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 1, 0, 2)])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
 def test_replicas_of_shards_share_the_work_and_each_matrix_is_done_once(
     order: tuple[int, ...], world4: RankPool
 ) -> None:
@@ -191,11 +190,13 @@ def test_a_tensor_that_is_marked_as_whole_is_whole(marks: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("options", "marks", "text"),
     [
-        ({"partition_dim": 0}, {}, "w: partition_dim=0 says that it is cut, but no tp_group says over which ranks"),
-        ({"tp_group": (0,), "partition_dim": 2}, {}, r"w: the option partition_dim=2 is no dim of shape \(4, 6\)"),
-        ({"tp_group": (0,)}, {"partition_dim": 5}, r"w: its attribute partition_dim=5 is no dim of shape \(4, 6\)"),
-        ({"tp_group": (0,)}, {"tensor_model_parallel": True}, "w: .* it has no attribute partition_dim"),
-        ({"tp_group": (0,), "partition_dim": 0, "partition_stride": 0}, {}, "w: partition_stride=0 must be a whole"),
+        ({"tp_group": (0,)}, {"partition_dim": 5}, r"w: .* \(4, 6\) tensor .* partition_dim=5 is no dim .* 0 to 1, or"),
+        (
+            {"tp_group": (0,)},
+            {"tensor_model_parallel": True},
+            r"partition_dim=None is no dim .* param\.partition_dim = d",
+        ),
+        ({"tp_group": (0,)}, {"partition_dim": 0, "partition_stride": 0}, "w: partition_stride=0 must be a whole"),
         ({"tp_group": (1, 2)}, {}, r"tp_group has ranks \(1, 2\), and rank 0 is not among them"),
         ({"tp_group": "tp"}, {}, "tp_group='tp' is no process group"),
         ({"tp_group": -100}, {}, r"tp_group=-100 is what new_group\(\) gives a rank that it leaves out, here rank 0"),
@@ -223,14 +224,13 @@ def test_an_expert_takes_no_group_from_the_optimizer_unsaid() -> None:
 
 def test_groups_are_neither_saved_nor_lost_by_loading() -> None:
     param = _mark(_normal(4, 6, seed=0), 0)
-    optimizer = Muon([{"params": [("w", param)], "partition_stride": 2}], lr=1e-3, tp_group=(0,))
+    optimizer = Muon([("w", param)], lr=1e-3, tp_group=(0,))
     param.grad = torch.ones(4, 6)
     optimizer.step()
     saved = optimizer.state_dict()
-    assert all(saved["param_groups"][0][key] is None for key in ("tp_group", "process_group", "partition_stride"))
+    assert all(saved["param_groups"][0][key] is None for key in ("tp_group", "process_group"))
     optimizer.load_state_dict(copy.deepcopy(saved))
     assert optimizer.param_groups[0]["tp_group"] == GroupRef((0,))
-    assert optimizer.param_groups[0]["partition_stride"] == 2
     for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert again.param_groups[0]["tp_group"] == GroupRef((0,))
 
@@ -283,17 +283,9 @@ REFUSED: dict[str, tuple[Refusal, list[str]]] = {
     ),
     "replicas differ": (
         lambda rank: ([nn.Parameter(torch.full((4, 6), float(rank)))], {}, {}),
-        ["w: ranks 0 and 1 should hold replicas"],
-    ),
-    "a DTensor": (
-        lambda rank: (_fsdp2(), {"partition_dim": 0}, {}),
-        ["w: partition_dim=0 is for plain tensors", "which says itself how it is cut"],
+        ["w: ranks 0 and 1 should hold replicas", "if they are shards over a tp_group, write param.tensor_model"],
     ),
 }
-
-
-def _fsdp2() -> list[Tensor]:
-    return list(parameters(LAYOUTS["fsdp2"].build({"w": torch.ones(4, 4)}, (4,))).values())
 
 
 def _refused(case: str) -> str:
@@ -301,11 +293,11 @@ def _refused(case: str) -> str:
     params, group, groups = REFUSED[case][0](dist.get_rank())
     for p in params:
         p.grad = torch.ones_like(p)
-    before = [local_if_any(p).detach().clone() for p in params]
+    before = [p.detach().clone() for p in params]
     named = list(zip("wv", params, strict=False))
-    with pytest.raises(ValueError, match=r"ranks|rows|shape|stride|DTensor") as caught:
+    with pytest.raises(ValueError, match=r"ranks|rows|shape|stride") as caught:
         Muon([{"params": named, **group}], lr=1e-3, **{"tp_group": dist.group.WORLD, **groups}).step()
-    assert all(torch.equal(a, local_if_any(p)) for a, p in zip(before, params, strict=True))
+    assert all(torch.equal(a, p) for a, p in zip(before, params, strict=True))
     return str(caught.value)
 
 

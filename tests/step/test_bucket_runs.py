@@ -84,10 +84,12 @@ def _crossed() -> list[str]:
             for name, ranks in sets.items()
         }
 
-    params = {name: nn.Parameter(t) for name, t in mine(full).items()}
+    params: dict[str, Any] = {name: nn.Parameter(t) for name, t in mine(full).items()}
+    for name, p in params.items():
+        p.partition_dim = -1 if len(sets[name]) == 3 else 0
     whole = {name: nn.Parameter(t.clone()) for name, t in full.items()}
     groups = [
-        {"params": [(name, p)], **({"process_group": of} if len(of) == 3 else {"tp_group": of, "partition_dim": 0})}
+        {"params": [(name, p)], **({"process_group": of} if len(of) == 3 else {"tp_group": of})}
         for (name, p), of in zip(params.items(), sets.values(), strict=True)
     ]
     optimizer = Muon(groups, lr=0.05, exchange=Exchange(bucket_bytes=300, route="owner"))

@@ -342,7 +342,8 @@ def test_real_ranks_have_the_bits_of_simulated_ones(
 
 def _refused(options: dict[str, Any]) -> str:
     param = torch.nn.Parameter(torch.ones(6, 10))
-    groups = [{"params": [("w", param)], "partition_dim": 1, "tp_group": dist.group.WORLD}]
+    param.partition_dim = 1  # type: ignore[attr-defined]
+    groups = [{"params": [("w", param)], "tp_group": dist.group.WORLD}]
     with pytest.raises(ValueError, match=r"w: route='gram' is impossible for this 6x20 matrix") as caught:
         Muon(groups, lr=1e-3, exchange=Exchange(route="gram"), **options).prepare()
     return str(caught.value)

@@ -76,7 +76,9 @@ def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") ->
     dense, torches = list[Comparison](), list[Comparison]()
     for dtype in (torch.float32, torch.bfloat16):
         dense += pool.run(compare_with_dense, layout, orthogonalizer=Orthogonalizer(dtype=dtype), **given, **fixed)
-        torches += [] if variant else pool.run(compare_with_torch, layout, dtype=dtype, **given)
+        # at stage 0 DeepSpeed steps copies of half-precision weights, which is refused
+        skipped = variant or (layout == "zero0" and dtype == torch.bfloat16)
+        torches += [] if skipped else pool.run(compare_with_torch, layout, dtype=dtype, **given)
     return LayoutRow(
         layout=layout,
         ranks=ranks,

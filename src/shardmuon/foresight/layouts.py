@@ -21,7 +21,7 @@ from shardmuon.foresight.counting import Ints
 from shardmuon.foresight.models import AFTER, Param
 from shardmuon.foresight.types import Mesh, check_divides
 from shardmuon.layout.grid import Grid, union
-from shardmuon.layout.mesh import Cut, OnMesh, Shard, flat_part, parts_of, readings
+from shardmuon.layout.mesh import Cut, OnMesh, Shard, flat_part, parts_of, reading
 from shardmuon.layout.pieces import Box
 from shardmuon.layout.table import ParamLayout, Ranks, replicated
 from shardmuon.layout.views import MatrixView
@@ -176,8 +176,8 @@ def _dtensor_place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
 
 def on_mesh(view: MatrixView, place: OnMesh) -> ParamLayout:
     """The layout of a DTensor."""
-    reading = readings(view.shape, place.mesh, place.placements)[0]
-    return ParamLayout(view, place.ranks, tuple(held for held, _ in reading))
+    held, _ = zip(*reading(view.shape, place.mesh, place.placements), strict=True)
+    return ParamLayout(view, place.ranks, held)
 
 
 def uneven_experts(params: Sequence[Param], mesh: Mesh) -> str:

@@ -9,7 +9,7 @@ from shardmuon.frameworks.megatron.fsdp import MegatronFSDPCopy, MegatronFSDPEng
 from shardmuon.host import register as register_host
 from shardmuon.layout.engines import register as register_engine
 
-for engine in (DeepSpeedEngine(), MegatronFSDPCopy(), MegatronFSDPEngine()):
+for engine in (DeepSpeedEngine(), MegatronFSDPEngine(), MegatronFSDPCopy()):
     register_engine(engine)
 for host in (DeepSpeedHost, MegatronFSDPHost, FSDP1Host):
     register_host(host)

@@ -134,7 +134,7 @@ def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
 Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
 _ALIGN = 1  # presence bit: gradients to redistribute first
-_OPTIONS = ("rank_local", "process_group", "tp_group", "partition_dim", "partition_stride")
+_OPTIONS = ("rank_local", "process_group", "tp_group")
 
 
 def _listed_of(source: Source, fault: Fault) -> list[Listed]:

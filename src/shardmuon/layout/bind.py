@@ -52,8 +52,9 @@ from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, ranks_text
 from shardmuon.layout.engines import Engine, sharing
 from shardmuon.layout.engines.base import Claim, Group
 from shardmuon.layout.grid import Grid, Ties, grids_of, union
+from shardmuon.layout.mesh import Extent
 from shardmuon.layout.table import ParamLayout
-from shardmuon.layout.views import Ints, view_of
+from shardmuon.layout.views import view_of
 
 
 class Listed(NamedTuple):
@@ -103,12 +104,12 @@ class _Said(NamedTuple):
 
     Attributes:
         digest: Of the lines that all of these ranks must have alike.
-        claims: What may differ: `stored` and `part` of each claim.
+        extents: What may differ: the extent of each claim.
         group: Name of a process group that it knows over these ranks; "" if there is none.
     """
 
     digest: bytes
-    claims: list[tuple[Ints, Ints]]
+    extents: list[Extent]
     group: str
 
 
@@ -246,7 +247,7 @@ def bind(
         numbers = _numbers(mine, {ties: grids[ties] for ties in sharers})
         lines = {ranks: [_line(mine[n], fingerprint is not None) for n in of_set] for ranks, of_set in numbers.items()}
         for ranks, of_set in numbers.items():
-            said[ranks] = _Said(digest_of(lines[ranks]), [mine[n].claim[2:4] for n in of_set], groups.get(ranks, ""))
+            said[ranks] = _Said(digest_of(lines[ranks]), [mine[n].claim.extent for n in of_set], groups.get(ranks, ""))
     everyone = dict(zip(component, gather(said, component, fault.text, fault.cause), strict=True))
     unlike: Ranks | None = None
     with fault:
@@ -334,7 +335,7 @@ def _layouts(
     known: dict[object, ParamLayout] = {}
     found: dict[int, ParamLayout] = {}
     for ranks, of_set in numbers.items():
-        for number, *told in zip(of_set, *(everyone[rank][ranks].claims for rank in ranks), strict=True):
+        for number, *told in zip(of_set, *(everyone[rank][ranks].extents for rank in ranks), strict=True):
             one = mine[number]
             key = one.engine, one.claim.form, one.ties, tuple(told), repr(one.listed.view)
             if key not in known:
@@ -343,13 +344,14 @@ def _layouts(
     return [found[number] for number in range(len(mine))]
 
 
-def _layout(one: _Described, told: Mapping[int, tuple[Ints, Ints]], grid: Grid) -> ParamLayout:
-    claims = {rank: one.claim._replace(stored=stored, part=part) for rank, (stored, part) in told.items()}
+def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLayout:
     try:
-        shape, held = one.engine.stored(claims, grid)
+        shape, held = one.engine.stored(one.claim.form, told, grid)
         return ParamLayout(view_of(shape, one.listed.view), tuple(told), tuple(held[rank] for rank in told))
     except ValueError as wrong:
-        stored = f"ranks {(*told,)} store shapes {[shape for shape, _ in told.values()]} of it ({one.claim.text}): "
+        stored = (
+            f"ranks {(*told,)} store shapes {[extent.shape for extent in told.values()]} of it ({one.claim.text}): "
+        )
         raise Unlike(f"{one.listed.name}: {stored if len(told) > 1 else ''}{wrong}") from wrong
 
 
@@ -362,8 +364,9 @@ def _compare(replicated: Sequence[tuple[_Described, ParamLayout]], prints: Seque
             if pieces and value != wanted:
                 raise Unlike(
                     f"{one.listed.name}: ranks {first} and {rank} should hold replicas ({one.claim.text}) but their "
-                    "values differ. Broadcast the weights first; or, if each rank has its own (experts), put it in a "
-                    "group with rank_local=True"
+                    "values differ. Broadcast the weights first; if each rank has its own (experts), put it in a group "
+                    "with rank_local=True; if they are shards over a tp_group, write param.tensor_model_parallel, "
+                    "param.partition_dim = True, <the dim that is cut>"
                 )
 
 

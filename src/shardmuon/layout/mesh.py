@@ -5,8 +5,8 @@
     shards cut in axis order. A strided shard with split factor s says that s shards existed before its axis cut:
     `fully_shard` on top of tensor parallelism gives mesh (dp, tp), placements (_StridedShard(0, 2), Shard(0)), where tp
     cuts first and dp cuts inside. On sizes that do not divide, reading such placements from left to right (as torch's
-    own offset helper and `distribute_tensor` do) names other rows than `fully_shard` stores. So there are two readings,
-    nested (what `fully_shard` does) and left to right, and the shapes that ranks store decide.
+    own offset helper and `distribute_tensor` do) names other rows than `fully_shard` stores. Here they are read as
+    `fully_shard` means them, and refused where ranks store other shapes.
 
 [Note: lone strided shard]
     When the axis that had cut first is gathered away, a strided shard stands alone: the dim is cut in s, each part is
@@ -64,25 +64,22 @@ class OnMesh(NamedTuple):
 _Cuts = tuple[tuple[int, int], ...]  # the mesh axes that cut a dim, first cut first, each with its factor
 
 
-def readings(shape: Ints, mesh: Ints, placements: Placements) -> tuple[tuple[OfRank, ...], ...]:
-    """All readings of a tensor's placements: for each, what each place of the mesh stores, in row-major order of
-    places. The likeliest comes first.
+def reading(shape: Ints, mesh: Ints, placements: Placements) -> tuple[OfRank, ...]:
+    """What each place of a mesh stores of a tensor, in row-major order of places.
 
     Args:
         shape: Shape of the tensor.
         mesh: Size of each mesh axis.
         placements: One for each mesh axis.
     """
-    listed = [
-        [(axis, p.factor) for axis, p in enumerate(placements) if p and p.dim == dim] for dim in range(len(shape))
+    cuts = [
+        _nested([(axis, p.factor) for axis, p in enumerate(placements) if p and p.dim == dim], mesh)
+        for dim in range(len(shape))
     ]
-    nested, left_to_right = tuple(_nested(cuts, mesh) for cuts in listed), tuple(map(tuple, listed))
-    places = list(itertools.product(*map(range, mesh)))
-    found = (
-        tuple(_stored([_ranges(n, cuts, mesh, at) for n, cuts in zip(shape, order, strict=True)]) for at in places)
-        for order in dict.fromkeys((nested, left_to_right))
+    places = itertools.product(*map(range, mesh))
+    return tuple(
+        _stored([_ranges(n, of_dim, mesh, at) for n, of_dim in zip(shape, cuts, strict=True)]) for at in places
     )
-    return tuple(dict.fromkeys(found))
 
 
 def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
@@ -138,24 +135,22 @@ def _stored(ranges: Sequence[_Ranges]) -> OfRank:
 
 
 def believed(shape: Ints, mesh: Ints, placements: Placements, stored: Sequence[Ints]) -> tuple[tuple[Held, ...], ...]:
-    """The pieces of each place of a mesh, by the first reading of placements that all storages fit.
+    """The pieces of each place of a mesh, if all storages are what placements say.
 
     Args:
-        shape, mesh, placements: See `readings`.
+        shape, mesh, placements: See `reading`.
         stored: Shapes of storage, in row-major order of places.
 
     Raises:
-        ValueError: None fits; the message lacks the name.
+        ValueError: Some storage is not; the message lacks the name.
     """
-    for reading in readings(shape, mesh, placements):
-        if all(same_storage(implied, found) for (_, implied), found in zip(reading, stored, strict=True)):
-            return tuple(held for held, _ in reading)
-    cuts = [(axis, p) for axis, p in enumerate(placements) if p is not None]
-    if len(cuts) != 1 or cuts[0][1].factor > 1:
-        raise ValueError("cannot tell which elements a rank holds when its storage differs from its placements")
-    axis, (dim, _) = cuts[0]  # in shares of any size (Megatron-FSDP), one after the other
-    extents = tuple(Extent(tuple(found)) for found in stored)
-    return pieces_of_extents(shape, mesh, tuple(range(len(stored))), (AxisCut(axis, dim, dim > 0),), extents)
+    found = reading(shape, mesh, placements)
+    if not all(same_storage(implied, other) for (_, implied), other in zip(found, stored, strict=True)):
+        raise ValueError(
+            f"cannot tell which elements a rank holds when its storage differs from its placements, which say "
+            f"{[implied for _, implied in found]}. Place it by fully_shard, parallelize_module or distribute_tensor"
+        )
+    return tuple(held for held, _ in found)
 
 
 def same_storage(first: Ints, second: Ints) -> bool:
@@ -234,7 +229,7 @@ class Extent(NamedTuple):
     """The storage that one rank has of a tensor.
 
     Attributes:
-        shape: Shape of the storage: that of the tensor with dim 0 cut anywhere, or 1-D for a run of elements.
+        shape: Shape of the storage.
         start: Number of its first element in the tensor-parallel part, as the engine says, or UNKNOWN.
     """
 
@@ -275,31 +270,17 @@ def pieces_of_extents(
         ValueError: The parts do not fit together, or a rank says that its part begins elsewhere. The message lacks the
             name.
     """
-    stored = [extent.shape if math.prod(extent.shape) else () for extent in extents]  # (): nothing
-    rows = [rank for rank, one in zip(mesh_ranks, stored, strict=True) if one and len(one) == len(shape)]
-    runs = [rank for rank, one in zip(mesh_ranks, stored, strict=True) if one and len(one) != len(shape)]
-    if rows and runs:
-        raise ValueError(f"ranks {rows} store whole rows of it, ranks {runs} 1-D runs of elements")
-    if runs and any(cut.dim > 0 or cut.stride > 1 for cut in cuts):
-        raise ValueError(
-            f"ranks {runs} store 1-D runs of elements of a tensor that tensor parallelism cuts along another dim than "
-            "0, or in strides: which elements these are cannot be told"
-        )
-    dims = (math.prod(shape),) if runs else shape
     parallel = next((cut for cut in cuts if cut.tensor_parallel), AxisCut(-1, 0))
     found: dict[int, tuple[Held, ...]] = dict.fromkeys(range(len(extents)), ())
     for line in _lines(mesh, cuts, parallel.axis):
-        shapes = [[stored[number] for number in of_part if stored[number]] for of_part in line]
-        along = [[shape[parallel.dim] for shape in of_part] for of_part in shapes]
+        filled = [[number for number in of_part if math.prod(extents[number].shape)] for of_part in line]
+        along = [[extents[number].shape[parallel.dim] for number in of_part] for of_part in filled]
         sizes = tuple(max(of_part, default=0) if parallel.dim else sum(of_part) for of_part in along)
-        for of_part, part in zip(line, _parts(dims, Cut(parallel.dim, parallel.stride), sizes), strict=True):
+        for of_part, part in zip(filled, _parts(shape, Cut(parallel.dim, parallel.stride), sizes), strict=True):
             start = 0
             for number in of_part:
-                if stored[number]:
-                    found[number] = _share(part, start, extents[number], mesh_ranks[number])
-                    start += stored[number][0]
-    if runs:
-        found = {number: tuple(map(_as_range, of_rank)) for number, of_rank in found.items()}
+                found[number] = _share(part, start, extents[number], mesh_ranks[number])
+                start += extents[number].shape[0]
     return tuple(found.values())
 
 
@@ -327,9 +308,3 @@ def _share(part: Sequence[_Ranges], start: int, extent: Extent, rank: int) -> tu
     if size != extent.shape:
         raise ValueError(f"rank {rank} stores shape {extent.shape}, which is not as wide as the tensor")
     return held
-
-
-def _as_range(held: Held) -> Held:
-    """A 1-D piece as a range of the flattened tensor."""
-    (start,), (num,) = held.piece  # type: ignore[misc]
-    return Held(FlatRange(start, start + num), held.local)

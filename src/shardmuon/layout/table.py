@@ -10,13 +10,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardmuon.comm.vote import digest_of
-from shardmuon.layout.mesh import OnMesh, readings
-from shardmuon.layout.pieces import Box, Held, Piece, Tile, partition_fault, tiles_of, whole
+from shardmuon.layout.mesh import OnMesh, reading
+from shardmuon.layout.pieces import Held, Piece, Tile, partition_fault, tiles_of, whole
 from shardmuon.layout.views import MatrixView
 
 Ranks = tuple[int, ...]  # global, ascending
@@ -131,21 +130,5 @@ def kept_layout(layout: ParamLayout, view: MatrixView, place: OnMesh | None) -> 
     """
     if layout.view.num_row_dims == 1 or place is None or not any(place.of_stack):
         return replicated(view, layout.ranks)
-    rows = {rank: _rows(held) for rank, held in zip(layout.ranks, layout.held, strict=True)}
-    for reading in readings(view.shape, place.mesh, place.of_stack):
-        found = dict(zip(place.ranks, (held for held, _ in reading), strict=True))
-        if all(_rows(found[rank]) == mine for rank, mine in rows.items() if mine):
-            return ParamLayout(view, layout.ranks, tuple(found[rank] for rank in layout.ranks))
-    # no reading of placements is what ranks store: they have the matrices of which they store anything
-    width = view.shape[1]
-    held = (
-        tuple(Held(Box((first, 0), (last - first, width)), (local, 0)) for first, last, local in sorted(rows[rank]))
-        for rank in layout.ranks
-    )
-    return ParamLayout(view, layout.ranks, tuple(held))
-
-
-def _rows(held: Iterable[Held]) -> set[tuple[int, int, int]]:
-    """First and last index of the first dim, and where the first is stored, of each box that is not empty."""
-    boxes = ((one.piece, one.local) for one in held if isinstance(one.piece, Box) and one.piece.numel)
-    return {(box.offset[0], box.offset[0] + box.size[0], local[0]) for box, local in boxes}
+    found = dict(zip(place.ranks, reading(view.shape, place.mesh, place.of_stack), strict=True))
+    return ParamLayout(view, layout.ranks, tuple(found[rank][0] for rank in layout.ranks))

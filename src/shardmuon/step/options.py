@@ -46,7 +46,7 @@ from shardmuon.variants import Stages, stages_of, stages_text
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 
-_ALIKE = ("use_muon", "rank_local", "partition_dim", "partition_stride")
+_ALIKE = ("use_muon", "rank_local")
 _READ = (
     *dict.fromkeys((*_ALIKE, *VIEW_OPTIONS, *PLACE_OPTIONS)),
     "lr",

@@ -40,7 +40,6 @@ from shardmuon.frameworks.deepspeed.partitions import (
     check_version,
     differs_from_model,
     is_partitioned,
-    known_insides,
     make_shard,
     refuse_copies,
     refuse_loaded,
@@ -274,13 +273,8 @@ class DeepSpeedHost(Host):
     # ------------------------------------------------------------------------------------------------------- a step
 
     def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
-        """Check the fp32 copies in the groups when a stage-0 wrapper steps on zero gradients only to make state."""
-        frame = caller("initialize_optimizer_states", "deepspeed")
-        if frame is None:
-            return None
-        wrapper, made = frame.f_locals["self"], [[p for _, p in named] for _, named in self.groups]
-        stepped = [group["params"] for group in core.param_groups]
-        return lambda: refuse_copies(wrapper, zip(made, stepped, strict=True))
+        """Refuse the first call of a stage-0 wrapper, which steps on zero gradients only to make state."""
+        return refuse_copies if caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
         """Step those of the groups that DeepSpeed has put into `core.param_groups` for this call."""
@@ -306,26 +300,25 @@ class DeepSpeedHost(Host):
         if fault.cause is not None:
             raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
-        with known_insides():
-            if getattr(zero3_of(self._params), "swap_optimizer", False):
-                refuse_loaded(caller("_take_model_step", "deepspeed"))
-            self._restore_options(core)
-            for index, (group, _) in enumerate(self.groups):
-                check_hyperparameters(f"group {index}: ", group)
-            if not self._flats:
-                self._attach(core)
-            for known in self._flats.values():
-                if not known.swapped:  # its state is made when it is stepped: there is one sub-group's at a time
-                    self._state(core, known)
-                if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
-                    known.take(self.groups[known.index][0], self._carried)
-            if self._unchecked:
-                self._refuse_unlike_model(stepped)
-            if not stepped <= self._flats.keys():
-                raise ValueError(
-                    "a group of the optimizer is none of those that it was made with: DeepSpeed's (or another) wrapper "
-                    "replaced it. Make the optimizer from the groups as they are and initialize again"
-                )
+        if getattr(zero3_of(self._params), "swap_optimizer", False):
+            refuse_loaded(caller("_take_model_step", "deepspeed"))
+        self._restore_options(core)
+        for index, (group, _) in enumerate(self.groups):
+            check_hyperparameters(f"group {index}: ", group)
+        if not self._flats:
+            self._attach(core)
+        for known in self._flats.values():
+            if not known.swapped:  # its state is made when it is stepped: there is one sub-group's at a time
+                self._state(core, known)
+            if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
+                known.take(self.groups[known.index][0], self._carried)
+        if self._unchecked:
+            self._refuse_unlike_model(stepped)
+        if not stepped <= self._flats.keys():
+            raise ValueError(
+                "a group of the optimizer is none of those that it was made with: DeepSpeed's (or another) wrapper "
+                "replaced it. Make the optimizer from the groups as they are and initialize again"
+            )
         return tuple(sorted({rank for known in self._flats.values() for rank in known.ranks}))
 
     def _attach(self, core: Stepped) -> None:
@@ -370,8 +363,6 @@ class DeepSpeedHost(Host):
             state["exp_avg"] = torch.zeros_like(flat)
             if not known.swapped:  # the swapper would make a file of it
                 state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
-            elif getattr(zero3_of(self._params), "save_muon_momentum_buffer_in_memory", False):
-                state["exp_avg"].swappable = False
         if state["exp_avg"].shape != flat.shape:
             raise ValueError(
                 f"the momentum of a ZeRO partition has shape {tuple(state['exp_avg'].shape)}, the partition "
@@ -497,10 +488,6 @@ def _place(zero3: Any, saved: dict[str, Any]) -> None:
                 for key, value in state.get(number, {}).items()
             }
     optimizer.load_state_dict({**wanted, "state": state})
-    for flat in flats:
-        for value in optimizer.state[flat].values() if swapped_numel(flat, zero3) else ():
-            if isinstance(value, Tensor) and value.is_contiguous():  # what was in memory stays there
-                value.swappable = False  # type: ignore[attr-defined]
     zero3._clear_fp32_optimizer_param_groups()
 
 

@@ -29,20 +29,17 @@ Every private attribute of DeepSpeed that shardmuon reads is in this file and in
 
 [Note: gradients that do not come back]
     A swapped gradient is read by direct I/O into the sub-group's buffer, at the parameter's offset. File systems take
-    memory addresses that are multiples of 512 bytes, some of any or of more. Elsewhere the read fails, DeepSpeed does
-    not look at the result, and what the buffer held before is stepped. Buffers begin at a page, so offsets tell.
+    memory addresses that are multiples of 512 bytes, some of any or of up to a page. Elsewhere the read fails,
+    DeepSpeed does not look at the result, and what the buffer held before is stepped. Buffers begin at a page, so
+    offsets tell. Only those of whole pages are allowed.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import re
 import sys
-import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -55,8 +52,8 @@ from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper
 
-TESTED = "0.19.8"
-_PAGE = 4096  # bytes; every file system takes addresses that are multiples of it
+_TESTED = "0.19.8"
+_PAGE = 4096  # bytes; every file system reads to addresses that are multiples of it
 
 
 class Slice(NamedTuple):
@@ -109,31 +106,19 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
     return slices, group
 
 
-@contextmanager
-def known_insides() -> Iterator[None]:
-    """Turn an AttributeError about DeepSpeed's insides into a ValueError with its version and the tested one."""
-    try:
-        yield
-    except AttributeError as error:
-        raise ValueError(
-            f"DeepSpeed {_version()} does not keep its partitions as shardmuon knows them from {TESTED}: {error}. "
-            f"Install deepspeed=={TESTED}"
-        ) from None
-
-
 def check_version() -> None:
     """Warn of a DeepSpeed newer than the tested one. Raises ValueError for an older one: none of them hands over the
     right gradient with every setting (benchmarks/results/nvme.md)."""
     here = _version()
-    found, tested = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (here, TESTED))
+    found, tested = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (here, _TESTED))
     if found < tested:
         raise ValueError(
-            f"DeepSpeed {here}: before {TESTED} it hands over wrong gradients with some settings (stage 2 with "
-            f"contiguous_gradients false), with any optimizer. Install deepspeed=={TESTED}"
+            f"DeepSpeed {here}: before {_TESTED} it hands over wrong gradients with some settings (stage 2 with "
+            f"contiguous_gradients false), with any optimizer. Install deepspeed=={_TESTED}"
         )
     if found > tested:
         warnings.warn(
-            f"DeepSpeed {here} is newer than {TESTED}, with which shardmuon is tested. What it keeps is checked, "
+            f"DeepSpeed {here} is newer than {_TESTED}, with which shardmuon is tested. What it keeps is checked, "
             "what it does is not: write audit=Audit(every=1000) to be sure",
             stacklevel=2,
         )
@@ -182,12 +167,8 @@ def _places(params: Sequence[Tensor]) -> list[int]:
     return places
 
 
-_STAGE_3 = {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}  # as its optimizer has them
-_WHY = {
-    "zero_hpz_partition_size": "leave hpZ out",
-    "partial_offload": "leave offload_optimizer.ratio out, with which DeepSpeed's own Adam steps a part",
-    "zenflow": "leave it out, as it steps parts of gradients by itself",
-}
+# Settings of ZeRO 3, as its optimizer has them, with which parts are cut otherwise or stepped by DeepSpeed's own Adam.
+_STAGE_3 = {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}
 
 
 def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
@@ -198,7 +179,9 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
     for name, allowed in _STAGE_3.items():
         found = getattr(zero3, name, allowed)
         if found != allowed:
-            raise ValueError(f"{name}={found!r} of ZeRO 3 is not supported, {allowed!r} is: {_WHY[name]}")
+            raise ValueError(
+                f"{name}={found!r} of ZeRO 3 (hpZ, partial offload, ZenFlow) is not supported: leave it out"
+            )
     number = _number_of(flat, zero3)
     params, offset, slices = zero3.fp16_groups[number], 0, []
     group = params[0].ds_process_group
@@ -234,32 +217,14 @@ def differs_from_model(flat: Tensor, part: Slice) -> bool:
     return not (torch.equal(own, mine) or bool((own.eq(mine) | (own.isnan() & mine.isnan())).all()))
 
 
-def refuse_copies(wrapper: Any, groups: Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
-    """Raise ValueError for fp32 copies, which DeepSpeed steps at stage 0, that may be parts of matrices or have wrong
-    gradients. Copies carry no attributes, so that an AutoTP shard looks like a whole matrix.
-
-    Args:
-        wrapper: DeepSpeed's.
-        groups: (what a group was made with, what is in it now).
-    """
-    check_version()
-    scale = getattr(wrapper, "loss_scale_config", None)
-    if scale is not None and (scale.dynamic_loss_scale or scale.cur_scale != 1):
-        raise ValueError(
-            f"at ZeRO 0 with fp16 DeepSpeed ({TESTED}) divides gradients by a loss scale that it has not multiplied "
-            "the loss by: momentum would mix gradients of several scales, and clipping would be too weak. Use bf16, or "
-            "ZeRO stage 1"
-        )
-    for made, stepped in groups:
-        for p in made:
-            _refuse_tensor_parallel(p)
-        shapes = [shape_of(p) for p in made if p.requires_grad]
-        found = [tuple(p.shape) for p in stepped]
-        if found != shapes:
-            raise ValueError(
-                f"DeepSpeed has put tensors of shapes {found} into a group that was made with {shapes}: they may be "
-                "parts of matrices (AutoTP, AutoEP). Set autotp_size=1 and leave expert_parallel out"
-            )
+def refuse_copies() -> None:
+    """Raise ValueError for what DeepSpeed steps at stage 0 in half precision. Its copies carry no attributes, so that
+    an AutoTP shard looks like a whole matrix."""
+    raise ValueError(
+        f"at ZeRO 0 with bf16 or fp16 DeepSpeed ({_TESTED}) steps fp32 copies of its own, which may be parts of "
+        "matrices (AutoTP) and with fp16 have gradients divided by a loss scale that the loss was not multiplied by. "
+        "Train in fp32, or at ZeRO stage 1"
+    )
 
 
 def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -268,14 +233,13 @@ def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(
             f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads state and weights "
             "itself, as its config says (fp32, or bf16_master_weights_and_grads). Leave storage out; use "
-            'offload_optimizer in its config, and with NVMe "save_muon_momentum_buffer_in_memory": true to keep '
-            "momentum on the CPU"
+            "offload_optimizer in its config"
         )
     for index, group in enumerate(groups):
-        if group["use_muon"] and (group.get("tp_group") is not None or group.get("partition_dim") is not None):
+        if group["use_muon"] and group.get("tp_group") is not None:
             raise ValueError(
-                f"group {index}: tp_group={group.get('tp_group')!r} partition_dim={group.get('partition_dim')!r}: ZeRO "
-                f"partitions of tensor-parallel shards are not supported. {_TENSOR_PARALLEL}, or leave tp_group out"
+                f"group {index}: tp_group={group['tp_group']!r}: ZeRO partitions of tensor-parallel shards are not "
+                f"supported. {_TENSOR_PARALLEL}, or leave tp_group out"
             )
 
 
@@ -285,8 +249,8 @@ _TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_d
 def _refuse_tensor_parallel(param: Any) -> None:
     if getattr(param, "tensor_model_parallel", False) or getattr(param, "ds_is_replaced_module", False):
         raise ValueError(
-            f"a parameter of shape {shape_of(param)} is a tensor-parallel shard (AutoTP), and what DeepSpeed steps in "
-            f"its place, a ZeRO partition or an fp32 copy, is not known to be one. {_TENSOR_PARALLEL}"
+            f"a parameter of shape {shape_of(param)} is a tensor-parallel shard (AutoTP), and the ZeRO partition that "
+            f"DeepSpeed steps in its place is not known to be one. {_TENSOR_PARALLEL}"
         )
 
 
@@ -339,29 +303,13 @@ def _number_of(flat: Tensor, zero3: Any) -> int:
 
 
 def refuse_params(named: Sequence[tuple[str, Any]]) -> None:
-    """Raise ValueError for weights on NVMe that DeepSpeed does not keep as they were.
-
-    On accelerators without fp16, as most CPUs are, it makes bf16 of fp32 ones, and masters of these. With `fast_init`
-    it reads them to addresses and in lengths that direct I/O does not take, see
-    [Note: gradients that do not come back].
-
-    Args:
-        named: (name, parameter).
-    """
-    zero3 = zero3_of(p for _, p in named)
+    """Raise ValueError for weights on NVMe, which DeepSpeed does not always keep as they were: it may make bf16 of fp32
+    ones, and reads them to addresses that direct I/O does not take. `named`: (name, parameter)."""
     for name, p in named:
-        swapper = getattr(p, "nvme_swapper", None)
-        if swapper is None or not swapper.swappable_tensor(p):
-            continue
-        if swapper.dtype != zero3.dtype:
+        if getattr(p, "nvme_swapper", None) is not None:
             raise ValueError(
-                f"{name}: offload_param to NVMe keeps it as {swapper.dtype}, the model is {zero3.dtype}: DeepSpeed "
-                'rounds its weights. Write "bf16": {"enabled": true}, or offload_param: {"device": "cpu"}'
-            )
-        if getattr(zero3, "offload_optimizer_fast_init", False):
-            raise ValueError(
-                f'{name}: offload_param to NVMe and offload_optimizer: {{"fast_init": true}}: DeepSpeed then starts '
-                'from other weights than the model had. Write "fast_init": false'
+                f'{name}: offload_param to NVMe is not supported. Write offload_param: {{"device": "cpu"}}; '
+                "offload_optimizer to NVMe is"
             )
 
 
@@ -388,51 +336,27 @@ def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int
     for p in zero3.fp16_groups[_number_of(flat, zero3)]:
         _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
         gradients.append((names.get(id(p), f"a parameter of shape {tuple(p.ds_shape)}"), offset, numel))
-    refuse_misplaced(gradients, int(swapper.min_aio_bytes), int(swapper.swap_element_size), str(swapper.swap_folder))
+    refuse_misplaced(gradients, int(swapper.min_aio_bytes), int(swapper.swap_element_size))
 
 
-def refuse_misplaced(gradients: Sequence[tuple[str, int, int]], least: int, size: int, folder: str) -> None:
-    """Raise ValueError for a swapped gradient at an address that direct I/O does not take.
+def refuse_misplaced(gradients: Sequence[tuple[str, int, int]], least: int, size: int) -> None:
+    """Raise ValueError for a swapped gradient at an address that direct I/O may not take.
 
     Args:
         gradients: (parameter's name, first element in the sub-group's buffer, number of elements on a rank with
             padding) of one sub-group.
         least: Bytes from which on a gradient is swapped.
         size: Bytes of an element.
-        folder: Where the swap files are.
     """
     for name, offset, numel in gradients:
-        behind = offset * size % _PAGE
-        if numel * size >= least and behind and not takes_address(folder, behind, least):
+        if numel * size >= least and offset * size % _PAGE:
             raise ValueError(
                 f"{name}: DeepSpeed reads its gradient from NVMe to element {offset} of its sub-group (byte "
-                f"{offset * size}), an address that direct I/O in {folder} does not take. DeepSpeed does not notice "
-                "that the read fails and would step an old gradient in its place. Put parameters whose elements a rank "
-                f"are no multiple of {_PAGE // size} into a group of their own, or pad them, or write "
-                'offload_optimizer: {"device": "cpu"}'
+                f"{offset * size}), and not every file system reads to an address that is no multiple of {_PAGE}. "
+                "DeepSpeed does not notice that a read fails and would step an old gradient in its place. Put "
+                f"parameters whose elements a rank are no multiple of {_PAGE // size} into a group of their own, or "
+                'pad them, or write offload_optimizer: {"device": "cpu"}'
             )
-
-
-def takes_address(folder: str, behind: int, num_bytes: int) -> bool:
-    """True if direct I/O reads a file to a memory address so many bytes behind a page, found by reading one.
-
-    Args:
-        folder: Where the file is.
-        behind: Bytes, less than a page.
-        num_bytes: As many are read: the smallest transfer that counts.
-    """
-    content = os.urandom(-(-num_bytes // _PAGE) * _PAGE)
-    with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, len(content) + _PAGE) as memory:
-        file.write(content)
-        file.flush()
-        handle = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
-        try:
-            with memoryview(memory) as whole, whole[behind : behind + len(content)] as part:
-                return os.preadv(handle, [part], 0) == len(content) and part == content
-        except OSError:
-            return False
-        finally:
-            os.close(handle)
 
 
 def refuse_loaded(step: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Megatron-FSDP (v1 and the experimental v2): DTensors whose placements do not say what they store.
+"""Megatron-FSDP: DTensors whose placements do not say what they store. The experimental version 2 is refused.
 
 Every private attribute of Megatron-FSDP that shardmuon reads is in this file. The package itself is never imported.
 
@@ -7,12 +7,12 @@ Every private attribute of Megatron-FSDP that shardmuon reads is in this file. T
     data-parallel ranks. So a parameter is `Shard(0)` with any number of whole rows on any rank and none on most;
     torch's chunk rule, its offset helper and `full_tensor()` are wrong about it without an error. Of the axes that cut
     a tensor the last one cuts first (tensor parallel, then inner data parallel, then outer), though placements list
-    them the other way round and none is a `_StridedShard`; v1 writes that order on the mesh, as `_shard_order`.
+    them the other way round and none is a `_StridedShard`; the mesh has that order, as `_shard_order`.
     What counts here are the shapes that all ranks really store, put one after the other in that order. Where
     Megatron-FSDP also keeps the offset of a rank's part, the two must agree.
 
 [Note: empty shards]
-    v1 leaves `grad` None where a rank stores nothing of a parameter. Such a rank neither holds nor owns any of it, so
+    `grad` stays None where a rank stores nothing of a parameter. Such a rank neither holds nor owns any of it, so
     it takes part as if it had an empty gradient whenever those that do store some have theirs.
 """
 
@@ -40,16 +40,17 @@ _PACKAGES = ("megatron_fsdp", "megatron")
 
 
 class MegatronFSDPCopy(Engine):
-    """The copy that Megatron-FSDP computes with, which is refused."""
+    """What is refused: the copy that Megatron-FSDP computes with, and parameters of its version 2."""
 
     def recognizes(self, param: Tensor) -> bool:
-        return not is_dtensor(param) and (hasattr(param, "_mfsdp_parameter_group") or hasattr(param, "__fsdp_param__"))
+        own = param.__dict__
+        return "_mfsdp_parameter_group" in own or ("__fsdp_param__" in own and not is_dtensor(param))
 
     def claim(self, param: Tensor, group: Group) -> Claim:
         raise ValueError(
-            "it is the copy that Megatron-FSDP computes with, not the parameter that is optimized. Make the "
-            "optimizer from model.parameters() after fully_shard_model(...), before the first forward pass or "
-            "after model.finish_grad_sync()"
+            "it is the copy that Megatron-FSDP computes with, or of its experimental version 2, which is not "
+            "supported: make the optimizer from model.parameters() after megatron_fsdp.fully_shard_model(...), before "
+            "the first forward pass or after model.finish_grad_sync()"
         )
 
 
@@ -62,12 +63,8 @@ class MegatronFSDPEngine(DTensorEngine):
     def recognizes(self, param: Tensor) -> bool:
         if not is_dtensor(param):
             return False
-        own = param.__dict__  # asked of every DTensor in every step
-        return (
-            "megatron_fsdp_dist_index" in own
-            or "_mfsdp_parameter_group" in own
-            or hasattr(param.device_mesh, "_shard_order")
-        )
+        # asked of every DTensor in every step
+        return "megatron_fsdp_dist_index" in param.__dict__ or hasattr(param.device_mesh, "_shard_order")
 
     def claim(self, param: Any, group: Group) -> Claim:
         mesh, ranks = mesh_key(param.device_mesh)
@@ -75,14 +72,12 @@ class MegatronFSDPEngine(DTensorEngine):
             raise ValueError(f"rank {my_rank()} is not in the parameter's mesh {param.device_mesh}")
         cuts, shape = _cuts_of(param), tuple(param.shape)
         text = f"Megatron-FSDP's {placed(param)}, cut by {[tuple(cut) for cut in cuts]}"
-        stored, part = tuple(self.storage(param).shape), (_known_start(param),)
-        return Claim((shape, mesh, ranks, cuts), text, stored, part, True, _uncounted(param))
+        extent = Extent(tuple(self.storage(param).shape), _known_start(param))
+        return Claim((shape, mesh, ranks, cuts), text, extent, True, _uncounted(param))
 
-    def stored(self, claims: Mapping[int, Claim], grid: Grid) -> Stored:
-        form = next(iter(claims.values())).form
-        shape, mesh, ranks, cuts = cast("tuple[Ints, Ints, Ints, tuple[AxisCut, ...]]", form)
-        extents = tuple(Extent(claims[rank].stored, *claims[rank].part) for rank in ranks)
-        held = pieces_of_extents(shape, mesh, ranks, cuts, extents)
+    def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
+        shape, mesh, ranks, cuts = form
+        held = pieces_of_extents(shape, mesh, ranks, cuts, tuple(extents[rank] for rank in ranks))
         return shape, dict(zip(ranks, held, strict=True))
 
     def wrap(self, storage: Tensor, param: Any, shape: Ints | None = None) -> Tensor:
@@ -139,7 +134,7 @@ def _cuts_of(param: DTensor) -> tuple[AxisCut, ...]:
 
 
 def _tensor_parallel_axis(param: DTensor) -> int | None:
-    """The mesh axis of tensor parallelism. v2 has none yet."""
+    """The mesh axis of tensor parallelism."""
     from torch.distributed.tensor import Shard
 
     name, names = _tensor_parallel_name(param), param.device_mesh.mesh_dim_names or ()
@@ -157,16 +152,8 @@ def _tensor_parallel_name(param: DTensor) -> str | None:
 def _known_start(param: DTensor) -> int:
     """The element of the tensor-parallel part at which this rank's storage begins, if Megatron-FSDP says so."""
     numel = _ENGINE.storage(param).numel()
-    kept = getattr(param, "megatron_fsdp_slice", None)  # v1: of the buffer that the model computes from
-    if isinstance(kept, slice) and numel and kept.stop - kept.start == numel:
-        return int(kept.start)
-    group = getattr(param, "_mfsdp_parameter_group", None)  # v2
-    group = group() if callable(group) else group  # a weak reference in later versions
-    params = getattr(group, "sharded_parameters", ())
-    owned = getattr(getattr(group, "main_weight", None), "_get_owned_range", None)
-    place = next((i for i, p in enumerate(params) if p is param), None)
-    found = None if owned is None or place is None else owned(place)
-    return int(found.tensor_relative_offset) if found is not None and found.numel == numel else UNKNOWN
+    kept = getattr(param, "megatron_fsdp_slice", None)  # of the buffer that the model computes from
+    return int(kept.start) if isinstance(kept, slice) and numel and kept.stop - kept.start == numel else UNKNOWN
 
 
 def _uncounted(param: Any) -> str | None:
@@ -198,7 +185,7 @@ def _mark(storage: Tensor, param: DTensor) -> None:
     local = tuple(_ENGINE.storage(param).shape)
     widths = [(cut, param.shape[cut.dim], param.device_mesh.size(cut.axis)) for cut in cuts if cut.tensor_parallel]
     even = all(size % parts == 0 for _, size, parts in widths)
-    if storage.numel() and (start == UNKNOWN or len(local) != param.ndim or not even):
+    if storage.numel() and (start == UNKNOWN or not even):
         refuse_to_save(
             storage,
             "this rank's part of Megatron-FSDP's buffer is not known here. Make the optimizer's state dict with "

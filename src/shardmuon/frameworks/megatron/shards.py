@@ -72,7 +72,7 @@ class WholeHost(Host):
 # --------------------------------------------------------------------------------------------- flat shards
 
 
-class ShardHost(Host):
+class _ShardHost(Host):
     """Host for Megatron's distributed optimizer. Made before the shards take their place; `attach` says that they have.
 
     Args:
@@ -183,7 +183,7 @@ def _optimizer_class(base: type) -> type:
         """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`, whose host has the shards."""
 
         optimizer_state_keys = ("exp_avg", "exp_avg_sq")
-        shardmuon: ShardHost
+        shardmuon: _ShardHost
 
         def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
             shard = self.shardmuon.shards[model_param]
@@ -229,7 +229,7 @@ def distributed_optimizer(
         tp_group: Their tensor-parallel group, or None.
     """
     made = [list(group["params"]) for group in muon.param_groups]
-    host = ShardHost(muon)
+    host = _ShardHost(muon)
     muon.hosts.insert(0, host)
     with torch.no_grad():  # else shards of fp32 parameters are no leaves
         wrapped = _optimizer_class(base)(muon, *args, **kwargs)

@@ -30,11 +30,6 @@ def sharing(param: Tensor, group: Group) -> Engine:
     if engine is PLAIN:
         return tensor_parallel_engine(param, group) or engine
     refuse_flat(param)
-    if group.get("partition_dim") is not None:
-        raise ValueError(
-            f"partition_dim={group['partition_dim']} is for plain tensors; it is a {type(param).__name__}, which says "
-            "itself how it is cut. Put it in a group without partition_dim"
-        )
     return engine
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardmuon._torch import is_bare, is_dtensor
 from shardmuon.comm.groups import GroupRef, Ranks, my_rank
 from shardmuon.layout.grid import Grid, Ties
-from shardmuon.layout.mesh import same_storage
+from shardmuon.layout.mesh import Extent, same_storage
 from shardmuon.layout.pieces import Held, whole
 from shardmuon.layout.views import Ints
 
@@ -52,16 +52,14 @@ class Claim(NamedTuple):
     Attributes:
         form: The tensor's layout: the same on all ranks that share it, which refuse each other otherwise.
         text: The form in words, for messages.
-        stored: Shape of this rank's storage.
-        part: Further numbers that only this rank knows, such as where its part begins.
+        extent: This rank's storage, of which the others do not know.
         empty_lacks_gradient: A rank that stores nothing of it may have no gradient where others have theirs.
         uncounted: Reason why a norm over ranks would count it several times though its layout is known; None: none.
     """
 
-    form: tuple[object, ...]
+    form: tuple[Any, ...]
     text: str
-    stored: Ints
-    part: Ints = ()
+    extent: Extent
     empty_lacks_gradient: bool = False
     uncounted: str | None = None
 
@@ -109,9 +107,9 @@ class Engine:
             )
         ranks, shape = mates_of(group), tuple(param.shape)
         text = f"a plain tensor replicated over ranks {ranks}" if len(ranks) > 1 else "a plain tensor of this rank"
-        return Claim((shape,), text, shape)
+        return Claim((shape,), text, Extent(shape))
 
-    def stored(self, claims: Mapping[int, Claim], grid: Grid) -> Stored:
+    def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
         """Say who stores what. Pure: equal claims give equal answers. Gaps, overlaps and what is out of bounds are
         refused by whoever asks.
 
@@ -120,14 +118,15 @@ class Engine:
         `Held(FlatRange(start, stop), (local,))`. A rank that stores nothing has no pieces, (), but is listed.
 
         Args:
-            claims: Rank -> its claim, of all ranks of the grid. Their forms are equal.
+            form: That of all claims.
+            extents: Rank -> that of its claim, of all ranks of the grid.
             grid: Ranks of the tensor, by replica and part.
 
         Raises:
             ValueError: The claims do not fit together.
         """
-        shape = claims[grid[0][0]].stored
-        return shape, dict.fromkeys(claims, whole(shape))
+        shape = extents[grid[0][0]].shape
+        return shape, dict.fromkeys(extents, whole(shape))
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
         """Process groups, references or None that the parameter, or the options of its group, brings along. Add those
@@ -230,10 +229,8 @@ def engine_of(param: Tensor) -> Engine:
 
 def is_marked(param: Tensor) -> bool:
     """True if its attributes say that it is a shard, as Megatron and TransformerEngine set them."""
-    flag, dim = getattr(param, "tensor_model_parallel", None), getattr(param, "partition_dim", None)
-    if flag is None:
-        return dim is not None and dim != -1
-    return bool(flag) and dim != -1
+    dim = getattr(param, "partition_dim", None)
+    return bool(getattr(param, "tensor_model_parallel", dim is not None)) and dim != -1
 
 
 def mates_of(group: Group) -> Ranks:

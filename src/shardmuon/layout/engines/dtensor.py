@@ -50,12 +50,11 @@ class DTensorEngine(Engine):
                 "groups"
             )
         form = tuple(param.shape), mesh, ranks, cuts_of(param.placements)
-        return Claim(form, placed(param), tuple(param._local_tensor.shape))
+        return Claim(form, placed(param), meshes.Extent(tuple(param._local_tensor.shape)))
 
-    def stored(self, claims: Mapping[int, Claim], grid: Grid) -> Stored:
-        form = next(iter(claims.values())).form
-        shape, mesh, ranks, placements = cast("tuple[Ints, Ints, Ints, meshes.Placements]", form)
-        pieces = meshes.believed(shape, mesh, placements, [claims[rank].stored for rank in ranks])
+    def stored(self, form: tuple[Any, ...], extents: Mapping[int, meshes.Extent], grid: Grid) -> Stored:
+        shape, mesh, ranks, placements = form
+        pieces = meshes.believed(shape, mesh, placements, [extents[rank].shape for rank in ranks])
         return shape, dict(zip(ranks, pieces, strict=True))
 
     def groups(self, param: Any, group: Group) -> list[Any]:
@@ -181,8 +180,8 @@ def lies_as_placed(param: DTensor) -> bool:
     """True if this rank stores what the placements imply, so that another tensor can be redistributed to them."""
     (mesh, ranks), stored = mesh_key(param.device_mesh), tuple(param._local_tensor.shape)
     place = ranks.index(my_rank())
-    mine = (reading[place] for reading in meshes.readings(tuple(param.shape), mesh, cuts_of(param.placements)))
-    return any(meshes.same_storage(implied, stored) for _, implied in mine)
+    _, implied = meshes.reading(tuple(param.shape), mesh, cuts_of(param.placements))[place]
+    return meshes.same_storage(implied, stored)
 
 
 # ---------------------------------------------------------------------------------- what torch's checkpoints are told

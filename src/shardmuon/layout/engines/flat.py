@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from shardmuon.comm.groups import GroupRef, group_ranks, my_rank
 from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
 from shardmuon.layout.grid import Grid, Ties
-from shardmuon.layout.mesh import Cut, flat_part
+from shardmuon.layout.mesh import Cut, Extent, flat_part
 from shardmuon.layout.views import Ints
 
 
@@ -97,15 +97,14 @@ class FlatEngine(Engine):
             parallel = f", {num_parts} replicas,"
         cut = "" if info.cut is None else f", cut along dim {info.cut.dim} with stride {info.cut.stride}"
         text = f"{info.kind}{parallel}{cut}"
-        return Claim((info.shape, info.cut), text, tuple(param.shape), (info.start,), empty_lacks_gradient=True)
+        return Claim((info.shape, info.cut), text, Extent(tuple(param.shape), info.start), empty_lacks_gradient=True)
 
-    def stored(self, claims: Mapping[int, Claim], grid: Grid) -> Stored:
-        form = next(iter(claims.values())).form
-        shape, cut = cast("tuple[Ints, Cut | None]", form)
+    def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
+        shape, cut = form
         held = {}
         for row in grid:
             for part, rank in enumerate(row):
-                (start,), (numel,) = claims[rank].part, claims[rank].stored
+                (numel,), start = extents[rank]
                 held[rank] = flat_part(shape, cut, part, len(row), start, start + numel)
         return shape, held
 

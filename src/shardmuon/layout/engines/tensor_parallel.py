@@ -1,8 +1,8 @@
 """Plain tensors that are one rank's shard of a tensor, as TransformerEngine's and Megatron's layers keep them.
 
 Nothing in such a tensor says over which ranks it is cut, so the user does (`tp_group`); along which dim, its own
-attributes say (`tensor_model_parallel`, `partition_dim`, `partition_stride`) or the options of its group. The global
-shape is the sum of the shards, whose sizes the ranks tell each other.
+attributes say (`tensor_model_parallel`, `partition_dim`, `partition_stride`). The global shape is the sum of the
+shards, whose sizes the ranks tell each other.
 
 [Note: global shape]
     A rank sees its own shard only. Whoever has made a layout table notes the shape of the whole in the parameter, with
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import GroupRef
-from shardmuon.layout.engines.base import AUTOTP_GROUP, Claim, Engine, Group, Stored, mates_of
+from shardmuon.layout.engines.base import Claim, Engine, Group, Stored, is_marked, mates_of
 from shardmuon.layout.grid import Grid, Ties
-from shardmuon.layout.mesh import Cut, at_dim, parts_of
+from shardmuon.layout.mesh import Cut, Extent, at_dim, parts_of
 from shardmuon.layout.pieces import whole
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
@@ -33,13 +33,11 @@ class TensorParallelEngine(Engine):
 
     Attributes:
         shards: The tensor-parallel group.
-        options: `partition_dim` and `partition_stride` of the parameter's group.
     """
 
     plain_shards = True
 
     shards: GroupRef
-    options: tuple[Any, Any]
 
     def cut(self, param: Tensor) -> Cut | None:
         """The dim and stride by which the tensor is cut over the group; None: every rank has it whole.
@@ -47,7 +45,7 @@ class TensorParallelEngine(Engine):
         Raises:
             ValueError: See `cut_of`.
         """
-        cut = cut_of(param, *self.options)
+        cut = cut_of(param)
         return cut if len(self.shards.ranks) > 1 else None
 
     def ties(self, param: Tensor, group: Group) -> Ties:
@@ -56,17 +54,16 @@ class TensorParallelEngine(Engine):
     def claim(self, param: Tensor, group: Group) -> Claim:
         cut, shape = self.cut(param), tuple(param.shape)
         if cut is None:
-            return Claim((shape, None), "a plain tensor replicated over tensor-parallel ranks", shape)
+            return Claim((shape, None), "a plain tensor replicated over tensor-parallel ranks", Extent(shape))
         stride = f" with stride {cut.stride}" if cut.stride > 1 else ""
         text = f"a plain tensor cut along dim {cut.dim}{stride} over {len(self.shards.ranks)} tensor-parallel ranks"
-        return Claim((at_dim(shape, cut.dim, -1), cut), text, shape)
+        return Claim((at_dim(shape, cut.dim, -1), cut), text, Extent(shape))
 
-    def stored(self, claims: Mapping[int, Claim], grid: Grid) -> Stored:
-        first = claims[grid[0][0]]
-        shape, cut = first.stored, first.form[1]
-        if not isinstance(cut, Cut):
-            return shape, dict.fromkeys(claims, whole(shape))
-        sizes = {row: tuple(claims[rank].stored[cut.dim] for rank in row) for row in grid}
+    def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
+        shape, cut = extents[grid[0][0]].shape, form[1]
+        if cut is None:
+            return shape, dict.fromkeys(extents, whole(shape))
+        sizes = {row: tuple(extents[rank].shape[cut.dim] for rank in row) for row in grid}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"the shards of replicas have different sizes along dim {cut.dim}: {sizes}")
         of_row = sizes[grid[0]]
@@ -102,45 +99,31 @@ def tensor_parallel_engine(param: Tensor, group: Group) -> TensorParallelEngine 
     """The engine of a plain tensor whose group has a `tp_group`; None if that does not apply to it.
 
     Raises:
-        ValueError: A group that says that its tensors are cut has none, or what is this rank's own cannot be told.
+        ValueError: `tp_group` means nothing, or what is this rank's own cannot be told.
     """
-    shards, dim, stride = (group.get(key) for key in ("tp_group", "partition_dim", "partition_stride"))
-    shards = GroupRef.of(shards, "tp_group")
-    if shards is not None and shards.ranks:
-        alone = group.get("rank_local") and cut_of(param, dim, stride) is None
-        return None if alone else TensorParallelEngine(shards, (dim, stride))
-    if dim not in (None, -1):
-        raise ValueError(
-            f"partition_dim={dim} says that it is cut, but no tp_group says over which ranks. Give Muon(...) or its "
-            f"group tp_group=, the tensor-parallel process group ({AUTOTP_GROUP})"
-        )
-    return None
+    shards = GroupRef.of(group.get("tp_group"), "tp_group")
+    if shards is None or not shards.ranks or (group.get("rank_local") and cut_of(param) is None):
+        return None
+    return TensorParallelEngine(shards)
 
 
-def cut_of(param: Tensor, dim: Any = None, stride: Any = None) -> Cut | None:
-    """The dim and stride by which a plain tensor is cut: from `partition_dim` and `partition_stride` of its group, else
-    from its own attributes. None: it is not cut.
+def cut_of(param: Tensor) -> Cut | None:
+    """The dim and stride by which a plain tensor is cut, as its attributes say. None: it is not cut.
 
     Raises:
         ValueError: These name no dim or stride of the tensor.
     """
-    where = "the option partition_dim"
-    if dim is None:
-        flag = getattr(param, "tensor_model_parallel", None)
-        if flag is not None and not flag:
-            return None
-        if flag and not hasattr(param, "partition_dim"):
-            raise ValueError(
-                f"its attribute tensor_model_parallel says that this {tuple(param.shape)} tensor is a shard of a "
-                "matrix, but it has no attribute partition_dim, the dim that is cut (-1: none). Set it, or the group "
-                "option partition_dim (DeepSpeed's AutoTP sets none: 0 for a layer of partition_type column, 1 for row)"
-            )
-        dim, where = getattr(param, "partition_dim", None), "its attribute partition_dim"
-    if dim is None or dim == -1:
+    if not is_marked(param):
         return None
+    dim = getattr(param, "partition_dim", None)
     if not isinstance(dim, int) or not 0 <= dim < param.ndim:
-        raise ValueError(f"{where}={dim!r} is no dim of shape {tuple(param.shape)}: write 0 to {param.ndim - 1}, or -1")
-    stride = getattr(param, "partition_stride", 1) if stride is None else stride
+        raise ValueError(
+            f"its attribute tensor_model_parallel says that this {tuple(param.shape)} tensor is a shard of a matrix, "
+            f"but partition_dim={dim!r} is no dim of it. Write param.partition_dim = d for the dim that is cut, 0 to "
+            f"{param.ndim - 1}, or -1 for none (DeepSpeed's AutoTP sets none: 0 for a layer of partition_type column, "
+            "1 for row)"
+        )
+    stride = getattr(param, "partition_stride", 1)
     if not isinstance(stride, int) or stride < 1:
         raise ValueError(f"partition_stride={stride!r} must be a whole number of at least 1")
     return Cut(dim, stride)
