@@ -15,14 +15,13 @@ the Frobenius norm keeps singular values at or below 1, rounding can lift them a
     Steps 2 and 3 need numbers, which this prints (PYTHONPATH=src:tests:tests/orthogonalize, some seconds):
 
         import torch
-        from spectra import SPECTRA, exact_steps, spectrum
+        from spectra import SPECTRA, exact_steps, polar_factor, spectrum
         from test_gram import worst_error
-        from shardmuon.orthogonalize import orthogonalize, polar_factor
         from shardmuon.orthogonalize.gram import plan_restarts
         from shardmuon.orthogonalize.schedules import schedule
 
         print(new := schedule("NAME"))
-        pairs = [(exact_steps(x := spectrum(*of), new.triples), polar_factor(x[None])[0]) for of in SPECTRA]
+        pairs = [(exact_steps(x := spectrum(*of), new.triples), polar_factor(x)) for of in SPECTRA]
         print("EXACT", [float((y - polar).norm() / polar.norm()) for y, polar in pairs])
         print("restarts", [len(plan_restarts(new.triples, d)) for d in (torch.float16, torch.float32)])
         print("errors", [worst_error(new.triples, torch.float32, form) for form in ("standard", "gram")])
