@@ -110,7 +110,7 @@ def counted() -> list[str]:
                 with FlopCounterMode(display=False) as counter:
                     orthogonalize(torch.randn(1, m, n), triples, method=method, dtype=torch.float32)
                 total = counter.get_total_flops()
-                formula = flops(method, m, n, triples, torch.float32, share)
+                formula = sum(flops(method, m, n, triples, torch.float32, share))
                 row = f"{m}x{n} | {total / 1e9:.4f} | {formula / 1e9:.4f} | {total / formula:.4f}"
                 lines.append(f"| {name} {steps}, {method} | {row} |")
     return lines
@@ -191,9 +191,8 @@ def speed(device: torch.device, rounds: int, names: list[str], clock: Clock) -> 
                 else f"{statistics.median(a / b for a, b in zip(seconds[name], mine, strict=True)):.2f}x"
                 for name in names
             ]
-            rate = (
-                batch * flops(choice.method, m, n, (KELLER,) * 5, choice.dtype or dtype) / statistics.median(mine) / 1e9
-            )
+            operations = batch * sum(flops(choice.method, m, n, (KELLER,) * 5, choice.dtype or dtype))
+            rate = operations / statistics.median(mine) / 1e9
             lines.append(
                 f"| {label} | {batch}x{m}x{n} | {choice} | {common.summary(mine)} | {rate:.0f} | "
                 + " | ".join(cells)

@@ -122,7 +122,7 @@ def test_dividing_by_a_safety_factor_mends_a_diverging_set() -> None:
         schedule("cans", safety=0.9)
 
 
-SOUND = [(name, row.default_steps) for name, row in SCHEDULES.items()]
+SOUND = [(name, len(schedule(name).triples)) for name in SCHEDULES]
 ACCEPTED: list[bool] = []
 
 

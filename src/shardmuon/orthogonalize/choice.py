@@ -147,15 +147,14 @@ def work(choice: Choice, rows: int, cols: int, coefficients: Triples, device: to
 
 
 def _parts(choice: Choice, rows: int, cols: int, coefficients: Triples, device: torch.device) -> tuple[float, float]:
-    """Operations of products with the long side, and of small ones."""
     # A CPU computes the block triangle of symmetric products, 10 of 16 tiles.
     share = 0.625 if device.type == "cpu" else 1.0
-    return _flops_by_side(choice.method, rows, cols, coefficients, choice.dtype or torch.float32, share)
+    return flops(choice.method, rows, cols, coefficients, choice.dtype or torch.float32, share)
 
 
 def flops(
     method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, symmetric_share: float = 1.0
-) -> int:
+) -> tuple[float, float]:
     """Floating point operations of a method's matrix products on one rows x cols matrix.
 
     Args:
@@ -164,16 +163,10 @@ def flops(
         symmetric_share: Part of a symmetric product that is computed: 1 for plain products, 0.5 for the lower half.
 
     Returns:
-        The count, as in the tables of Gram Newton-Schulz: with m <= n, full products and k quintic steps 4 k m^2 n +
-        2 k m^3 for "standard" and 4 m^2 n + (8 k - 6) m^3 for "gram" without restarts.
+        Those of products with the long side, and of small ones, as in the tables of Gram Newton-Schulz: with m <= n,
+        full products and k quintic steps 4 k m^2 n and 2 k m^3 for "standard", and 4 m^2 n and (8 k - 6) m^3 for "gram"
+        without restarts.
     """
-    return round(sum(_flops_by_side(method, rows, cols, coefficients, dtype, symmetric_share)))
-
-
-def _flops_by_side(
-    method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, symmetric_share: float
-) -> tuple[float, float]:
-    """`flops` of products with the long side, and of small ones."""
     m, n = min(rows, cols), max(rows, cols)
     steps = len(coefficients)
     squares = sum(c != 0.0 for _, _, c in coefficients)  # products A A: a cubic step has none

@@ -103,12 +103,11 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """A published set. `tail`: the triple of further steps, or None if the number of steps is fixed."""
+    """A published set. `tail`: the triple of further steps, by default up to five; None: their number is fixed."""
 
     triples: Triples
     source: str
     tail: Coefficients | None = None
-    default_steps: int = 5
     safety: float = 1.0  # divisor of s: (a / f, b / f^3, c / f^5)
 
 
@@ -166,7 +165,6 @@ SCHEDULES: dict[str, _Published] = {
     "deepseek_v4": _Published(
         (_KELLER,) * 8 + ((2.0, -1.5, 0.5),) * 2,
         "DeepSeek-V4 technical report 2026: eight of Jordan's steps and two classical ones",
-        default_steps=10,
     ),
 }
 _ALIASES = {
@@ -208,7 +206,8 @@ def schedule(
     name, row = _named(coefficients) if isinstance(coefficients, str) else _given(tuple(coefficients))
     if not isinstance(coefficients, str) and row.tail is None:  # a triple of its own for each step
         steps = None
-    steps = row.default_steps if steps is None else steps
+    if steps is None:
+        steps = 5 if row.tail is not None else len(row.triples)
     if steps < 1 or (row.tail is None and steps != len(row.triples)):
         allowed = f"exactly {len(row.triples)}" if row.tail is None else "at least one"
         raise ValueError(f"schedule {coefficients!r} has {allowed} steps, found {steps}. Leave ns_steps out")
@@ -235,7 +234,7 @@ def _named(text: str) -> tuple[str, _Published]:
 
 def _given(values: tuple[Any, ...]) -> tuple[str, _Published]:
     if values and isinstance(values[0], (tuple, list)):
-        return "custom", _Published(_triples(values), "given by the caller", default_steps=len(values))
+        return "custom", _Published(_triples(values), "given by the caller")
     (one,) = _triples([values])
     return ("keller", SCHEDULES["keller"]) if one == _KELLER else ("custom", _Published((), "given by the caller", one))
 
