@@ -218,9 +218,10 @@ def test_global_precision_flags_change_nothing(method: str) -> None:
 # ------------------------------------------------------------------------------------------------- graphs, compilers
 
 
-def test_graphs_are_captured_for_shapes_that_repeat() -> None:
+def test_graphs_are_captured_for_shapes_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     capture = mock.Mock(side_effect=lambda function, x: function)
-    cache, batches = GraphCache(capture), [normal(2, 4, 9, seed=s) for s in range(6)]
+    monkeypatch.setattr("shardmuon.orthogonalize.graphs._captured", capture)
+    cache, batches = GraphCache(), [normal(2, 4, 9, seed=s) for s in range(6)]
     calls = [(x, 2.0) for x in batches] + [(x, 3.0) for x in batches[:2]] + [(batches[0][:1], 2.0)]
     for at, (x, factor) in enumerate(calls):  # those with another factor or shape do not repeat enough
         assert torch.equal(cache.run(lambda t, factor=factor: factor * t, x, factor), factor * x)
