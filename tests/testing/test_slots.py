@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize import _ALIGNMENT, Products, _operands, batch_size, normalize, orthogonalize
+from shardmuon.orthogonalize import _ALIGNMENT, Products, _operands, batch_size, empty_batch, normalize, orthogonalize
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.testing.slots import SHAPES, search
 
@@ -106,6 +106,10 @@ def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, c
     for other in others:
         assert torch.equal(found, other)
     assert torch.equal(x, given)
+    # what lies elsewhere is copied to where slots are, and the last batch is filled up with zeros
+    assert _operands(packed, shape, products, unit=True).data_ptr() % _ALIGNMENT == 0
+    with mock.patch("shardmuon.orthogonalize.empty_batch", lambda *given: empty_batch(*given).fill_(math.nan)):
+        assert size == 1 or not _operands(x[1:], shape, products, unit=True)[-1].any()
 
 
 @contextmanager
