@@ -49,6 +49,7 @@ bench-ns: $(READY) ## errors, FLOPs and speed of Newton-Schulz (BENCH="...")
 	$(BIN)/python benchmarks/orthogonalize.py $(BENCH)
 
 gpu: $(READY) ## what only GPUs can tell: no waits, CUDA graphs, kernels, layouts on NCCL, memory, times (GPU="...")
+	$(BIN)/python -m pytest tests/test_gpu.py -q
 	$(BIN)/python benchmarks/gpu.py $(GPU)
 
 golden: $(READY) ## updates and state of the working tree against those of a commit, bit for bit (BASE=<commit> GOLDEN="...")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -129,13 +128,11 @@ def main() -> None:
     parser.add_argument("--name", default="foresight_time", help="name of the result file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["SHARDMUON_CACHE"] = str(Path(folder) / "tuning.json")
-        hardware = load(args.hardware)
-        rows = []
-        for ranks in args.ranks:
-            with RankPool(ranks, backend=common.BACKENDS[args.device], timeout=900) as pool:
-                rows += compare(pool.run, ranks, args.rounds, hardware, args.device)
+    hardware = load(args.hardware)
+    rows = []
+    for ranks in args.ranks:
+        with RankPool(ranks, backend=common.BACKENDS[args.device], timeout=900) as pool:
+            rows += compare(pool.run, ranks, args.rounds, hardware, args.device)
     path = Path(args.hardware)
     text = path.read_text() if path.exists() else f"shipped: {path}"
     errors = [abs(row["error"]) for row in rows]

@@ -381,12 +381,6 @@ class CudaShape(TorchDispatchMode):
         stack.enter_context(mock.patch.object(dist, "get_backend_config", config))
         stack.enter_context(mock.patch.object(dist, "new_group", new_group))
         stack.enter_context(mock.patch.object(dist, "all_gather_object", all_gather_object))
-        stack.enter_context(
-            mock.patch("shardmuon.orthogonalize.choice.why_not", return_value="a stand-in has no Triton")
-        )
-        stack.enter_context(
-            mock.patch("shardmuon.testing.accelerator.why_not", return_value="a stand-in has no Triton")
-        )
         if self.mirror:
             stack.enter_context(mock.patch.object(dist, "ProcessGroupGloo", _MirroredGloo))
         self._entered.append(stack)

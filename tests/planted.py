@@ -23,7 +23,7 @@ from shardmuon.auditing.report import AuditReport
 from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict
 from shardmuon.layout import bind
 from shardmuon.layout.engines import engine_of
-from shardmuon.orthogonalize import BACKENDS
+from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.step import bucket, stages, update
 from shardmuon.step.options import Scales
 from shardmuon.step.stages import WeightSet
@@ -193,8 +193,8 @@ def _broken(change: Callable[[Tensor], Tensor]) -> Plant:
     def wrong(iteration: Any) -> Any:
         return lambda y, **given: change(iteration(y, **given))
 
-    made = {n: replace(b, iteration=wrong(b.iteration)) for n, b in BACKENDS.items() if b.iteration is not None}
-    return lambda job: mock.patch.dict(BACKENDS, made)
+    made = {name: wrong(iteration) for name, iteration in ITERATIONS.items()}
+    return lambda job: mock.patch.dict(ITERATIONS, made)
 
 
 def _fails(*args: Any) -> Any:

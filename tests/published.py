@@ -61,7 +61,7 @@ def rounded(text: str) -> Interval:
 
 def _standard(exact: Exact) -> float:
     """FLOPs of plain Newton-Schulz on all matrices, each once: how others count them."""
-    return sum(m.count * flops("standard", m.rows, m.cols, KELLER, torch.bfloat16) for m in exact.matrices)
+    return sum(m.count * sum(flops("standard", m.rows, m.cols, KELLER, torch.bfloat16)) for m in exact.matrices)
 
 
 def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:
@@ -86,7 +86,7 @@ def one_b_8_b200() -> Interval:
 
 
 def newton_schulz_on_h100() -> Interval:
-    work = flops("standard", 2560, 2560, KELLER, torch.bfloat16)
+    work = sum(flops("standard", 2560, 2560, KELLER, torch.bfloat16))
     seconds = interval(
         load_hardware("h100"), Uses(), lambda rates: rates.product(2560, 2560, "standard bfloat16", 64, work)
     )
@@ -102,7 +102,7 @@ def qwen25_3b_memory() -> Interval:
 def gram_over_standard(rows: int, cols: int) -> Interval:
     hardware, times = load_hardware("a100"), []
     for method, dtype in (("standard", torch.bfloat16), ("gram", torch.float16)):
-        work = flops(method, rows, cols, KELLER, dtype)
+        work = sum(flops(method, rows, cols, KELLER, dtype))
         how = f"{method} {str(dtype).removeprefix('torch.')}"
         of_method = rows, cols, how, 1, work
         times.append(interval(hardware, Uses(), lambda rates, of_method=of_method: rates.product(*of_method)))
@@ -112,7 +112,7 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
 def extra_flops() -> Interval:
     """FLOPs of Muon over 6 N B for a square matrix of side d, in units of d / B."""
     d = 4096
-    found = flops("standard", d, d, KELLER, torch.bfloat16) / (6 * d * d) / d
+    found = sum(flops("standard", d, d, KELLER, torch.bfloat16)) / (6 * d * d) / d
     return found, found
 
 

@@ -231,7 +231,7 @@ def planned(
                 tuple(map(str, choices)),
                 tuple(rows * cols * min(rows, cols) for rows, cols in shapes),
                 settings_of(group).batch,
-                itemsizes=tuple(8 if number in wide or c.method == "reference" else _itemsize(c) for c in choices),
+                itemsizes=tuple(8 if number in wide or c.dtype == torch.float64 else _itemsize(c) for c in choices),
                 kept=kept,
                 grams=tuple(Gram(min(shape) ** 3, "") for shape in shapes),
             )

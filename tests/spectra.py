@@ -41,3 +41,9 @@ def exact_steps(x: Tensor, coefficients: Sequence[tuple[float, float, float]]) -
         gram = y @ y.T
         y = a * y + (b * gram + c * gram @ gram) @ y
     return y
+
+
+def polar_factor(x: Tensor) -> Tensor:  # (rows, cols), fp64
+    """U V^T of the singular value decomposition. Directions without a singular value stay zero."""
+    u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    return (u * (s > s.amax() * 1e-12)) @ vh

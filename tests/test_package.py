@@ -77,7 +77,7 @@ def test_the_metadata_says_what_a_reader_of_the_index_needs(built: tuple[Path, P
     needed = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert sorted(need.split(">")[0] for need in needed) == ["numpy", "torch"]
     assert "shardmuon" in metadata.get_payload()
-    assert {"demo", "deepspeed", "megatron", "triton"} <= set(metadata.get_all("Provides-Extra", []))
+    assert {"demo", "deepspeed", "megatron"} <= set(metadata.get_all("Provides-Extra", []))
 
 
 def test_the_wheel_runs_as_a_module_and_as_a_command(built: tuple[Path, Path], tmp_path: Path) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
-from shardmuon.orthogonalize import NS_METHODS, MethodName
-from shardmuon.orthogonalize import tuning as tuning_files
+from shardmuon.orthogonalize import MethodName
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.gram import check_gram_dtype
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
@@ -48,13 +47,9 @@ class Orthogonalizer(_Options):
             matrix, up to twice as fast for long matrices. "auto": "gram" where its arithmetic, at its dtype's rate, is
             less by a quarter, else "standard": a rule of shape, schedule, dtype and kind of device. The plan prints
             what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit (bf16 cast before the norm).
-            "reference": exact polar factor by SVD in fp64.
         dtype: Products' torch dtype or its name. None or "auto": "standard" takes bfloat16 where the device
             multiplies it in hardware, float32 on CPUs that do not; "gram" float16 on accelerators, float32 on CPUs.
-            Ignored by "torch" (bfloat16) and "reference" (float64).
-        tuning: A file that `shardmuon tune --out FILE` or `shardmuon verify --slots FILE` has written: "auto" takes the
-            fastest method and kernel that it has for a shape on this machine, and shapes that it found unequal in
-            batches run alone. None: no file is read. Ranks must name files of equal content.
+            Ignored by "torch" (bfloat16).
         device: Where matrices are orthogonalized. None: where the parameters are; for DTensors that are kept on the
             CPU (FSDP2's CPUOffloadPolicy) on their mesh's device.
         split_k: Slices of the long side over which X X^T is summed (split-K): 1, 2, 4 or 8. Above 1, a matrix may have
@@ -70,13 +65,12 @@ class Orthogonalizer(_Options):
 
     method: MethodName = "auto"
     dtype: torch.dtype | str | None = None
-    tuning: str | None = None
     device: torch.device | str | None = None
     split_k: int = 1
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("Orthogonalizer.method", self.method, NS_METHODS)
+        _check_choice("Orthogonalizer.method", self.method, get_args(MethodName))
         dtype = self.products_dtype
         if self.method == "gram" and dtype is not None:
             check_gram_dtype(dtype)
@@ -85,8 +79,6 @@ class Orthogonalizer(_Options):
                 f"Orthogonalizer.split_k={self.split_k!r} is not one of {', '.join(map(str, _SPLITS))}: write 1 for "
                 "whole matrices, or the number of ranks of a node among which a large matrix may be split"
             )
-        if self.tuning is not None:
-            tuning_files.load(self.tuning)
         if self.device is not None:
             torch.device(self.device)
 
@@ -103,8 +95,7 @@ class Orthogonalizer(_Options):
 
     def chooser(self) -> Chooser:
         """The object that chooses how to orthogonalize each matrix."""
-        found = None if self.tuning is None else tuning_files.load(self.tuning)
-        return Chooser(self.method, self.products_dtype, found, split_k=self.split_k)
+        return Chooser(self.method, self.products_dtype, split_k=self.split_k)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -232,10 +223,8 @@ class MuonConfig:
 
     def text(self) -> str:
         """Text of the options, equal on ranks that do the same. Devices may differ from rank to rank."""
-        here = replace(self.orthogonalizer, device=None, tuning=None), replace(self.storage, momentum_device=None)
-        measured = self.orthogonalizer.chooser().measured
-        text = " ".join(repr(one).replace(" ", "") for one in (*here, self.exchange, self.audit))
-        return text if measured is None else f"{text} tuning={measured.digest}"
+        here = replace(self.orthogonalizer, device=None), replace(self.storage, momentum_device=None)
+        return " ".join(repr(one).replace(" ", "") for one in (*here, self.exchange, self.audit))
 
 
 # ------------------------------------------------------------------------------------------- a parameter group's

@@ -28,7 +28,7 @@ from shardmuon.orthogonalize.choice import Choice
 from shardmuon.step.options import Settings
 from shardmuon.step.update import apply_, l2_gradient, momentum_
 from shardmuon.testing.layouts import PARAMS, cut_matrices
-from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, polar_bound, roundoff
+from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, roundoff
 from shardmuon.variants import AfterStage
 
 KELLER = ((3.4445, -4.7750, 2.0315),) * 5
@@ -100,20 +100,11 @@ def test_the_reference_is_the_plain_iteration(shape: tuple[int, int], schedule: 
         assert float((found - results).abs().max()) <= slope * polar_noise(shape) ** 0.5
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_polar_factor_is_that_of_the_singular_value_decomposition(shape: tuple[int, int]) -> None:
-    x = _drawn("gauss", *shape)
-    u, _, vh = torch.linalg.svd(x, full_matrices=False)
-    found = result_of(reference_of(x, KELLER, method="reference"))
-    assert float((found - u @ vh).norm()) <= 2 * polar_bound(x)
-
-
-@pytest.mark.parametrize("method", ["standard", "reference"])
 @pytest.mark.parametrize("scale", [0.0, 1e-40, 1e-300, 1e150])
-def test_the_reference_does_not_depend_on_the_scale_but_zeros_stay_zeros(scale: float, method: str) -> None:
+def test_the_reference_does_not_depend_on_the_scale_but_zeros_stay_zeros(scale: float) -> None:
     x = _drawn("gauss", 6, 9)
-    found, expected = (result_of(reference_of(one, KELLER, method=method)) for one in (scale * x, x))
-    bound = polar_bound(x) if method == "reference" else orthogonalization_bound(KELLER, torch.float64, x)
+    found, expected = (result_of(reference_of(one, KELLER)) for one in (scale * x, x))
+    bound = orthogonalization_bound(KELLER, torch.float64, x)
     assert float((found - bool(scale) * expected).norm()) <= 2 * bound * bool(scale)
 
 

@@ -21,6 +21,7 @@ from shardmuon.step import update as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.frameworks import ZERO_ROWS
 from shardmuon.testing.pool import RankPool
+from shardmuon.testing.slots import Compared
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -141,3 +142,15 @@ def test_json_is_one_object_for_each_row_of_an_engine(
     found = json.loads(capsys.readouterr().out)
     assert [one["layout"] for one in found] == list(ZERO_ROWS)
     assert all(one["ok"] is True and one["bitwise"] is True for one in found)
+
+
+@pytest.mark.parametrize("unequal", [0, 2])
+def test_a_search_of_slots_prints_what_it_compared_and_fails_by_what_differs(
+    unequal: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [Compared("3x7, gram", 5, unequal), Compared("5x9, gram", 6, 0)]
+    monkeypatch.setattr(verify, "search", lambda device: found)
+    assert verify.run(arguments("--slots")) == bool(unequal)
+    shown = capsys.readouterr().out
+    assert f"3x7, gram: {unequal} of 5 differ\n5x9, gram: 0 of 6 differ\n{unequal} of 11 differ" in shown
+    assert ("report it" in shown) == bool(unequal)

@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import yaml
 
+from shardmuon.foresight import hardware as hardware_module
 from shardmuon.foresight.hardware import (
     FOLDER,
     Hardware,
@@ -125,7 +127,12 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
     middle = Rates(_machine(), 1, uses)
     middle.product(64, 1024, "standard bfloat16", 1, 10**12)
     assert list(uses.extrapolated) == ["efficiency of any: 64x1024"]
-    dtypes = {"gram float32": "float32", "standard bfloat16 triton": "bfloat16", "gram": "float16", "torch": "bfloat16"}
+    dtypes = {
+        "gram float32": "float32",
+        "standard bfloat16 split_k=4": "bfloat16",
+        "gram": "float16",
+        "torch": "bfloat16",
+    }
     for how, dtype in dtypes.items():  # where the text is silent, as the backend takes it
         with pytest.raises(ValueError, match=f"no peak for products in {dtype}, only none"):
             Rates(replace(_machine(), flops={"none": _exactly(1.0)}), 1, uses).product(64, 64, how, 1, 10**12)
@@ -135,17 +142,16 @@ def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
     """Zeros that fill it take the time of matrices, and a small one that of its launches."""
     machine, size = load("h100"), batch_size(256, 256, torch.device("cuda"))
 
-    def of(num: int, side: int = 256, alone: str = "", flops: int = 10**11) -> Time:
-        return interval(
-            machine, Uses(), lambda rates: rates.product(side, side, f"standard bfloat16{alone}", num, flops)
-        )
+    def of(num: int, side: int = 256, flops: int = 10**11) -> Time:
+        return interval(machine, Uses(), lambda rates: rates.product(side, side, "standard bfloat16", num, flops))
 
-    one = of(1, alone=" alone")
+    with mock.patch.object(hardware_module, "batch_size", return_value=1):
+        one, large, each = of(1), of(1, 1024, size * 10**11), of(33)
     assert size == 32
     assert of(size).hi == size * one.hi
-    assert size * one.lo > of(size).lo >= of(1, 1024, " alone", size * 10**11).lo
+    assert size * one.lo > of(size).lo >= large.lo
     assert of(1) == of(32) and of(33) == of(64) == Time(*(2 * end for end in of(32)))
-    assert of(33, alone=" alone").hi < 34 * of(1, alone=" alone").hi
+    assert each.hi < 34 * one.hi
     assert of(1, flops=1000).lo == 22 * machine.facts["launch"].first.lo
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import time
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -51,22 +51,15 @@ def test_gram_in_bf16_is_refused() -> None:
         ("keller", 5, 1, 1),
         ("quintic", 5, 1, 1),
         ("cubic", 5, 1, 1),
-        ("polar_express", 5, 1, 1),
-        ("polar_express", 8, 2, 2),
+        ("polar_express", 5, (2,), 1),  # where Dao-AILab's autotuner finds it
+        ("polar_express", 8, (2, 4), 2),  # what these need in fp16
         ("deepseek_v4", 10, 3, 2),
     ],
 )
-def test_restarts_are_as_many_as_the_dtype_needs(name: str, steps: int, fp16: int, fp32: int) -> None:
-    coefficients = schedule(name, steps).triples
-    assert len(plan_restarts(coefficients, torch.float16)) == fp16
-    assert len(plan_restarts(coefficients, torch.float32)) == fp32
-    assert plan_restarts(coefficients, torch.float64) == ()
-
-
-def test_restart_positions_are_those_known_for_polar_express() -> None:
-    """Dao-AILab's autotuner finds 2 for five steps; 2 and 4 is what eight steps need in fp16."""
-    assert plan_restarts(schedule("polar_express", 5).triples, torch.float16) == (2,)
-    assert plan_restarts(schedule("polar_express", 8).triples, torch.float16) == (2, 4)
+def test_restarts_are_as_many_as_the_dtype_needs(name: str, steps: int, fp16: int | tuple[int, ...], fp32: int) -> None:
+    found = [plan_restarts(schedule(name, steps).triples, d) for d in (torch.float16, torch.float32, torch.float64)]
+    assert fp16 in (found[0], len(found[0]))
+    assert [len(restarts) for restarts in found[1:]] == [fp32, 0]
 
 
 def test_many_steps_are_planned_quickly() -> None:
@@ -86,15 +79,6 @@ def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest
         assert gram_module.restarts_locally(256, 1024, coefficients, torch.float16) == (aspect < 4)
         found = orthogonalize(x[None].float(), coefficients, method="gram", dtype=torch.float16)[0]
         near_exact(found, exact, x.float(), coefficients)
-
-
-def test_without_its_restart_the_gram_form_fails_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner is there for a reason: a power law, five steps of Polar Express."""
-    x, coefficients = spectrum("power", 256, 1024), schedule("polar_express").triples
-    exact = exact_steps(x, coefficients)
-    monkeypatch.setattr(gram_module, "plan_restarts", lambda *_: ())
-    found = orthogonalize(x[None].float(), coefficients, method="gram", dtype=torch.float16)[0].double()
-    assert not float((found - exact).norm() / exact.norm()) < 0.1
 
 
 @pytest.mark.parametrize("num_rows", [50, 191, 192, 300, 384, 500])
@@ -158,40 +142,34 @@ def exact_results(coefficients: Coefficients) -> list[torch.Tensor]:
 
 @cache
 def worst_error(coefficients: Coefficients, dtype: torch.dtype, method: str) -> float:
-    return worst_errors(coefficients, dtype, [method])[method]
-
-
-def worst_errors(coefficients: Coefficients, dtype: torch.dtype, methods: list[str]) -> dict[str, float]:
-    worst = dict.fromkeys(methods, 0.0)
+    worst = 0.0
     for x, exact in zip(low_and_full_ranks(), exact_results(coefficients), strict=True):
-        for method in methods:
-            found = orthogonalize(x[None], coefficients, method=method, dtype=dtype)[0].double()
-            worst[method] = max(worst[method], float((found - exact).norm() / exact.norm()))
+        found = orthogonalize(x[None], coefficients, method=method, dtype=dtype)[0].double()
+        worst = max(worst, float((found - exact).norm() / exact.norm()))
     return worst
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "beside", "factor"),
+    [
+        # 3 bits; without restarts it loses 4 and more
+        (torch.float32, torch.float32, 8),
+        (torch.float16, torch.float16, 8),
+        # Both are far off on low ranks: null spaces are rounding, raised by the slope, and bf16 has 3 bits less. What
+        # the Gram form loses of these it must not lose twice: "auto" takes it for the standard form in bf16.
+        (torch.float16, torch.bfloat16, 1),
+    ],
+)
 @pytest.mark.parametrize(("name", "steps"), ALL)
-def test_gram_form_is_as_good_as_the_standard_one_on_every_rank(name: str, steps: int, dtype: torch.dtype) -> None:
-    """The Gram form loses at most 3 bits (a factor of 8) of the standard form's; without restarts 4 and more."""
+def test_the_gram_form_is_nearly_as_good_as_the_standard_one_on_every_rank(
+    name: str, steps: int, dtype: torch.dtype, beside: torch.dtype, factor: float
+) -> None:
     coefficients = schedule(name, steps).triples
-    assert worst_error(coefficients, dtype, "gram") <= 8 * worst_error(coefficients, dtype, "standard")
-
-
-@pytest.mark.parametrize(("name", "steps"), ALL)
-def test_gram_form_in_fp16_errs_no_more_than_the_default_in_bf16(name: str, steps: int) -> None:
-    """Both are far off on low ranks: null spaces are rounding, raised by the slope, and bf16 has 3 bits less.
-
-    What the Gram form loses of fp16's 3 bits it must not lose twice: "auto" takes it for the standard form in bf16.
-    """
-    coefficients = schedule(name, steps).triples
-    assert worst_error(coefficients, torch.float16, "gram") <= worst_error(coefficients, torch.bfloat16, "standard")
+    assert worst_error(coefficients, dtype, "gram") <= factor * worst_error(coefficients, beside, "standard")
 
 
 @pytest.mark.parametrize("name", ["quintic", "cans"])
-def test_without_its_restarts_the_gram_form_fails_on_low_ranks_in_fp32(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_restarts_the_gram_form_fails_on_low_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gram_module, "plan_restarts", lambda *_: ())
-    worst = worst_errors(schedule(name).triples, torch.float32, ["gram", "standard"])
-    assert worst["gram"] > 16 * worst["standard"]
+    of = partial(worst_error.__wrapped__, schedule(name).triples, torch.float32)
+    assert of("gram") > 16 * of("standard")

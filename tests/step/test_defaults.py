@@ -76,7 +76,7 @@ ALONE: list[dict[str, Any]] = [
         {"storage": Storage(dtype, place, True)}
         for dtype, place in ((None, "cpu"), (FP32, None), (BF16, "cpu"), ("int8", None))
     ),
-    *({"orthogonalizer": Orthogonalizer(method)} for method in ("standard", "gram", "torch", "reference")),
+    *({"orthogonalizer": Orthogonalizer(method)} for method in ("standard", "gram", "torch")),
 ]
 
 

@@ -354,7 +354,6 @@ def _refused(options: dict[str, Any]) -> str:
     [
         ({"ns_coefficients": "polar_express", "ns_steps": 8}, "8 steps multiplies small singular values by 6363"),
         ({"orthogonalizer": Orthogonalizer(method="torch")}, "method='torch' has no Gram form"),
-        ({"orthogonalizer": Orthogonalizer(method="reference")}, "method='reference' has no Gram form"),
     ],
 )
 def test_schedules_and_methods_without_a_gram_form_are_refused_on_every_rank(

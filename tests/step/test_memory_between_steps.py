@@ -184,17 +184,6 @@ def test_an_event_leaves_nothing_that_the_next_steps_feel(event: Callable[..., N
     assert_bitwise(_all(model, optimizer), _all(quiet, other))
 
 
-def test_a_file_of_measurements_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
-    from shardmuon.orthogonalize import tuning
-
-    path = tmp_path / "tuning.json"
-    found = []
-    for machine in ("one", "other"):
-        path.write_text(f'{{"format": {tuning.FORMAT}, "machines": {{"{machine}": {{}}}}}}')
-        found.append(tuning.load(str(path)))
-    assert list(found[1].machines) == ["other"] and found[0].digest != found[1].digest
-
-
 # ------------------------------------------------------------------------------------- another default process group
 
 _TWO_LIVES = textwrap.dedent(

@@ -29,7 +29,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def _in_a_fresh_process(home: Path) -> dict[str, str]:
-    dropped = ("XDG_CACHE_HOME", "SHARDMUON_CACHE")
+    dropped = ("XDG_CACHE_HOME",)
     env = {key: value for key, value in os.environ.items() if key not in dropped}
     env |= {"HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, one_arithmetic.__file__]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize import _ALIGNMENT, Products, _operands, batch_size, normalize, orthogonalize
+from shardmuon.orthogonalize import _ALIGNMENT, Products, _operands, batch_size, empty_batch, normalize, orthogonalize
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.testing.slots import SHAPES, search
 
@@ -34,9 +34,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 )
 def test_no_product_depends_on_its_slot_or_its_neighbours(dtypes: tuple[torch.dtype, ...], least: int) -> None:
     """Thousands of products of shapes that hurt, in this process's arithmetic and with this CPU's instructions."""
-    found = search(CPU, dtypes=dtypes, draws=3)
-    assert found.searched > least
-    assert found.unequal == {}
+    found = list(search(CPU, dtypes=dtypes, draws=3))
+    assert sum(one.num for one in found) > least
+    assert [one for one in found if one.num_unequal] == []
 
 
 _OTHER_INSTRUCTIONS = {
@@ -45,13 +45,31 @@ _OTHER_INSTRUCTIONS = {
     "ONEDNN_MAX_CPU_ISA": "SSE41",
 }
 _WIDER = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-_SEARCH = """
-import torch
-from shardmuon.testing.slots import search
-torch.set_num_threads({threads})
-found = search(torch.device("cpu"), dtypes=(torch.float32, torch.float64), draws=1)
-print(found.searched, found.unequal)
-"""
+
+
+def _packed(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def found_with(threads: int, draws: int, packed: bool) -> tuple[int, int]:
+    """Number of products compared and of those that differ; `packed`: in batches as torch makes them."""
+    torch.set_num_threads(threads)
+    modules = ("orthogonalize", "testing.slots") if packed else ()
+    with ExitStack() as patched:
+        for module in modules:
+            patched.enter_context(mock.patch(f"shardmuon.{module}.empty_batch", _packed))
+        shapes = [shape for shape in SHAPES if not packed or max(shape) < 1100]
+        found = list(search(CPU, shapes=shapes, dtypes=(torch.float64, torch.float32), draws=draws))
+    return sum(one.num for one in found), sum(one.num_unequal for one in found)
+
+
+def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
+    """`found_with` in a process with other instructions."""
+    env = {**os.environ, **instructions, "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = f"import test_slots; print(*test_slots.found_with{given})"
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    num, unequal = map(int, out.split())
+    return num, unequal
 
 
 @pytest.mark.parametrize(
@@ -61,34 +79,14 @@ print(found.searched, found.unequal)
 )
 def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
     """Instructions "avx2" make an AVX-512 CPU an AVX2 one; "narrow" has no AVX at all."""
-    env = {**os.environ, **instructions, "PYTHONPATH": os.pathsep.join(sys.path)}
-    code = _SEARCH.format(threads=threads)
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-    searched, unequal = out.split(maxsplit=1)
-    assert int(searched) > 1_000
-    assert unequal.strip() == "{}"
-
-
-def _packed(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-
-def unequal_when_packed() -> dict[Any, Any]:
-    """Findings of the search in batches that are packed, as torch makes them."""
-    modules = ("orthogonalize", "testing.slots")
-    shapes = [shape for shape in SHAPES if max(shape) < 1100]
-    with ExitStack() as patched:
-        for module in modules:
-            patched.enter_context(mock.patch(f"shardmuon.{module}.empty_batch", _packed))
-        return search(CPU, shapes=shapes, dtypes=(torch.float64, torch.float32), draws=3).unequal
+    num, unequal = _elsewhere(instructions, threads, 1, False)
+    assert num > 1_000
+    assert unequal == 0
 
 
 def test_packed_slots_would_be_found() -> None:
     """The search bites: packed, shapes of odd sizes differ, if not by other instructions then by those of this CPU."""
-    env = {**os.environ, **_OTHER_INSTRUCTIONS, "PYTHONPATH": os.pathsep.join(sys.path)}
-    code = "import test_slots; print(test_slots.unequal_when_packed())"
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-    assert out.strip() != "{}" or unequal_when_packed()
+    assert _elsewhere(_OTHER_INSTRUCTIONS, 1, 3, True)[1] or found_with(torch.get_num_threads(), 3, True)[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,6 +106,10 @@ def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, c
     for other in others:
         assert torch.equal(found, other)
     assert torch.equal(x, given)
+    # what lies elsewhere is copied to where slots are, and the last batch is filled up with zeros
+    assert _operands(packed, shape, products, unit=True).data_ptr() % _ALIGNMENT == 0
+    with mock.patch("shardmuon.orthogonalize.empty_batch", lambda *given: empty_batch(*given).fill_(math.nan)):
+        assert size == 1 or not _operands(x[1:], shape, products, unit=True)[-1].any()
 
 
 @contextmanager

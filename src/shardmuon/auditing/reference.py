@@ -23,7 +23,7 @@ from torch import Tensor
 from shardmuon._torch import exact_products
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.stores import Stream, round_patch
-from shardmuon.orthogonalize import BACKENDS, TORCH_EPS, Products, factor_of, normalize, orthogonalize
+from shardmuon.orthogonalize import TORCH_EPS, Products, factor_of, normalize, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.step.options import Settings
 from shardmuon.variants import AfterStage, BeforeStage, Stage, Stages, WeightStage
@@ -33,8 +33,6 @@ from shardmuon.variants.normuon import NorMuon
 
 _Coefficients = tuple[tuple[float, float, float], ...]
 KeptNumbers = Mapping[str, Tensor]  # key of a stage -> 1-D fp64
-
-_FLAT = 1e-12  # of the largest singular value: below, its decomposition in fp64 cannot tell a value from zero
 
 
 # ------------------------------------------------------------------------------------------------ the live arithmetic
@@ -108,8 +106,6 @@ def orthogonalized(
         s.coefficients,
         method=c.method,
         dtype=c.dtype,
-        kernel=c.kernel,
-        alone=c.alone,
         split_k=c.split_k,
     )
     after = any(isinstance(stage, AfterStage) for stage in s.stages)  # which run before anything travels
@@ -135,7 +131,7 @@ def weights_after(
 ) -> Tensor:  # (rows, cols), the weights' dtype
     """Weights after this update: decayed, updated and rounded as the step does it."""
     s, weights = a.settings, before.to(a.weights)
-    if BACKENDS[a.choice.method].like_torch and a.rounding is None and s.weight_decay_mode == "decoupled":
+    if a.choice.method == "torch" and a.rounding is None and s.weight_decay_mode == "decoupled":
         update = update.to(weights.device, a.wire)
         if update.shape[0] > update.shape[1]:  # as its iteration returns it: half precision is added otherwise then
             update = update.mT.contiguous().mT
@@ -267,14 +263,14 @@ class Reference:
         vectors: (m, m) left singular vectors, one a column.
         sigmas: (m,) singular values of the normalized matrix, ascending.
         coords: (m, n) that matrix in the coordinates of the vectors.
-        coefficients: Those of the steps; None: the result is the polar factor.
+        coefficients: Those of the steps.
     """
 
     tall: bool
     vectors: Tensor
     sigmas: Tensor
     coords: Tensor
-    coefficients: _Coefficients | None
+    coefficients: _Coefficients
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
         """A matrix in the coordinates of the left singular vectors, in its own dtype."""
@@ -283,8 +279,6 @@ class Reference:
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
         """Factor p(s) / s of each direction after all steps; with `longer` of a matrix that was divided by so many
         times its norm."""
-        if self.coefficients is None:  # 1 / s, and 0 where there is no singular value
-            return torch.where(self.sigmas > _FLAT * self.sigmas.amax(), 1 / self.sigmas, 0.0)
         ratios = torch.ones_like(self.sigmas)
         for a, b, c in self.coefficients:
             square = (self.sigmas / longer * ratios).square()
@@ -298,21 +292,16 @@ def reference_of(
     *,
     method: str = "standard",
 ) -> Reference:
-    """Apply the steps to a whole matrix; "reference" gives the polar factor, "torch" clamps the norm."""
-    tall, polar = matrix.shape[0] > matrix.shape[1], method == "reference"
+    """Apply the steps to a whole matrix; "torch" clamps the norm."""
+    tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix).to(torch.float64)
     tiny = torch.finfo(torch.float64).tiny
     peak = x.abs().amax().clamp(min=tiny)
     x = x / peak  # squares of tiny or huge entries would leave the range of fp64
     least = TORCH_EPS / peak if method == "torch" else torch.zeros_like(peak)
     x.div_(torch.maximum(torch.linalg.vector_norm(x), least).clamp(min=tiny))
-    if polar:  # the Gram matrix squares what is small, and the polar factor enlarges it to 1
-        vectors, sigmas, _ = torch.linalg.svd(x, full_matrices=False)
-        vectors, sigmas = vectors.flip(1), sigmas.flip(0)
-    else:
-        values, vectors = torch.linalg.eigh(x @ x.T)
-        sigmas = values.clamp(min=0.0).sqrt()
-    return Reference(tall, vectors, sigmas, vectors.T @ x, None if polar else coefficients)
+    values, vectors = torch.linalg.eigh(x @ x.T)
+    return Reference(tall, vectors, values.clamp(min=0.0).sqrt(), vectors.T @ x, coefficients)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -10,14 +10,12 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardmuon.options import Orthogonalizer
 from shardmuon.orthogonalize.stamp import machine_stamp
-from shardmuon.orthogonalize.tuning import add
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS
 from shardmuon.testing.layouts import LAYOUTS
@@ -139,27 +137,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument(
         "--slots",
-        metavar="FILE",
-        type=Path,
-        help="instead: search this device for products that differ between slots of a batch, and add what is found to "
-        "FILE for Orthogonalizer(tuning=FILE)",
+        action="store_true",
+        help="instead: search this device for products that differ between slots of a batch; 1 if there are any",
     )
 
 
-def _slots(path: Path) -> int:
-    """Search for unequal slots and keep the finding; 0 if there are none, else 1."""
+def _slots() -> int:
+    """Search this device for unequal slots; 0 if there are none, else 1."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{machine_stamp(device)}\nsearching batches of every shape below 2048 rows on {device}", flush=True)
-    found = search(device, report=lambda line: print(line, flush=True))
-    add(path, device, "slots", {"searched": found.searched, "unequal": found.unequal})
-    print(f"{found.searched} products compared, {sum(map(len, found.unequal.values()))} kinds of them differ: {path}")
-    return 1 if found.unequal else 0
+    compared = unequal = 0
+    for found in search(device):
+        print(f"{found.what}: {found.num_unequal} of {found.num} differ", flush=True)
+        compared, unequal = compared + found.num, unequal + found.num_unequal
+    print(f"{unequal} of {compared} differ" + (". Please report it, with all of this text" if unequal else ""))
+    return 1 if unequal else 0
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table. Returns 0 if every layout keeps the contract, 1 if not, 2 if it cannot be asked so."""
     try:
-        return _verify(args) if args.slots is None else _slots(args.slots)
+        return _slots() if args.slots else _verify(args)
     except (OSError, ValueError) as wrong:
         print(f"shardmuon verify: {wrong}", file=sys.stderr)
         return 2

@@ -196,7 +196,7 @@ class Hardware:
         Raises:
             ValueError: The file has none.
         """
-        exact = (how.removesuffix(" alone"), f"{Choice.of(how).method} {dtype}", dtype, "any")
+        exact = (how, f"{Choice.of(how).method} {dtype}", dtype, "any")
         others = (key for key in sorted(self.products) if dtype in key.split())
         found = next((key for key in (*exact, *others) if key in self.products), None)
         if found is None:
@@ -261,7 +261,7 @@ class Rates(NamedTuple):
         dtype = dtype or str(choice.dtype or default_dtype(choice.method, device)).removeprefix("torch.")
         peak, aspect = self.peak(dtype), max(rows, cols) / short
         name, table = hardware.table(how, dtype)
-        in_batches = choice.method in _BATCHED and not choice.alone
+        in_batches = choice.method in _BATCHED
         size = batch_size(rows, cols, device) if in_batches else 1
         alone, outside = table.at(short, aspect)
         # A batch that fills more than the largest matrix of the table does is as good as that one: no extrapolation.

@@ -72,7 +72,7 @@ def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device:
     """Bytes that orthogonalizing a batch takes beside it at most, its result among them."""
     choice = Choice.of(how)
     num, rows, cols = shape
-    size = 1 if choice.alone else batch_size(rows, cols, torch.device(device))
+    size = batch_size(rows, cols, torch.device(device))
     few = 2 * size + (num % size or size)  # with the last part of a batch, if there is one
     if num > few + size:  # from here on each batch adds what it leaves: thousands of experts need not be run
         first, more = (work_space((n, rows, cols), how, wire, device, coefficients) for n in (few, few + size))
@@ -85,8 +85,6 @@ def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device:
                 coefficients,
                 method=choice.method,
                 dtype=choice.dtype,
-                kernel="torch" if choice.kernel == "triton" else choice.kernel,
-                alone=choice.alone,
                 split_k=choice.split_k,
                 watch=FiniteWatch(),
                 overwrite=True,

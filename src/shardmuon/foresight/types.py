@@ -217,7 +217,7 @@ class Matrices(NamedTuple):
 
     Attributes:
         rows, cols: Shape of each.
-        how: Text of a `Choice`: method, dtype of products, kernel.
+        how: Text of a `Choice`: method, dtype of products, slices.
         num: Number of these matrices.
         flops: Floating point operations of one, as the planner counts them. On the Gram route: those of the iteration
             on the owner, in fp64.

@@ -1,7 +1,5 @@
 """Orthogonalizers behind one function, `orthogonalize`: (B, m, n) -> (B, m, n); what it is made of stands before it.
 
-To add a backend: a function of an `Iteration`'s or of an `Alone`'s signature, and a row in `BACKENDS`.
-
 [Note: equal bits in batches]
     torch's batched products are not batch-invariant by themselves. BLAS sums in another order where memory is not
     aligned, `bmm` and `mm` differ below 400 multiplications, and a library may choose its kernel by the number of
@@ -22,8 +20,7 @@ To add a backend: a function of an `Iteration`'s or of an `Alone`'s signature, a
     products. With t for the whole product, t (b + 1) / 2b + b c is least at b = sqrt(t / 2c): the root of the
     product's arithmetic over what the CPU does in two such overheads. Those were fitted to times from 128x128 to
     512x2048 on one AVX512-BF16 CPU with other work on it, in fp32 and bf16. AMX was not measured: its number assumes
-    four times AVX512's bf16 rate. Accelerators take the whole product, where many small calls cost more than they
-    save, or the Triton kernel.
+    four times AVX512's bf16 rate. Accelerators take the whole product: many small calls cost more than they save.
 
 [Note: the norm at any scale]
     Squares of entries near 1e-30 or 1e30 underflow or overflow fp32 (and casting to fp16 first, as one peer does,
@@ -38,7 +35,7 @@ To add a backend: a function of an `Iteration`'s or of an `Alone`'s signature, a
     slice is fp64; its Gram matrix is rounded to the products' dtype ("gram": to fp32), and these are added in fp32, in
     their order, and rounded once. All else is done to each slice by itself, or alike by all who have one. So a slice
     has the same bits whether one rank has all of them or each has one: only these sums travel. Slices are multiplied by
-    2-D products: what runs in batches is not sliced, nor are SVDs and torch's own arithmetic.
+    2-D products: what runs in batches is not sliced, nor is torch's own arithmetic.
 
 [Note: the order of a norm]
     Elements are summed in the row-major order of the whole matrix, in chunks of 2^14 whose norms are combined in fp64.
@@ -51,7 +48,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -69,10 +65,8 @@ from shardmuon._torch import (
 from shardmuon.orthogonalize.gram import FiniteWatch, restarts_locally, segments
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.orthogonalize.triton_symmetric import symmetric_addmm
 
-MethodName = Literal["auto", "standard", "gram", "torch", "reference"]
-KernelName = Literal["torch", "triton"]
+MethodName = Literal["auto", "standard", "gram", "torch"]
 
 # ----------------------------------------------------------------------------------------------------------- batches
 
@@ -125,7 +119,6 @@ def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- products
 
 _HALVES = (torch.float16, torch.bfloat16)
-_EMULATED = _HALVES  # on CPUs without the instructions
 _SPLIT = 2.0**11  # an fp16 significand has 11 bits: the rest of an fp32 number, times this, is an fp16 number again
 _MAX_BLOCKS = 4  # 4 blocks compute 10 of 16 tiles, 8 would compute 36 of 64: little more, in smaller products
 # What one thread computes in the time that two blocks cost, see [Note: number of blocks].
@@ -151,18 +144,15 @@ class Products:
         shape: Sequence[int],  # of the batch (B, m, n) or the matrix (m, n), whose short side symmetric results have
         device: torch.device,
         dtype: torch.dtype,
-        kernel: KernelName = "torch",  # multiplies symmetric results
     ) -> None:
-        emulated = device.type == "cpu" and dtype in _EMULATED
+        emulated = device.type == "cpu" and dtype in _HALVES
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
-        self.dtype, self.operands, self.kernel = dtype, torch.float32 if emulated else dtype, kernel
+        self.dtype, self.operands = dtype, torch.float32 if emulated else dtype
         short, long = sorted(shape[-2:])  # symmetric results have the short side
         may_split = device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
         plain: Sequence[Callable[..., Any]] = (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
         symmetric = plain
-        if kernel == "triton":
-            symmetric = partial(symmetric_addmm, None), symmetric_addmm
-        elif may_split or (len(shape) == 3 and shape[0] == 1):
+        if may_split or (len(shape) == 3 and shape[0] == 1):
             symmetric = partial(_by_blocks, None), _by_blocks
         if emulated:
             plain, symmetric = ([partial(_then_rounded, f, dtype) for f in pair] for pair in (plain, symmetric))
@@ -180,15 +170,13 @@ class Products:
     def gram_fp32(
         self,
         x: Tensor,  # (B, m, n), or a slice of the long side of such
-        tall: bool | None = None,  # see `_sides`
+        tall: bool = False,  # see `_sides`
     ) -> Tensor:  # (B, k, k), k = min(m, n), fp32 (fp64 of fp64)
         """x @ x^T, or x^T @ x where x is tall, not rounded to half precision."""
-        left, right = _sides(x, tall)
-        if self.operands not in _HALVES:
-            out = empty_batch((*left.shape[:-1], right.shape[-1]), left.dtype, left.device)
-            found: Tensor = self._unrounded(x).symmetric_mm(left, right, out=out)
-            return found
-        return self._symmetric_fp32(left, right) if self.kernel == "triton" else mm_to_fp32(left, right)
+        if self.operands in _HALVES:
+            return mm_to_fp32(*_sides(x, tall))
+        found: Tensor = self._unrounded(x).symmetric_mm(*_sides(x, tall), out=square_of(x, tall))
+        return found
 
     def sandwich(
         self,
@@ -200,41 +188,31 @@ class Products:
         Half-precision units get there with two products for one: an fp32 operand is the sum of two half-precision ones.
         """
         if self.operands in _HALVES:
-            half_way = self._split_product(middle, factor.mT)
-            return self.operand(self._split_product(half_way.mT, factor.mT, symmetric=True))
+            return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
         wide = self._unrounded(middle)
         half_way = wide.mm(factor, middle, out=square_of(middle))
         return self.operand(wide.symmetric_mm(half_way, factor.mT, out=square_of(middle)))
 
     def _unrounded(self, x: Tensor) -> Products:
         """Products of operands shaped like `x` whose results are not rounded any further."""
-        return Products(x.shape, x.device, self.operands, self.kernel)
+        return Products(x.shape, x.device, self.operands)
 
-    def _split_product(self, wide: Tensor, factor: Tensor, symmetric: bool = False) -> Tensor:
+    def _split_product(self, wide: Tensor, factor: Tensor) -> Tensor:
         """wide (fp32) @ factor, in fp32."""
         high = _copied(wide, self.dtype)
         low = _copied((wide - high.float()).mul_(_SPLIT), self.dtype)
-        if symmetric and self.kernel == "triton":
-            # Only the sum of the two is symmetric; their lower halves, mirrored, add up to it all the same.
-            return self._symmetric_fp32(high, factor, self._symmetric_fp32(low, factor, alpha=1.0 / _SPLIT))
         return mm_to_fp32(high, factor).add_(mm_to_fp32(low, factor), alpha=1.0 / _SPLIT)
 
-    def _symmetric_fp32(self, left: Tensor, right: Tensor, base: Tensor | None = None, alpha: float = 1.0) -> Tensor:
-        """base + alpha * left @ right of half operands with the fp32 sums kept, by the Triton kernel."""
-        out = torch.empty(left.shape[:-1] + right.shape[-1:], dtype=torch.float32, device=left.device)
-        return symmetric_addmm(base, left, right, alpha=alpha, out=out)
 
-
-def _sides(x: Tensor, tall: bool | None = None) -> tuple[Tensor, Tensor]:
-    """The operands of the Gram matrix of the short side. `tall`: whether the matrix is of which x is a slice."""
-    tall = x.shape[-2] > x.shape[-1] if tall is None else tall
+def _sides(x: Tensor, tall: bool) -> tuple[Tensor, Tensor]:
+    """The operands of the Gram matrix of the short side. `tall`: whether the matrix is, of which x may be a slice."""
     return (x.mT, x) if tall else (x, x.mT)
 
 
-def square_of(x: Tensor) -> Tensor:  # (B, m, n) -> (B, k, k), k = min(m, n)
-    """Memory in slots for what is square on the short side; not initialized."""
-    short = min(x.shape[-2:])
-    return empty_batch((*x.shape[:-2], short, short), x.dtype, x.device)
+def square_of(x: Tensor, tall: bool = False) -> Tensor:  # (B, m, n) -> (B, m, m), or (B, n, n)
+    """Memory in slots for what is square on one side of `x`, the columns if `tall`; not initialized."""
+    side = x.shape[-1 if tall else -2]
+    return empty_batch((*x.shape[:-2], side, side), x.dtype, x.device)
 
 
 def _then_rounded(product: Callable[..., Tensor], dtype: torch.dtype, *operands: Tensor, **others: Any) -> Tensor:
@@ -372,8 +350,6 @@ def _reciprocal(norm: Tensor) -> Tensor:  # fp64, overwritten
 # It must not write into its input nor mix matrices, and never waits for the device: a CUDA graph can hold it. Called as
 # iteration(y, coefficients=.., products=..).
 Iteration = Callable[..., Tensor]
-# A function of one matrix (m, n) of any float dtype and its schedule, with its own normalization.
-Alone = Callable[[Tensor, Triples], Tensor]
 
 
 def _newton_schulz(
@@ -387,7 +363,8 @@ def _newton_schulz(
     added in the product: folded into the polynomial's diagonal, a is rounded with it, which costs 1.4 to 1.9 times the
     error in fp32 and up to 1.9 times in bf16, where torch's products round it twice (ADR 23).
     """
-    tall, poly = y.shape[-2] > y.shape[-1], square_of(y)
+    tall = y.shape[-2] > y.shape[-1]
+    poly = square_of(y, tall)
     one, other = (torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) for _ in range(2))
     # A lies where the result will, which is written when A is not needed any more
     made = [(out, out.as_strided(poly.shape, poly.stride())) for out in (one, other)]
@@ -414,14 +391,14 @@ def _gram_newton_schulz(
     Raises:
         ValueError: Products in bf16.
     """
-    short, long = sorted(y.shape[-2:])
+    (short, long), tall = sorted(y.shape[-2:]), y.shape[-2] > y.shape[-1]
     first, *others = segments(coefficients, products.dtype)
     if restarts_locally(short, long, coefficients, products.dtype):
-        factor = _restarted(products.gram_fp32(y), first, others[0], products)
-        return _times(products, factor.mT if y.shape[-2] > y.shape[-1] else factor, y)
+        factor = _restarted(products.gram_fp32(y, tall), first, others[0], products)
+        return _times(products, factor.mT if tall else factor, y, tall)
     for segment in (first, *others):
-        gram = products.symmetric_mm(*_sides(y), out=square_of(y))
-        y = _times(products, factor_of(gram, segment, products), y)
+        gram = products.symmetric_mm(*_sides(y, tall), out=square_of(y, tall))
+        y = _times(products, factor_of(gram, segment, products), y, tall)
     return y
 
 
@@ -434,9 +411,8 @@ def _restarted(wide: Tensor, first: Triples, second: Triples, products: Products
     return found
 
 
-def _times(products: Products, factor: Tensor, y: Tensor, tall: bool | None = None) -> Tensor:
+def _times(products: Products, factor: Tensor, y: Tensor, tall: bool) -> Tensor:
     """Q X; X Q where X, or what it is a slice of, is tall."""
-    tall = y.shape[-2] > y.shape[-1] if tall is None else tall
     left, right = (y, factor) if tall else (factor, y)
     found: Tensor = products.mm(left, right, out=empty_batch(y.shape, y.dtype, y.device))
     return found
@@ -526,15 +502,12 @@ class Summing:
 
 
 def sliced(
-    own: Sequence[
-        Tensor
-    ],  # equal slices of one matrix, (m, n / k) or (m / k, n), row-major and aligned; not written to
+    own: Sequence[Tensor],  # equal slices (m, n / k) or (m / k, n) of one matrix, row-major, aligned; not written to
     shape: tuple[int, int],  # of the matrix
     coefficients: Triples,
     *,
     method: str,
     dtype: torch.dtype | None = None,
-    kernel: KernelName = "torch",
     watch: FiniteWatch | None = None,
     unit: bool = False,
 ) -> Sums:
@@ -543,10 +516,9 @@ def sliced(
     Run it inside `exact_products`. What it yields is fp64 numbers first (unless `unit`), then (k, k) matrices, k =
     min(m, n); it returns operands of its products.
     """
-    backend, (short, long), tall = BACKENDS[method], sorted(shape), shape[0] > shape[1]
-    assert backend.of_slices is not None, "others are not sliced"
+    (short, long), tall = sorted(shape), shape[0] > shape[1]
     products_of = dtype or default_dtype(method, own[0].device)
-    products = Products((short, max(short, own[0].numel() // short)), own[0].device, products_of, kernel)
+    products = Products((short, max(short, own[0].numel() // short)), own[0].device, products_of)
     ys = [empty_batch(x.shape, products.operands, x.device) for x in own]
     if unit:
         foreach_copy_(ys, own)
@@ -556,8 +528,8 @@ def sliced(
         for x, y in zip(own, ys, strict=True):
             torch.mul(x, factor.view(1, 1), out=y)  # in fp64, rounded once
     ys = [products.rounded_(y) for y in ys]
-    found = yield from backend.of_slices(ys, tall, long, coefficients=coefficients, products=products)
-    if backend.fast and watch is not None:  # y is finite where all of the matrix is
+    found = yield from _OF_SLICES[method](ys, tall, long, coefficients, products)
+    if method == "gram" and watch is not None:  # y is finite where all of the matrix is
         text = f"method={method!r} on {shape[0]}x{shape[1]}"
         pairs = zip(found, ys, strict=True)
         found = [watch.keep_finite(out.unsqueeze(0), y.unsqueeze(0), text).squeeze(0) for out, y in pairs]
@@ -577,8 +549,7 @@ def _newton_schulz_of_slices(
 ) -> Sums:
     """The steps of `_newton_schulz`."""
     for a, b, c in coefficients:
-        operands = [_sides(y, tall) for y in ys]
-        grams = [products.symmetric_mm(*pair, out=_square_on(pair[0])).to(products.dtype) for pair in operands]
+        grams = [products.symmetric_mm(*_sides(y, tall), out=square_of(y, tall)).to(products.dtype) for y in ys]
         gram = products.operand(_sum((yield grams)))
         factor, alpha = gram, b
         if c != 0.0:
@@ -589,10 +560,6 @@ def _newton_schulz_of_slices(
             products.addmm(y, *pair, beta=a, alpha=alpha, out=out) for y, pair, out in zip(ys, pairs, outs, strict=True)
         ]
     return ys
-
-
-def _square_on(left: Tensor) -> Tensor:  # (m, n) -> (m, m)
-    return empty_batch((left.shape[0], left.shape[0]), left.dtype, left.device)
 
 
 def _gram_newton_schulz_of_slices(
@@ -611,50 +578,12 @@ def _gram_newton_schulz_of_slices(
     return ys
 
 
-def slice_sums(method: str, short: int, long: int, coefficients: Triples, dtype: torch.dtype) -> tuple[int, int]:
-    """Number of Gram matrices that slices of a matrix are summed in, and bytes of an element of each."""
-    if method == "gram":
-        again = 0 if restarts_locally(short, long, coefficients, dtype) else len(segments(coefficients, dtype)) - 1
-        return 1 + again, max(4, dtype.itemsize)
-    return len(coefficients), dtype.itemsize
+_OF_SLICES = {"standard": _newton_schulz_of_slices, "gram": _gram_newton_schulz_of_slices}
 
 
-def polar_factor(matrix: Tensor, coefficients: Triples = ()) -> Tensor:  # fp64
-    """U V^T of the singular value decomposition, in fp64. Directions without a singular value stay zero. Takes no
-    schedule."""
-    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
-    factor: Tensor = (u * (s > s.amax() * 1e-12).to(u.dtype)) @ vh
-    return factor
+# ----------------------------------------------------------------------------------------------------------- methods
 
-
-# ---------------------------------------------------------------------------------------------------------- backends
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """A backend and how it is called; one of `iteration` and `alone`.
-
-    Attributes:
-        like_torch: Reproduces torch.optim.Muon bit for bit, global flags and all; weights are then updated by torch's
-            own operations too.
-        of_slices: The same iteration on slices; None: matrices of this method are never sliced.
-        fast: May in theory give a non-finite result for a finite matrix, which is then looked for.
-    """
-
-    iteration: Iteration | None = None
-    alone: Alone | None = None
-    of_slices: Callable[..., Sums] | None = None
-    like_torch: bool = False
-    fast: bool = False
-
-
-BACKENDS: dict[str, Method] = {
-    "standard": Method(_newton_schulz, of_slices=_newton_schulz_of_slices),
-    "gram": Method(_gram_newton_schulz, of_slices=_gram_newton_schulz_of_slices, fast=True),
-    "torch": Method(alone=_torch_muon, like_torch=True),
-    "reference": Method(alone=polar_factor),
-}
-NS_METHODS = ("auto", *BACKENDS)
+ITERATIONS: dict[str, Iteration] = {"standard": _newton_schulz, "gram": _gram_newton_schulz}
 
 
 def default_dtype(method: str, device: torch.device) -> torch.dtype:
@@ -662,10 +591,8 @@ def default_dtype(method: str, device: torch.device) -> torch.dtype:
 
     "standard": bfloat16, as torch.optim.Muon, wherever the device multiplies it in hardware; float32 on CPUs that only
     emulate it (10 to 80 times slower there). "gram": float16 on accelerators (bf16 is not precise enough for it),
-    float32 on CPUs. "reference": float64.
+    float32 on CPUs.
     """
-    if method == "reference":
-        return torch.float64
     if method == "torch":
         return torch.bfloat16
     if device.type == "cpu" and (method == "gram" or not cpu_has_bf16_matmul()):
@@ -679,8 +606,6 @@ def orthogonalize(
     *,
     method: str = "standard",
     dtype: torch.dtype | None = None,
-    kernel: KernelName = "torch",
-    alone: bool = False,
     split_k: int = 1,
     watch: FiniteWatch | None = None,
     graphs: GraphCache | None = None,
@@ -692,10 +617,8 @@ def orthogonalize(
     Args:
         x: The matrices, wide or tall.
         coefficients: One (a, b, c) per Newton-Schulz step.
-        method: A key of `BACKENDS`.
-        dtype: Dtype of the products. Default: `default_dtype`.
-        kernel: Multiplies symmetric results.
-        alone: Batches of one.
+        method: A key of `ITERATIONS`, or "torch".
+        dtype: Dtype of the products. Default: `default_dtype`. Ignored by "torch".
         split_k: Number of slices, see [Note: slices of the long side]; it divides the long side.
         watch: Puts zeros in place of a non-finite "gram" result of a finite matrix. Default: it stays.
         graphs: Replays shapes that repeat. Default: none.
@@ -703,53 +626,41 @@ def orthogonalize(
         unit: The Frobenius norm of each matrix is 1 (or 0) already and is not divided by again.
 
     Returns:
-        The result in the backend's own dtype (in that of `x` if it took its place). It depends on no global flag of
-        torch (but "torch" does, as torch's).
+        The result in the products' dtype (in that of `x` if it took its place). It depends on no global flag of torch
+        (but "torch" does, as torch's).
 
     Raises:
-        ValueError: Unknown method, or one that cannot run in this dtype or here.
+        ValueError: "gram" with products in bf16.
     """
-    if method not in BACKENDS:
-        raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, BACKENDS))}")
-    backend, device = BACKENDS[method], x.device
-    with exact_products(device, flags=not backend.like_torch):
+    device, (rows, cols) = x.device, x.shape[-2:]
+    with exact_products(device, flags=method != "torch"):
+        if method == "torch":
+            return torch.stack([_torch_muon(matrix, coefficients) for matrix in x])
+        dtype = dtype or default_dtype(method, device)
+        watch = watch if method == "gram" else None
         if split_k > 1:
-            start = partial(
-                sliced,
-                shape=(x.shape[-2], x.shape[-1]),
-                coefficients=coefficients,
-                method=method,
-                dtype=dtype,
-                kernel=kernel,
-                watch=watch,
-                unit=unit,
-            )
-            out = x if overwrite else empty_batch(x.shape, dtype or default_dtype(method, device), device)
+            out = x if overwrite else empty_batch(x.shape, dtype, device)
+            given: dict[str, Any] = {"method": method, "dtype": dtype, "watch": watch, "unit": unit}
+            start = partial(sliced, shape=(rows, cols), coefficients=coefficients, **given)
             for matrix, place in zip(x.unbind(0), out.unbind(0), strict=True):
                 _by_slices(matrix, place, split_k, start)
             return out
-        if backend.alone is not None:
-            return torch.stack([backend.alone(matrix, coefficients) for matrix in x])
-        assert backend.iteration is not None, "a backend is one of two kinds"
-        size = 1 if alone else batch_size(x.shape[-2], x.shape[-1], device)
-        shape = (x.shape[-2], x.shape[-1]) if size == 1 else (size, x.shape[-2], x.shape[-1])
-        products = Products(shape, device, dtype or default_dtype(method, device), kernel)
-        run: Callable[[Tensor], Tensor] = partial(backend.iteration, coefficients=coefficients, products=products)
+        size = batch_size(rows, cols, device)
+        shape = (rows, cols) if size == 1 else (size, rows, cols)
+        products = Products(shape, device, dtype)
+        run: Callable[[Tensor], Tensor] = partial(ITERATIONS[method], coefficients=coefficients, products=products)
         if graphs is not None and x.is_cuda:
-            run = partial(graphs.run, run, key=(method, coefficients, products.dtype, kernel))
-        watched = backend.fast and watch is not None
+            run = partial(graphs.run, run, key=(method, coefficients, dtype))
         many = len(x) > size
-        out = empty_batch(x.shape, products.dtype, device) if many and (watched or not overwrite) else x
+        out = empty_batch(x.shape, dtype, device) if many and (watch is not None or not overwrite) else x
         for part, place in zip(x.split(size), out.split(size), strict=True):
-            found = run(_operands(part, shape, products, unit)).view(size, *x.shape[-2:]).narrow(0, 0, len(part))
+            found = run(_operands(part, shape, products, unit)).view(size, rows, cols).narrow(0, 0, len(part))
             if many:  # once, to where it stays; no `copy_`: it costs more on tensors without data, to price plans by
                 foreach_copy_([place], [found])
             else:
-                out = found.to(products.dtype)
+                out = found.to(dtype)
             del found  # the next batch needs room
-        if watched and watch is not None:
-            out = watch.keep_finite(out, x, f"method={method!r} on {x.shape[-2]}x{x.shape[-1]}")
-    return out
+        return out if watch is None else watch.keep_finite(out, x, f"method={method!r} on {rows}x{cols}")
 
 
 def _by_slices(

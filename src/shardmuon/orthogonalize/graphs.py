@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Function = Callable[[Tensor], Tensor]
+_Function = Callable[[Tensor], Tensor]
 _AFTER = 2  # calls of a shape before it is captured: a shape that does not repeat is not worth its memory
 _LIMIT = 32  # graphs kept; each holds a batch and the products' work space
 
@@ -20,15 +20,13 @@ class GraphCache:
     A graph runs the same kernels on the same shapes as the function, so its result has the function's bits.
     """
 
-    def __init__(self, capture: Callable[[Function, Tensor], Function] | None = None) -> None:
-        """`capture` makes a function that replays another on batches like an example; default: by CUDA graph."""
-        self._capture = capture or capture_cuda_graph
+    def __init__(self) -> None:
         self._calls: dict[Hashable, int] = {}
-        self._graphs: dict[Hashable, Function] = {}
+        self._graphs: dict[Hashable, _Function] = {}
 
     def run(
         self,
-        function: Function,
+        function: _Function,
         x: Tensor,  # (B, m, n)
         key: Hashable,  # everything that the function depends on besides x
     ) -> Tensor:
@@ -38,11 +36,11 @@ class GraphCache:
             self._calls[where] = self._calls.get(where, 0) + 1
             if self._calls[where] <= _AFTER or len(self._graphs) >= _LIMIT:
                 return function(x)
-            self._graphs[where] = self._capture(function, x)
+            self._graphs[where] = _captured(function, x)
         return self._graphs[where](x)
 
 
-def capture_cuda_graph(function: Function, x: Tensor) -> Function:
+def _captured(function: _Function, x: Tensor) -> _Function:
     """Capture `function` on batches like `x`; the result replays it."""
     own_input = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
     warm_up: Any = torch.cuda.Stream(x.device)

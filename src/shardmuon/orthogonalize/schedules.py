@@ -15,14 +15,13 @@ the Frobenius norm keeps singular values at or below 1, rounding can lift them a
     Steps 2 and 3 need numbers, which this prints (PYTHONPATH=src:tests:tests/orthogonalize, some seconds):
 
         import torch
-        from spectra import SPECTRA, exact_steps, spectrum
+        from spectra import SPECTRA, exact_steps, polar_factor, spectrum
         from test_gram import worst_error
-        from shardmuon.orthogonalize import orthogonalize, polar_factor
         from shardmuon.orthogonalize.gram import plan_restarts
         from shardmuon.orthogonalize.schedules import schedule
 
         print(new := schedule("NAME"))
-        pairs = [(exact_steps(x := spectrum(*of), new.triples), polar_factor(x[None])[0]) for of in SPECTRA]
+        pairs = [(exact_steps(x := spectrum(*of), new.triples), polar_factor(x)) for of in SPECTRA]
         print("EXACT", [float((y - polar).norm() / polar.norm()) for y, polar in pairs])
         print("restarts", [len(plan_restarts(new.triples, d)) for d in (torch.float16, torch.float32)])
         print("errors", [worst_error(new.triples, torch.float32, form) for form in ("standard", "gram")])
@@ -104,12 +103,11 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """A published set. `tail`: the triple of further steps, or None if the number of steps is fixed."""
+    """A published set. `tail`: the triple of further steps, by default up to five; None: their number is fixed."""
 
     triples: Triples
     source: str
     tail: Coefficients | None = None
-    default_steps: int = 5
     safety: float = 1.0  # divisor of s: (a / f, b / f^3, c / f^5)
 
 
@@ -167,7 +165,6 @@ SCHEDULES: dict[str, _Published] = {
     "deepseek_v4": _Published(
         (_KELLER,) * 8 + ((2.0, -1.5, 0.5),) * 2,
         "DeepSeek-V4 technical report 2026: eight of Jordan's steps and two classical ones",
-        default_steps=10,
     ),
 }
 _ALIASES = {
@@ -209,7 +206,8 @@ def schedule(
     name, row = _named(coefficients) if isinstance(coefficients, str) else _given(tuple(coefficients))
     if not isinstance(coefficients, str) and row.tail is None:  # a triple of its own for each step
         steps = None
-    steps = row.default_steps if steps is None else steps
+    if steps is None:
+        steps = 5 if row.tail is not None else len(row.triples)
     if steps < 1 or (row.tail is None and steps != len(row.triples)):
         allowed = f"exactly {len(row.triples)}" if row.tail is None else "at least one"
         raise ValueError(f"schedule {coefficients!r} has {allowed} steps, found {steps}. Leave ns_steps out")
@@ -236,7 +234,7 @@ def _named(text: str) -> tuple[str, _Published]:
 
 def _given(values: tuple[Any, ...]) -> tuple[str, _Published]:
     if values and isinstance(values[0], (tuple, list)):
-        return "custom", _Published(_triples(values), "given by the caller", default_steps=len(values))
+        return "custom", _Published(_triples(values), "given by the caller")
     (one,) = _triples([values])
     return ("keller", SCHEDULES["keller"]) if one == _KELLER else ("custom", _Published((), "given by the caller", one))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,5 @@ def _hardware(device: torch.device) -> str:
 def _cpu_vendor() -> str:
     """The vendor of this CPU: MKL takes other kernels on another vendor's CPU with the same instructions."""
     facts = Path("/proc/cpuinfo")
-    if facts.exists():
-        with facts.open() as lines:  # of the first processor: there may be hundreds
-            vendors = (line.split(":")[1].strip() for line in lines if line.startswith("vendor_id"))
-            return next(vendors, platform.machine())
-    return platform.machine()
+    found = re.search(r"^vendor_id\s*: *(.*)", facts.read_text() if facts.exists() else "", re.MULTILINE)
+    return found[1].strip() if found else platform.machine()

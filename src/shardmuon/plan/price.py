@@ -85,7 +85,7 @@ def products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[int
     nanoseconds."""
     words = how.split()
     rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
-    size = 1 if "alone" in words or not machine.launch else min(max(_FULL // short**2, 1), 64)
+    size = 1 if not machine.launch else min(max(_FULL // short**2, 1), 64)
     size = 1 << (size.bit_length() - 1)
     share = isqrt(_share(short**3, machine) * _share(size * short**3, machine))  # of one, and as large as all together
     return size, max(size * flops * 1000 // (rate * share), _LAUNCHES * machine.launch)

@@ -254,10 +254,8 @@ def _notes(table: Table, chooser: Chooser, route: str) -> Iterator[str]:
                 raise Unlike(f"route='local' needs equal machines, but {unlike}. Use Exchange(route='auto')")
             yield f"machines differ: {unlike}. Each matrix has one owner; another one would give it other bits"
     where = chooser.device or (table.params[0].param.device if table.params else torch.device("cpu"))
-    if chooser.measured is not None:
-        yield chooser.measured.about_slots(where)
-    elif where.type != "cpu":
-        yield "slots of batches: not searched on this machine, see `shardmuon verify --slots FILE`"
+    if where.type != "cpu":
+        yield "slots of batches: not searched by tests as on CPUs; `shardmuon verify --slots` searches this device"
 
 
 def bound(
@@ -316,7 +314,7 @@ def _itemsize(choice: Choice, chooser: Chooser, wire: Wire) -> int:
     dtype, doubles = wire
     if dtype is not None:
         return dtype.itemsize
-    if doubles or chooser.method == "reference" or chooser.dtype == torch.float64:
+    if doubles or chooser.dtype == torch.float64:
         return 8  # fp64 gradients may lie outside the range of fp32
     return 2 if is_narrow(choice) else 4
 

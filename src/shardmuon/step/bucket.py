@@ -21,7 +21,6 @@ from shardmuon.comm.groups import Pending, Traffic, group_for, start
 from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import (
-    BACKENDS,
     Products,
     Summing,
     default_dtype,
@@ -86,8 +85,7 @@ class Bound:
         self.wire, self.moves = _WIRES[program.bucket.itemsize], program.bucket.exchange
         self.gathers, self.num_owned = program.bucket.gathers, program.num_owned
         self.choices = [Choice.of(plan.items[batch.items[0]].how) for batch in program.batches]
-        method = Choice.of(plan.items[program.bucket.items[0]].how).method
-        self.like_torch = BACKENDS[method].like_torch
+        self.like_torch = Choice.of(plan.items[program.bucket.items[0]].how).method == "torch"
         self.own, self.foreign, self.returned, self.idle = (
             Side(loads, views, shapes) for loads in (program.own, program.foreign, program.returned, program.idle)
         )
@@ -217,16 +215,13 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
         if settings.stages:
             stages = BatchStages(settings.stages, sides, work.kept, x.device)
             products = choice.dtype or default_dtype(choice.method, x.device)
-            takes_unit = BACKENDS[choice.method].iteration is not None
-            fed, unit = stages.before(x, products if takes_unit else None)
+            fed, unit = stages.before(x, None if choice.method == "torch" else products)
             overwrite = stages.may_take(fed.dtype, products)
         out = orthogonalize(
             fed,
             settings.coefficients,
             method=choice.method,
             dtype=choice.dtype,
-            kernel=choice.kernel,
-            alone=choice.alone,
             split_k=choice.split_k,
             watch=kernel.watch,
             graphs=kernel.graphs,
@@ -269,7 +264,6 @@ def _orthogonalize_slices(
             work.settings[item.param].coefficients,
             method=choice.method,
             dtype=choice.dtype,
-            kernel=choice.kernel,
             watch=kernel.watch,
         )
         with exact_products(device):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardmuon.orthogonalize import Products, batch_size, default_dtype, empty_batch, orthogonalize, square_of
-from shardmuon.orthogonalize.choice import Choice, kernels
 from shardmuon.orthogonalize.schedules import schedule
 
 # Shapes that hurt: fewer rows than a vector register, one more or less than a block, few rows and many columns.
@@ -20,17 +19,18 @@ SHAPES = (
 )
 
 
-@dataclass(slots=True)
-class _SearchResult:
-    """The result of a search.
+class Compared(NamedTuple):
+    """The batches of one shape, method and dtype of products.
 
     Attributes:
-        searched: Number of products and whole iterations compared.
-        unequal: "rows x cols" -> text of a choice -> how many of them differ.
+        what: Which, for a printed line.
+        num: Number of products and whole iterations compared.
+        num_unequal: How many of them differ.
     """
 
-    searched: int = 0
-    unequal: dict[str, dict[str, int]] = field(default_factory=dict)
+    what: str
+    num: int
+    num_unequal: int
 
 
 def search(
@@ -39,9 +39,7 @@ def search(
     shapes: Sequence[tuple[int, int]] = SHAPES,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
     draws: int = 4,
-    seed: int = 0,
-    report: Callable[[str], object] = lambda line: None,
-) -> _SearchResult:
+) -> Iterator[Compared]:
     """Compare the products of Newton-Schulz, and whole iterations, of one matrix in every slot of its batch.
 
     Args:
@@ -49,41 +47,28 @@ def search(
         shapes: (rows, cols) of matrices. Those whose batches have one slot are skipped.
         dtypes: Dtypes of the products.
         draws: Random matrices for each shape and dtype; neighbours are random, zeros or the matrix itself.
-        seed: Seed of all of them.
-        report: Is told of each shape.
     """
-    generator = torch.Generator().manual_seed(seed)
-    result = _SearchResult()
+    generator, of_gram = torch.Generator().manual_seed(0), default_dtype("gram", device)
+    ways = [("standard", dtype) for dtype in dtypes]
+    if of_gram in dtypes:
+        ways.append(("gram", of_gram))
     for rows, cols in shapes:
         size = batch_size(rows, cols, device)
-        if size == 1:
-            continue
-        found: dict[str, int] = {}
-        for choice in _choices(device, dtypes):
-            equal = list(_comparisons((size, rows, cols), choice, device, draws, generator))
-            result.searched += len(equal)
-            if not all(equal):
-                found[str(choice)] = equal.count(False)
-        if found:
-            result.unequal[f"{rows}x{cols}"] = found
-        report(f"{rows}x{cols}, batches of {size}: {found or 'equal'}")
-    return result
-
-
-def _choices(device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Choice]:
-    for kernel in kernels(device):
-        for dtype in dtypes:
-            yield Choice("standard", dtype, kernel)
-        if default_dtype("gram", device) in dtypes:
-            yield Choice("gram", default_dtype("gram", device), kernel)
+        for method, dtype in ways if size > 1 else ():
+            equal = list(_comparisons((size, rows, cols), method, dtype, device, draws, generator))
+            yield Compared(f"{rows}x{cols}, batches of {size}, {method} {dtype}", len(equal), equal.count(False))
 
 
 def _comparisons(
-    shape: tuple[int, int, int], choice: Choice, device: torch.device, draws: int, generator: torch.Generator
+    shape: tuple[int, int, int],
+    method: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    draws: int,
+    generator: torch.Generator,
 ) -> Iterator[bool]:
     """Compare each result for a matrix in a slot with that in the first slot; True: the same bits."""
-    assert choice.dtype is not None, "a search names its dtypes"
-    products = Products(shape, device, choice.dtype, choice.kernel)
+    products = Products(shape, device, dtype)
     steps = schedule("keller").triples
     for draw in range(draws):
         matrix = torch.randn(shape[1:], generator=generator)
@@ -94,10 +79,7 @@ def _comparisons(
             batch[slot] = matrix
             batch = batch.to(device)
             given = batch[slot : slot + 1 + draw % 2]  # filled up with zeros, and with one neighbour
-            whole, among = (
-                orthogonalize(t, steps, method=choice.method, dtype=choice.dtype, kernel=choice.kernel)
-                for t in (given, batch)
-            )
+            whole, among = (orthogonalize(t, steps, method=method, dtype=dtype) for t in (given, batch))
             results = [*(part[slot] for part in _products_of(batch, products)), whole[0], among[slot]]
             first = first or [*results[:-1], whole[0]]
             yield from map(torch.equal, results, first)
@@ -109,8 +91,8 @@ def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
     y.copy_(batch / torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp(min=1e-30))
     y = products.rounded_(y)
     tall = y.shape[-2] > y.shape[-1]
-    gram = products.symmetric_mm(*((y.mT, y) if tall else (y, y.mT)), out=square_of(y))
-    poly = products.symmetric_addmm(gram, gram, gram, beta=-4.775, alpha=2.0315, out=square_of(y))
+    gram = products.symmetric_mm(*((y.mT, y) if tall else (y, y.mT)), out=square_of(y, tall))
+    poly = products.symmetric_addmm(gram, gram, gram, beta=-4.775, alpha=2.0315, out=square_of(gram))
     left, right = (y, poly) if tall else (poly, y)
     result, summed = (empty_batch(y.shape, y.dtype, y.device) for _ in range(2))
     return [
