@@ -88,7 +88,7 @@ class _Param:
         storage: Storage,
         wire: torch.dtype,
     ) -> None:
-        view = {key: group[key] for key in ("view", "split_sizes", "split_groups", "split_dim", "transposed")}
+        view = {key: group[key] for key in ("view", "split_sizes", "split_groups", "transposed")}
         view |= {"num_heads": group["num_heads"]} if group["num_heads"] else {}
         view = {key: value for key, value in view.items() if value is not None}
         self.weight, self.state = weight, dict[str, Tensor]()

@@ -76,7 +76,7 @@ class Muon(Core, Optimizer):
             may set any option from `lr` to `beta2`, `process_group`, `tp_group`, and:
             ``use_muon`` (True): False sends the group to AdamW with ``betas`` ((0.9, 0.95)), ``eps`` (1e-8), ``lr`` and
             ``weight_decay``;
-            ``view``, ``split_sizes``, ``split_groups``, ``num_heads``, ``split_dim``, ``transposed``: which matrices a
+            ``view``, ``split_sizes``, ``split_groups``, ``num_heads``, ``transposed``: which matrices a
             parameter holds, see `shardmuon.layout.views.matrix_view`;
             ``partition_dim``, ``partition_stride``: how its plain tensors are cut over `tp_group`, before their own
             attributes;

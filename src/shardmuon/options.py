@@ -263,7 +263,6 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "split_sizes": None,
     "split_groups": 1,
     "num_heads": None,
-    "split_dim": 0,
     "transposed": False,
 }
 VARIANT_DEFAULTS: dict[str, Any] = {"variant": None, **VARIANT_OPTIONS}

@@ -52,7 +52,7 @@ PARAMS: dict[str, Param] = {
     "conv": Param((10, 4, 3, 3)),
     "in_out": Param((26, 19), {"transposed": True}),
     "in_out_experts": Param((3, 9, 6), {"view": "stack", "transposed": True}),
-    "in_out_qkv": Param((16, 24), {"split_sizes": (8, 2, 2), "split_groups": 2, "split_dim": 1, "transposed": True}),
+    "in_out_qkv": Param((16, 24), {"split_sizes": (8, 2, 2), "split_groups": 2, "transposed": True}),
     "bias": Param((17,), MOMENTS),
     "embedding": Param((13, 6), ADAMW),
 }
@@ -196,7 +196,7 @@ def matrices(param: Param) -> list[np.ndarray]:
     stacked = list(numbers) if options.get("view") == "stack" else [numbers.reshape(param.shape[0], -1)]
     found = []
     for whole in stacked:
-        turned = whole.T if options.get("split_dim") else whole
+        turned = whole.T if options.get("transposed") else whole
         groups = np.split(turned, options.get("split_groups", 1))
         if "num_heads" in options:
             blocks = np.split(turned, options["num_heads"])
@@ -205,8 +205,8 @@ def matrices(param: Param) -> list[np.ndarray]:
             blocks = [np.concatenate(same) for same in zip(*(np.split(g, edges) for g in groups), strict=True)]
         else:
             blocks = [turned]
-        found += [block.T if options.get("split_dim") else block for block in blocks]
-    return [block.T if options.get("transposed") else block for block in found]
+        found += blocks
+    return found
 
 
 def reference(options: str) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ PARAMS: dict[str, Param] = {
     "conv": Param((10, 4, 3, 3)),
     "in_out": Param((19, 26), {"transposed": True}),
     "in_out_experts": Param((3, 6, 9), {"view": "stack", "transposed": True}),
-    "in_out_qkv": Param((10, 24), {"split_sizes": (8, 2, 2), "split_groups": 2, "split_dim": 1, "transposed": True}),
+    "in_out_qkv": Param((10, 24), {"split_sizes": (8, 2, 2), "split_groups": 2, "transposed": True}),
     "bias": Param((17,), ADAMW),
     "embedding": Param((13, 6), ADAMW),
     "norm": Param((9,), {**ADAMW, "betas": (0.8, 0.99), "eps": 1e-6, "adamw": "cautious"}),

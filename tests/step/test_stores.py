@@ -38,15 +38,15 @@ WIDE: dict[str, Callable[[], MatrixView]] = {
     "plain": lambda: matrix_view((12, 511)),
     "tall": lambda: matrix_view((24, 511), transposed=True),
     "fused": lambda: matrix_view((24, 512), split_sizes=(4, 1, 1), split_groups=4),
-    "columns": lambda: matrix_view((8, 512), split_sizes=(128, 384), split_dim=1),
+    "columns": lambda: matrix_view((8, 512), split_sizes=(128, 384), transposed=True),
     "experts": lambda: matrix_view((8, 4, 511), view="stack"),
     "kernel": lambda: matrix_view((8, 16, 4, 4)),
-    "repeats": lambda: matrix_view((8, 512), split_sizes=(64,), split_groups=8, split_dim=1),
+    "repeats": lambda: matrix_view((8, 512), split_sizes=(64,), split_groups=8, transposed=True),
 }
 WIDE_OPTIONS: dict[str, dict[str, Any]] = {
     **OPTIONS,
-    "columns": {"split_sizes": (128, 384), "split_dim": 1},
-    "repeats": {"split_sizes": (64,), "split_groups": 8, "split_dim": 1},
+    "columns": {"split_sizes": (128, 384), "transposed": True},
+    "repeats": {"split_sizes": (64,), "split_groups": 8, "transposed": True},
 }
 
 
@@ -238,7 +238,7 @@ ODD = (
     matrix_view((1, 6), transposed=True),
     matrix_view((1, 6)),
     matrix_view((6, 5, 4, 2), transposed=True),
-    matrix_view((6, 12), split_sizes=(2, 1), split_groups=4, split_dim=1, transposed=True),
+    matrix_view((6, 12), split_sizes=(2, 1), split_groups=4, transposed=True),
 )
 
 

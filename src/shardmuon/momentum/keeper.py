@@ -235,7 +235,7 @@ def tiles_cut(layout: ParamLayout) -> Iterator[tuple[int, str]]:
             if box.numel and not whole:
                 yield rank, f"indices {first} to {last} of {view.shape[dim]} along dim {dim} of shape {view.shape}"
     if view.split_dim == dim or any(matrix.start[-1] % BLOCK for matrix in view.matrices):
-        yield layout.ranks[0], "matrices of columns that begin elsewhere (split_dim=1)"
+        yield layout.ranks[0], "matrices of columns that begin elsewhere (transposed=True)"
 
 
 def coded_fault(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> str | None:
