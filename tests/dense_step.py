@@ -107,9 +107,6 @@ class _Param:
                 if numbers == 0:
                     numbers.copy_(self._norm(at))
         decay, mode = group["weight_decay"], group["weight_decay_mode"]
-        if decay and mode == "l2":
-            wide = torch.float32 if grad.dtype in HALVES else grad.dtype
-            grad = (grad.to(wide) + self.weight.to(wide) * decay).to(grad.dtype)
         fed = self._momentum(grad, group["momentum"], group["nesterov"]).flatten()
         moved = self.weight.to(torch.float32 if self.weight.dtype in HALVES else self.weight.dtype, copy=True).flatten()
         like_torch = self._chooser.method == "torch" and mode == "decoupled" and not self._rounds_weights

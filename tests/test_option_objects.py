@@ -18,7 +18,7 @@ from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
 from shardmuon.options import GROUP_DEFAULTS, MUON_OPTIONS, ONLY_MUON, OPTION_OBJECTS, VIEW_OPTIONS
 
 OTHERS: dict[str, Any] = {
-    "orthogonalizer": Orthogonalizer("gram", "float32", device="cpu", cuda_graphs=True),
+    "orthogonalizer": Orthogonalizer("gram", "float32", cuda_graphs=True),
     "exchange": Exchange(torch.float64, 1 << 20, "owner"),
     "storage": Storage("int8", "cpu", stochastic_rounding=True),
     "audit": Audit(100, samples=4, action="warn"),

@@ -9,7 +9,7 @@ import copy
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from shardmuon.options import (
 )
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
-from shardmuon.routing.groups import ForModule, routed
+from shardmuon.routing.groups import Overrides, routed
 from shardmuon.step.options import (
     as_group,
     check_param_group,
@@ -50,9 +50,6 @@ from shardmuon.step.options import (
     fill_up,
     without_stale_names,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Muon(Core, Optimizer):
@@ -94,10 +91,9 @@ class Muon(Core, Optimizer):
             (`sqrt(max(1, rows/cols))`), "match_rms_adamw" (`0.2 sqrt(max(rows, cols))`), "spectral"
             (`sqrt(max(rows, cols))`), "unit_rms_norm" (`sqrt(rows/cols)`), "none", or a callable
             (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
-        weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.step.update.apply_`.
+        weight_decay_mode: "decoupled", "independent" or "cautious", see `shardmuon.step.update.apply_`.
         variant: "normuon", "muon_eq", "hyperball", or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
         beta2: Of the running average of "normuon".
-        adamw: Of groups with use_muon=False: "adamw" or "cautious", see docs/learning_rate.md.
         process_group: Plain (not DTensor) parameters are replicas over this group, as under DDP: share
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
             its own plain tensors. Not kept by pickling.
@@ -111,7 +107,7 @@ class Muon(Core, Optimizer):
         audit: When steps are compared with a dense reference, see `Audit`.
         adamw_lr: Of a module only: the learning rate of all that is not a matrix. Default: the one at which AdamW's
             updates are as large as the matrices', which `shardmuon.param_groups` prints. docs/learning_rate.md.
-        **for_module: Of a module only: adamw_betas and overrides of `shardmuon.param_groups`.
+        overrides: Of a module only: changes to its routing, see `shardmuon.param_groups`.
 
     Raises:
         ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`
@@ -140,7 +136,6 @@ class Muon(Core, Optimizer):
         weight_decay_mode: WeightDecayMode = "decoupled",
         variant: str | None = None,
         beta2: float = 0.95,
-        adamw: str = "adamw",
         process_group: Any = None,
         tp_group: Any = None,
         orthogonalizer: Orthogonalizer = Orthogonalizer(),
@@ -148,7 +143,7 @@ class Muon(Core, Optimizer):
         storage: Storage = Storage(),
         audit: Audit = Audit(),
         adamw_lr: float | Tensor | None = None,
-        **for_module: Unpack[ForModule],
+        overrides: Overrides | None = None,
     ) -> None:
         lr = given_lr("Muon", lr)
         config = MuonConfig(orthogonalizer, exchange, storage, audit)
@@ -164,14 +159,13 @@ class Muon(Core, Optimizer):
             "weight_decay_mode": weight_decay_mode,
             "variant": variant,
             "beta2": beta2,
-            "adamw": adamw,
             **GROUP_DEFAULTS,
             "process_group": self.process_group,
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
         check_hyperparameters("", defaults)
         refuse_sets("Muon: parameters", params, "a list, or model.named_parameters()")
-        routing = {"adamw_lr": adamw_lr, **for_module}
+        routing = {"adamw_lr": adamw_lr, "overrides": overrides}
         params = without_stale_names(routed(params, defaults, routing))
         self.routing = getattr(params, "rows", ())
         Optimizer.__init__(self, cast(Any, params), defaults)

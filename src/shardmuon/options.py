@@ -55,8 +55,6 @@ class Orthogonalizer(_Options):
         tuning: A file that `shardmuon tune --out FILE` or `shardmuon verify --slots FILE` has written: "auto" takes the
             fastest method and kernel that it has for a shape on this machine, and shapes that it found unequal in
             batches run alone. None: no file is read. Ranks must name files of equal content.
-        device: Where matrices are orthogonalized. None: where the parameters are; for DTensors that are kept on the
-            CPU (FSDP2's CPUOffloadPolicy) on their mesh's device.
         split_k: Slices of the long side over which X X^T is summed (split-K): 1, 2, 4 or 8. Above 1, a matrix may have
             so many owners, each of one slice, where that is cheaper: ranks of one node, among many more ranks than
             matrices. It rounds otherwise than 1 does, and alike on every layout. For matrices whose slices fill a
@@ -71,7 +69,6 @@ class Orthogonalizer(_Options):
     method: MethodName = "auto"
     dtype: torch.dtype | str | None = None
     tuning: str | None = None
-    device: torch.device | str | None = None
     split_k: int = 1
     cuda_graphs: bool = False
 
@@ -87,8 +84,6 @@ class Orthogonalizer(_Options):
             )
         if self.tuning is not None:
             tuning_files.load(self.tuning)
-        if self.device is not None:
-            torch.device(self.device)
 
     @property
     def products_dtype(self) -> torch.dtype | None:
@@ -220,19 +215,13 @@ class MuonConfig:
     def __post_init__(self) -> None:
         _check_objects({key: getattr(self, key) for key in OPTION_OBJECTS})
 
-    @property
-    def ns_device(self) -> torch.device | None:
-        """Device on which matrices are orthogonalized; None: the user named none."""
-        device = self.orthogonalizer.device
-        return None if device is None else torch.device(device)
-
     def keeper(self) -> Keeper:
         """A keeper of momentum as `storage` says."""
         return Keeper(self.storage.momentum_dtype, self.storage.momentum_device, self.storage.stochastic_rounding)
 
     def text(self) -> str:
         """Text of the options, equal on ranks that do the same. Devices may differ from rank to rank."""
-        here = replace(self.orthogonalizer, device=None, tuning=None), replace(self.storage, momentum_device=None)
+        here = replace(self.orthogonalizer, tuning=None), replace(self.storage, momentum_device=None)
         measured = self.orthogonalizer.chooser().measured
         text = " ".join(repr(one).replace(" ", "") for one in (*here, self.exchange, self.audit))
         return text if measured is None else f"{text} tuning={measured.digest}"
@@ -240,8 +229,8 @@ class MuonConfig:
 
 # ------------------------------------------------------------------------------------------- a parameter group's
 
-WeightDecayMode = Literal["decoupled", "l2", "independent", "cautious"]
-WEIGHT_DECAY_MODES: tuple[WeightDecayMode, ...] = ("decoupled", "l2", "independent", "cautious")
+WeightDecayMode = Literal["decoupled", "independent", "cautious"]
+WEIGHT_DECAY_MODES: tuple[WeightDecayMode, ...] = ("decoupled", "independent", "cautious")
 LrScale = str | Callable[[int, int], float] | None
 
 # rows x cols -> factor on lr. Formulas and the field's clashing names: docs/learning_rate.md
@@ -292,11 +281,8 @@ MUON_OPTIONS = (
     *VARIANT_DEFAULTS,
 )
 ONLY_MUON = {*MUON_OPTIONS, *VIEW_OPTIONS}
-ONLY_ADAMW = {*ADAMW_DEFAULTS, "adamw"}
-_ADAMW_KINDS = ("adamw", "cautious")
-GROUP_OPTIONS = (
-    *dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, "adamw", *GROUP_DEFAULTS)),
-)
+ONLY_ADAMW = {*ADAMW_DEFAULTS}
+GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
 # What other programs keep in a group: torch's schedulers and averaging, timm's layer-wise decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
 
@@ -343,7 +329,7 @@ def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
     hidden = {"params", "param_names", "use_muon", *(ONLY_ADAMW if group["use_muon"] else ONLY_MUON)}
     if group["use_muon"] and group["ns_steps"] is None:
         hidden.add("ns_steps")
-    quiet = {**GROUP_DEFAULTS, **VARIANT_DEFAULTS, "adamw": "adamw"}
+    quiet = {**GROUP_DEFAULTS, **VARIANT_DEFAULTS}
     return {
         key: value for key, value in group.items() if key not in hidden and not (key in quiet and value == quiet[key])
     }
@@ -418,7 +404,6 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}{key}={group[key]!r} must be a number") from None
         if not (math.isfinite(value) and value >= 0.0):
             raise ValueError(f"{where}{key}={value} must be finite and at least 0")
-    _check_adamw_kind(where, group.get("adamw", "adamw"))
     mode = group.get("weight_decay_mode", "decoupled")
     _check_choice(f"{where}weight_decay_mode", mode, WEIGHT_DECAY_MODES)  # of any group: AdamW's may be Muon's again
     if not is_muon:
@@ -428,16 +413,6 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}betas={betas!r} must be two numbers in [0, 1)")
         return
     _check_mathematics(where, group)
-
-
-def _check_adamw_kind(where: str, kind: object) -> None:
-    if callable(kind):
-        raise ValueError(
-            f"{where}adamw={getattr(kind, '__qualname__', type(kind).__name__)} is a function or a class, not one of "
-            f"{', '.join(map(repr, _ADAMW_KINDS))}. Leave these parameters out of Muon, put them into an optimizer of "
-            "your own, and step it beside Muon"
-        )
-    _check_choice(f"{where}adamw", kind, _ADAMW_KINDS)
 
 
 def _check_mathematics(where: str, group: Mapping[str, Any]) -> None:

@@ -94,7 +94,6 @@ BASE = {
 OPTIONS: dict[str, Options] = {
     "decoupled decay": Options(),
     "no nesterov": Options({"nesterov": False}),
-    "l2 decay": Options({"weight_decay_mode": "l2"}),
     "independent decay": Options({"weight_decay_mode": "independent", "weight_decay": 0.125}),
     "cautious decay": Options({"weight_decay_mode": "cautious"}),
     "no decay, momentum 3/4, no scale": Options({"weight_decay": 0.0, "momentum": 0.75, "adjust_lr_fn": "none"}),
@@ -225,7 +224,6 @@ def _muon(name: str, of: Options) -> dict[str, Tensor]:
     for step, lr in enumerate(LRS):
         if name not in LACKING.get(step, ()):
             grad = drawn(name, step).to(of.dtype).double().numpy().ravel()
-            grad = grad + decay * weight if mode == "l2" else grad
             momentum = _stored((1 - mu) * grad + (0 if momentum is None else mu * momentum), of.dtype)
             update = _stored(mu * momentum + (1 - mu) * grad, of.dtype) if options.get("nesterov", True) else momentum
             moved = np.zeros_like(weight)
@@ -234,7 +232,7 @@ def _muon(name: str, of: Options) -> dict[str, Tensor]:
                 scale = _SCALES[options.get("adjust_lr_fn")](rows, cols)
                 y = np.clip(np.trunc(2 * update[at]), -3, 3)
                 moved[at] = lr * scale * np.fmod(y + y @ y.T @ y, 16) / 4
-            factor = {"decoupled": 1 - lr * decay, "independent": 1 - decay, "l2": 1, "cautious": 1 - lr * decay}[mode]
+            factor = {"decoupled": 1 - lr * decay, "independent": 1 - decay, "cautious": 1 - lr * decay}[mode]
             decayed = np.where(moved * weight > 0, factor * weight, weight) if mode == "cautious" else factor * weight
             weight = _stored(decayed - moved, of.dtype)
         found |= _named(step, name, of.dtype, {"weight": weight, "momentum_buffer": momentum})

@@ -61,16 +61,16 @@ class Case(NamedTuple):
 
 
 HALF, MIXED = ((BF16, BF16),), ((BF16, FP32), (FP32, BF16), (FP16, FP16), (FP32, FP32), (BF16, BF16))
-L2: dict[str, Any] = {"weight_decay_mode": "l2", "nesterov": False}
+INDEPENDENT: dict[str, Any] = {"weight_decay_mode": "independent", "nesterov": False}
 CAUTIOUS: dict[str, Any] = {"weight_decay_mode": "cautious"}
 CASES: dict[str, Case] = {
     "bf16 momentum": Case(Storage(BF16)),
-    "bf16 momentum, l2": Case(Storage(BF16), MIXED, L2),
+    "bf16 momentum, independent": Case(Storage(BF16), MIXED, INDEPENDENT),
     "fp32 momentum of halves": Case(Storage(FP32), HALF, CAUTIOUS),
     "random weights": Case(Storage(stochastic_rounding=True), MIXED, CAUTIOUS),
     "random both": Case(Storage(BF16, "cpu", stochastic_rounding=True), MIXED),
     "mixed": Case(dtypes=MIXED),
-    "mixed, l2": Case(dtypes=MIXED, options=L2),
+    "mixed, independent": Case(dtypes=MIXED, options=INDEPENDENT),
     "mixed with fp64": Case(dtypes=((FP64, FP64), *MIXED), options=CAUTIOUS),
     "rounded with fp64": Case(Storage(BF16, stochastic_rounding=True), ((FP64, FP64), *MIXED)),
     "lr is a tensor": Case(dtypes=MIXED, lr=torch.tensor),
@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
 }
 CODED: dict[str, Case] = {
     "int8": Case(Storage("int8")),
-    "int8, l2, mixed": Case(Storage("int8", "cpu", stochastic_rounding=True), MIXED, L2),
+    "int8, mixed": Case(Storage("int8", "cpu", stochastic_rounding=True), MIXED, INDEPENDENT),
 }
 
 
@@ -206,7 +206,7 @@ def test_whatever_is_stored_has_the_bits_of_one_process(case: str, layout: str) 
 
 
 ON_DEVICE: dict[str, Case] = {
-    "momentum on the CPU": Case(Storage(momentum_device="cpu"), MIXED, L2),
+    "momentum on the CPU": Case(Storage(momentum_device="cpu"), MIXED, INDEPENDENT),
     "bf16 momentum on the CPU": Case(Storage(BF16, "cpu", stochastic_rounding=True), MIXED),
     "cautious, lr is a tensor": Case(dtypes=MIXED, options=CAUTIOUS, lr=torch.tensor),
     "torch, lr is a float tensor": Case(dtypes=MIXED, method="torch", lr=torch.tensor),
@@ -217,8 +217,8 @@ ON_DEVICE: dict[str, Case] = {
     ("case", "layout", "places"),
     [
         *((case, layout, {"device": "cuda:0"}) for case, layout in in_turn(ON_DEVICE, ["hsdp crossed", "flat"], 2)),
-        ("int8, l2, mixed", "last dim", {"device": "cuda:0"}),
-        *((case, "hsdp crossed", {"buffers": "cuda:0"}) for case in ("random both", "mixed, l2")),
+        ("int8, mixed", "last dim", {"device": "cuda:0"}),
+        *((case, "hsdp crossed", {"buffers": "cuda:0"}) for case in ("random both", "mixed, independent")),
     ],
     ids=str,
 )

@@ -177,8 +177,8 @@ def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
     of_rows = 1 if view == "stack" else 0
     if split_dim and len(dims) != of_rows + 2:
         raise ValueError(
-            f"a transposed tensor can be split where its columns are one dim, found shape {dims} read as {view!r}. Leave "
-            "the splits or transposed=True out"
+            f"a transposed tensor can be split where its columns are one dim, found shape {dims} read as {view!r}. "
+            "Leave the splits or transposed=True out"
         )
     return of_rows
 

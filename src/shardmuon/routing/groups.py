@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -27,7 +27,6 @@ from shardmuon.options import (
     MUON_OPTIONS,
     ONLY_ADAMW,
     ONLY_MUON,
-    OPTIMIZER_KEYWORDS,
     PLACE_OPTIONS,
     PLACES,
     VIEW_DEFAULTS,
@@ -126,7 +125,6 @@ def param_groups(
     lr: float | Tensor | None = None,
     adamw_lr: float | Tensor | None = None,
     weight_decay: float = 0.1,
-    adamw_betas: tuple[float, float] = (0.9, 0.95),
     overrides: Overrides | None = None,
     tp_group: Any = None,
     **muon_options: Any,
@@ -146,7 +144,6 @@ def param_groups(
         adamw_lr: Learning rate of the rest. Default: what makes AdamW's updates as large as the matrices', see
             `matched_lr`; the table says how large that is.
         weight_decay: Of matrices, embeddings and heads. For others it is 0; set it in the groups.
-        adamw_betas: AdamW's betas.
         overrides: (pattern, choice) pairs; the first that matches wins. A pattern is a glob over parameter names or a
             predicate (name, parameter, module) -> bool. A choice is "muon", "adamw" or a dict of group options, such as
             ``{"use_muon": True, "num_heads": 8, "lr": 3e-4}``; without ``use_muon`` it leaves the routing as it is.
@@ -155,8 +152,8 @@ def param_groups(
             weight_decay_mode. The optimizer's own hold for those not given.
 
     Returns:
-        The groups. Each has ``params`` (tensors), ``param_names``, ``use_muon``, ``lr`` and ``weight_decay``; AdamW's
-        have ``betas``; Muon's have the options above. `print` them for the routing table.
+        The groups. Each has ``params`` (tensors), ``param_names``, ``use_muon``, ``lr`` and ``weight_decay``; Muon's
+        have the options above. `print` them for the routing table.
 
     Raises:
         ValueError: Nothing is trainable, an override matches nothing or does not fit its parameter, or a parameter's
@@ -208,7 +205,7 @@ def param_groups(
     for w in trained:
         if not w.use_muon:
             still = {} if len(w.shape) > 1 and w.role.decays else {"weight_decay": 0.0}
-            w.options = {"use_muon": False, **both, "lr": adamw_lr, "betas": adamw_betas, **still, **w.given}
+            w.options = {"use_muon": False, **both, "lr": adamw_lr, **still, **w.given}
         key = tuple((name, id(v) if isinstance(v, Tensor) else repr(v)) for name, v in sorted(w.options.items()))
         group = groups.setdefault(key, {"params": [], "param_names": [], **w.options})
         group["params"].append(w.param)
@@ -263,13 +260,6 @@ def _check_options(given: Iterable[str]) -> None:
 # ------------------------------------------------------------------------------------------------------ of Muon(model)
 
 
-class ForModule(TypedDict, total=False):
-    """Options of `param_groups` that `Muon(module)` takes, too, beside its own and `adamw_lr`."""
-
-    adamw_betas: tuple[float, float] | None
-    overrides: Overrides | None
-
-
 def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
     """A module's groups by `shardmuon.param_groups`; anything else as it is.
 
@@ -279,13 +269,9 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
         given: Options of `param_groups` that are not the optimizer's own.
 
     Raises:
-        TypeError: Options that do not exist, or such options without a module, which would do nothing.
+        TypeError: Such options without a module, which would do nothing.
         ValueError: AdamW's lr was matched to another learning-rate scale than this optimizer's.
     """
-    allowed = ("adamw_lr", *ForModule.__annotations__)
-    for key in (key for key in given if key not in allowed):
-        write = f". Write {PLACES[key]}" if key in PLACES else did_you_mean(key, (*allowed, *OPTIMIZER_KEYWORDS))
-        raise TypeError(f"Muon: there is no keyword {key!r}{write}")
     given = {key: value for key, value in given.items() if value is not None}
     if isinstance(params, nn.Module):
         own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn")}

@@ -217,11 +217,11 @@ def _check_not_flat(name: str, param: Tensor) -> None:
 
 
 def chooser_of(groups: Sequence[Group], config: MuonConfig) -> Chooser:
-    """The choice of a method for each matrix on this rank, and of the device that orthogonalizes; None: that of the
-    parameters."""
+    """The choice of a method for each matrix on this rank, and of the device that orthogonalizes: that of the model, if
+    an engine keeps parameters on the CPU; None: that of the parameters."""
     muon = (p for group in groups if group["use_muon"] for p in group["params"])
     homes = (home for home in map(offloaded_from, muon) if home is not None)
-    return replace(config.orthogonalizer.chooser(), device=config.ns_device or next(homes, None))
+    return replace(config.orthogonalizer.chooser(), device=next(homes, None))
 
 
 def _products(chooser: Chooser, device: torch.device) -> torch.dtype:

@@ -52,7 +52,6 @@ _READ = (
     "lr",
     "weight_decay",
     *MUON_OPTIONS,
-    "adamw",
     "betas",
 )
 

@@ -172,7 +172,10 @@ def _options(config: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], dic
         of_groups.pop("ns_steps")
     of_groups |= {key: value for key, value in given.items() if key in keys}
     if not config.decoupled_weight_decay:
-        of_groups.setdefault("weight_decay_mode", "l2")
+        raise ValueError(
+            "decoupled_weight_decay=False adds the decay to gradients, of whose size a matrix's update is independent. "
+            "Leave it out: the decay is on the weights then"
+        )
     rest = {key: value for key, value in given.items() if key not in keys}
     return of_groups, {"weight_decay": config.weight_decay, **rest}
 
@@ -254,7 +257,6 @@ def _routed(
         lr=config.lr,
         adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # a matched one would differ from stage to stage
         weight_decay=config.weight_decay,
-        adamw_betas=(config.adam_beta1, config.adam_beta2),
         overrides=[(rule.pattern, rule.options) for rule in rules],
         **routing,
     )
@@ -262,6 +264,7 @@ def _routed(
     for group in made:
         group.pop("tp_group", None)  # not the same on all ranks; `Muon` is told it
         if not group["use_muon"]:
+            group.setdefault("betas", (config.adam_beta1, config.adam_beta2))
             group.setdefault("eps", config.adam_eps)
         lr = float(group["lr"])
         own = {
