@@ -36,7 +36,7 @@ def measure(rows: int, cols: int, count: int, rounds: int) -> dict[str, Any]:
         params[route] = [nn.Parameter(t.clone()) for t in start]
         options: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0}
         options["exchange"] = Exchange(route=route)
-        options["orthogonalizer"] = Orthogonalizer("standard", "float32")
+        options["orthogonalizer"] = Orthogonalizer("standard", torch.float32)
         group = {"params": params[route], "partition_dim": 1}
         optimizers[route] = Muon([group], tp_group=dist.group.WORLD, **options)
         optimizers[route].prepare()

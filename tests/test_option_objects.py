@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
-from shardmuon.options import GROUP_DEFAULTS, MUON_OPTIONS, ONLY_MUON, OPTION_OBJECTS, VIEW_OPTIONS
+from shardmuon.options import ADAMW_DEFAULTS, GROUP_DEFAULTS, MUON_OPTIONS, ONLY_MUON, OPTION_OBJECTS
 
 OTHERS: dict[str, Any] = {
-    "orthogonalizer": Orthogonalizer("gram", "float32", cuda_graphs=True),
+    "orthogonalizer": Orthogonalizer("gram", torch.float32, cuda_graphs=True),
     "exchange": Exchange(torch.float64, 1 << 20, "owner"),
     "storage": Storage("int8", "cpu", stochastic_rounding=True),
     "audit": Audit(100, samples=4, action="warn"),
@@ -66,23 +66,12 @@ def test_something_else_in_an_objects_place_is_refused(key: str, wrong: Any) -> 
         ("stochastic_rounding", r"storage=shardmuon.Storage(stochastic_rounding=...)"),
     ],
 )
-def test_a_field_written_as_a_keyword_or_in_a_group_says_where_it_goes(key: str, place: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(f"there is no keyword {key!r}. Write {place}")):
-        _two_groups(**{key: 1})
+def test_a_field_written_in_a_group_says_where_it_goes(key: str, place: str) -> None:
     groups = [{"params": [nn.Parameter(torch.ones(4, 6))], key: 1}]
     with pytest.raises(
         ValueError, match=re.escape(f"group 0: {key} applies to the whole optimizer. Write Muon(..., {place})")
     ):
         Muon(groups, lr=0.1)
-
-
-@pytest.mark.parametrize(
-    ("key", "near"),
-    [("orthogonaliser", "orthogonalizer"), ("adamw_beta", "adamw_betas")],
-)
-def test_a_misspelled_keyword_is_an_error_with_the_nearest_name(key: str, near: str) -> None:
-    with pytest.raises(TypeError, match=rf"no keyword '{key}' \(did you mean {near}\?\)"):
-        _two_groups(**{key: None})
 
 
 @pytest.mark.parametrize(
@@ -123,17 +112,9 @@ def _carries(group: dict[str, Any]) -> set[str]:
     return group.keys() - {"params", "param_names", "differentiable"}
 
 
-def test_a_group_carries_the_options_of_its_kind_only() -> None:
-    muon, adamw = _two_groups().param_groups
-    assert _carries(muon) == {"lr", "weight_decay", *MUON_OPTIONS, *GROUP_DEFAULTS}
-    assert _carries(adamw) == {
-        "lr",
-        "weight_decay",
-        "betas",
-        "eps",
-        "adamw",
-        *(GROUP_DEFAULTS.keys() - {*VIEW_OPTIONS}),
-    }
+def test_a_group_carries_every_option() -> None:
+    for group in _two_groups().param_groups:
+        assert _carries(group) == {"lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS}
 
 
 def test_an_adamw_group_may_say_the_optimizers_own_option_of_matrices() -> None:
@@ -145,7 +126,7 @@ def test_an_adamw_group_may_say_the_optimizers_own_option_of_matrices() -> None:
 
 @pytest.mark.parametrize("key", sorted(ONLY_MUON))
 def test_an_adamw_group_given_an_option_of_matrices_is_refused(key: str) -> None:
-    value = {"momentum": 0.5, "nesterov": False, "view": "stack", "split_sizes": (1, 3), "weight_decay_mode": "l2"}
+    value = {"momentum": 0.5, "beta2": 0.5, "adjust_lr_fn": "none", "weight_decay_mode": "cautious"}
     group = {"params": [("b", nn.Parameter(torch.ones(4)))], "use_muon": False, key: value.get(key, 7)}
     with pytest.raises(
         ValueError, match=rf"b: .'{key}': .* are options of matrices, but the group says use_muon=False"

@@ -45,10 +45,7 @@ from shardmuon.step.options import (
     as_group,
     check_param_group,
     complete,
-    complete_changed,
-    drop_what_means_nothing,
     fill_up,
-    without_stale_names,
 )
 
 
@@ -166,7 +163,7 @@ class Muon(Core, Optimizer):
         check_hyperparameters("", defaults)
         refuse_sets("Muon: parameters", params, "a list, or model.named_parameters()")
         routing = {"adamw_lr": adamw_lr, "overrides": overrides}
-        params = without_stale_names(routed(params, defaults, routing))
+        params = routed(params, defaults, routing)
         self.routing = getattr(params, "rows", ())
         Optimizer.__init__(self, cast(Any, params), defaults)
 
@@ -203,7 +200,6 @@ class Muon(Core, Optimizer):
                 loss = closure()
         fault, instead, host = Fault(), None, None
         with fault:  # the other ranks must hear of it
-            complete_changed(self.param_groups, self.defaults)
             imported = sys.modules.keys()
             for one in self.hosts:
                 if one.packages is not None and imported.isdisjoint(one.packages):
@@ -275,7 +271,6 @@ class Muon(Core, Optimizer):
         check_param_group(self.param_groups, group, given, self.defaults)
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
-        drop_what_means_nothing(made, given)
         names = [name_of(made, index, position) for position in range(len(made["params"]))]
         for host in self.hosts:
             host.added(made, names)
@@ -293,7 +288,6 @@ class Muon(Core, Optimizer):
         if torn is not None:
             raise ExchangeError(torn)
         if any(self.state.values()) and self.hosts.active is None:
-            complete_changed(self.param_groups, self.defaults)
             with torch.no_grad():
                 self.complete_state()
         for host in self.hosts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ from shardmuon.auditing.reference import (
 from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.options import WEIGHT_DECAY_MODES, WeightDecayMode
+from shardmuon.options import VIEW_DEFAULTS, WeightDecayMode
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.step.options import Settings
+from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.update import apply_, momentum_
 from shardmuon.testing.layouts import PARAMS, cut_matrices
 from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, polar_bound, roundoff
@@ -130,10 +131,11 @@ def test_a_larger_norm_is_that_of_one_more_row_and_column(schedule: str) -> None
 
 
 def _settings(mode: WeightDecayMode, nesterov: bool = True) -> Settings:
-    return Settings(0.02, 0.1, 0.9, nesterov, KELLER, None, mode)
+    given = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "ns_coefficients": "keller"}
+    return settings_of({**VIEW_DEFAULTS, **given, "ns_steps": None, "adjust_lr_fn": None, "weight_decay_mode": mode})
 
 
-@pytest.mark.parametrize("mode", WEIGHT_DECAY_MODES)
+@pytest.mark.parametrize("mode", get_args(WeightDecayMode))
 @pytest.mark.parametrize("scale", [1.0, 0.3, 5.0])
 def test_the_update_is_recovered_from_the_weights(mode: WeightDecayMode, scale: float) -> None:
     generator = torch.Generator().manual_seed(0)

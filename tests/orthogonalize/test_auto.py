@@ -184,7 +184,7 @@ def test_auto_takes_what_was_measured_of_this_machine_and_shape_and_says_why(
 ) -> None:
     """Rows of another machine or shape leave the rule, and a named method is taken."""
     path = add_times(tmp_path / "t.json", **times)
-    plan = optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32", tuning=path, **options)).prepare()
+    plan = optimizer_of(orthogonalizer=Orthogonalizer(dtype=torch.float32, tuning=path, **options)).prepare()
     assert plan.items[0].how == wanted
     assert re.search(says, str(plan))
 
@@ -197,7 +197,7 @@ def test_slots_found_unequal_run_alone_and_the_plan_says_so(tmp_path: Path) -> N
         (9, {}, "gram float32", "none differ"),
     ):
         add(path, CPU, "slots", {"searched": searched, "unequal": unequal})
-        plan = optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32", tuning=str(path))).prepare()
+        plan = optimizer_of(orthogonalizer=Orthogonalizer(dtype=torch.float32, tuning=str(path))).prepare()
         assert plan.items[0].how == how
         assert f"slots of batches: {searched} products compared on this machine ({path}): {says}" in str(plan)
 
@@ -229,7 +229,7 @@ def test_the_command_measures_and_muon_takes_it(tmp_path: Path, capsys: pytest.C
     times = json.loads(path.read_text())["machines"][machine_stamp(CPU)]["times"]
     assert set(times) == {"12x48, 5 steps", "8x8, 5 steps"}
     assert all(0 < t < 1 for row in times.values() for t in row.values())
-    optimizer = optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32", tuning=str(path)))
+    optimizer = optimizer_of(orthogonalizer=Orthogonalizer(dtype=torch.float32, tuning=str(path)))
     fast = fastest(times["12x48, 5 steps"], candidates(CPU, torch.float32))
     assert optimizer.prepare().items[0].how == str(fast)
 
@@ -288,7 +288,7 @@ def _stepped_apart(what: str, folder: str = "") -> Step:
     stamp = real
     if what == "file":
         path = add_times(Path(folder) / f"{rank}.json", *((1.0, 0.5) if rank else (0.5, 1.0)))
-        options["orthogonalizer"] = Orthogonalizer(dtype="float32", tuning=path)
+        options["orthogonalizer"] = Orthogonalizer(dtype=torch.float32, tuning=path)
     elif what in ("auto", "local"):
         options["exchange"] = Exchange(route=what)  # type: ignore[arg-type]
         stamp = lambda device: "other chip" if rank else real(device)  # noqa: E731
@@ -471,7 +471,7 @@ def test_a_measurement_waits_for_any_accelerator(kind: str, monkeypatch: pytest.
             "gram float32, products in float32, the default of gram on CPUs",
         ),
         (
-            {"orthogonalizer": Orthogonalizer(method="gram", dtype="float16")},
+            {"orthogonalizer": Orthogonalizer(method="gram", dtype=torch.float16)},
             "gram float16, products in float16, by Orthogonalizer.dtype",
         ),
         ({"orthogonalizer": Orthogonalizer(method="torch")}, "torch, products in bfloat16, as in torch.optim.Muon"),

@@ -180,7 +180,7 @@ def test_a_named_schedule_steps_as_its_triples_do_and_each_group_has_its_own() -
         optimizer = Muon(
             [{"params": [params[0]], "ns_coefficients": first}, {"params": [params[1]], "ns_coefficients": second}],
             lr=0.1,
-            orthogonalizer=Orthogonalizer(method="standard", dtype="float32"),
+            orthogonalizer=Orthogonalizer(method="standard", dtype=torch.float32),
         )
         for p, g in zip(params, grads, strict=True):
             p.grad = g.clone()
@@ -197,8 +197,10 @@ def test_a_named_schedule_steps_as_its_triples_do_and_each_group_has_its_own() -
 def test_names_survive_a_checkpoint_and_a_routing_table() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
     optimizer = Muon(
-        param_groups(model, lr=1e-3, ns_coefficients="polar_express", ns_steps=6),
+        param_groups(model, lr=1e-3),
         lr=1e-3,
+        ns_coefficients="polar_express",
+        ns_steps=6,
         orthogonalizer=Orthogonalizer(method="standard"),
     )
     saved = optimizer.state_dict()

@@ -347,7 +347,7 @@ def _file(path: Path, how: str = "gram float32 triton", shape: str = "40x100, 5 
 
 def _step(**asked: Any) -> tuple[Tensor, list[str]]:
     param = nn.Parameter(normal(40, 100))
-    optimizer = Muon([("w", param)], lr=0.1, orthogonalizer=Orthogonalizer(dtype="float32", **asked))
+    optimizer = Muon([("w", param)], lr=0.1, orthogonalizer=Orthogonalizer(dtype=torch.float32, **asked))
     param.grad = normal(40, 100, seed=1)
     optimizer.step()
     return param.detach(), [item.how for item in optimizer.plan.items]
@@ -451,7 +451,7 @@ def _measured_where_one_has_none(path: str) -> None:
     with why, kernels:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         param = nn.Parameter(distribute_tensor(normal(40, 100), mesh, [Shard(0)]))
-        how = Orthogonalizer(dtype="float32", tuning=path)
+        how = Orthogonalizer(dtype=torch.float32, tuning=path)
         with pytest.raises(ValueError, match=r"rank 1: the Triton kernel cannot run on cpu: Triton cannot be imported"):
             Muon([("w", param)], lr=1e-3, orthogonalizer=how).prepare()
 

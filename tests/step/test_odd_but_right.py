@@ -446,7 +446,7 @@ def _unlike_machines(what: str, options: dict[str, Any]) -> str:
     [
         ("prices", {}, ("ranks (0, 1) hold different plans", "call optimizer.prepare() on every rank")),
         ("products", {}, ("products=torch.float32", "products=torch.bfloat16")),
-        ("products", {"orthogonalizer": Orthogonalizer(dtype="float32")}, ()),
+        ("products", {"orthogonalizer": Orthogonalizer(dtype=torch.float32)}, ()),
         ("products", {"orthogonalizer": Orthogonalizer(method="gram")}, ()),
         ("products", {"orthogonalizer": Orthogonalizer(method="torch")}, ()),
     ],

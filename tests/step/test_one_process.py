@@ -49,7 +49,7 @@ def compare(
     ]
     optimizer = Muon(groups, lr=0.05, orthogonalizer=orthogonalizer, storage=storage)
     wide = orthogonalizer.method == "reference"
-    chooser = Chooser(orthogonalizer.method, orthogonalizer.products_dtype)
+    chooser = Chooser(orthogonalizer.method, orthogonalizer.dtype)
     dense = DenseMuon(
         [p.detach() for p in whole], optimizer.param_groups, chooser, storage, wire=FP64 if wide else FP32
     )
