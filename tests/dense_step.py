@@ -186,26 +186,25 @@ class _Param:
         grad = grad.to(torch.float32 if rounded else dtype)
         old = kept.to(grad.dtype)
         if asked == "int8":
-            old = decode(kept.flatten(rows), self.state["momentum_scale"]).view(grad.shape)
+            old = decode(kept, self.state["momentum_scale"])
         new = old.lerp(grad, 1 - momentum)
         if asked == "int8":
-            bits = self._bits("momentum").flatten(rows)
-            codes, self.state["momentum_scale"] = encode(new.flatten(rows), old.flatten(rows), bits)
-            self.state["momentum_buffer"] = codes.view(grad.shape)
+            made = encode(new, rows, old, self._bits("momentum"))
+            self.state["momentum_buffer"], self.state["momentum_scale"] = made
         elif rounded:  # at random where it moved by less than a spacing of bf16
             less = (new.view(torch.int32) - old.view(torch.int32)).abs() < 1 << 16
-            self.state["momentum_buffer"] = round_by(new, torch.where(less, self._bits("momentum"), NEAREST), asked)
+            self.state["momentum_buffer"] = round_by(new, torch.where(less, self._bits("momentum"), NEAREST))
         else:
             self.state["momentum_buffer"] = new
         return grad.lerp(new, momentum) if nesterov else new
 
     @property
     def _rounds_weights(self) -> bool:
-        return self._storage.stochastic_rounding and self.weight.dtype in HALVES
+        return self._storage.stochastic_rounding and self.weight.dtype == torch.bfloat16
 
     def _rounded(self, moved: Tensor) -> Tensor:
         if self._rounds_weights:
-            return round_by(moved, self._bits("weights"), self.weight.dtype)
+            return round_by(moved, self._bits("weights"))
         return moved.to(self.weight.dtype)
 
 

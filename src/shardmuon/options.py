@@ -186,13 +186,13 @@ class Exchange(_Options):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Storage(_Options):
-    """Options of how momentum and half-precision weights are stored. See docs/memory.md.
+    """Options of how momentum and bf16 weights are stored. See docs/memory.md.
 
     Attributes:
         momentum_dtype: None (the gradient's dtype, in which it is computed too), torch.float32, torch.bfloat16 or
             "int8" (both computed in fp32).
         momentum_device: None (with the parameter) or "cpu".
-        stochastic_rounding: Round bf16 and fp16 weights at random, without bias, after each update.
+        stochastic_rounding: Round bf16 weights at random, without bias, after each update.
 
     Raises:
         ValueError: A value that has no meaning here.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
 from shardmuon import ExchangeError, Muon, Storage, checkpoint, core
-from shardmuon.momentum.stores import decode_whole
+from shardmuon.momentum.stores import decode
 from shardmuon.testing.tolerances import assert_bitwise
 
 # torch says so whenever one process saves or loads
@@ -61,7 +61,7 @@ STORED = {
 
 def _decoded(state: Mapping[str, Tensor]) -> Tensor:
     buffer = state["momentum_buffer"]
-    return decode_whole(buffer, state["momentum_scale"]) if buffer.dtype == torch.int8 else buffer.float()
+    return decode(buffer, state["momentum_scale"]) if buffer.dtype == torch.int8 else buffer.float()
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

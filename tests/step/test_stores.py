@@ -20,8 +20,8 @@ from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.momentum import stores
 from shardmuon.momentum.stores import (
     Stream,
-    decode_whole,
-    encode_whole,
+    decode,
+    encode,
     round_patch,
     scale_shape,
     step_stored_,
@@ -123,7 +123,7 @@ class Stores:
     def values(self, number: int, rank: int) -> Tensor:
         """Stored values, decoded."""
         kept = self.momenta[number][rank]
-        return decode_whole(kept, self.scales[number][rank]) if self.scales and kept.numel() else kept
+        return decode(kept, self.scales[number][rank]) if self.scales and kept.numel() else kept
 
 
 def assert_like_one_process(
@@ -177,7 +177,7 @@ def assert_like_one_process(
             for rank, storage in cut(layouts[number], kept).items():
                 assert same(kept_by.momenta[number][rank], storage), (step, name, rank)
             if scales is not None:
-                for rank, storage in cut(layouts[number], decode_whole(kept, scales)).items():
+                for rank, storage in cut(layouts[number], decode(kept, scales)).items():
                     assert torch.equal(kept_by.values(number, rank), storage) or not storage.numel(), (step, name, rank)
 
 
@@ -270,7 +270,7 @@ def test_slabs_change_no_bit(turned: bool, monkeypatch: pytest.MonkeyPatch) -> N
     torch.manual_seed(6)
     view = matrix_view((2, 30, 300), view="stack", transposed=turned)
     (tile, _), kept = tiles_of(Held(Box((0, 0, 0), view.shape), (0, 0, 0)), view), torch.randn(1, 30, 300).to(BF16)
-    grad, codes, scales = torch.randn(1, 30, 300), *encode_whole(torch.randn(1, 30, 300), 2)
+    grad, codes, scales = torch.randn(1, 30, 300), *encode(torch.randn(1, 30, 300), 2)
     stream, patch, found = Stream.of("w", "momentum", 1, view.longest_row), tile.patch(view), []
     settings: dict[str, Any] = {"patch": patch, "stream": stream, "momentum": 0.9, "nesterov": True}
     for elements in (1 << 20, 700, 1):
@@ -278,6 +278,6 @@ def test_slabs_change_no_bit(turned: bool, monkeypatch: pytest.MonkeyPatch) -> N
         mine, out = [kept.clone(), codes.clone(), scales.clone()], [torch.empty_like(grad) for _ in range(2)]
         step_stored_(mine[:1], grad, out[0], **settings)
         step_stored_(mine[1:], grad, out[1], **settings)
-        found.append([*mine, *out, round_patch(stream, patch, BF16, grad)])
+        found.append([*mine, *out, round_patch(stream, patch, grad)])
     for others in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))

@@ -144,7 +144,7 @@ def weights_after(
     if a.rounding is None:
         return wide.to(a.weights)
     stream, matrix = a.rounding
-    return round_patch(stream, Patch.rectangle(matrix, 0, 0, *wide.shape), a.weights, wide)
+    return round_patch(stream, Patch.rectangle(matrix, 0, 0, *wide.shape), wide)
 
 
 def _decay_factor(settings: Settings) -> float:

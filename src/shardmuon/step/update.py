@@ -243,14 +243,14 @@ def apply_results(
         first = side.params[places[0]]
         s, chosen, added = work.settings[first], of(weights), of(updates)
         scales = [s.scales[shape] for shape in of(side.shapes)]
-        device, dtype = chosen[0].device, chosen[0].dtype
+        device = chosen[0].device
         if {*map(_device_of, added)} != {device}:
             added = [update.to(device) for update in added]
         rounded: list[Callable[[Tensor], Tensor]] | None = None
         if first in work.rounding and work.rounding[first].weights is not None:
             streams = [work.rounding[side.params[i]].weights for i in places]
             rounded = [
-                partial(round_patch, cast("Stream", one), side.patches[i], dtype)
+                partial(round_patch, cast("Stream", one), side.patches[i])
                 for one, i in zip(streams, places, strict=True)
             ]
         elif like_torch and s.weight_decay_mode == "decoupled":
