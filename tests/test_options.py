@@ -702,13 +702,9 @@ BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Muon([{"params": matrices(), "lr": 0.1}]), TypeError, f"Muon {_NO_LR}"),  # later groups take this one
     (lambda: Muon(nn.Linear(3, 4)), TypeError, f"Muon {_NO_LR}"),
     (lambda: param_groups(nn.Linear(3, 4)), TypeError, f"param_groups {_NO_LR}"),
-    *(
-        (make, ValueError, f"{name}: lr='1e-3' is text, not a number")
-        for name, make in (
-            ("Muon", lambda: Muon(nn.Linear(3, 4), lr="1e-3")),  # type: ignore[arg-type]
-            ("param_groups", lambda: param_groups(nn.Linear(3, 4), lr="1e-3")),  # type: ignore[arg-type]
-        )
-    ),
+    (lambda: Muon(nn.Linear(3, 4), lr="1e-3"), ValueError, "lr='1e-3' is text, not a number"),  # type: ignore[arg-type]
+    (lambda: param_groups(nn.Linear(3, 4), lr="1e-3"), ValueError, "weight: lr='1e-3' is text"),  # type: ignore[arg-type]
+    (lambda: param_groups(nn.Linear(3, 4), lr=1, adjust_lr_fn="rms"), ValueError, "weight: adjust_lr_fn='rms' is not"),
     (lambda: Muon([{"params": matrices(), "lr": "1e-3"}], lr=0.1), ValueError, "group 0: lr='1e-3' is text"),
     *(
         (lambda given=given: Muon(nn.Linear(3, 4), lr=0.1, **given), ValueError, f"group 1: {says}")  # type: ignore[misc]

@@ -375,15 +375,12 @@ def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
 
     Raises:
         TypeError: None. No default suits.
-        ValueError: It is text.
     """
     if lr is None:
         raise TypeError(
             f"{where} needs lr: write lr=0.03 to train from scratch, AdamW's lr with "
             'adjust_lr_fn="match_rms_adamw" coming from AdamW, or the lr of your torch.optim.Muon'
         )
-    if isinstance(lr, str):
-        raise ValueError(f"{where}: lr={lr!r} {_number()(lr)}")
     return lr
 
 

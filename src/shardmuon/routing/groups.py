@@ -28,6 +28,7 @@ from shardmuon.options import (
     PLACE_OPTIONS,
     VIEW_DEFAULTS,
     LrScale,
+    check_hyperparameters,
     given_lr,
     lr_scale,
     refuse_sets,
@@ -191,13 +192,16 @@ def param_groups(
         _check_usable(w)
         if w.use_muon:
             w.options, w.matrices = _muon_options(w, {"use_muon": True, **both, **scale})
+            check_hyperparameters(f"{w.name}: ", {**w.options, "use_muon": False})  # its numbers and the scale alone
     if not any(w.use_muon for w in trained):
         doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
     for doubt in doubts:
         warnings.warn(f"param_groups: {doubt}", stacklevel=2)
     matched = None
     if adamw_lr is None:
-        matched = matched_lr((*size, _scale_of(w.options, *size)) for w in trained for size in w.matrices)
+        matched = matched_lr(
+            (*size, lr_scale(w.options.get("adjust_lr_fn"), *size)) for w in trained for size in w.matrices
+        )
         adamw_lr = both["lr"] if matched == 1.0 else both["lr"] * matched
     groups = dict[Any, dict[str, Any]]()
     for w in trained:
@@ -229,14 +233,6 @@ def matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
 
 
 _ADAMW_RMS = 0.2  # of AdamW's updates in units of its lr, see docs/learning_rate.md
-
-
-def _scale_of(options: Mapping[str, Any], rows: int, cols: int) -> float:
-    """The factor of Muon's lr for a matrix of this size, or 0 if the user's function fails: the optimizer says so."""
-    try:
-        return float(lr_scale(options.get("adjust_lr_fn"), rows, cols))
-    except Exception:
-        return 0.0
 
 
 # ------------------------------------------------------------------------------------------------------ of Muon(model)

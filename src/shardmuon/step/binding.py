@@ -35,7 +35,7 @@ from shardmuon.plan.plan import Bucket, Gram, Kept, Plan, Policy, Spec, make_pla
 from shardmuon.plan.program import make_program
 from shardmuon.plan.slices import Slicing
 from shardmuon.step.bucket import Bound, Buckets
-from shardmuon.step.options import Group, Settings, rates_text
+from shardmuon.step.options import Group, Settings
 from shardmuon.step.stages import WeightSet, weight_sets
 from shardmuon.variants import Stage, Stages, WeightStage, gram_fault, keeping
 
@@ -291,7 +291,7 @@ def bound(
     if route == "auto" and len(set(table.stamps.values())) > 1:
         route = "owner"  # replicas on unlike machines would drift apart
     plan = make_plan(specs, Policy(route, exchange.bucket_bytes, machine, config.orthogonalizer.split_k))
-    plan = replace(plan, notes=(*rates_text(plan, settings), *notes))
+    plan = replace(plan, notes=notes)
     planned = ["" if of_options is None else of_options.planned for of_options in options]
     return Binding(rank, table, plan, tuple(members), settings, planned, chooser.device)
 

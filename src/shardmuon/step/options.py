@@ -39,7 +39,6 @@ from shardmuon.options import (
     view_options,
 )
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.plan.plan import Plan
 from shardmuon.step.kept import loaded_over
 from shardmuon.variants import Stages, stages_of, stages_text
 
@@ -205,24 +204,6 @@ def _checked(index: int, group: Group) -> Settings | None:
         raise
     except Exception as wrong:
         raise ValueError(fault_text(wrong, f"group {index}: ")) from wrong
-
-
-def rates_text(plan: Plan, settings: Sequence[Settings]) -> list[str]:
-    """Lines for the printed plan: the lr of matrices times its scale. A function of the user's is left to the step.
-
-    Args:
-        plan: The plan.
-        settings: Settings of each of its parameters.
-    """
-    shapes: dict[tuple[float, float], dict[str, None]] = {}
-    for item in plan.items:
-        s = settings[item.param]
-        if not callable(s.adjust_lr_fn):
-            shapes.setdefault((s.lr, s.scales[item.rows, item.cols]), {})[f"{item.rows}x{item.cols}"] = None
-    return [
-        f"lr {lr:.4g} when planned, x {scale:.4g} = {lr * scale:.4g}: {', '.join(those)}"
-        for (lr, scale), those in shapes.items()
-    ]
 
 
 def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
