@@ -142,43 +142,26 @@ def test_an_adamw_group_given_an_option_of_matrices_is_refused(key: str) -> None
     ],
     ids=["OneCycleLR", "CyclicLR"],
 )
-def test_a_scheduler_that_writes_momentum_into_every_group_cycles_muons_only(make: Callable[..., Any]) -> None:
-    """AdamW's betas stay as they are; what the scheduler left in its group does nothing there, and is kept."""
-    optimizer, plain, momenta = _two_groups(), _two_groups(), set[float]()
+def test_a_scheduler_that_cycles_momentum_leaves_adamws_betas(make: Callable[..., Any]) -> None:
+    optimizer, momenta = _two_groups(), set[float]()
     scheduler = make(optimizer)
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.grad = torch.ones_like(p)
     for _ in range(6):
         momenta.add(optimizer.param_groups[0]["momentum"])
         assert optimizer.param_groups[1]["betas"] == (0.9, 0.95)
-        plain.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"]
-        for p in (p for ours in (optimizer, plain) for group in ours.param_groups for p in group["params"]):
-            p.grad = torch.linspace(-1.0, 1.0, p.numel()).view_as(p)
         optimizer.step()
-        plain.step()
         scheduler.step()
     assert len(momenta) > 3
-    assert torch.equal(optimizer.param_groups[1]["params"][0], plain.param_groups[1]["params"][0])
-    saved = optimizer.state_dict()
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[1]["momentum"] == saved["param_groups"][1]["momentum"]
-
-
-@pytest.mark.parametrize(
-    ("starts", "key", "value"), [(True, "betas", (0.9, 0.95)), (False, "momentum", 0.5), (False, "view", "auto")]
-)
-def test_a_group_that_changes_its_kind_gets_the_options_of_the_new_one(starts: bool, key: str, value: Any) -> None:
-    weight = nn.Parameter(torch.ones(4, 6))
-    optimizer = Muon([{"params": [("w", weight)], "use_muon": starts}], lr=0.02, momentum=0.5)
-    optimizer.param_groups[0]["use_muon"] = not starts
-    weight.grad = torch.linspace(-1.0, 1.0, 24).view(4, 6)
-    optimizer.step()
-    assert optimizer.param_groups[0][key] == value
 
 
 # -------------------------------------------------------------------------------------------------------------- repr
 
 
 def test_repr_shows_the_options_that_apply() -> None:
-    text = repr(_two_groups(orthogonalizer=Orthogonalizer("gram"), storage=Storage("int8")))
+    made = _two_groups(orthogonalizer=Orthogonalizer("gram"), storage=Storage("int8"), ns_steps=3)
+    made.param_groups[0].update(num_heads=2, initial_lr=0.3)
+    text = repr(made)
     assert text.splitlines() == [
         "Muon (",
         "    orthogonalizer=Orthogonalizer(method='gram')",
@@ -189,8 +172,11 @@ def test_repr_shows_the_options_that_apply() -> None:
         "    momentum: 0.95",
         "    nesterov: True",
         "    ns_coefficients: (3.4445, -4.775, 2.0315)",
+        "    ns_steps: 3",
         "    adjust_lr_fn: None",
         "    weight_decay_mode: decoupled",
+        "    num_heads: 2",
+        "    initial_lr: 0.3",
         "group 1: AdamW, 1 parameter",
         "    lr: 0.02",
         "    weight_decay: 0.1",
@@ -198,10 +184,3 @@ def test_repr_shows_the_options_that_apply() -> None:
         "    eps: 1e-08",
         ")",
     ]
-
-
-def test_repr_shows_what_was_set_and_what_others_keep() -> None:
-    group = {"params": [("w", nn.Parameter(torch.ones(4, 6)))], "num_heads": 2, "initial_lr": 0.3}
-    lines = repr(Muon([group], lr=0.02, orthogonalizer=Orthogonalizer("torch"), ns_steps=3)).splitlines()
-    assert {"    num_heads: 2", "    initial_lr: 0.3", "    ns_steps: 3"} <= {*lines}
-    assert not any("split_sizes" in line for line in lines)
