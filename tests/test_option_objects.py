@@ -118,10 +118,11 @@ def test_a_group_carries_every_option() -> None:
 
 
 def test_an_adamw_group_may_say_the_optimizers_own_option_of_matrices() -> None:
-    """Frameworks give each group every default."""
+    """Frameworks give each group every default, and make optimizers of the groups of others."""
     group = {"params": [("b", nn.Parameter(torch.ones(4)))], "use_muon": False, "momentum": 0.9, "nesterov": False}
     (made,) = Muon([group], lr=0.1, momentum=0.9, nesterov=False).param_groups
     assert (made["use_muon"], made["momentum"], made["nesterov"]) == (False, 0.9, False)
+    assert Muon([made], lr=0.1).param_groups[0]["momentum"] == 0.9
 
 
 @pytest.mark.parametrize("key", sorted(ONLY_MUON))

@@ -205,7 +205,7 @@ def _sparse(stage: int, ep_size: int) -> Iterator[tuple[Any, Muon, Any, Callable
     """A model with experts, its optimizer, the host's groups, and a step."""
     with quiet():
         net = Sparse(ep_size)
-        optimizer = Muon(expert_groups(param_groups(net, lr=0.02)), momentum=0.5, **HALF)
+        optimizer = Muon(expert_groups(param_groups(net, lr=0.02)), **HALF)
         engine = initialize(net, optimizer, Case(stage).written())
 
         def step() -> None:

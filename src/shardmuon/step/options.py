@@ -268,6 +268,8 @@ def check_param_group(
     check_hyperparameters(f"group {index}: ", group)
     listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
     meaningless = {key: group[key] for key in given if key in ONLY_MUON and group[key] != defaults[key]}
+    if ADAMW_DEFAULTS.keys() <= set(given):  # another optimizer's group, which carries every option
+        meaningless = {}
     unset = {key for key in ("tp_group", "process_group") if key not in given}
     for position, p in enumerate(params):
         name = names[position] if position < len(names) else f"parameter {position} of group {index}"
