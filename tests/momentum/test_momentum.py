@@ -67,6 +67,9 @@ def test_codes_are_within_half_a_gap_of_every_value(kind: str) -> None:
     smallest = 2.0**-149  # fp32 has nothing between its subnormal numbers
     assert bool(((found.double() - x.double()).abs() <= gap * 0.501 + smallest).all())
     assert codes.shape == x.shape and scale.shape == (40, 3)
+    by_bits = [torch.full(x.shape, bits, dtype=torch.int32) for bits in (0, 0xFFFF)]
+    assert not torch.equal(*(encode(x, 1, x, bits)[0] for bits in by_bits))  # where little moved
+    assert all(torch.equal(encode(x, 1, x - per_value.float(), bits)[0], codes) for bits in by_bits)
     assert torch.equal(encode(found, 1)[0], codes) or kind == "subnormal"
 
 
