@@ -76,7 +76,7 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def muon(scale: str | None) -> Callable[[nn.Module, float], torch.optim.Optimizer]:
-    return lambda model, lr: Muon(model, lr=lr, weight_decay=0.0, adjust_lr_fn=scale, adamw_betas=BETAS)
+    return lambda model, lr: Muon(model, lr=lr, weight_decay=0.0, adjust_lr_fn=scale)
 
 
 WAYS = {

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from common import RESULTS, write
-from language import BETAS, Config, Model, build_adamw, evaluate, fit, read_text
+from language import Config, Model, build_adamw, evaluate, fit, read_text
 from sweeps import Curve, Sweep, at_best, best
 from torch import nn
 
@@ -44,11 +44,11 @@ class Way:
 
 
 WAYS = {
-    "original": Way("Muon(model, lr=x)", -6, lambda model, lr: Muon(model, lr=lr, adamw_betas=BETAS)),
+    "original": Way("Muon(model, lr=x)", -6, lambda model, lr: Muon(model, lr=lr)),
     "match_rms_adamw": Way(
         'Muon(model, lr=x, adjust_lr_fn="match_rms_adamw")',
         -6,
-        lambda model, lr: Muon(model, lr=lr, adjust_lr_fn="match_rms_adamw", adamw_betas=BETAS),
+        lambda model, lr: Muon(model, lr=lr, adjust_lr_fn="match_rms_adamw"),
     ),
     "adamw": Way("torch.optim.AdamW(..., lr=x)", -8, lambda model, lr: build_adamw(model, lr, 0.1)),
 }

@@ -46,10 +46,10 @@ def random_bits(x: Tensor) -> Tensor:
 
 ALTERNATIVES: dict[str, Callable[[Tensor], Tensor]] = {
     "bf16, to nearest": lambda x: x.bfloat16().float(),
-    "bf16, at random": lambda x: round_by(x, random_bits(x), torch.bfloat16).float(),
+    "bf16, at random": lambda x: round_by(x, random_bits(x)).float(),
     "int8, equal steps, to nearest": linear_nearest,
-    "int8, square code, to nearest": lambda x: decode(*encode(x, None, None)),
-    "int8, square code, at random": lambda x: decode(*encode(x, x, random_bits(x))),
+    "int8, square code, to nearest": lambda x: decode(*encode(x, 1)),
+    "int8, square code, at random": lambda x: decode(*encode(x, 1, x, random_bits(x))),
 }
 
 

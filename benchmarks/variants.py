@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from common import RESULTS, write
-from language import BETAS, Config, Model, evaluate, fit, read_text
+from language import Config, Model, evaluate, fit, read_text
 from torch import nn
 
 from shardmuon import Muon, Orthogonalizer
@@ -43,7 +43,7 @@ def train(variant: str, seed: int, text: list[Any], args: argparse.Namespace) ->
     model = Model(config)
     chosen = None if variant == PLAIN else variant
     decay = 0.0 if variant in WITHOUT_DECAY else 0.1
-    optimizer = Muon(model, lr=args.lr, weight_decay=decay, adamw_betas=BETAS, variant=chosen)
+    optimizer = Muon(model, lr=args.lr, weight_decay=decay, variant=chosen)
     losses = fit(model, optimizer, text[0], config)
     return {"train": losses, "held_out": evaluate(model, text[1], config)}
 

@@ -48,7 +48,6 @@ class Contender(NamedTuple):
 
     name: str
     variant: str | None = None
-    adamw: str = "adamw"
 
 
 CONTENDERS = (
@@ -57,7 +56,6 @@ CONTENDERS = (
     Contender("muon_eq", "muon_eq"),
     Contender("hyperball", "hyperball"),
     Contender(OWNERS, OWNERS),
-    Contender("cautious AdamW", None, "cautious"),
     Contender(AGAIN),
 )
 
@@ -78,7 +76,7 @@ def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
     *matrices, embedding = params
     groups: list[dict[str, Any]] = [
         {"params": matrices, "lr": 0.02, "weight_decay": 0.0, "variant": contender.variant},
-        {"params": [embedding], "use_muon": False, "lr": 3e-4, "weight_decay": 0.1, "adamw": contender.adamw},
+        {"params": [embedding], "use_muon": False, "lr": 3e-4, "weight_decay": 0.1},
     ]
     how = Orthogonalizer(method="standard")
     return Muon(groups, lr=0.02, orthogonalizer=how, **case.options(world))

@@ -145,7 +145,9 @@ def muon_step(matrices: list[Any], vectors: list[Any]) -> Callable[[], object]:
     for p in [*matrices, *vectors]:
         p.grad = torch.full_like(p, 0.1) + p.detach()
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "use_muon": False}]
-    made = Muon([group for group in groups if group["params"]], lr=0.01, orthogonalizer=Orthogonalizer(dtype="float32"))
+    made = Muon(
+        [group for group in groups if group["params"]], lr=0.01, orthogonalizer=Orthogonalizer(dtype=torch.float32)
+    )
     return made.step
 
 

@@ -88,7 +88,7 @@ class _Param:
         storage: Storage,
         wire: torch.dtype,
     ) -> None:
-        view = {key: group[key] for key in ("view", "split_sizes", "split_groups", "split_dim", "transposed")}
+        view = {key: group[key] for key in ("view", "split_sizes", "split_groups", "transposed")}
         view |= {"num_heads": group["num_heads"]} if group["num_heads"] else {}
         view = {key: value for key, value in view.items() if value is not None}
         self.weight, self.state = weight, dict[str, Tensor]()
@@ -107,9 +107,6 @@ class _Param:
                 if numbers == 0:
                     numbers.copy_(self._norm(at))
         decay, mode = group["weight_decay"], group["weight_decay_mode"]
-        if decay and mode == "l2":
-            wide = torch.float32 if grad.dtype in HALVES else grad.dtype
-            grad = (grad.to(wide) + self.weight.to(wide) * decay).to(grad.dtype)
         fed = self._momentum(grad, group["momentum"], group["nesterov"]).flatten()
         moved = self.weight.to(torch.float32 if self.weight.dtype in HALVES else self.weight.dtype, copy=True).flatten()
         like_torch = self._chooser.method == "torch" and mode == "decoupled" and not self._rounds_weights
@@ -189,26 +186,25 @@ class _Param:
         grad = grad.to(torch.float32 if rounded else dtype)
         old = kept.to(grad.dtype)
         if asked == "int8":
-            old = decode(kept.flatten(rows), self.state["momentum_scale"]).view(grad.shape)
+            old = decode(kept, self.state["momentum_scale"])
         new = old.lerp(grad, 1 - momentum)
         if asked == "int8":
-            bits = self._bits("momentum").flatten(rows)
-            codes, self.state["momentum_scale"] = encode(new.flatten(rows), old.flatten(rows), bits)
-            self.state["momentum_buffer"] = codes.view(grad.shape)
+            made = encode(new, rows, old, self._bits("momentum"))
+            self.state["momentum_buffer"], self.state["momentum_scale"] = made
         elif rounded:  # at random where it moved by less than a spacing of bf16
             less = (new.view(torch.int32) - old.view(torch.int32)).abs() < 1 << 16
-            self.state["momentum_buffer"] = round_by(new, torch.where(less, self._bits("momentum"), NEAREST), asked)
+            self.state["momentum_buffer"] = round_by(new, torch.where(less, self._bits("momentum"), NEAREST))
         else:
             self.state["momentum_buffer"] = new
         return grad.lerp(new, momentum) if nesterov else new
 
     @property
     def _rounds_weights(self) -> bool:
-        return self._storage.stochastic_rounding and self.weight.dtype in HALVES
+        return self._storage.stochastic_rounding and self.weight.dtype == torch.bfloat16
 
     def _rounded(self, moved: Tensor) -> Tensor:
         if self._rounds_weights:
-            return round_by(moved, self._bits("weights"), self.weight.dtype)
+            return round_by(moved, self._bits("weights"))
         return moved.to(self.weight.dtype)
 
 

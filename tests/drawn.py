@@ -22,18 +22,19 @@ Viewed = tuple[Shape, dict[str, Any]]  # a shape, and options that read it as ma
 def viewed(draw: st.DrawFn) -> Viewed:
     """A matrix, a stack, a flattened tensor or a kernel; whole, or split in blocks or heads along either side."""
     kind = draw(st.sampled_from(["auto", "stack", "flatten", "kernel"]))
-    side = draw(st.sampled_from([0, 1])) if kind in ("auto", "stack") else 0
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     groups = draw(st.integers(1, 4))
-    options: dict[str, Any] = {"transposed": draw(st.booleans()), "split_dim": side}
-    how = draw(st.sampled_from(["whole", "split", "heads"]))
+    turned = draw(st.booleans())
+    options: dict[str, Any] = {"transposed": turned}
+    can_split = kind in ("auto", "stack") or not turned
+    how = draw(st.sampled_from(["whole", "split", "heads"] if can_split else ["whole"]))
     length = sum(sizes) * groups
     if how == "split":
         options |= {"split_sizes": tuple(sizes), "split_groups": groups}
     elif how == "heads":
         options["num_heads"] = draw(st.sampled_from([n for n in range(1, length + 1) if length % n == 0]))
     other = draw(st.integers(1, 9))
-    sides = (other, length) if side else (length, other)
+    sides = (other, length) if turned else (length, other)
     if kind == "stack":
         return (draw(st.integers(1, 3)), *sides), {**options, "view": "stack"}
     if kind == "auto":

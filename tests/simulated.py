@@ -144,7 +144,7 @@ def spec(
     """A parameter with stages that keep as many numbers of a matrix as its longer side has."""
     matrices = layout.view.matrices
     sizes = [max(m.rows, m.cols) for m in matrices]
-    kept_view = matrix_view((1, sum(sizes)), split_sizes=sizes, split_dim=1) if matrices else None
+    kept_view = matrix_view((1, sum(sizes)), split_sizes=sizes, transposed=True) if matrices else None
     keepers = layout.ranks if everywhere else tuple(sorted({r for of_matrix in layout.tiles for r in of_matrix}))
     return Spec(
         name,
@@ -161,7 +161,7 @@ VIEWS: dict[str, Callable[[], MatrixView]] = {
     "plain": lambda: matrix_view((12, 10)),
     "tall": lambda: matrix_view((24, 5), transposed=True),
     "fused": lambda: matrix_view((24, 6), split_sizes=(4, 1, 1), split_groups=4),
-    "columns": lambda: matrix_view((8, 24), split_sizes=(4, 2), split_groups=4, split_dim=1),
+    "columns": lambda: matrix_view((8, 24), split_sizes=(4, 2), split_groups=4, transposed=True),
     "experts": lambda: matrix_view((8, 4, 6), view="stack"),
     "kernel": lambda: matrix_view((8, 3, 2, 2)),
     "heads": lambda: matrix_view((24, 7), num_heads=3),
@@ -171,7 +171,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tall": {"transposed": True},
     "fused": {"split_sizes": (4, 1, 1), "split_groups": 4},
-    "columns": {"split_sizes": (4, 2), "split_groups": 4, "split_dim": 1},
+    "columns": {"split_sizes": (4, 2), "split_groups": 4, "transposed": True},
     "experts": {"view": "stack"},
     "kernel": {},
     "heads": {"num_heads": 3},

@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
-from shardmuon.options import GROUP_DEFAULTS, MUON_OPTIONS, ONLY_MUON, OPTION_OBJECTS, VIEW_OPTIONS
+from shardmuon.options import ADAMW_DEFAULTS, GROUP_DEFAULTS, MUON_OPTIONS, ONLY_MUON, OPTION_OBJECTS
 
 OTHERS: dict[str, Any] = {
-    "orthogonalizer": Orthogonalizer("gram", "float32", device="cpu", cuda_graphs=True),
+    "orthogonalizer": Orthogonalizer("gram", torch.float32, cuda_graphs=True),
     "exchange": Exchange(torch.float64, 1 << 20, "owner"),
     "storage": Storage("int8", "cpu", stochastic_rounding=True),
     "audit": Audit(100, samples=4, action="warn"),
@@ -66,23 +66,12 @@ def test_something_else_in_an_objects_place_is_refused(key: str, wrong: Any) -> 
         ("stochastic_rounding", r"storage=shardmuon.Storage(stochastic_rounding=...)"),
     ],
 )
-def test_a_field_written_as_a_keyword_or_in_a_group_says_where_it_goes(key: str, place: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(f"there is no keyword {key!r}. Write {place}")):
-        _two_groups(**{key: 1})
+def test_a_field_written_in_a_group_says_where_it_goes(key: str, place: str) -> None:
     groups = [{"params": [nn.Parameter(torch.ones(4, 6))], key: 1}]
     with pytest.raises(
         ValueError, match=re.escape(f"group 0: {key} applies to the whole optimizer. Write Muon(..., {place})")
     ):
         Muon(groups, lr=0.1)
-
-
-@pytest.mark.parametrize(
-    ("key", "near"),
-    [("orthogonaliser", "orthogonalizer"), ("adamw_beta", "adamw_betas")],
-)
-def test_a_misspelled_keyword_is_an_error_with_the_nearest_name(key: str, near: str) -> None:
-    with pytest.raises(TypeError, match=rf"no keyword '{key}' \(did you mean {near}\?\)"):
-        _two_groups(**{key: None})
 
 
 @pytest.mark.parametrize(
@@ -123,29 +112,22 @@ def _carries(group: dict[str, Any]) -> set[str]:
     return group.keys() - {"params", "param_names", "differentiable"}
 
 
-def test_a_group_carries_the_options_of_its_kind_only() -> None:
-    muon, adamw = _two_groups().param_groups
-    assert _carries(muon) == {"lr", "weight_decay", *MUON_OPTIONS, *GROUP_DEFAULTS}
-    assert _carries(adamw) == {
-        "lr",
-        "weight_decay",
-        "betas",
-        "eps",
-        "adamw",
-        *(GROUP_DEFAULTS.keys() - {*VIEW_OPTIONS}),
-    }
+def test_a_group_carries_every_option() -> None:
+    for group in _two_groups().param_groups:
+        assert _carries(group) == {"lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS}
 
 
 def test_an_adamw_group_may_say_the_optimizers_own_option_of_matrices() -> None:
-    """Frameworks give each group every default."""
+    """Frameworks give each group every default, and make optimizers of the groups of others."""
     group = {"params": [("b", nn.Parameter(torch.ones(4)))], "use_muon": False, "momentum": 0.9, "nesterov": False}
     (made,) = Muon([group], lr=0.1, momentum=0.9, nesterov=False).param_groups
     assert (made["use_muon"], made["momentum"], made["nesterov"]) == (False, 0.9, False)
+    assert Muon([made], lr=0.1).param_groups[0]["momentum"] == 0.9
 
 
 @pytest.mark.parametrize("key", sorted(ONLY_MUON))
 def test_an_adamw_group_given_an_option_of_matrices_is_refused(key: str) -> None:
-    value = {"momentum": 0.5, "nesterov": False, "view": "stack", "split_sizes": (1, 3), "weight_decay_mode": "l2"}
+    value = {"momentum": 0.5, "beta2": 0.5, "adjust_lr_fn": "none", "weight_decay_mode": "cautious"}
     group = {"params": [("b", nn.Parameter(torch.ones(4)))], "use_muon": False, key: value.get(key, 7)}
     with pytest.raises(
         ValueError, match=rf"b: .'{key}': .* are options of matrices, but the group says use_muon=False"
@@ -161,43 +143,26 @@ def test_an_adamw_group_given_an_option_of_matrices_is_refused(key: str) -> None
     ],
     ids=["OneCycleLR", "CyclicLR"],
 )
-def test_a_scheduler_that_writes_momentum_into_every_group_cycles_muons_only(make: Callable[..., Any]) -> None:
-    """AdamW's betas stay as they are; what the scheduler left in its group does nothing there, and is kept."""
-    optimizer, plain, momenta = _two_groups(), _two_groups(), set[float]()
+def test_a_scheduler_that_cycles_momentum_leaves_adamws_betas(make: Callable[..., Any]) -> None:
+    optimizer, momenta = _two_groups(), set[float]()
     scheduler = make(optimizer)
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.grad = torch.ones_like(p)
     for _ in range(6):
         momenta.add(optimizer.param_groups[0]["momentum"])
         assert optimizer.param_groups[1]["betas"] == (0.9, 0.95)
-        plain.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"]
-        for p in (p for ours in (optimizer, plain) for group in ours.param_groups for p in group["params"]):
-            p.grad = torch.linspace(-1.0, 1.0, p.numel()).view_as(p)
         optimizer.step()
-        plain.step()
         scheduler.step()
     assert len(momenta) > 3
-    assert torch.equal(optimizer.param_groups[1]["params"][0], plain.param_groups[1]["params"][0])
-    saved = optimizer.state_dict()
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[1]["momentum"] == saved["param_groups"][1]["momentum"]
-
-
-@pytest.mark.parametrize(
-    ("starts", "key", "value"), [(True, "betas", (0.9, 0.95)), (False, "momentum", 0.5), (False, "view", "auto")]
-)
-def test_a_group_that_changes_its_kind_gets_the_options_of_the_new_one(starts: bool, key: str, value: Any) -> None:
-    weight = nn.Parameter(torch.ones(4, 6))
-    optimizer = Muon([{"params": [("w", weight)], "use_muon": starts}], lr=0.02, momentum=0.5)
-    optimizer.param_groups[0]["use_muon"] = not starts
-    weight.grad = torch.linspace(-1.0, 1.0, 24).view(4, 6)
-    optimizer.step()
-    assert optimizer.param_groups[0][key] == value
 
 
 # -------------------------------------------------------------------------------------------------------------- repr
 
 
 def test_repr_shows_the_options_that_apply() -> None:
-    text = repr(_two_groups(orthogonalizer=Orthogonalizer("gram"), storage=Storage("int8")))
+    made = _two_groups(orthogonalizer=Orthogonalizer("gram"), storage=Storage("int8"), ns_steps=3)
+    made.param_groups[0].update(num_heads=2, initial_lr=0.3)
+    text = repr(made)
     assert text.splitlines() == [
         "Muon (",
         "    orthogonalizer=Orthogonalizer(method='gram')",
@@ -208,8 +173,11 @@ def test_repr_shows_the_options_that_apply() -> None:
         "    momentum: 0.95",
         "    nesterov: True",
         "    ns_coefficients: (3.4445, -4.775, 2.0315)",
+        "    ns_steps: 3",
         "    adjust_lr_fn: None",
         "    weight_decay_mode: decoupled",
+        "    num_heads: 2",
+        "    initial_lr: 0.3",
         "group 1: AdamW, 1 parameter",
         "    lr: 0.02",
         "    weight_decay: 0.1",
@@ -217,10 +185,3 @@ def test_repr_shows_the_options_that_apply() -> None:
         "    eps: 1e-08",
         ")",
     ]
-
-
-def test_repr_shows_what_was_set_and_what_others_keep() -> None:
-    group = {"params": [("w", nn.Parameter(torch.ones(4, 6)))], "num_heads": 2, "initial_lr": 0.3}
-    lines = repr(Muon([group], lr=0.02, orthogonalizer=Orthogonalizer("torch"), ns_steps=3)).splitlines()
-    assert {"    num_heads: 2", "    initial_lr: 0.3", "    ns_steps: 3"} <= {*lines}
-    assert not any("split_sizes" in line for line in lines)

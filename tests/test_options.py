@@ -9,7 +9,8 @@ import itertools
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -82,9 +83,7 @@ def test_positional_arguments_are_torch_optim_muons() -> None:
     for mine, wanted in zip(ours[:same], theirs, strict=False):
         default = None if wanted.name == "lr" else wanted.default  # it must be given
         assert (mine.name, mine.kind, mine.default) == (wanted.name, wanted.kind, default)
-    *extra, for_module = ours[same:]
-    assert extra and {parameter.kind for parameter in extra} == {inspect.Parameter.KEYWORD_ONLY}
-    assert for_module.kind is inspect.Parameter.VAR_KEYWORD
+    assert ours[same:] and {parameter.kind for parameter in ours[same:]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 LRS: list[float | Tensor] = [
@@ -329,7 +328,7 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", ["decoupled", "l2", "independent", "cautious"])
+@pytest.mark.parametrize("mode", ["decoupled", "independent", "cautious"])
 def test_every_weight_decay_is_its_formula(mode: Any, dtype: torch.dtype) -> None:
     """Written out with torch.optim.Muon's own Newton-Schulz. Half precision: in fp32, rounded once."""
     lr, decay, momentum = 0.1, 0.25, 0.9
@@ -340,8 +339,6 @@ def test_every_weight_decay_is_its_formula(mode: Any, dtype: torch.dtype) -> Non
     for seed in (1, 2, 3):
         run(optimizer, [p], [seed])
         grad = normal(*shape, seed=1000 * seed, dtype=dtype)
-        if mode == "l2":
-            grad = (grad.float() + decay * weight.float()).to(dtype)
         buffer.lerp_(grad, 1 - momentum)
         update = _zeropower_via_newtonschulz(grad.lerp(buffer, momentum), (3.4445, -4.7750, 2.0315), 5, 1e-7)
         if mode == "decoupled":  # torch.optim.Muon's own, in place and in the weight's dtype
@@ -501,12 +498,10 @@ def test_a_bad_gradient_stays_in_its_own_matrix(method: Any, bad: float) -> None
     assert_equal([mine[0], *mine[2:4], mine[4][1:]], [wanted[0], *wanted[2:4], wanted[4][1:]])
 
 
-@pytest.mark.parametrize(("nesterov", "mode"), [(True, "decoupled"), (False, "decoupled"), (True, "l2"), (False, "l2")])
+@pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("method", ["standard", "gram", "torch"])
-def test_momentum_is_an_average_of_gradients_into_which_nothing_is_written(
-    method: Any, nesterov: bool, mode: Any
-) -> None:
-    params, optimizer = _every_kind(method, lr=0.1, nesterov=nesterov, weight_decay_mode=mode)
+def test_momentum_is_an_average_of_gradients_into_which_nothing_is_written(method: Any, nesterov: bool) -> None:
+    params, optimizer = _every_kind(method, lr=0.1, nesterov=nesterov)
     averages = {p: torch.zeros_like(p) for p in params[:-2]}
     for seed in (1, 2, 3):
         set_gradients(params, seed)
@@ -517,8 +512,7 @@ def test_momentum_is_an_average_of_gradients_into_which_nothing_is_written(
         assert_equal(given, before)  # type: ignore[arg-type]
         for average, grad in zip(averages.values(), before, strict=False):
             average.lerp_(grad, 1 - 0.95)
-        if mode == "decoupled":  # l2's average holds the weights, too
-            assert_equal(buffers(optimizer, averages), averages.values())
+        assert_equal(buffers(optimizer, averages), averages.values())
 
 
 def test_frozen_parameters_are_left_alone_until_they_get_a_gradient() -> None:
@@ -534,56 +528,54 @@ def test_frozen_parameters_are_left_alone_until_they_get_a_gradient() -> None:
     assert_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("method", ["standard", "gram"])
-def test_the_scale_of_gradients_changes_no_bit(method: Any, wire: torch.dtype) -> None:
-    """2 ** 100 is 1.3e30. Products of such numbers overflow or vanish in fp32."""
-    updates = []
-    for factor in (1.0, 2.0**-100, 2.0**100):
-        params = matrices()
-        how: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method=method), "exchange": Exchange(dtype=wire)}
-        optimizer = Muon(params, lr=0.1, **how)
-        for seed in (1, 2):
-            set_gradients(params, seed)
-            for p in params:
-                p.grad.mul_(factor)  # type: ignore[union-attr]
-            optimizer.step()
-        updates.append(params)
-    for scaled in updates[1:]:
-        assert_equal(scaled, updates[0])
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("method", ["standard", "gram", "torch"])
-def test_what_is_set_around_a_step_changes_no_bit(method: Any) -> None:
-    """Autocast and deterministic algorithms belong to the model; tests/test_defaults.py has dtype and device."""
-    outcomes = []
-    for autocast, algorithms in ((False, False), (True, False), (False, True)):
-        params, optimizer = _every_kind(method, lr=1e-3)
+def test_neither_what_is_set_around_a_step_nor_the_scale_of_gradients_changes_a_bit(method: Any) -> None:
+    """2 ** 100 is 1.3e30. Products of such numbers overflow or vanish in fp32."""
+    found = list[list[nn.Parameter]]()
+    usual: tuple[Any, float] = (nullcontext, 1.0)
+    around_ones = [(lambda: torch.autocast("cpu", torch.bfloat16), 1.0), (_deterministic, 1.0)]
+    scaled = [(nullcontext, 2.0**-100), (nullcontext, 2.0**100)] if method != "torch" else []  # which adds an epsilon
+    for around, scale in (usual, *around_ones, *scaled):
+        params, optimizer = _every_kind(method, lr=0.1)
         for seed in (1, 2):
             set_gradients(params, seed)
-            torch.use_deterministic_algorithms(algorithms)
-            try:
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                    optimizer.step()
-            finally:
-                torch.use_deterministic_algorithms(False)
-        outcomes.append(params)
-    for other in outcomes[1:]:
-        assert_equal(other, outcomes[0])
+            for p in params:
+                p.grad.mul_(scale)  # type: ignore[union-attr]
+            with around():
+                optimizer.step()
+        found.append(params if scale == 1.0 else params[:-2])  # AdamW's eps is no scale
+    for other in found[1:]:
+        assert_equal(other, found[0][: len(other)])
 
 
 # -------------------------------------------------------------------------------- options that change on the way
 
 
-def test_options_of_a_group_may_change_between_steps() -> None:
+@pytest.mark.parametrize(
+    ("variant", "changed"),
+    [
+        (None, {"ns_steps": 1, "num_heads": 2, "lr": 0.5, "momentum": 0.5, "nesterov": False}),
+        ("normuon", {"beta2": 0.5}),
+    ],
+)
+def test_options_of_a_group_may_change_between_steps(variant: str | None, changed: dict[str, Any]) -> None:
     """Two groups of one shape run as one batch, until they differ: batches of other sizes round alike."""
-    changed: dict[str, Any] = {"ns_steps": 1, "num_heads": 2, "lr": 0.5, "momentum": 0.5, "nesterov": False}
     mine, fresh = matrices(shapes=[(6, 9)] * 2), matrices(shapes=[(6, 9)] * 2)
-    ours, first = (Muon([{"params": ps[:1]}, {"params": ps[1:]}], lr=0.1) for ps in (mine, fresh))
+    given: dict[str, Any] = {"lr": 0.1, "variant": variant}
+    ours, first = (Muon([{"params": ps[:1]}, {"params": ps[1:]}], **given) for ps in (mine, fresh))
     run(ours, mine, [1])
     run(first, fresh, [1])
     ours.param_groups[1].update(changed)
-    second = Muon([{"params": fresh[:1]}, {"params": fresh[1:], **changed}], lr=0.1)
+    second = Muon([{"params": fresh[:1]}, {"params": fresh[1:], **changed}], **given)
     second.state.update(first.state)
     run(ours, mine, [2])
     run(second, fresh, [2])
@@ -600,19 +592,17 @@ def _w(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"lr": -0.1}, "lr=-0.1 must be finite and at least 0"),
     ({"lr": math.nan}, "lr=nan must be finite"),
-    ({"lr": math.inf}, "lr=inf must be finite"),
-    ({"lr": torch.ones(2)}, "a tensor lr must have one element, found shape (2,)"),
-    ({"lr": torch.tensor(-1.0)}, "lr=-1.0 must be finite"),
+    ({"lr": torch.ones(2)}, "lr=tensor([1., 1.]) must have one element, found shape (2,)"),
+    ({"lr": torch.tensor(-1.0)}, "lr=tensor(-1.) must be finite"),
     ({"weight_decay": -1.0}, "weight_decay=-1.0 must be finite and at least 0"),
-    ({"weight_decay": math.nan}, "weight_decay=nan must be finite"),
-    ({"weight_decay": "0.1"}, "weight_decay='0.1' is text, not a number. Write weight_decay=0.1 without quotes"),
+    ({"weight_decay": "0.1"}, "weight_decay='0.1' is text, not a number. Write it without quotes"),
     ({"momentum": "0.9"}, "momentum='0.9' is text, not a number"),
-    ({"momentum": -0.1}, "momentum=-0.1 must be finite and at least 0"),
-    ({"momentum": 1.5}, "momentum=1.5 must be at most 1"),
+    ({"momentum": -0.1}, "momentum=-0.1 must be from 0 to 1"),
+    ({"momentum": 1.5}, "momentum=1.5 must be from 0 to 1"),
     ({"momentum": None}, "momentum=None must be a number"),
-    ({"ns_steps": 0}, "ns_steps=0 must be a whole number between 1 and 99"),
-    ({"ns_steps": 100}, "ns_steps=100 must be a whole number between 1 and 99"),
-    ({"ns_steps": 2.5}, "ns_steps=2.5 must be a whole number between 1 and 99"),
+    ({"ns_steps": 0}, "ns_steps=0 must be None or a whole number from 1 to 99"),
+    ({"ns_steps": 100}, "ns_steps=100 must be None or a whole number from 1 to 99"),
+    ({"ns_steps": 2.5}, "ns_steps=2.5 must be None or a whole number"),
     (
         {"ns_coefficients": (1.0, 2.0)},
         "ns_coefficients=(1.0, 2.0) must be the name of a schedule, (a, b, c) or one (a, b, c) per step",
@@ -621,22 +611,17 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"ns_coefficients": None}, "ns_coefficients=None must be the name of a schedule"),
     ({"ns_coefficients": [(1.0, 2.0)]}, "ns_coefficients=[(1.0, 2.0)] must be the name of a schedule"),
     ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms' is not one of None, 'original'"),
-    ({"adamw": "lion"}, "adamw='lion' is not one of 'adamw', 'cautious'"),
-    (
-        {"adamw": torch.optim.RMSprop},
-        "adamw=RMSprop is a function or a class, not one of 'adamw', 'cautious'. Leave these parameters out of Muon, "
-        "put them into an optimizer of your own",
-    ),
-    ({"weight_decay_mode": "L2"}, "weight_decay_mode='L2' is not one of 'decoupled', 'l2', 'independent', 'cautious'"),
+    ({"weight_decay_mode": "L2"}, "weight_decay_mode='L2' is not one of 'decoupled', 'independent', 'cautious'"),
 ]
 
 
 BAD_OBJECTS: list[tuple[Callable[[], object], str]] = [
     (lambda: Orthogonalizer(method="cubic"), "Orthogonalizer.method='cubic' is not one of 'auto', 'standard'"),
-    (lambda: Orthogonalizer(dtype=torch.int32), "Orthogonalizer.dtype=torch.int32 is not one of 'auto', 'bfloat16'"),
+    (lambda: Orthogonalizer(dtype=torch.int32), "Orthogonalizer.dtype=torch.int32 is not one of None, torch.bfloat16"),
+    (lambda: Orthogonalizer(split_k=2.0), "Orthogonalizer.split_k=2.0 is not one of 1, 2, 4, 8"),
     (lambda: Orthogonalizer("gram", torch.bfloat16), "method='gram' needs products in torch.float16, torch.float32"),
-    (lambda: Exchange(dtype=torch.float16), "Exchange.dtype=torch.float16 is not one of torch.bfloat16, torch.float32"),
-    (lambda: Exchange(bucket_bytes=0), "Exchange.bucket_bytes=0 must be positive"),
+    (lambda: Exchange(dtype=torch.float16), "Exchange.dtype=torch.float16 is not one of None, torch.bfloat16"),
+    (lambda: Exchange(bucket_bytes=0), "Exchange.bucket_bytes=0 must be None or a whole number from 1 on"),
     (lambda: Exchange(route="remote"), "Exchange.route='remote' is not one of 'auto', 'owner', 'local'"),
     (lambda: Storage("float16"), "Storage.momentum_dtype='float16' is not one of None, torch.float32"),
 ]
@@ -700,11 +685,7 @@ BAD_GROUPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: {"params": [("w", "weights.pt")]}, TypeError, "w: an optimizer takes tensors, found str"),
     (lambda: {"params": {_w(4, 4)}}, TypeError, "give a list, not a set"),
-    (
-        lambda: {"params": [_w(4, 4)]},
-        ValueError,
-        "group 1: its parameters have no names, those of the other groups have. Give (name, parameter) pairs",
-    ),
+    (lambda: {"params": [_w(4, 4)]}, ValueError, "all optimizer param groups should be with/without names"),
     (lambda: {"params": [("w", _w(4, 4) * 2)]}, ValueError, "can't optimize a non-leaf Tensor"),
     (lambda: [("params", [_w(2, 2)])], TypeError, "a param group must be a dict, found list"),
     (
@@ -721,20 +702,16 @@ BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Muon([{"params": matrices(), "lr": 0.1}]), TypeError, f"Muon {_NO_LR}"),  # later groups take this one
     (lambda: Muon(nn.Linear(3, 4)), TypeError, f"Muon {_NO_LR}"),
     (lambda: param_groups(nn.Linear(3, 4)), TypeError, f"param_groups {_NO_LR}"),
-    *(
-        (make, ValueError, f"{name}: lr='1e-3' is text, not a number. Write lr=1e-3")
-        for name, make in (
-            ("Muon", lambda: Muon(nn.Linear(3, 4), lr="1e-3")),  # type: ignore[arg-type]
-            ("param_groups", lambda: param_groups(nn.Linear(3, 4), lr="1e-3")),  # type: ignore[arg-type]
-        )
-    ),
+    (lambda: Muon(nn.Linear(3, 4), lr="1e-3"), ValueError, "lr='1e-3' is text, not a number"),  # type: ignore[arg-type]
+    (lambda: param_groups(nn.Linear(3, 4), lr="1e-3"), ValueError, "weight: lr='1e-3' is text"),  # type: ignore[arg-type]
+    (lambda: param_groups(nn.Linear(3, 4), lr=1, adjust_lr_fn="rms"), ValueError, "weight: adjust_lr_fn='rms' is not"),
     (lambda: Muon([{"params": matrices(), "lr": "1e-3"}], lr=0.1), ValueError, "group 0: lr='1e-3' is text"),
     *(
         (lambda given=given: Muon(nn.Linear(3, 4), lr=0.1, **given), ValueError, f"group 1: {says}")  # type: ignore[misc]
         for given, says in (
             ({"adamw_lr": "1e-3"}, "lr='1e-3' is text"),
             ({"overrides": {"bias": {"eps": "1e-8"}}}, "eps='1e-8' is text"),
-            ({"adamw_betas": ("0.9", "0.95")}, "betas=('0.9', '0.95') must be two numbers"),
+            ({"overrides": {"bias": {"betas": ("0.9", "0.95")}}}, "betas=('0.9', '0.95') must be two numbers"),
         )
     ),
     (
@@ -786,7 +763,7 @@ _COMPLEX = _grad(lambda: torch.ones(4, 4, dtype=torch.complex64))
 BAD_STEPS: list[tuple[Callable[[Muon], None], str]] = [
     (_option(0, lr=-1.0), "group 0: lr=-1.0 must be finite and at least 0"),
     (_option(0, lr=None), "group 0: lr=None must be a number"),
-    (_option(0, ns_steps=0), "group 0: ns_steps=0 must be a whole number between 1 and 99"),
+    (_option(0, ns_steps=0), "group 0: ns_steps=0 must be None or a whole number"),
     (_option(0, ns_coefficients=(1.0, 2.0)), "group 0: ns_coefficients=(1.0, 2.0) must be the name of a schedule"),
     (_option(0, weight_decay_mode="none"), "group 0: weight_decay_mode='none' is not one of 'decoupled'"),
     (_option(1, weight_decay_mode="none"), "group 1: weight_decay_mode='none' is not one of 'decoupled'"),

@@ -9,7 +9,7 @@ import copy
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -40,19 +40,13 @@ from shardmuon.options import (
 )
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
-from shardmuon.routing.groups import ForModule, routed
+from shardmuon.routing.groups import Overrides, routed
 from shardmuon.step.options import (
     as_group,
     check_param_group,
     complete,
-    complete_changed,
-    drop_what_means_nothing,
     fill_up,
-    without_stale_names,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Muon(Core, Optimizer):
@@ -76,7 +70,7 @@ class Muon(Core, Optimizer):
             may set any option from `lr` to `beta2`, `process_group`, `tp_group`, and:
             ``use_muon`` (True): False sends the group to AdamW with ``betas`` ((0.9, 0.95)), ``eps`` (1e-8), ``lr`` and
             ``weight_decay``;
-            ``view``, ``split_sizes``, ``split_groups``, ``num_heads``, ``split_dim``, ``transposed``: which matrices a
+            ``view``, ``split_sizes``, ``split_groups``, ``num_heads``, ``transposed``: which matrices a
             parameter holds, see `shardmuon.layout.views.matrix_view`;
             ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`
             does not apply to them.
@@ -92,10 +86,9 @@ class Muon(Core, Optimizer):
             (`sqrt(max(1, rows/cols))`), "match_rms_adamw" (`0.2 sqrt(max(rows, cols))`), "spectral"
             (`sqrt(max(rows, cols))`), "unit_rms_norm" (`sqrt(rows/cols)`), "none", or a callable
             (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
-        weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.step.update.apply_`.
+        weight_decay_mode: "decoupled", "independent" or "cautious", see `shardmuon.step.update.apply_`.
         variant: "normuon", "muon_eq", "hyperball", or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
         beta2: Of the running average of "normuon".
-        adamw: Of groups with use_muon=False: "adamw" or "cautious", see docs/learning_rate.md.
         process_group: Plain (not DTensor) parameters are replicas over this group, as under DDP: share
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
             its own plain tensors. Not kept by pickling.
@@ -109,7 +102,7 @@ class Muon(Core, Optimizer):
         audit: When steps are compared with a dense reference, see `Audit`.
         adamw_lr: Of a module only: the learning rate of all that is not a matrix. Default: the one at which AdamW's
             updates are as large as the matrices', which `shardmuon.param_groups` prints. docs/learning_rate.md.
-        **for_module: Of a module only: adamw_betas and overrides of `shardmuon.param_groups`.
+        overrides: Of a module only: changes to its routing, see `shardmuon.param_groups`.
 
     Raises:
         ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`
@@ -138,7 +131,6 @@ class Muon(Core, Optimizer):
         weight_decay_mode: WeightDecayMode = "decoupled",
         variant: str | None = None,
         beta2: float = 0.95,
-        adamw: str = "adamw",
         process_group: Any = None,
         tp_group: Any = None,
         orthogonalizer: Orthogonalizer = Orthogonalizer(),
@@ -146,7 +138,7 @@ class Muon(Core, Optimizer):
         storage: Storage = Storage(),
         audit: Audit = Audit(),
         adamw_lr: float | Tensor | None = None,
-        **for_module: Unpack[ForModule],
+        overrides: Overrides | None = None,
     ) -> None:
         lr = given_lr("Muon", lr)
         config = MuonConfig(orthogonalizer, exchange, storage, audit)
@@ -162,15 +154,14 @@ class Muon(Core, Optimizer):
             "weight_decay_mode": weight_decay_mode,
             "variant": variant,
             "beta2": beta2,
-            "adamw": adamw,
             **GROUP_DEFAULTS,
             "process_group": self.process_group,
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
         check_hyperparameters("", defaults)
         refuse_sets("Muon: parameters", params, "a list, or model.named_parameters()")
-        routing = {"adamw_lr": adamw_lr, **for_module}
-        params = without_stale_names(routed(params, defaults, routing))
+        routing = {"adamw_lr": adamw_lr, "overrides": overrides}
+        params = routed(params, defaults, routing)
         self.routing = getattr(params, "rows", ())
         Optimizer.__init__(self, cast(Any, params), defaults)
 
@@ -207,7 +198,6 @@ class Muon(Core, Optimizer):
                 loss = closure()
         fault, instead, host = Fault(), None, None
         with fault:  # the other ranks must hear of it
-            complete_changed(self.param_groups, self.defaults)
             imported = sys.modules.keys()
             for one in self.hosts:
                 if one.packages is not None and imported.isdisjoint(one.packages):
@@ -279,7 +269,6 @@ class Muon(Core, Optimizer):
         check_param_group(self.param_groups, group, given, self.defaults)
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
-        drop_what_means_nothing(made, given)
         names = [name_of(made, index, position) for position in range(len(made["params"]))]
         for host in self.hosts:
             host.added(made, names)
@@ -297,7 +286,6 @@ class Muon(Core, Optimizer):
         if torn is not None:
             raise ExchangeError(torn)
         if any(self.state.values()) and self.hosts.active is None:
-            complete_changed(self.param_groups, self.defaults)
             with torch.no_grad():
                 self.complete_state()
         for host in self.hosts:

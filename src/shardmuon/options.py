@@ -23,15 +23,89 @@ from shardmuon.variants import VARIANT_OPTIONS, check_variant
 
 # ------------------------------------------------------------------------------------------ the whole optimizer's
 
-_PRODUCTS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_SPLITS = (1, 2, 4, 8)
-_WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 AuditAction = Literal["raise", "warn"]
-AUDIT_ACTIONS: tuple[AuditAction, ...] = ("raise", "warn")
+WeightDecayMode = Literal["decoupled", "independent", "cautious"]
+_FaultOf = Callable[[Any], str]  # what a value must be, after its name; "" if it is
+
+
+def _one_of(*allowed: object) -> _FaultOf:
+    text = f"is not one of {', '.join(map(repr, allowed))}"
+    return lambda value: "" if any(type(value) is type(one) and value == one for one in allowed) else text
+
+
+def _whole_number(most: float = math.inf, *, optional: bool = True) -> _FaultOf:
+    text = f"must be {'None or ' if optional else ''}a whole number from 1 {'on' if most == math.inf else f'to {most}'}"
+    return lambda value: "" if (optional and value is None) or (type(value) is int and 1 <= value <= most) else text
+
+
+def _number(most: float = math.inf) -> _FaultOf:
+    """A number from 0 on, or a tensor of one."""
+    text = "must be finite and at least 0" if most == math.inf else f"must be from 0 to {most:g}"
+
+    def fault_of(value: Any) -> str:
+        if isinstance(value, str):  # which `float` would read: but steps and schedulers multiply what a group has
+            return "is text, not a number. Write it without quotes"
+        if isinstance(value, Tensor) and value.numel() != 1:
+            return f"must have one element, found shape {tuple(value.shape)}"
+        try:
+            number = float(value.detach() if isinstance(value, Tensor) else value)
+        except (TypeError, ValueError):
+            return "must be a number"
+        return "" if math.isfinite(number) and 0.0 <= number <= most else text
+
+    return fault_of
+
+
+def _scale_fault(value: object) -> str:
+    return "" if callable(value) else _one_of(None, *LR_SCALES)(value)
+
+
+def _beta_fault(value: Any) -> str:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return "" if is_number and 0.0 <= value < 1.0 else "must be a number in [0, 1)"
+
+
+def _betas_fault(value: Any) -> str:
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    return "" if is_pair and not any(map(_beta_fault, value)) else "must be two numbers in [0, 1)"
+
+
+# Options of the whole optimizer, and those of a group.
+_CHECKS: dict[str, _FaultOf] = {
+    "Orthogonalizer.method": _one_of(*get_args(MethodName)),
+    "Orthogonalizer.dtype": _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    "Orthogonalizer.split_k": _one_of(1, 2, 4, 8),
+    "Exchange.dtype": _one_of(None, torch.bfloat16, torch.float32, torch.float64),
+    "Exchange.bucket_bytes": _whole_number(),
+    "Exchange.route": _one_of(*ROUTES),
+    "Storage.momentum_dtype": _one_of(None, torch.float32, torch.bfloat16, "int8"),
+    "Storage.momentum_device": _one_of(None, "cpu"),
+    "Audit.every": _whole_number(),
+    "Audit.samples": _whole_number(optional=False),
+    "Audit.action": _one_of(*get_args(AuditAction)),
+}
+_GROUP_CHECKS: dict[str, _FaultOf] = {
+    "lr": _number(),
+    "weight_decay": _number(),
+    "momentum": _number(1.0),
+    "eps": _number(),
+    "betas": _betas_fault,
+    "beta2": _beta_fault,
+    "weight_decay_mode": _one_of(*get_args(WeightDecayMode)),
+    "adjust_lr_fn": _scale_fault,
+    "ns_steps": _whole_number(99),
+}
 
 
 class _Options:
-    """Base of option objects: its text shows what differs from defaults."""
+    """Base of option objects: checks each field when it is made. Its text shows what differs from defaults."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):  # type: ignore[arg-type]
+            name, value = f"{type(self).__name__}.{one.name}", getattr(self, one.name)
+            fault = _CHECKS[name](value) if name in _CHECKS else ""
+            if fault:
+                raise ValueError(f"{name}={value!r} {fault}")
 
     def __repr__(self) -> str:
         changed = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)  # type: ignore[arg-type]
@@ -47,11 +121,8 @@ class Orthogonalizer(_Options):
             matrix, up to twice as fast for long matrices. "auto": "gram" where its arithmetic, at its dtype's rate, is
             less by a quarter, else "standard": a rule of shape, schedule, dtype and kind of device. The plan prints
             what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit (bf16 cast before the norm).
-        dtype: Products' torch dtype or its name. None or "auto": "standard" takes bfloat16 where the device
-            multiplies it in hardware, float32 on CPUs that do not; "gram" float16 on accelerators, float32 on CPUs.
-            Ignored by "torch" (bfloat16).
-        device: Where matrices are orthogonalized. None: where the parameters are; for DTensors that are kept on the
-            CPU (FSDP2's CPUOffloadPolicy) on their mesh's device.
+        dtype: Products' torch dtype. None: "standard" takes bfloat16 where the device multiplies it in hardware,
+            float32 on CPUs that do not; "gram" float16 on accelerators, float32 on CPUs. Ignored by "torch" (bfloat16).
         split_k: Slices of the long side over which X X^T is summed (split-K): 1, 2, 4 or 8. Above 1, a matrix may have
             so many owners, each of one slice, where that is cheaper: ranks of one node, among many more ranks than
             matrices. It rounds otherwise than 1 does, and alike on every layout. For matrices whose slices fill a
@@ -64,38 +135,18 @@ class Orthogonalizer(_Options):
     """
 
     method: MethodName = "auto"
-    dtype: torch.dtype | str | None = None
-    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
     split_k: int = 1
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("Orthogonalizer.method", self.method, get_args(MethodName))
-        dtype = self.products_dtype
-        if self.method == "gram" and dtype is not None:
-            check_gram_dtype(dtype)
-        if type(self.split_k) is not int or self.split_k not in _SPLITS:
-            raise ValueError(
-                f"Orthogonalizer.split_k={self.split_k!r} is not one of {', '.join(map(str, _SPLITS))}: write 1 for "
-                "whole matrices, or the number of ranks of a node among which a large matrix may be split"
-            )
-        if self.device is not None:
-            torch.device(self.device)
-
-    @property
-    def products_dtype(self) -> torch.dtype | None:
-        """`dtype` as a dtype; None: the default of the method and the device."""
-        if self.dtype is None or self.dtype == "auto":
-            return None
-        found = getattr(torch, self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
-        if found not in _PRODUCTS_DTYPES:
-            allowed = ", ".join(repr(str(dtype).removeprefix("torch.")) for dtype in _PRODUCTS_DTYPES)
-            raise ValueError(f"Orthogonalizer.dtype={self.dtype!r} is not one of 'auto', {allowed} (or torch's own)")
-        return found
+        _Options.__post_init__(self)
+        if self.method == "gram" and self.dtype is not None:
+            check_gram_dtype(self.dtype)
 
     def chooser(self) -> Chooser:
         """The object that chooses how to orthogonalize each matrix."""
-        return Chooser(self.method, self.products_dtype, split_k=self.split_k)
+        return Chooser(self.method, self.dtype, split_k=self.split_k)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -122,23 +173,16 @@ class Exchange(_Options):
     route: RouteOption = "auto"
     machine: Machine | None = None
 
-    def __post_init__(self) -> None:
-        _check_choice("Exchange.route", self.route, ROUTES)
-        if self.dtype is not None:
-            _check_choice("Exchange.dtype", self.dtype, _WIRE_DTYPES)
-        if self.bucket_bytes is not None and self.bucket_bytes < 1:
-            raise ValueError(f"Exchange.bucket_bytes={self.bucket_bytes} must be positive")
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Storage(_Options):
-    """Options of how momentum and half-precision weights are stored. See docs/memory.md.
+    """Options of how momentum and bf16 weights are stored. See docs/memory.md.
 
     Attributes:
         momentum_dtype: None (the gradient's dtype, in which it is computed too), torch.float32, torch.bfloat16 or
             "int8" (both computed in fp32).
         momentum_device: None (with the parameter) or "cpu".
-        stochastic_rounding: Round bf16 and fp16 weights at random, without bias, after each update.
+        stochastic_rounding: Round bf16 weights at random, without bias, after each update.
 
     Raises:
         ValueError: A value that has no meaning here.
@@ -147,11 +191,6 @@ class Storage(_Options):
     momentum_dtype: MomentumDtype = None
     momentum_device: Literal["cpu"] | None = None
     stochastic_rounding: bool = False
-
-    def __post_init__(self) -> None:
-        allowed = (None, torch.float32, torch.bfloat16, "int8")
-        _check_choice("Storage.momentum_dtype", self.momentum_dtype, allowed)
-        _check_choice("Storage.momentum_device", self.momentum_device, (None, "cpu"))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -171,32 +210,15 @@ class Audit(_Options):
     samples: int = 2
     action: AuditAction = "raise"
 
-    def __post_init__(self) -> None:
-        if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
-            raise ValueError(f"Audit.every={self.every!r} must be None or a whole number of steps, at least 1")
-        if not isinstance(self.samples, int) or self.samples < 1:
-            raise ValueError(f"Audit.samples={self.samples!r} must be a whole number of matrices, at least 1")
-        _check_choice("Audit.action", self.action, AUDIT_ACTIONS)
-
 
 OPTION_OBJECTS = {"orthogonalizer": Orthogonalizer, "exchange": Exchange, "storage": Storage, "audit": Audit}
-OPTIMIZER_KEYWORDS = (*OPTION_OBJECTS, "process_group")
 # A keyword of the optimizer, or a field of one -> how it is written: messages to who puts it elsewhere.
-PLACES = {
+_PLACES = {
     option.name: f"{keyword}=shardmuon.{kind.__name__}({option.name}=...)"
     for keyword, kind in OPTION_OBJECTS.items()
     for option in fields(kind)
     if option.name == "route" or "_" in option.name  # "dtype" and the like may be anybody's
-} | {keyword: f"{keyword}=..." for keyword in OPTIMIZER_KEYWORDS}
-
-
-def _check_objects(given: Mapping[str, object]) -> None:
-    """Raise TypeError for an option object of another type. `given`: by the constructor's keyword."""
-    for key, value in given.items():
-        kind = OPTION_OBJECTS[key]
-        if not isinstance(value, kind):
-            names = ", ".join(f"{f.name}=.." for f in fields(kind)[:2])
-            raise TypeError(f"{key} must be a shardmuon.{kind.__name__}({names}), found {value!r}")
+} | {keyword: f"{keyword}=..." for keyword in OPTION_OBJECTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +231,11 @@ class MuonConfig:
     audit: Audit = field(default_factory=Audit)
 
     def __post_init__(self) -> None:
-        _check_objects({key: getattr(self, key) for key in OPTION_OBJECTS})
-
-    @property
-    def ns_device(self) -> torch.device | None:
-        """Device on which matrices are orthogonalized; None: the user named none."""
-        device = self.orthogonalizer.device
-        return None if device is None else torch.device(device)
+        for key, kind in OPTION_OBJECTS.items():
+            value = getattr(self, key)
+            if not isinstance(value, kind):
+                names = ", ".join(f"{f.name}=.." for f in fields(kind)[:2])
+                raise TypeError(f"{key} must be a shardmuon.{kind.__name__}({names}), found {value!r}")
 
     def keeper(self) -> Keeper:
         """A keeper of momentum as `storage` says."""
@@ -223,14 +243,12 @@ class MuonConfig:
 
     def text(self) -> str:
         """Text of the options, equal on ranks that do the same. Devices may differ from rank to rank."""
-        here = replace(self.orthogonalizer, device=None), replace(self.storage, momentum_device=None)
+        here = self.orthogonalizer, replace(self.storage, momentum_device=None)
         return " ".join(repr(one).replace(" ", "") for one in (*here, self.exchange, self.audit))
 
 
 # ------------------------------------------------------------------------------------------- a parameter group's
 
-WeightDecayMode = Literal["decoupled", "l2", "independent", "cautious"]
-WEIGHT_DECAY_MODES: tuple[WeightDecayMode, ...] = ("decoupled", "l2", "independent", "cautious")
 LrScale = str | Callable[[int, int], float] | None
 
 # rows x cols -> factor on lr. Formulas and the field's clashing names: docs/learning_rate.md
@@ -245,17 +263,13 @@ LR_SCALES: dict[str, Callable[[int, int], float]] = {
     "unit_rms_norm": lambda rows, cols: math.sqrt(rows / cols),
     "none": lambda rows, cols: 1.0,
 }
-# What Emerging-Optimizers and dion call them.
-_OTHER_SCALE_NAMES = {"shape_scaling": "original", "rms_norm": "match_rms_adamw", "spectral_norm": "unit_rms_norm"}
 VIEW_DEFAULTS: dict[str, Any] = {
     "view": "auto",
     "split_sizes": None,
     "split_groups": 1,
     "num_heads": None,
-    "split_dim": 0,
     "transposed": False,
 }
-VARIANT_DEFAULTS: dict[str, Any] = {"variant": None, **VARIANT_OPTIONS}
 # Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
 PLACE_DEFAULTS: dict[str, Any] = {
     "tp_group": None,
@@ -277,14 +291,11 @@ MUON_OPTIONS = (
     "ns_steps",
     "adjust_lr_fn",
     "weight_decay_mode",
-    *VARIANT_DEFAULTS,
+    "variant",
+    *VARIANT_OPTIONS,
 )
 ONLY_MUON = {*MUON_OPTIONS, *VIEW_OPTIONS}
-ONLY_ADAMW = {*ADAMW_DEFAULTS, "adamw"}
-_ADAMW_KINDS = ("adamw", "cautious")
-GROUP_OPTIONS = (
-    *dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, "adamw", *GROUP_DEFAULTS)),
-)
+GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
 # What other programs keep in a group: torch's schedulers and averaging, timm's layer-wise decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
 
@@ -301,7 +312,7 @@ def check_keys(where: str, given: Iterable[str]) -> None:
     for key in given:
         if key in GROUP_OPTIONS or key in _FOREIGN:
             continue
-        place = PLACES.get(key)
+        place = _PLACES.get(key)
         if place is not None:
             raise ValueError(
                 f"{where}{key} applies to the whole optimizer. Write Muon(..., {place}); where another class makes the "
@@ -328,10 +339,8 @@ def options_text(config: MuonConfig, groups: Sequence[Mapping[str, Any]]) -> str
 
 def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's options that apply to it, and what others keep in it."""
-    hidden = {"params", "param_names", "use_muon", *(ONLY_ADAMW if group["use_muon"] else ONLY_MUON)}
-    if group["use_muon"] and group["ns_steps"] is None:
-        hidden.add("ns_steps")
-    quiet = {**GROUP_DEFAULTS, **VARIANT_DEFAULTS, "adamw": "adamw"}
+    hidden = {"params", "param_names", "use_muon", *(ADAMW_DEFAULTS if group["use_muon"] else ONLY_MUON)}
+    quiet = {**GROUP_DEFAULTS, **VARIANT_OPTIONS, "variant": None, "ns_steps": None}
     return {
         key: value for key, value in group.items() if key not in hidden and not (key in quiet and value == quiet[key])
     }
@@ -347,33 +356,18 @@ def per_step(coefficients: Any, steps: int | None) -> Triples:
     return triples(hashable(coefficients), steps)
 
 
-def _check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Raise ValueError unless the value is one of those allowed."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
-
-
 def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
     """The learning rate that `where`, a function, was given.
 
     Raises:
         TypeError: None. No default suits.
-        ValueError: It is text.
     """
     if lr is None:
         raise TypeError(
             f"{where} needs lr: write lr=0.03 to train from scratch, AdamW's lr with "
             'adjust_lr_fn="match_rms_adamw" coming from AdamW, or the lr of your torch.optim.Muon'
         )
-    _refuse_text(f"{where}: ", "lr", lr)
     return lr
-
-
-def _refuse_text(where: str, key: str, value: object) -> None:
-    """Raise ValueError for text in place of a number, though `float` reads it: what is kept in a group is what steps
-    and schedulers multiply."""
-    if isinstance(value, str):
-        raise ValueError(f"{where}{key}={value!r} is text, not a number. Write {key}={value} without quotes")
 
 
 SETS = (set, frozenset, WeakSet)  # of no order, or one of its own in every process
@@ -392,61 +386,20 @@ def refuse_sets(where: str, given: object, write: str) -> None:
 
 
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
-    """Raise ValueError, beginning with `where`, for the first option of a group that has no meaning."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"{where}a tensor lr must have one element, found shape {tuple(lr.shape)}")
-    is_muon = group.get("use_muon", True)
-    for key in ("lr", "weight_decay", "momentum" if is_muon else "eps"):
-        _refuse_text(where, key, group[key])
-        given = group[key].detach() if isinstance(group[key], Tensor) else group[key]
-        try:
-            value = float(given)
-        except (TypeError, ValueError):
-            raise ValueError(f"{where}{key}={group[key]!r} must be a number") from None
-        if not (math.isfinite(value) and value >= 0.0):
-            raise ValueError(f"{where}{key}={value} must be finite and at least 0")
-    _check_adamw_kind(where, group.get("adamw", "adamw"))
-    mode = group.get("weight_decay_mode", "decoupled")
-    _check_choice(f"{where}weight_decay_mode", mode, WEIGHT_DECAY_MODES)  # of any group: AdamW's may be Muon's again
-    if not is_muon:
-        betas = group.get("betas", ADAMW_DEFAULTS["betas"])
-        pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and not any(isinstance(b, str) for b in betas)
-        if not (pair and all(0.0 <= beta < 1.0 for beta in betas)):
-            raise ValueError(f"{where}betas={betas!r} must be two numbers in [0, 1)")
+    """Raise ValueError, beginning with `where`, for the first option of a group that has no meaning. Options of either
+    kind are checked in any group: its `use_muon` may change."""
+    for key, fault_of in _GROUP_CHECKS.items():
+        fault = fault_of(group[key]) if key in group else ""
+        if fault:
+            raise ValueError(f"{where}{key}={group[key]!r} {fault}")
+    if not group.get("use_muon", True):
         return
-    _check_mathematics(where, group)
-
-
-def _check_adamw_kind(where: str, kind: object) -> None:
-    if callable(kind):
-        raise ValueError(
-            f"{where}adamw={getattr(kind, '__qualname__', type(kind).__name__)} is a function or a class, not one of "
-            f"{', '.join(map(repr, _ADAMW_KINDS))}. Leave these parameters out of Muon, put them into an optimizer of "
-            "your own, and step it beside Muon"
-        )
-    _check_choice(f"{where}adamw", kind, _ADAMW_KINDS)
-
-
-def _check_mathematics(where: str, group: Mapping[str, Any]) -> None:
     try:
         check_variant(group)
     except ValueError as wrong:
         raise ValueError(f"{where}{wrong}") from None
-    if group["momentum"] > 1.0:
-        raise ValueError(f"{where}momentum={group['momentum']} must be at most 1")
-    scale = group["adjust_lr_fn"]
-    if not callable(scale):
-        if scale in _OTHER_SCALE_NAMES:
-            raise ValueError(
-                f"{where}adjust_lr_fn={scale!r} is another library's name. Write {_OTHER_SCALE_NAMES[scale]!r}"
-            )
-        _check_choice(f"{where}adjust_lr_fn", scale, (None, *LR_SCALES))
-    steps = group["ns_steps"]
-    if steps is not None and not (isinstance(steps, int) and 1 <= steps < 100):
-        raise ValueError(f"{where}ns_steps={steps!r} must be a whole number between 1 and 99, or None")
     try:
-        per_step(group["ns_coefficients"], steps)
+        per_step(group["ns_coefficients"], group["ns_steps"])
     except (TypeError, ValueError) as wrong:
         raise ValueError(
             f"{where}ns_coefficients={group['ns_coefficients']!r} must be the name of a schedule, (a, b, c) or one "

@@ -261,7 +261,7 @@ def _forms(holder: Holder) -> Iterator[_Form]:
         if preset is not None and preset.reason.startswith("fused q, k, v"):
             sizes = preset.view["split_sizes"]
             if len(sizes) == 3:  # else q, k, v, z of something else; k, v of cross-attention
-                groups, dim = preset.view.get("split_groups", 1), preset.view.get("split_dim", 0)
+                groups, dim = preset.view.get("split_groups", 1), int(preset.view.get("transposed", False))
                 yield _Form({below: tuple(zip(("q", "k", ""), sizes, strict=True))}, groups, dim)
 
 

@@ -117,7 +117,6 @@ IN_FP64 = {"orthogonalizer": Orthogonalizer("standard", torch.float64), "exchang
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        (torch.float32, {"weight_decay_mode": "l2"}),
         (torch.float32, {"weight_decay_mode": "independent", "weight_decay": 0.01}),
         (torch.float32, {"weight_decay_mode": "cautious", "weight_decay": 0.5}),
         (torch.float32, {"nesterov": False, "momentum": 0.5}),

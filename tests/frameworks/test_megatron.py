@@ -63,7 +63,7 @@ def job(
 def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: dict[str, Any]) -> dict[str, Any]:
     """Three steps that are the dense optimizer's; what was done here, and what Megatron says that this rank holds."""
     with megatron(**sizes):
-        made = job(sizes, dtype, distributed, ddp=ddp, muon={"adamw": "cautious"} if distributed else {})
+        made = job(sizes, dtype, distributed, ddp=ddp)
         for step in range(3):
             made.step(step)
         matrices = {n for muon in made.muons for g in muon.param_groups if g["use_muon"] for n in g["param_names"]}

@@ -52,7 +52,7 @@ PARAMS: dict[str, Param] = {
     "conv": Param((10, 4, 3, 3)),
     "in_out": Param((26, 19), {"transposed": True}),
     "in_out_experts": Param((3, 9, 6), {"view": "stack", "transposed": True}),
-    "in_out_qkv": Param((16, 24), {"split_sizes": (8, 2, 2), "split_groups": 2, "split_dim": 1, "transposed": True}),
+    "in_out_qkv": Param((16, 24), {"split_sizes": (8, 2, 2), "split_groups": 2, "transposed": True}),
     "bias": Param((17,), MOMENTS),
     "embedding": Param((13, 6), ADAMW),
 }
@@ -94,7 +94,6 @@ BASE = {
 OPTIONS: dict[str, Options] = {
     "decoupled decay": Options(),
     "no nesterov": Options({"nesterov": False}),
-    "l2 decay": Options({"weight_decay_mode": "l2"}),
     "independent decay": Options({"weight_decay_mode": "independent", "weight_decay": 0.125}),
     "cautious decay": Options({"weight_decay_mode": "cautious"}),
     "no decay, momentum 3/4, no scale": Options({"weight_decay": 0.0, "momentum": 0.75, "adjust_lr_fn": "none"}),
@@ -196,7 +195,7 @@ def matrices(param: Param) -> list[np.ndarray]:
     stacked = list(numbers) if options.get("view") == "stack" else [numbers.reshape(param.shape[0], -1)]
     found = []
     for whole in stacked:
-        turned = whole.T if options.get("split_dim") else whole
+        turned = whole.T if options.get("transposed") else whole
         groups = np.split(turned, options.get("split_groups", 1))
         if "num_heads" in options:
             blocks = np.split(turned, options["num_heads"])
@@ -205,8 +204,8 @@ def matrices(param: Param) -> list[np.ndarray]:
             blocks = [np.concatenate(same) for same in zip(*(np.split(g, edges) for g in groups), strict=True)]
         else:
             blocks = [turned]
-        found += [block.T if options.get("split_dim") else block for block in blocks]
-    return [block.T if options.get("transposed") else block for block in found]
+        found += blocks
+    return found
 
 
 def reference(options: str) -> dict[str, Tensor]:
@@ -225,7 +224,6 @@ def _muon(name: str, of: Options) -> dict[str, Tensor]:
     for step, lr in enumerate(LRS):
         if name not in LACKING.get(step, ()):
             grad = drawn(name, step).to(of.dtype).double().numpy().ravel()
-            grad = grad + decay * weight if mode == "l2" else grad
             momentum = _stored((1 - mu) * grad + (0 if momentum is None else mu * momentum), of.dtype)
             update = _stored(mu * momentum + (1 - mu) * grad, of.dtype) if options.get("nesterov", True) else momentum
             moved = np.zeros_like(weight)
@@ -234,7 +232,7 @@ def _muon(name: str, of: Options) -> dict[str, Tensor]:
                 scale = _SCALES[options.get("adjust_lr_fn")](rows, cols)
                 y = np.clip(np.trunc(2 * update[at]), -3, 3)
                 moved[at] = lr * scale * np.fmod(y + y @ y.T @ y, 16) / 4
-            factor = {"decoupled": 1 - lr * decay, "independent": 1 - decay, "l2": 1, "cautious": 1 - lr * decay}[mode]
+            factor = {"decoupled": 1 - lr * decay, "independent": 1 - decay, "cautious": 1 - lr * decay}[mode]
             decayed = np.where(moved * weight > 0, factor * weight, weight) if mode == "cautious" else factor * weight
             weight = _stored(decayed - moved, of.dtype)
         found |= _named(step, name, of.dtype, {"weight": weight, "momentum_buffer": momentum})

@@ -47,10 +47,10 @@ PARAMS: dict[str, Param] = {
     "conv": Param((10, 4, 3, 3)),
     "in_out": Param((19, 26), {"transposed": True}),
     "in_out_experts": Param((3, 6, 9), {"view": "stack", "transposed": True}),
-    "in_out_qkv": Param((10, 24), {"split_sizes": (8, 2, 2), "split_groups": 2, "split_dim": 1, "transposed": True}),
+    "in_out_qkv": Param((10, 24), {"split_sizes": (8, 2, 2), "split_groups": 2, "transposed": True}),
     "bias": Param((17,), ADAMW),
     "embedding": Param((13, 6), ADAMW),
-    "norm": Param((9,), {**ADAMW, "betas": (0.8, 0.99), "eps": 1e-6, "adamw": "cautious"}),
+    "norm": Param((9,), {**ADAMW, "betas": (0.8, 0.99), "eps": 1e-6}),
 }
 
 
@@ -94,7 +94,6 @@ OPTIONS: dict[str, Options] = {
     "defaults": Options(),
     "no nesterov": Options({"nesterov": False}),
     "momentum 0": Options({"momentum": 0.0}),
-    "decay l2": Options({"weight_decay_mode": "l2"}),
     "decay independent": Options({"weight_decay_mode": "independent", "weight_decay": 0.01}),
     "decay cautious": Options({"weight_decay_mode": "cautious"}),
     "no decay": Options(WITHOUT_DECAY),
@@ -106,7 +105,6 @@ OPTIONS: dict[str, Options] = {
     "polar_express": Options({"ns_coefficients": "polar_express"}),
     "keller, 3 steps": Options({"ns_coefficients": "keller", "ns_steps": 3}),
     "gram": Options({"orthogonalizer": Orthogonalizer("gram", torch.float32)}, (FP32, HALF_WEIGHTS)),
-    "gram, l2": Options({"orthogonalizer": Orthogonalizer("gram", torch.float32), "weight_decay_mode": "l2"}, (FP32,)),
     "torch": Options({"orthogonalizer": Orthogonalizer("torch")}, (FP32, HALF_WEIGHTS)),
     "torch, match_rms_adamw": Options(
         {"orthogonalizer": Orthogonalizer("torch"), "adjust_lr_fn": "match_rms_adamw", "nesterov": False},
@@ -124,7 +122,7 @@ OPTIONS: dict[str, Options] = {
     "momentum bf16": Options({"storage": Storage(momentum_dtype=torch.bfloat16)}),
     "momentum fp32": Options({"storage": Storage(momentum_dtype=torch.float32)}, (HALF_WEIGHTS,)),
     "momentum int8": Options({"storage": Storage(momentum_dtype="int8")}, without=("in_out_qkv",)),
-    "momentum on the cpu": Options({"storage": Storage(momentum_device="cpu"), "weight_decay_mode": "l2"}),
+    "momentum on the cpu": Options({"storage": Storage(momentum_device="cpu")}),
     "stochastic rounding": Options({"storage": Storage(stochastic_rounding=True)}, (HALF_WEIGHTS,)),
     "stochastic rounding, momentum bf16, cautious": Options(
         {
@@ -133,7 +131,6 @@ OPTIONS: dict[str, Options] = {
         },
         (HALF_WEIGHTS,),
     ),
-    "cautious AdamW": Options({"adamw": "cautious"}),
     "many buckets": Options({"exchange": Exchange(bucket_bytes=3000)}),
     "many buckets, normuon": Options({"exchange": Exchange(bucket_bytes=3000), "variant": "normuon"}),
     "fp32 wire": Options({"exchange": Exchange(dtype=torch.float32)}, (BF16, HALF_WEIGHTS)),

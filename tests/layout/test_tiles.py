@@ -17,20 +17,18 @@ from shardmuon.layout.views import matrix_view
 
 def by_slicing(whole: torch.Tensor, options: dict[str, object]) -> list[torch.Tensor]:
     """The matrices of a tensor, cut out by plain indexing: what the options mean, in other words than the view's."""
-    kind, split_dim = options.get("view", "auto"), options.get("split_dim", 0)
+    kind, transposed = options.get("view", "auto"), options.get("transposed", False)
     stacked = list(whole) if kind == "stack" else [whole.reshape(whole.shape[0], -1)]
     found = []
     for matrix in stacked:
-        matrix = matrix.T if split_dim else matrix
+        matrix = matrix.T if transposed else matrix
         groups = options.get("split_groups", 1)
         sizes = options.get("split_sizes") or (len(matrix) // options.get("num_heads", 1),) * options.get(
             "num_heads", 1
         )
         repeats = matrix.reshape(groups, -1, matrix.shape[1])
         for part in repeats.split(list(sizes), dim=1):
-            block = part.reshape(-1, matrix.shape[1])
-            block = block.T if split_dim else block
-            found.append(block.T if options.get("transposed") else block)
+            found.append(part.reshape(-1, matrix.shape[1]))
     return found
 
 
@@ -125,12 +123,15 @@ def test_pieces_must_cover_the_tensor_once(pieces: dict[int, list[Piece]], messa
         (
             (4, 12),
             {"split_sizes": (4, 4, 4)},
-            "sum to 12, but there are 4 rows. To split the columns write split_dim=1",
+            "sum to 12, but there are 4 rows. If its inputs come first, write transposed=True",
         ),
-        ((12, 4), {"split_sizes": (4, 8), "split_dim": 1}, "there are 4 columns. To split the rows write split_dim=0"),
-        ((8, 4), {"num_heads": 3, "split_dim": 1}, "num_heads=3 does not divide the 4 columns"),
-        ((8, 4), {"split_dim": 2}, "split_dim=2 is neither 0"),
-        ((8, 4, 3, 3), {"num_heads": 2, "split_dim": 1}, "columns that are one dim"),
+        (
+            (12, 4),
+            {"split_sizes": (4, 8), "transposed": True},
+            "there are 4 columns. If its outputs come first, write transposed=False",
+        ),
+        ((8, 4), {"num_heads": 3, "transposed": True}, "num_heads=3 does not divide the 4 columns"),
+        ((8, 4, 3, 3), {"num_heads": 2, "transposed": True}, "columns are one dim"),
     ],
 )
 def test_options_that_do_not_fit_say_what_to_write(
@@ -173,7 +174,7 @@ def test_a_thousand_ranks_share_a_stack_of_experts() -> None:
 
 def test_turns_of_single_columns_are_one_tile() -> None:
     """A gate and an up of 2,880 columns by turns are two strided views on a rank, not 5,760 slices."""
-    view = matrix_view((2, 8, 5760), view="stack", split_dim=1, split_sizes=(1, 1), split_groups=2880, transposed=True)
+    view = matrix_view((2, 8, 5760), view="stack", split_sizes=(1, 1), split_groups=2880, transposed=True)
     layout = layout_of(view, {rank: [Box((rank, 0, 0), (1, 8, 5760))] for rank in range(2)})
     assert [{rank: len(t) for rank, t in by_rank.items()} for by_rank in layout.tiles] == [{0: 1}] * 2 + [{1: 1}] * 2
     assert len(repr(view)) < 1000

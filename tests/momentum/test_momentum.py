@@ -23,9 +23,9 @@ from shardmuon.step.update import apply_, momentum_into_
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, groups_of, parameters
 from shardmuon.testing.pool import RankPool
-from shardmuon.testing.tolerances import KELLER, assert_bitwise, relative_bound, roundoff
+from shardmuon.testing.tolerances import assert_bitwise, roundoff
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
 
 # 511 columns: cut over 2 or 4 ranks they end at multiples of 128, and the last block is not full.
@@ -60,20 +60,23 @@ def _values(kind: str) -> Tensor:
 @pytest.mark.parametrize("kind", ["normal", "heavy tailed", "subnormal", "large"])
 def test_codes_are_within_half_a_gap_of_every_value(kind: str) -> None:
     x = _values(kind)
-    codes, scale = encode(x, None, None)
+    codes, scale = encode(x, 1)
     found = decode(codes, scale)
     per_value = scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]].double()
     gap = (2 * torch.floor(127 * (x.double().abs() / per_value).sqrt()) + 1) / 127**2 * per_value
     smallest = 2.0**-149  # fp32 has nothing between its subnormal numbers
     assert bool(((found.double() - x.double()).abs() <= gap * 0.501 + smallest).all())
     assert codes.shape == x.shape and scale.shape == (40, 3)
-    assert torch.equal(encode(found, None, None)[0], codes) or kind == "subnormal"
+    by_bits = [torch.full(x.shape, bits, dtype=torch.int32) for bits in (0, 0xFFFF)]
+    assert not torch.equal(*(encode(x, 1, x, bits)[0] for bits in by_bits))  # where little moved
+    assert all(torch.equal(encode(x, 1, x - per_value.float(), bits)[0], codes) for bits in by_bits)
+    assert torch.equal(encode(found, 1)[0], codes) or kind == "subnormal"
 
 
 def test_a_block_of_zeros_stays_zero_and_a_block_with_nan_or_infinity_reads_as_nan() -> None:
     x = torch.ones(4, 384)
     x[0, :128], x[1, 130], x[2, 5] = 0.0, float("nan"), float("inf")
-    codes, scale = encode(x, x.clone(), torch.zeros(x.shape, dtype=torch.int32))
+    codes, scale = encode(x, 1, x.clone(), torch.zeros(x.shape, dtype=torch.int32))
     found = decode(codes, scale)
     assert torch.equal(found[0, :128], torch.zeros(128))
     assert bool(found[1, 128:256].isnan().all()) and bool(found[2, :128].isnan().all())
@@ -82,44 +85,34 @@ def test_a_block_of_zeros_stays_zero_and_a_block_with_nan_or_infinity_reads_as_n
     assert torch.equal(found[rest], x[rest])
 
 
-def _draws(dtype: torch.dtype) -> Tensor:
-    """Values between and on those of `dtype`, both signs, around powers of two and below the normal range."""
-    tiny, eps = torch.finfo(dtype).tiny, torch.finfo(dtype).eps
-    base = torch.tensor([1.0, 2.0, 0.5, 2.0**-10, 1024.0, tiny, tiny / 8], dtype=torch.float64)
+def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
+    """Values between and on those of bf16, both signs, around powers of two."""
+    base = torch.tensor([1.0, 2.0, 0.5, 2.0**-10, 1024.0], dtype=torch.float64)
     steps = torch.tensor([-2.3, -1.0, -0.999, -0.5, -0.01, 0.0, 0.001, 0.25, 1.0, 1.7], dtype=torch.float64)
-    x = (base[:, None] + steps * (base[:, None] * eps / 2).clamp(min=tiny * eps)).flatten().to(FP32)
-    return torch.cat([x, -x])
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_random_rounding_is_unbiased_and_keeps_what_fits(dtype: torch.dtype) -> None:
-    x = _draws(dtype)
-    if dtype == BF16:  # subnormal bf16 share fp32's exponent; nothing else to see there
-        x = x[x.abs() > 2 * torch.finfo(dtype).tiny]
-    num = 40_000
+    x = (base[:, None] * (1 + steps * torch.finfo(BF16).eps / 2)).flatten().to(FP32)
+    x, num = torch.cat([x, -x]), 40_000
     patch = Patch.rectangle(0, 0, 0, num, len(x))
-    found = round_patch(Stream.of("w", "weights", 1, len(x)), patch, dtype, x.expand(num, -1)).double()
+    found = round_patch(Stream.of("w", "weights", 1, len(x)), patch, x.expand(num, -1)).double()
     low, high = found.amin(0), found.amax(0)
-    exact = x.to(dtype).double() == x.double()
+    exact = x.to(BF16).double() == x.double()
     assert torch.equal(low[exact], x[exact].double()) and torch.equal(high[exact], x[exact].double())
     assert int(exact.sum()) >= 10 and int((~exact).sum()) >= 20
     gap = (high - low)[~exact]
     assert bool((gap > 0).all())  # each falls both ways
-    # neighbours: nothing of the dtype lies between
-    assert torch.equal(torch.nextafter(low[~exact].to(dtype), high[~exact].to(dtype)).double(), high[~exact])
+    # neighbours: nothing of bf16 lies between
+    assert torch.equal(torch.nextafter(low[~exact].to(BF16), high[~exact].to(BF16)).double(), high[~exact])
     p = (x[~exact].double() - low[~exact]) / gap
     sigma = gap * (p * (1 - p) / num).sqrt()
     assert bool(((found.mean(0)[~exact] - x[~exact].double()).abs() <= 4 * sigma + gap * 2.0**-17).all())
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_fixed_bits_round_to_nearest_and_keep_what_is_not_finite(dtype: torch.dtype) -> None:
+def test_fixed_bits_round_to_nearest_and_keep_what_is_not_finite() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     x = torch.cat([x, torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0])])
-    found = round_by(x, torch.full(x.shape, NEAREST, dtype=torch.int32), dtype)
-    kept = x.to(dtype)
+    found = round_by(x, torch.full(x.shape, NEAREST, dtype=torch.int32))
+    kept = x.to(BF16)
     assert torch.equal(found.isnan(), kept.isnan())
-    assert found.dtype == dtype
+    assert found.dtype == BF16
     assert torch.equal(found[~found.isnan()], kept[~kept.isnan()])
 
 
@@ -239,21 +232,6 @@ def test_codes_and_random_rounding_give_the_same_bits_on_every_layout(
     assert world4.run(_compared, layout, table, storage) == [(True, 0.0, "")] * 4
 
 
-@pytest.mark.parametrize("dtype", [BF16, "int8"])
-def test_experts_of_one_stack_may_be_in_different_buckets(dtype: Any) -> None:
-    start, found = torch.randn(4, 6, 200, generator=torch.Generator().manual_seed(0)), list[dict[str, Tensor]]()
-    # 6 x 200 elements of 4 bytes on the wire: 4,800 in a bucket of 5,000
-    for bucket_bytes, count in ((32 * 2**20, 1), (5000, 4)):
-        w = nn.Parameter(start.clone())
-        fixed: dict[str, Any] = {"storage": Storage(dtype), "orthogonalizer": Orthogonalizer(dtype=FP32)}
-        group = {"params": [("w", w)], "view": "stack"}
-        optimizer = Muon([group], lr=0.02, exchange=Exchange(bucket_bytes=bucket_bytes), **fixed)
-        _run(optimizer, [w], range(3))
-        assert len(optimizer.plan.buckets) == count
-        found.append({"weight": w.detach(), **optimizer.state[w]})
-    assert_bitwise(*found)
-
-
 def _refusal(layout: str, shape: tuple[int, ...]) -> str:
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     params = parameters(LAYOUTS[layout].build({"a.w": torch.zeros(shape)}, mesh))
@@ -311,31 +289,6 @@ def test_codes_without_their_scale_are_an_error_that_changes_nothing() -> None:
 # ----------------------------------------------------------------------------------- weights in half precision
 
 
-@pytest.mark.numeric
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_small_updates_of_half_precision_weights_are_kept_on_average(dtype: torch.dtype) -> None:
-    moved = {}
-    for rounding in (True, False):
-        w = nn.Parameter(torch.ones(64, 96, dtype=dtype))
-        optimizer = Muon(
-            [w], lr=0.01, weight_decay=0.0, storage=Storage(stochastic_rounding=rounding, momentum_dtype=FP32)
-        )
-        exact = nn.Parameter(torch.ones(64, 96))
-        twin = Muon([exact], lr=0.01, weight_decay=0.0)
-        for _ in range(100):
-            w.grad = torch.ones_like(w)
-            exact.grad = torch.ones_like(exact)
-            optimizer.step()
-            twin.step()
-        moved[rounding] = float((w.detach().double() - 1).mean()), float((exact.detach().double() - 1).mean())
-    assert moved[False][0] == 0.0  # each update is below half the spacing: all are lost
-    # 100 steps of 6144 elements, each off by up to a spacing at 1 without bias: four standard deviations of the mean.
-    # The elements of this update are equal, so products in half precision are off by their bound relative to it.
-    spread = torch.finfo(dtype).eps * math.sqrt(100 / (64 * 96))
-    products = max(roundoff(dtype), relative_bound(KELLER, BF16, torch.ones(64, 96)))
-    assert abs(moved[True][0] - moved[True][1]) <= 4 * spread + 2 * products * abs(moved[True][1])
-
-
 def _unnamed() -> str:
     """Replicas that one rank lists at another place would be rounded by other bits."""
     shared = LAYOUTS["replicate"].build({"w": torch.ones(6, 8, dtype=BF16)}, (dist.get_world_size(),))["w"]
@@ -375,28 +328,6 @@ def test_ranks_that_would_round_replicas_differently_are_told(world2: RankPool) 
 # ------------------------------------------------------------------------------------------------- training
 
 
-def _loss(stored: Any) -> float:
-    """Mean loss of the last of 150 steps that find a matrix from noisy samples of it, as lr goes to 0."""
-    generator = torch.Generator().manual_seed(0)
-    wanted, w, losses = torch.randn(24, 256, generator=generator), nn.Parameter(torch.zeros(24, 256)), list[float]()
-    optimizer = Muon([w], lr=0.2, weight_decay=0.0, storage=Storage(stored))
-    for step in range(150):
-        x = torch.randn(64, 256, generator=generator)
-        loss = ((x @ (w - wanted).T).square().mean(1) + torch.randn(64, generator=generator)).mean()
-        (w.grad,) = torch.autograd.grad(loss, w)
-        optimizer.param_groups[0]["lr"] = 0.2 * (1 - step / 150)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return sum(losses[-20:]) / 20
-
-
-def test_momentum_dtypes_train_alike() -> None:
-    loss = _loss(FP32)
-    assert loss < 64  # from 256: it does learn
-    for stored in (BF16, "int8"):  # to a thousandth of what was learned
-        assert abs(_loss(stored) - loss) < (256 - loss) / 1000
-
-
 # -------------------------------------------------------------------------------------------------------- slabs
 
 SLABBED = [(17, 40, 3), (1, 23, 31), (700,)]  # the first dim divides nothing, is 1, is all there is
@@ -404,7 +335,7 @@ SLABBED = [(17, 40, 3), (1, 23, 31), (700,)]  # the first dim divides nothing, i
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("mode", ["decoupled", "l2", "independent", "cautious"])
+@pytest.mark.parametrize("mode", ["decoupled", "independent", "cautious"])
 def test_a_large_tile_has_the_same_bits_in_slabs(
     mode: Any, dtype: torch.dtype, wire: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,6 @@ import ast
 import re
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,28 +336,6 @@ def test_a_classifier_is_one_whatever_its_number_of_labels(labels: int, options:
 def test_a_stack_of_one_expert_beside_its_partner_is_said() -> None:
     with pytest.warns(UserWarning, match=r"experts\.up, experts\.down: a \(1, M, N\) parameter"):
         routed(nn.ModuleDict({"experts": Stacks(1), "norm": nn.LayerNorm(8), "w": linear(8, 8)}))
-
-
-class Unknown(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates, self.mix = table(6, 4), table(8, 8)
-
-
-def test_a_bare_parameter_that_no_rule_knows_is_said_once_with_the_line_that_settles_it() -> None:
-    model = nn.ModuleDict({"blocks": nn.ModuleList(Unknown() for _ in range(3)), "one": Unknown(), "w": linear(8, 8)})
-    model["one"].mix = table(5, 5)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        rows = routed(model)
-    said = sorted(str(warning.message) for warning in caught)
-    assert len(said) == 2
-    assert said[0].startswith("param_groups: blocks.0.mix (8x8; 3 more like it) is a parameter of Unknown")
-    assert 'write overrides={"blocks.*.rates": "muon", "one.rates": "muon"}; {"transposed": True} if' in said[1]
-    assert rows["blocks.2.rates"].optimizer == "Muon"
-    for choice in ("muon", "adamw", {"transposed": True}):
-        settled = {"*.rates": choice, "*.mix": "muon"}
-        assert routed(model, overrides=settled)["one.rates"].optimizer == ("AdamW" if choice == "adamw" else "Muon")
 
 
 # ------------------------------------------------------------------------------------------------------ the command

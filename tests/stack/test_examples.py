@@ -163,8 +163,8 @@ def test_the_factory_takes_from_the_arguments_what_is_not_given() -> None:
     muon, *adamw = MuonFactory(args)()(model, adamw_lr=5e-4).param_groups
     assert (muon["lr"], muon["weight_decay"]) == (2e-3, 0.03)
     assert {(g["lr"], g["betas"], g["eps"]) for g in adamw} == {(5e-4, (0.9, 0.98), 1e-6)}
-    muon, *adamw = MuonFactory(args, lr=0.01, weight_decay=0.0, adamw_betas=(0.9, 0.95))()(model).param_groups
-    assert (muon["lr"], muon["weight_decay"], adamw[0]["betas"]) == (0.01, 0.0, (0.9, 0.95))
+    muon, *adamw = MuonFactory(args, lr=0.01, weight_decay=0.0)()(model).param_groups
+    assert (muon["lr"], muon["weight_decay"], adamw[0]["betas"]) == (0.01, 0.0, (0.9, 0.98))
     assert MuonFactory()()(model, lr=0.02).param_groups[0]["lr"] == 0.02
     with pytest.raises(ValueError, match=r"MuonFactory\(args\)"):
         MuonFactory()()(model)

@@ -249,7 +249,6 @@ FAULTS: dict[str, Fault] = {
     "momentum of inference": Fault(_momentum(_inference), r"rank \d: \w+: its momentum_buffer was made under"),
     "momentum complex": Fault(_momentum(lambda t: t.to(torch.complex64)), r"\w+: .*complex"),
     "AdamW betas": Fault(_option("betas", (2.0, 3.0), -1), r"rank \d: group \d: betas=\(2.0, 3.0\) must be two"),
-    "AdamW kind": Fault(_option("adamw", "lion", -1), r"rank \d: group \d: adamw='lion' is not one of"),
     "AdamW lr": Fault(_option("lr", -1.0, -1), r"rank \d: group \d: lr=-1.0 must be finite"),
     "AdamW gradient sparse": Fault(
         _grad(Tensor.to_sparse, lambda job: job.adamw), r"rank \d: bias: its gradient is sparse"

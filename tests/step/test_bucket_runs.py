@@ -29,7 +29,11 @@ from shardmuon.testing import RankPool
 
 CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {  # options, dtype, elements in one call
     "plain": ({}, torch.float32, 1 << 17),
-    "l2": ({"nesterov": False, "weight_decay_mode": "l2", "adjust_lr_fn": "match_rms_adamw"}, torch.float32, 150),
+    "independent": (
+        {"nesterov": False, "weight_decay_mode": "independent", "adjust_lr_fn": "match_rms_adamw"},
+        torch.float32,
+        150,
+    ),
     "cautious": ({"weight_decay_mode": "cautious", "ns_coefficients": "polar_express"}, torch.bfloat16, 1 << 17),
 }
 POLICIES = [EACH, *(Policy(bucket_bytes=size) for size in (1, 200, 1500, 1 << 20))]

@@ -126,7 +126,6 @@ def _here(tensor: Tensor) -> Tensor:
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "independent": {"weight_decay_mode": "independent", "weight_decay": 0.1 * 0.05},
-    "l2": {"weight_decay_mode": "l2"},
     "plain momentum": {"nesterov": False},
     "momentum in fp32": {"storage": Storage(momentum_dtype=FP32)},
 }
@@ -142,7 +141,7 @@ def test_one_process_has_the_cpus_values(config: str, options: str, dtype: torch
     expected = _steps(_here, 1, dtype, **given)
     with CudaShape():
         found = _steps(_there, 1, dtype, **given)
-    decay = 0.0 if options == "l2" else 0.1
+    decay = 0.1
     for one, other, start in zip(found, expected, before, strict=True):
         if one.ndim == 1:
             # ten operations on either side, of steps of size lr

@@ -37,7 +37,7 @@ def _groups(params: dict[str, Tensor]) -> list[dict[str, Any]]:
     matrices = [(name, p) for name, p in params.items() if name != "bias"]
     return [
         {"params": matrices[:1], "weight_decay_mode": "cautious"},
-        {"params": matrices[1:], "weight_decay_mode": "l2"},
+        {"params": matrices[1:], "weight_decay_mode": "independent"},
         {"params": [("bias", params["bias"])], "use_muon": False, "eps": 1e-4},  # fp16 has no 1e-8
     ]
 
@@ -122,7 +122,7 @@ def _routes(options: dict[str, Any]) -> list[str]:
         {"exchange": Exchange(route="owner"), "storage": Storage(momentum_dtype=BF16)},
         {"exchange": Exchange(route="gram")},
         {"variant": "muon_eq+normuon", "weight_decay_mode": "cautious"},
-        {"variant": "hyperball", "weight_decay": 0.0, "adamw": "cautious"},
+        {"variant": "hyperball", "weight_decay": 0.0},
     ],
     ids=str,
 )

@@ -30,9 +30,13 @@ BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (compare_with_dense, ("fsdp2+tp", "ep"), {"exchange": Exchange(dtype=torch.bfloat16)}),
     (compare_with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"orthogonalizer": GRAM()}),
     # the options with which TransformerEngine tests its Muon; all other scales are names for these
-    (compare_with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw", "weight_decay_mode": "l2"}),
+    (compare_with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw", "weight_decay_mode": "independent"}),
     (compare_with_dense, ("tp column",), {"dtype": torch.bfloat16, "nesterov": False, "adjust_lr_fn": "none"}),
-    (compare_with_dense, ("tp row",), {"adjust_lr_fn": "spectral", "nesterov": False, "weight_decay_mode": "l2"}),
+    (
+        compare_with_dense,
+        ("tp row",),
+        {"adjust_lr_fn": "spectral", "nesterov": False, "weight_decay_mode": "independent"},
+    ),
     (compare_with_dense, ("tp row",), {"dtype": torch.bfloat16, "adjust_lr_fn": "unit_rms_norm"}),
     # the audit's own dense reference, which raises, puts the same matrices together
     (compare_with_dense, ("fsdp2+tp",), {"audit": Audit(every=1, samples=20), "params": TURNED}),

@@ -153,7 +153,7 @@ def _fsdp(policy: dict[str, Any], options: dict[str, Any]) -> None:
         ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}),
         (
             {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-            {"storage": Storage(momentum_device="cpu"), "orthogonalizer": Orthogonalizer(device="cpu")},
+            {"storage": Storage(momentum_device="cpu")},
         ),
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}, {}),
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)}, {}),

@@ -427,7 +427,7 @@ def _unlike_machines(what: str, options: dict[str, Any]) -> str:
     [
         ("prices", {}, ("ranks (0, 1) hold different plans", "call optimizer.prepare() on every rank")),
         ("products", {}, ("products=torch.float32", "products=torch.bfloat16")),
-        ("products", {"orthogonalizer": Orthogonalizer(dtype="float32")}, ()),
+        ("products", {"orthogonalizer": Orthogonalizer(dtype=torch.float32)}, ()),
         ("products", {"orthogonalizer": Orthogonalizer(method="gram")}, ()),
         ("products", {"orthogonalizer": Orthogonalizer(method="torch")}, ()),
     ],
@@ -495,7 +495,7 @@ def test_a_scale_is_asked_once_for_each_shape_of_a_group() -> None:
 
 
 def test_gradients_that_are_one_tensor_are_not_written_to() -> None:
-    job = Job([{"params": [Spec("a", (8, 8)), Spec("b", (8, 8))], "weight_decay_mode": "l2"}])
+    job = Job([{"params": [Spec("a", (8, 8)), Spec("b", (8, 8))], "weight_decay_mode": "cautious"}])
     gradient = normal(8, 8, seed=3)
     for p in job.specs:
         p.grad = gradient

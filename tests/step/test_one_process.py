@@ -18,7 +18,7 @@ from shardmuon.orthogonalize.choice import Chooser
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 UPDATES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "no nesterov, l2": {"nesterov": False, "weight_decay_mode": "l2", "adjust_lr_fn": "match_rms_adamw"},
+    "no nesterov": {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
     "cautious": {"weight_decay_mode": "cautious", "ns_coefficients": "polar_express"},
     "independent": {"weight_decay_mode": "independent", "momentum": 0.8},
 }
@@ -48,8 +48,8 @@ def compare(
         for i, ((name, _), p) in enumerate(zip(made, whole, strict=True))
     ]
     optimizer = Muon(groups, lr=0.05, orthogonalizer=orthogonalizer, storage=storage)
-    wide = orthogonalizer.products_dtype == FP64
-    chooser = Chooser(orthogonalizer.method, orthogonalizer.products_dtype)
+    wide = orthogonalizer.dtype == FP64
+    chooser = Chooser(orthogonalizer.method, orthogonalizer.dtype)
     dense = DenseMuon(
         [p.detach() for p in whole], optimizer.param_groups, chooser, storage, wire=FP64 if wide else FP32
     )

@@ -35,25 +35,25 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], Callable[[Tensor], list[
     "Conv1D": ((8, 24), {"transposed": True}, lambda w: [w.T]),
     "c_attn": (
         (8, 24),
-        {"transposed": True, "split_dim": 1, "split_sizes": (8, 8, 8)},
+        {"transposed": True, "split_sizes": (8, 8, 8)},
         lambda w: [w[:, :8].T, w[:, 8:16].T, w[:, 16:].T],
     ),
     "heads of the inputs": (
         (10, 12),
-        {"num_heads": 3, "split_dim": 1},
-        lambda w: [w[:, :4], w[:, 4:8], w[:, 8:]],
+        {"num_heads": 3, "transposed": True},
+        lambda w: [w[:, :4].T, w[:, 4:8].T, w[:, 8:].T],
     ),
     "gate and up by turns": (
         (3, 6, 20),
-        {"view": "stack", "transposed": True, "split_dim": 1, "split_sizes": (1, 1), "split_groups": 10},
+        {"view": "stack", "transposed": True, "split_sizes": (1, 1), "split_groups": 10},
         lambda w: [part.T for expert in w for part in (expert[:, ::2], expert[:, 1::2])],
     ),
     "pairs by turns": (
         (6, 20),
-        {"split_dim": 1, "split_sizes": (2, 3), "split_groups": 4},
+        {"transposed": True, "split_sizes": (2, 3), "split_groups": 4},
         lambda w: [
-            torch.cat([w[:, 5 * g : 5 * g + 2] for g in range(4)], 1),
-            torch.cat([w[:, 5 * g + 2 : 5 * g + 5] for g in range(4)], 1),
+            torch.cat([w[:, 5 * g : 5 * g + 2] for g in range(4)], 1).T,
+            torch.cat([w[:, 5 * g + 2 : 5 * g + 5] for g in range(4)], 1).T,
         ],
     ),
 }
@@ -75,16 +75,16 @@ def test_the_bits_are_those_of_the_parts_stored_alone(case: str, dtype: torch.dt
 
 @pytest.mark.parametrize(
     "options",
-    [{"split_dim": 1, "split_sizes": (64, 192)}, {"split_dim": 1, "split_sizes": (1, 1), "split_groups": 128}],
+    [{"transposed": True, "split_sizes": (64, 192)}, {"transposed": True, "split_sizes": (1, 1), "split_groups": 128}],
 )
 def test_a_split_inside_a_block_of_codes_is_refused(options: dict[str, Any]) -> None:
     start, grad = _draw(4, 256, count=2, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"w: momentum_dtype='int8' .* begin elsewhere \(split_dim=1\)"):
+    with pytest.raises(ValueError, match=r"w: momentum_dtype='int8' .* begin elsewhere \(transposed=True\)"):
         _step(start, [grad], storage=Storage(momentum_dtype="int8"), **options)
 
 
 def test_a_state_dict_brings_its_views_along() -> None:
-    views = {"transposed": True, "split_dim": 1, "split_sizes": (2, 4)}
+    views = {"transposed": True, "split_sizes": (2, 4)}
     saved, fresh = (Muon([{"params": [nn.Parameter(torch.ones(4, 6))], **of}], lr=LR) for of in (views, {}))
     fresh.load_state_dict(saved.state_dict())
     assert [(m.rows, m.cols) for m in fresh.prepare().specs[0].layout.view.matrices] == [(2, 4), (4, 4)]

@@ -126,25 +126,13 @@ def test_stages_run_by_their_place_and_at_one_place_as_they_are_written(names: t
     assert found == sorted(alone, key=lambda name: places[name])
 
 
-def test_an_option_that_a_schedule_changes_holds_from_the_next_step() -> None:
-    param = nn.Parameter(torch.randn(4, 4))
-    optimizer = Muon([param], lr=0.02, variant="normuon")
-    param.grad = torch.randn(4, 4)
-    optimizer.step()
-    optimizer.param_groups[0]["beta2"] = 0.0
-    param.grad = torch.randn(4, 4)
-    optimizer.step()
-    found = optimizer.state[param]["second_moment"].sum() * 4
-    assert 2.0 < float(found) < 6.0  # beta2 = 0: the squared norm of an orthogonalized 4 x 4 matrix; 0.95 leaves 0.4
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"variant": "adamuon"}, r"variant='adamuon': 'adamuon' is not one of 'muon_eq', 'normuon', 'hyperball'"),
         ({"variant": "normuon+normuon"}, "names 'normuon' twice"),
         ({"variant": ("muon_eq", "normuon")}, r"must be None or text: .* joined by '\+'"),
-        ({"variant": "normuon", "beta2": 1.0}, "beta2=1.0 must be a number from 0 to below 1"),
+        ({"variant": "normuon", "beta2": 1.0}, r"beta2=1.0 must be a number in \[0, 1\)"),
         ({"variant": "normuon", "beta2": "0.9"}, "beta2='0.9' must be a number"),
         ({"variant": "hyperball", "weight_decay": 0.1}, r"'hyperball' keeps the norm .* Write weight_decay=0.0"),
     ],

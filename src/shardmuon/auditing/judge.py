@@ -150,7 +150,7 @@ class Evidence:
     def momentum(self) -> tuple[Tensor, Tensor]:
         """The momentum after the step, and the orthogonalizer's input before stages, as the step computes them."""
         before = self.before
-        return momentum_of(before["momentum"], before["gradient"], before["weights"], self.arithmetic)
+        return momentum_of(before["momentum"], before["gradient"], self.arithmetic)
 
     @cached_property
     def fed(self) -> Tensor:

@@ -74,16 +74,11 @@ class Arithmetic:
 def momentum_of(
     buffer: Tensor,  # (rows, cols) momentum before the step; all of these in a dtype that holds them exactly
     grad: Tensor,
-    weight: Tensor,  # before the step
     a: Arithmetic,
 ) -> tuple[Tensor, Tensor]:  # (rows, cols) each; the second of dtype `a.wire`
     """The momentum after the step, before it is stored, and the orthogonalizer's input before stages. Both bit for bit
     as in the step: `lerp` gives an element equal bits in any shard."""
-    s, grad = a.settings, grad.to(a.gradient)
-    if s.weight_decay_mode == "l2" and s.weight_decay:
-        wide = torch.promote_types(torch.promote_types(a.gradient, a.weights), torch.float32)
-        grad = (grad.to(wide) + weight.to(wide) * s.weight_decay).to(a.gradient)
-    grad = grad.to(a.momentum)
+    s, grad = a.settings, grad.to(a.gradient).to(a.momentum)
     after = torch.lerp(buffer.to(a.momentum), grad, 1 - s.momentum)
     return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(a.wire)
 
@@ -138,20 +133,20 @@ def weights_after(
         return weights.mul(_decay_factor(s)).add_(update, alpha=-s.lr * scale)
     wide = weights.to(torch.promote_types(a.weights, torch.float32))
     update = update.to(wide.device, wide.dtype)
-    if s.weight_decay and s.weight_decay_mode != "l2":
+    if s.weight_decay:
         decayed = wide * _decay_factor(s)
         wide = torch.where(update * wide > 0, decayed, wide) if s.weight_decay_mode == "cautious" else decayed
     wide = wide.add(update, alpha=-s.lr * scale)
     if a.rounding is None:
         return wide.to(a.weights)
     stream, matrix = a.rounding
-    return round_patch(stream, Patch.rectangle(matrix, 0, 0, *wide.shape), a.weights, wide)
+    return round_patch(stream, Patch.rectangle(matrix, 0, 0, *wide.shape), wide)
 
 
 def _decay_factor(settings: Settings) -> float:
     """The factor that weight decay takes to weights. KeyError for a mode that the audit does not know."""
     by_lr = 1 - settings.lr * settings.weight_decay
-    factors = {"l2": 1.0, "independent": 1 - settings.weight_decay, "decoupled": by_lr, "cautious": by_lr}
+    factors = {"independent": 1 - settings.weight_decay, "decoupled": by_lr, "cautious": by_lr}
     return factors[settings.weight_decay_mode]
 
 

@@ -95,8 +95,7 @@ class _Planned:
         _check(model, mesh, self._storage)
         with warnings.catch_warnings():  # routing repeats its doubts when the job is built
             warnings.simplefilter("ignore")
-            here = replace(self._orthogonalizer, device=device)
-            self._groups = Muon(model.module, orthogonalizer=here, **given).param_groups
+            self._groups = Muon(model.module, orthogonalizer=self._orthogonalizer, **given).param_groups
         self._options = OptionsReader().read(self._groups)
         self._chooser = self._orthogonalizer.chooser()
         self._wire = self._exchange.dtype, weights == torch.float64
@@ -136,7 +135,7 @@ class _Planned:
             {
                 "device": self._device,
                 "weights": str(self._weights).removeprefix("torch."),
-                "orthogonalizer": repr(replace(self._orthogonalizer, device=None)),
+                "orthogonalizer": repr(self._orthogonalizer),
                 "exchange": repr(exchange),
                 "storage": repr(self._storage),
             },

@@ -25,10 +25,10 @@ _LOG = logging.getLogger(__name__)
 class MuonFactory:
     """Makes a Trainer's optimizer from its model, when the Trainer asks for it.
 
-    What is not given comes from the TrainingArguments: ``lr``, ``weight_decay`` and ``adamw_betas`` from
-    ``learning_rate``, ``weight_decay``, ``adam_beta1`` and ``adam_beta2``, ``eps`` of the AdamW groups from
-    ``adam_epsilon``. The log has a line that says which, and how many parameters go where. If the Trainer will wrap the
-    model in DistributedDataParallel, the ranks share the work.
+    What is not given comes from the TrainingArguments: ``lr`` and ``weight_decay`` from ``learning_rate`` and
+    ``weight_decay``, ``betas`` and ``eps`` of the AdamW groups from ``adam_beta1``, ``adam_beta2`` and
+    ``adam_epsilon``. The log has a line that says which, and how many parameters go where. If the Trainer will wrap
+    the model in DistributedDataParallel, the ranks share the work.
 
     Args:
         args: The Trainer's arguments. None: `lr` must be given, and the others are shardmuon's defaults.
@@ -70,8 +70,9 @@ class MuonFactory:
             given["process_group"] = _replicas(model)
         optimizer = Muon(model, **taken, **given)
         for group in optimizer.param_groups:
-            if args is not None and not group["use_muon"] and group["eps"] == ADAMW_DEFAULTS["eps"]:
-                group["eps"] = args.adam_epsilon
+            if args is not None and not group["use_muon"]:
+                own = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+                group.update({key: value for key, value in own.items() if group[key] == ADAMW_DEFAULTS[key]})
         if default_group() is None or my_rank() == 0:
             _LOG.warning(_said(optimizer, taken, given["process_group"]))
         return optimizer
@@ -81,11 +82,7 @@ def _of_arguments(args: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The options of `Muon` that TrainingArguments have and the user did not give."""
     if args is None:
         return {}
-    own = {
-        "lr": args.learning_rate,
-        "weight_decay": args.weight_decay,
-        "adamw_betas": (args.adam_beta1, args.adam_beta2),
-    }
+    own = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
     return {key: value for key, value in own.items() if key not in given}
 
 

@@ -87,7 +87,6 @@ def matrix_view(
     split_sizes: Sequence[int] | None = None,
     split_groups: int = 1,
     num_heads: int | None = None,
-    split_dim: int = 0,
     transposed: bool = False,
 ) -> MatrixView:
     """Say which matrices a tensor of this global shape holds.
@@ -99,14 +98,13 @@ def matrix_view(
             or more dims as one (shape[0], rest) matrix. A 3-D tensor must say which: experts and a 1-D convolution's
             kernel look alike.
         split_sizes: Row counts of blocks that are matrices of their own (fused q, k, v; gate and up). In a stack the
-            split is made inside each expert. With `split_dim=1` column counts, and so for the two below.
+            split is made inside each expert.
         split_groups: The rows are this many repeats of `split_sizes`; block j of all repeats together forms one
             matrix. Grouped-query attention stored as query groups of (q, k, v) rows is
             `split_sizes=(q_rows, k_rows, v_rows), split_groups=num_query_groups`.
         num_heads: Equal row blocks, each a matrix of its own (one per head).
-        split_dim: The side that is split: 0 the rows as they are stored, 1 the columns.
-        transposed: Each block, split as it is stored, is the transpose of the map (inputs first, as in `x @ W`): its
-            matrix is the block turned round.
+        transposed: The transpose of the map is stored (inputs first, as in `x @ W`): matrices are read turned round,
+            and the rows that the options above split are columns as they are stored.
 
     Returns:
         The view; its matrices cover every element exactly once.
@@ -122,6 +120,8 @@ def matrix_view(
         raise ValueError(f"split_sizes={split_sizes} has no order, and blocks lie one after the other. Write a tuple")
     dims = tuple(int(size) for size in shape)
     sizes = None if split_sizes is None else tuple(int(size) for size in split_sizes)
+    is_split = sizes is not None or num_heads is not None
+    split_dim = 1 if transposed and is_split else 0  # of a matrix as it is stored
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     blocks, groups = _blocks_of((height, cols), split_dim, sizes, split_groups, num_heads)
@@ -174,12 +174,11 @@ def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
         )
     if view == "stack" and len(dims) != 3:
         raise ValueError(f"view='stack' needs a 3-D (E, M, N) tensor, found shape {dims}")
-    if split_dim not in (0, 1):
-        raise ValueError(f"split_dim={split_dim!r} is neither 0 (rows as they are stored) nor 1 (columns)")
     of_rows = 1 if view == "stack" else 0
     if split_dim and len(dims) != of_rows + 2:
         raise ValueError(
-            f"split_dim=1 needs columns that are one dim, found shape {dims} read as {view!r}. Split its rows only"
+            f"a transposed tensor can be split where its columns are one dim, found shape {dims} read as {view!r}. "
+            "Leave the splits or transposed=True out"
         )
     return of_rows
 
@@ -231,7 +230,8 @@ def _blocks_of(
     if sum(split_sizes) * split_groups != height:
         times = f" times split_groups={split_groups}" if split_groups != 1 else ""
         fits = sum(split_sizes) * split_groups == size_of[1 - split_dim]
-        other = f". To split the {('column', 'row')[split_dim]}s write split_dim={1 - split_dim}" if fits else ""
+        first = ("inputs", "outputs")[split_dim]
+        other = f". If its {first} come first, write transposed={split_dim == 0}" if fits else ""
         raise ValueError(
             f"split_sizes={split_sizes} sum to {sum(split_sizes)}{times}, but there are {height} {what}s{other}"
         )

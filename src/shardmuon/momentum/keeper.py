@@ -25,8 +25,8 @@ from shardmuon.momentum.stores import (
     SCALE_DTYPE,
     Rounding,
     Stream,
-    decode_whole,
-    encode_whole,
+    decode,
+    encode,
     scale_shape,
 )
 
@@ -41,7 +41,7 @@ class Keeper:
     Args:
         dtype: None (the gradient's), torch.float32, torch.bfloat16 or "int8".
         device: None (the parameter's) or "cpu".
-        rounds_weights: Whether half-precision weights are rounded at random.
+        rounds_weights: Whether bf16 weights are rounded at random.
 
     Attributes:
         rounds: Anything is rounded at random: ranks must then agree on names, and steps are counted.
@@ -99,7 +99,7 @@ class Keeper:
             cols = view.longest_row
             if self.dtype in (torch.bfloat16, "int8"):
                 stream = Stream.of(identity, "momentum", count, cols)
-            if self.rounds_weights and param.dtype in (torch.bfloat16, torch.float16):
+            if self.rounds_weights and param.dtype == torch.bfloat16:
                 weights = Stream.of(identity, "weights", count, cols)
         stored = _stored(engine, state)
         kinds = {key: (t.dtype, t.device) for key, t in stored.items()}
@@ -108,7 +108,7 @@ class Keeper:
             values = _decoded(stored)
             stored = self._zeros(grad, grad.dtype, view.num_row_dims)
             if values is not None and values.numel():
-                made = encode_whole(values, view.num_row_dims) if SCALE in stored else (values,)
+                made = encode(values, view.num_row_dims) if SCALE in stored else (values,)
                 for place, value in zip(stored.values(), made, strict=True):
                     place.copy_(value)
             state.pop(SCALE, None)
@@ -178,7 +178,7 @@ def _decoded(stored: Mapping[str, Tensor]) -> Tensor | None:
         return stored.get(BUFFER)
     if not stored[BUFFER].numel():
         return torch.zeros_like(stored[BUFFER], dtype=torch.float32)
-    return decode_whole(stored[BUFFER], stored[SCALE])
+    return decode(stored[BUFFER], stored[SCALE])
 
 
 def count_of(state: Mapping[str, Any]) -> int:
@@ -235,7 +235,7 @@ def tiles_cut(layout: ParamLayout) -> Iterator[tuple[int, str]]:
             if box.numel and not whole:
                 yield rank, f"indices {first} to {last} of {view.shape[dim]} along dim {dim} of shape {view.shape}"
     if view.split_dim == dim or any(matrix.start[-1] % BLOCK for matrix in view.matrices):
-        yield layout.ranks[0], "matrices of columns that begin elsewhere (split_dim=1)"
+        yield layout.ranks[0], "matrices of columns that begin elsewhere (transposed=True)"
 
 
 def coded_fault(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> str | None:

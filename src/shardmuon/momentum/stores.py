@@ -90,7 +90,7 @@ class Rounding(NamedTuple):
     Attributes:
         momentum: Random bits for a momentum of bf16 or 8-bit codes. None: the momentum is stored as it is computed.
         scales: Scales of 8-bit codes; None for other momentum.
-        weights: Random bits for half-precision weights. None: they are rounded to nearest.
+        weights: Random bits for bf16 weights. None: they are rounded to nearest.
     """
 
     momentum: Stream | None = None
@@ -115,29 +115,15 @@ def mix_(z: Tensor) -> Tensor:
     return z
 
 
-def _fraction_of(bits: Tensor) -> Tensor:  # int32 in [0, 2**16) -> fp32 in (0, 1)
-    """The middle of the interval that 16 bits stand for. Integers plus 0.5 would be of torch's default dtype."""
-    return (bits.float() + 0.5) / 0x10000
-
-
 def round_by(
     x: Tensor,  # fp32
     bits: Tensor,  # int32 in [0, 2**16), shaped as x: random, or NEAREST
-    dtype: torch.dtype,  # bfloat16 or float16
-) -> Tensor:  # dtype
-    """Round to one of the two neighbours in `dtype`: with random bits up with the probability that makes the expected
-    value x. Values of `dtype` and those that are not finite stay as they are."""
-    if dtype == torch.bfloat16:
-        # bf16 is the upper half of fp32, also across powers of two: a carry out of the lower half is the next value
-        rounded = ((x.view(torch.int32) + bits) & -0x10000).view(torch.float32)
-    else:
-        # fp16 has 10 bits after the leading one and no spacing below 2**-24
-        exponent = torch.frexp(x).exponent.clamp_(-13, 17)
-        spacing = ((exponent + (127 - 11)) << 23).view(torch.float32)
-        scaled = x / spacing
-        low = scaled.floor()
-        rounded = (low + (scaled - low > _fraction_of(bits))) * spacing  # a sum of scaled and bits would round
-    return torch.where(x.isfinite(), rounded, x).to(dtype)
+) -> Tensor:  # bf16
+    """Round to one of the two neighbours in bf16: with random bits up with the probability that makes the expected
+    value x. Values of bf16 and those that are not finite stay as they are."""
+    # bf16 is the upper half of fp32, also across powers of two: a carry out of the lower half is the next value
+    rounded = ((x.view(torch.int32) + bits) & -0x10000).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
 def slab(device: torch.device) -> int:
@@ -145,12 +131,12 @@ def slab(device: torch.device) -> int:
     return 1 << 15 if device.type == "cpu" else 1 << 22
 
 
-def round_patch(stream: Stream, patch: Patch, dtype: torch.dtype, x: Tensor) -> Tensor:
+def round_patch(stream: Stream, patch: Patch, x: Tensor) -> Tensor:  # bf16
     """Round elements at random. x: fp32, any shape in the patch's order; the result has that shape."""
     values = x.reshape(patch.sizes)
-    out = torch.empty(patch.sizes, dtype=dtype, device=x.device)
+    out = torch.empty(patch.sizes, dtype=torch.bfloat16, device=x.device)
     for cut, part in patch.slabs(slab(x.device), len(patch.sizes)):
-        out.narrow(*cut).copy_(round_by(values.narrow(*cut), stream.bits(part, x.device), dtype))
+        out.narrow(*cut).copy_(round_by(values.narrow(*cut), stream.bits(part, x.device)))
     return out.view(x.shape)
 
 
@@ -178,19 +164,19 @@ def step_stored_(
     for cut, part in patch.slabs(slab(grad.device), num_dims):
         places, given = [t.narrow(*cut) for t in stored], grad.narrow(*cut).float()
         here = [place.to(given.device) for place in places]
-        old = decode_whole(*here) if is_coded else here[0].float()
+        old = decode(*here) if is_coded else here[0].float()
         new = torch.lerp(old, given, 1 - momentum)
         if out is not None:
             out.narrow(*cut).copy_(torch.lerp(given, new, momentum) if nesterov else new)
         bits = stream.bits(part, given.device)
-        made = encode_whole(new, num_dims, old, bits) if is_coded else (_round_small_steps(new, old, bits),)
+        made = encode(new, num_dims, old, bits) if is_coded else (_round_small_steps(new, old, bits),)
         for place, value in zip(places, made, strict=True):
             place.copy_(value)
 
 
 def _round_small_steps(new: Tensor, old: Tensor, bits: Tensor) -> Tensor:  # bf16
     moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in units of 2**-16 spacings
-    return round_by(new, torch.where(moved < 0x10000, bits, NEAREST), torch.bfloat16)
+    return round_by(new, torch.where(moved < 0x10000, bits, NEAREST))
 
 
 def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
@@ -199,31 +185,15 @@ def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
     return (*shape[:num_row_dims], -(-cols // BLOCK))
 
 
-def encode_whole(
+def encode(
     new: Tensor,  # any float dtype, the shape of a rank's storage
     num_row_dims: int,
-    old: Tensor | None = None,
-    bits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`encode`, but of any dims of columns. Blocks begin where those of the logical tensor do."""
-    before = None if old is None else old.flatten(num_row_dims)
-    random = None if bits is None else bits.flatten(num_row_dims)
-    codes, scales = encode(new.flatten(num_row_dims).float(), before, random)
-    return codes.view(new.shape), scales
-
-
-def decode_whole(codes: Tensor, scales: Tensor) -> Tensor:  # fp32, local storage's shape
-    """The inverse of `encode_whole`, but for rounding."""
-    return decode(codes.flatten(scales.dim() - 1), scales).view(codes.shape)
-
-
-def encode(
-    new: Tensor,  # (..., cols) fp32
-    old: Tensor | None,  # the same before the step; None: round all to nearest
-    bits: Tensor | None,  # (..., cols) int32 in [0, 2**16)
-) -> tuple[Tensor, Tensor]:  # (..., cols) int8, (..., blocks) fp32
-    """Codes and scales of these values."""
-    blocks = _blocks(new)
+    old: Tensor | None = None,  # fp32, the same before the step; None: round all to nearest
+    bits: Tensor | None = None,  # int32 in [0, 2**16), of that shape
+) -> tuple[Tensor, Tensor]:  # int8, the same shape; (rows.., blocks) fp32
+    """Codes and scales of these values. Blocks begin where those of the logical tensor do."""
+    flat = new.flatten(num_row_dims).float()
+    blocks = _blocks(flat)
     scale = blocks.abs().amax(-1)
     # in squared codes; a block of zeros gives 0 / 0, one that is not finite gives NaN or 0
     square = (blocks.abs() / scale[..., None]).nan_to_num_(0.0).mul_(_LEVELS**2)
@@ -232,20 +202,22 @@ def encode(
     fraction = square.sub_(low * low).div_(gap)
     threshold: Tensor | float = 0.5
     if old is not None and bits is not None:
-        moved = ((blocks - _blocks(old)).abs_() / scale[..., None]).mul_(_LEVELS**2)
-        threshold = torch.where(moved < gap, _fraction_of(_blocks(bits)), 0.5)
+        moved = ((blocks - _blocks(old.flatten(num_row_dims))).abs_() / scale[..., None]).mul_(_LEVELS**2)
+        random = (_blocks(bits.flatten(num_row_dims)).float() + 0.5) / 0x10000  # the middle of what 16 bits stand for
+        threshold = torch.where(moved < gap, random, 0.5)
     codes = (low + (fraction > threshold)).copysign_(blocks)
-    return codes.to(torch.int8).flatten(-2)[..., : new.shape[-1]], scale
+    return codes.to(torch.int8).flatten(-2)[..., : flat.shape[-1]].view(new.shape), scale
 
 
 def decode(
-    codes: Tensor,  # (..., cols) int8
-    scale: Tensor,  # (..., blocks) fp32
-) -> Tensor:  # (..., cols) fp32
+    codes: Tensor,  # int8, the shape of a rank's storage
+    scale: Tensor,  # (rows.., blocks)
+) -> Tensor:  # fp32, the shape of the codes
     """Values that 8-bit codes and their scales stand for."""
-    k = _blocks(codes.float())
+    flat = codes.flatten(scale.dim() - 1)
+    k = _blocks(flat.float())
     scale = scale.to(SCALE_DTYPE)  # a file may hold another
-    return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).flatten(-2)[..., : codes.shape[-1]]
+    return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).flatten(-2)[..., : flat.shape[-1]].view(codes.shape)
 
 
 def _blocks(x: Tensor) -> Tensor:  # (..., cols) -> (..., blocks, BLOCK)

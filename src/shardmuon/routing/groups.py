@@ -8,14 +8,13 @@ from the model's structure alone, so data-parallel ranks agree, before and after
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -23,14 +22,13 @@ from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.options import (
+    ADAMW_DEFAULTS,
     GROUP_OPTIONS,
-    MUON_OPTIONS,
-    ONLY_ADAMW,
     ONLY_MUON,
-    OPTIMIZER_KEYWORDS,
     PLACE_OPTIONS,
-    PLACES,
     VIEW_DEFAULTS,
+    LrScale,
+    check_hyperparameters,
     given_lr,
     lr_scale,
     refuse_sets,
@@ -126,10 +124,9 @@ def param_groups(
     lr: float | Tensor | None = None,
     adamw_lr: float | Tensor | None = None,
     weight_decay: float = 0.1,
-    adamw_betas: tuple[float, float] = (0.9, 0.95),
+    adjust_lr_fn: LrScale = None,
     overrides: Overrides | None = None,
     tp_group: Any = None,
-    **muon_options: Any,
 ) -> ParamGroups:
     """Sort a model's parameters into Muon and AdamW groups by what they are.
 
@@ -146,22 +143,21 @@ def param_groups(
         adamw_lr: Learning rate of the rest. Default: what makes AdamW's updates as large as the matrices', see
             `matched_lr`; the table says how large that is.
         weight_decay: Of matrices, embeddings and heads. For others it is 0; set it in the groups.
-        adamw_betas: AdamW's betas.
+        adjust_lr_fn: Of the matrices, see `shardmuon.Muon`, as all their other options.
+            None: the optimizer's.
         overrides: (pattern, choice) pairs; the first that matches wins. A pattern is a glob over parameter names or a
             predicate (name, parameter, module) -> bool. A choice is "muon", "adamw" or a dict of group options, such as
             ``{"use_muon": True, "num_heads": 8, "lr": 3e-4}``; without ``use_muon`` it leaves the routing as it is.
         tp_group: The tensor-parallel process group over which plain parameters are cut, see docs/tensor_parallel.md.
-        **muon_options: Options of the Muon groups: momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn,
-            weight_decay_mode. The optimizer's own hold for those not given.
 
     Returns:
-        The groups. Each has ``params`` (tensors), ``param_names``, ``use_muon``, ``lr`` and ``weight_decay``; AdamW's
-        have ``betas``; Muon's have the options above. `print` them for the routing table.
+        The groups. Each has ``params`` (tensors), ``param_names``, ``use_muon``, ``lr`` and ``weight_decay``. `print`
+        them for the routing table.
 
     Raises:
         ValueError: Nothing is trainable, an override matches nothing or does not fit its parameter, or a parameter's
             logical shape is unknown. The message says what to write.
-        TypeError: `model` is not a module, or an option does not exist.
+        TypeError: `model` is not a module, or there is no `lr`.
 
     Examples:
         >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 50))
@@ -182,8 +178,8 @@ def param_groups(
             f"param_groups needs the model, found {type(model).__name__}: only the module that holds a parameter knows "
             "whether it is an embedding, a head, a convolution or a matrix. Pass the module itself"
         )
-    _check_options(muon_options)
     place = {} if tp_group is None else {"tp_group": GroupRef.of(tp_group, "tp_group")}
+    scale = {} if adjust_lr_fn is None else {"adjust_lr_fn": adjust_lr_fn}
     both: dict[str, Any] = {**place, "lr": given_lr("param_groups", lr), "weight_decay": weight_decay}
     weights, doubts = _route(model, parse_overrides(overrides), place.get("tp_group"))
     trained = [w for w in weights if w.param.requires_grad]
@@ -195,20 +191,23 @@ def param_groups(
     for w in trained:
         _check_usable(w)
         if w.use_muon:
-            w.options, w.matrices = _muon_options(w, {"use_muon": True, **both, **muon_options})
+            w.options, w.matrices = _muon_options(w, {"use_muon": True, **both, **scale})
+            check_hyperparameters(f"{w.name}: ", {**w.options, "use_muon": False})  # its numbers and the scale alone
     if not any(w.use_muon for w in trained):
         doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
     for doubt in doubts:
         warnings.warn(f"param_groups: {doubt}", stacklevel=2)
     matched = None
     if adamw_lr is None:
-        matched = matched_lr((*size, _scale_of(w.options, *size)) for w in trained for size in w.matrices)
+        matched = matched_lr(
+            (*size, lr_scale(w.options.get("adjust_lr_fn"), *size)) for w in trained for size in w.matrices
+        )
         adamw_lr = both["lr"] if matched == 1.0 else both["lr"] * matched
     groups = dict[Any, dict[str, Any]]()
     for w in trained:
         if not w.use_muon:
             still = {} if len(w.shape) > 1 and w.role.decays else {"weight_decay": 0.0}
-            w.options = {"use_muon": False, **both, "lr": adamw_lr, "betas": adamw_betas, **still, **w.given}
+            w.options = {"use_muon": False, **both, "lr": adamw_lr, **still, **w.given}
         key = tuple((name, id(v) if isinstance(v, Tensor) else repr(v)) for name, v in sorted(w.options.items()))
         group = groups.setdefault(key, {"params": [], "param_names": [], **w.options})
         group["params"].append(w.param)
@@ -236,38 +235,7 @@ def matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
 _ADAMW_RMS = 0.2  # of AdamW's updates in units of its lr, see docs/learning_rate.md
 
 
-def _scale_of(options: Mapping[str, Any], rows: int, cols: int) -> float:
-    """The factor of Muon's lr for a matrix of this size, or 0 if the user's function fails: the optimizer says so."""
-    try:
-        return float(lr_scale(options.get("adjust_lr_fn"), rows, cols))
-    except Exception:
-        return 0.0
-
-
-def _check_options(given: Iterable[str]) -> None:
-    """Raise TypeError for keys that are no options of `param_groups`."""
-    own = [p.name for p in inspect.signature(param_groups).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    for key in given:
-        if key in MUON_OPTIONS:
-            continue
-        text = f"there is no option {key!r}{did_you_mean(key, (*own, *MUON_OPTIONS))}. Allowed: "
-        text += ", ".join((*own, *MUON_OPTIONS))
-        if key in PLACES:
-            text = f"{key} is an option of the optimizer. Write shardmuon.Muon(groups, {PLACES[key]})"
-        elif key in VIEW_DEFAULTS:
-            write = f'overrides={{"<name pattern>": {{"{key}": ...}}}}'
-            text = f"{key} says how some parameters read as matrices. Write {write}"
-        raise TypeError(f"param_groups: {text}")
-
-
 # ------------------------------------------------------------------------------------------------------ of Muon(model)
-
-
-class ForModule(TypedDict, total=False):
-    """Options of `param_groups` that `Muon(module)` takes, too, beside its own and `adamw_lr`."""
-
-    adamw_betas: tuple[float, float] | None
-    overrides: Overrides | None
 
 
 def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
@@ -279,13 +247,9 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
         given: Options of `param_groups` that are not the optimizer's own.
 
     Raises:
-        TypeError: Options that do not exist, or such options without a module, which would do nothing.
+        TypeError: Such options without a module, which would do nothing.
         ValueError: AdamW's lr was matched to another learning-rate scale than this optimizer's.
     """
-    allowed = ("adamw_lr", *ForModule.__annotations__)
-    for key in (key for key in given if key not in allowed):
-        write = f". Write {PLACES[key]}" if key in PLACES else did_you_mean(key, (*allowed, *OPTIMIZER_KEYWORDS))
-        raise TypeError(f"Muon: there is no keyword {key!r}{write}")
     given = {key: value for key, value in given.items() if value is not None}
     if isinstance(params, nn.Module):
         own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn")}
@@ -444,7 +408,7 @@ def _check_usable(w: RoutedParam) -> None:
     if w.role.kind in ("unknown", "unclear") and w.settled is not False and not says_how:
         flatten = f', or {{"{w.name}": {{"use_muon": True, "view": "flatten"}}}} for one matrix' if unclear else ""
         raise ValueError(f"{w.name} {w.role.reason}. Or choose: {adamw}{flatten}")
-    wrong = sorted(w.given.keys() & (ONLY_ADAMW if w.use_muon else ONLY_MUON))
+    wrong = sorted(w.given.keys() & (ADAMW_DEFAULTS.keys() if w.use_muon else ONLY_MUON))
     if wrong:
         here, there = ("Muon", "AdamW") if w.use_muon else ("AdamW", "Muon")
         raise ValueError(

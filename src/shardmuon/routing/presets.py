@@ -101,7 +101,7 @@ def _rows(num: int) -> Callable[[Any, Ints], _View]:
 
 
 def _in_columns(*sizes: int) -> _View:
-    return _split(sizes, transposed=True, split_dim=1)
+    return _split(sizes, transposed=True)
 
 
 def _conv1d(layer: Any, shape: Ints) -> _View:
@@ -119,10 +119,9 @@ def _stack(experts: Any, _: Ints) -> _View:
 def _gate_up(experts: Any, shape: Ints) -> _View:
     """The view of gate and up in experts: one after the other, or by turns."""
     view = _stack(experts, shape)
-    along = {"split_dim": 1} if "transposed" in view else {}
-    size = shape[1 + len(along)] // 2
+    size = shape[2 if "transposed" in view else 1] // 2
     by_turns = not getattr(experts, "is_concatenated", True) or type(experts).__name__ == "GptOssExperts"
-    return {**view, **along, **(_split((1, 1), size) if by_turns else _split((size, size)))}
+    return {**view, **(_split((1, 1), size) if by_turns else _split((size, size)))}
 
 
 _TIMM = (  # timm has a dozen classes called Attention; of these the rows are all of q, all of k, all of v

@@ -22,7 +22,6 @@ from shardmuon._torch import flattened, foreach_copy_, is_dense
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.options import ADAMW_DEFAULTS
-from shardmuon.step.update import decay_agreeing_
 from shardmuon.variants import KEPT_KEYS
 
 _VECTOR = 64  # bytes that a CPU's kernel takes at a time, at most (AVX512; torch 2.11 .. 2.13)
@@ -174,15 +173,11 @@ def _copy_back(copied: _Line, targets: Sequence[_Tensors]) -> None:
 
 
 def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device) -> None:
-    """One AdamW step of parameters on one device, in place; `group`: lr, betas, eps, weight_decay, adamw."""
+    """One AdamW step of parameters on one device, in place; `group`: lr, betas, eps, weight_decay."""
     lines, uncounted, copies = _lines(rows, device.type == "cpu")
     lines += [line for line, _ in copies]
     params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*(tensors for tensors, _ in lines), strict=True))
     beta1, beta2 = map(float, group["betas"])
-    lr, decay = float(group["lr"]), float(group["weight_decay"])
-    if decay and group.get("adamw") == "cautious":
-        _decay_cautiously_(params, grads, exp_avgs, beta1, lr * decay)
-        decay = 0.0
     functional_adamw(
         params,
         grads,
@@ -194,8 +189,8 @@ def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
-        lr=lr,
-        weight_decay=decay,
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
         eps=float(group["eps"]),
         maximize=False,
     )
@@ -203,19 +198,3 @@ def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device
         _copy_back(copied, targets)
     if uncounted:
         torch._foreach_add_(uncounted, 1)
-
-
-def _decay_cautiously_(
-    params: Sequence[Tensor],  # decayed in place
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],  # before this step
-    beta1: float,
-    rate: float,  # lr * weight_decay
-) -> None:
-    """W <- W (1 - rate) where W and the coming update have the same sign (arXiv 2510.12402).
-
-    The update is lr * m / (sqrt(v) + eps) with a positive divisor, so its sign is that of m after this step.
-    """
-    for param, grad, exp_avg in zip(params, grads, exp_avgs, strict=True):
-        ahead = torch.lerp(exp_avg, grad, 1 - beta1)
-        decay_agreeing_(param, ahead.sign_().mul_(param), 1 - rate)  # the sign, for a product could underflow

@@ -35,7 +35,7 @@ from shardmuon.plan.plan import Bucket, Gram, Kept, Plan, Policy, Spec, make_pla
 from shardmuon.plan.program import make_program
 from shardmuon.plan.slices import Slicing
 from shardmuon.step.bucket import Bound, Buckets
-from shardmuon.step.options import Group, Settings, rates_text
+from shardmuon.step.options import Group, Settings
 from shardmuon.step.stages import WeightSet, weight_sets
 from shardmuon.variants import Stage, Stages, WeightStage, gram_fault, keeping
 
@@ -217,11 +217,11 @@ def _check_not_flat(name: str, param: Tensor) -> None:
 
 
 def chooser_of(groups: Sequence[Group], config: MuonConfig) -> Chooser:
-    """The choice of a method for each matrix on this rank, and of the device that orthogonalizes; None: that of the
-    parameters."""
+    """The choice of a method for each matrix on this rank, and of the device that orthogonalizes: that of the model, if
+    an engine keeps parameters on the CPU; None: that of the parameters."""
     muon = (p for group in groups if group["use_muon"] for p in group["params"])
     homes = (home for home in map(offloaded_from, muon) if home is not None)
-    return replace(config.orthogonalizer.chooser(), device=config.ns_device or next(homes, None))
+    return replace(config.orthogonalizer.chooser(), device=next(homes, None))
 
 
 def _products(chooser: Chooser, device: torch.device) -> torch.dtype:
@@ -289,7 +289,7 @@ def bound(
     if route == "auto" and len(set(table.stamps.values())) > 1:
         route = "owner"  # replicas on unlike machines would drift apart
     plan = make_plan(specs, Policy(route, exchange.bucket_bytes, machine, config.orthogonalizer.split_k))
-    plan = replace(plan, notes=(*rates_text(plan, settings), *notes))
+    plan = replace(plan, notes=notes)
     planned = ["" if of_options is None else of_options.planned for of_options in options]
     return Binding(rank, table, plan, tuple(members), settings, planned, chooser.device)
 

@@ -8,9 +8,8 @@ lies on an accelerator.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from typing import Any, cast
 
@@ -27,7 +26,6 @@ from shardmuon.options import (
     ADAMW_DEFAULTS,
     GROUP_DEFAULTS,
     MUON_OPTIONS,
-    ONLY_ADAMW,
     ONLY_MUON,
     PLACE_OPTIONS,
     VIEW_OPTIONS,
@@ -40,7 +38,7 @@ from shardmuon.options import (
     refuse_sets,
     view_options,
 )
-from shardmuon.plan.plan import Plan
+from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.step.kept import loaded_over
 from shardmuon.variants import Stages, stages_of, stages_text
 
@@ -52,7 +50,6 @@ _READ = (
     "lr",
     "weight_decay",
     *MUON_OPTIONS,
-    "adamw",
     "betas",
 )
 
@@ -90,24 +87,24 @@ class Settings:
         coefficients: (a, b, c) of each Newton-Schulz step.
         stages: Stages of its variant.
         scales: Factor on the learning rate by the shape of a matrix.
+        view: How its parameters are read as matrices.
         alike: Text of what ranks must have alike when a plan is made, besides `view`.
         planned: Text of what a plan is made for: that, `view`, and this rank's process groups.
-        view: How its parameters are read as matrices.
     """
 
     lr: float
     weight_decay: float
     momentum: float
     nesterov: bool
-    coefficients: tuple[tuple[float, float, float], ...]
+    coefficients: Triples
     adjust_lr_fn: LrScale
     weight_decay_mode: WeightDecayMode
-    stages: Stages = ()
-    given_lr: float | Tensor = field(default=0.0, compare=False)
-    scales: Scales = field(default_factory=lambda: Scales(None), compare=False)
-    alike: str = field(default="", compare=False)
-    planned: str = field(default="", compare=False)
-    view: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    stages: Stages
+    given_lr: float | Tensor = field(compare=False)
+    scales: Scales = field(compare=False)
+    view: Mapping[str, Any] = field(compare=False)
+    alike: str = field(compare=False)
+    planned: str = field(compare=False)
 
     @cached_property
     def text(self) -> str:
@@ -123,28 +120,35 @@ class Settings:
     @cached_property
     def batch(self) -> str:
         """Text of the options that the matrices of a batch must share."""
-        return f"{self.coefficients!r} {stages_text(self.stages)}".rstrip()
+        return _batch_text(self.coefficients, self.stages)
+
+
+def _batch_text(coefficients: Triples, stages: Stages) -> str:
+    return f"{coefficients!r} {stages_text(stages)}".rstrip()
 
 
 def settings_of(group: Group) -> Settings:
     """The group's options as this step uses them. A function of the user's is asked once for each shape."""
-    function, view = group["adjust_lr_fn"], view_options(group)
+    function, view, stages = group["adjust_lr_fn"], view_options(group), stages_of(group)
     function = cache(function) if callable(function) else function
-    found = Settings(
-        float(group["lr"]),
-        float(group["weight_decay"]),
-        float(group["momentum"]),
-        bool(group["nesterov"]),
-        per_step(group["ns_coefficients"], group["ns_steps"]),
-        function,
-        group["weight_decay_mode"],
-        stages_of(group),
-        group["lr"],
-        Scales(function),
+    coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
+    batch = _batch_text(coefficients, stages).replace(" ", "")
+    alike = " ".join([*(f"{key}={group.get(key)!r}" for key in _ALIKE), batch])
+    return Settings(
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
+        momentum=float(group["momentum"]),
+        nesterov=bool(group["nesterov"]),
+        coefficients=coefficients,
+        adjust_lr_fn=function,
+        weight_decay_mode=group["weight_decay_mode"],
+        stages=stages,
+        given_lr=group["lr"],
+        scales=Scales(function),
+        view=view,
+        alike=alike,
+        planned=f"{alike} {view} {[group.get(key) for key in PLACE_OPTIONS]}",
     )
-    alike = " ".join([*(f"{key}={group.get(key)!r}" for key in _ALIKE), found.batch.replace(" ", "")])
-    planned = f"{alike} {view} {[group.get(key) for key in PLACE_OPTIONS]}"
-    return replace(found, alike=alike, planned=planned, view=view)
 
 
 def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
@@ -178,9 +182,9 @@ class OptionsReader:
             said = tuple(map(group.get, _READ))
             if list in map(type, said):
                 said = _copied(said)
-            anew = isinstance(said[_LR], Tensor) or callable(said[_ADJUST])
+            anew = isinstance(group.get("lr"), Tensor) or callable(group.get("adjust_lr_fn"))
             if anew or index >= len(self._kept) or self._kept[index][0] != said:
-                kept.append((said, _settings_of(index, group)))
+                kept.append((said, _checked(index, group)))
             else:
                 kept.append(self._kept[index])
         self._kept = kept
@@ -192,10 +196,7 @@ def _copied(values: Sequence[Any]) -> tuple[object, ...]:
     return tuple(_copied(v) if type(v) is list else v for v in values)
 
 
-_LR, _ADJUST = _READ.index("lr"), _READ.index("adjust_lr_fn")
-
-
-def _settings_of(index: int, group: Group) -> Settings | None:
+def _checked(index: int, group: Group) -> Settings | None:
     try:
         check_hyperparameters(f"group {index}: ", group)
         return settings_of(group) if group["use_muon"] else None
@@ -203,44 +204,6 @@ def _settings_of(index: int, group: Group) -> Settings | None:
         raise
     except Exception as wrong:
         raise ValueError(fault_text(wrong, f"group {index}: ")) from wrong
-
-
-def rates_text(plan: Plan, settings: Sequence[Settings]) -> list[str]:
-    """Lines for the printed plan: the lr of matrices times its scale. A function of the user's is left to the step.
-
-    Args:
-        plan: The plan.
-        settings: Settings of each of its parameters.
-    """
-    shapes: dict[tuple[float, float], dict[str, None]] = {}
-    for item in plan.items:
-        s = settings[item.param]
-        if not callable(s.adjust_lr_fn):
-            shapes.setdefault((s.lr, s.scales[item.rows, item.cols]), {})[f"{item.rows}x{item.cols}"] = None
-    return [
-        f"lr {lr:.4g} when planned, x {scale:.4g} = {lr * scale:.4g}: {', '.join(those)}"
-        for (lr, scale), those in shapes.items()
-    ]
-
-
-def without_stale_names(params: Any) -> Any:
-    """Groups without their names if they are named for more parameters than they have; anything else as it is.
-
-    torch's ZeroRedundancyOptimizer gives each rank's optimizer a part of each group's parameters and the names of all.
-    """
-    if not isinstance(params, list) or not all(isinstance(g, dict) for g in params):
-        return params
-    groups = [g for g in cast("list[dict[str, Any]]", params) if isinstance(g.get("params"), list)]
-    stale = [g for g in groups if len(g.get("param_names") or ()) > len(g["params"])]
-    if not stale:
-        return params
-    names, held = len(stale[0]["param_names"]), len(stale[0]["params"])
-    warnings.warn(
-        f"a group has param_names of {names} parameters and holds {held}, as torch's ZeroRedundancyOptimizer divides "
-        "groups. No parameter keeps its name: messages and audits say where one stands",
-        stacklevel=3,
-    )
-    return [{key: value for key, value in g.items() if key != "param_names"} for g in params]
 
 
 def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,38 +226,18 @@ def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
     return group
 
 
-def drop_what_means_nothing(group: MutableMapping[str, Any], given: Collection[str]) -> None:
-    """Take from a new group, to which torch gives all defaults, those of the other kind that its caller did not set."""
-    for key in ONLY_ADAMW if group["use_muon"] else ONLY_MUON:
-        if key not in given:
-            group.pop(key, None)
-
-
 def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Give a group, in place, the options of its kind that it lacks: its `use_muon` may have changed."""
-    others = ONLY_ADAMW if group["use_muon"] else ONLY_MUON
-    for key, value in (defaults if group["use_muon"] else {**defaults, **ADAMW_DEFAULTS}).items():
-        if key not in others:
+    """Give a group, in place, the options that it lacks, of either kind: its `use_muon` may change."""
+    for key, value in [*defaults.items(), *GROUP_DEFAULTS.items(), *ADAMW_DEFAULTS.items()]:
+        if key != "differentiable":  # torch's own
             group.setdefault(key, value)
-
-
-def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """`complete` the groups whose `use_muon` was changed since they were made."""
-    for group in groups:
-        is_muon = group.get("use_muon", True)
-        mark = "ns_coefficients" if is_muon else "betas"
-        if "use_muon" in group and mark not in group:
-            complete(group, defaults)
 
 
 def fill_up(groups: Sequence[dict[str, Any]], mine: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
     """Give loaded groups the options that they lack (checkpoints of torch.optim.Muon): those that the optimizer's own
     have, then its defaults."""
-    defaults = {key: value for key, value in {**GROUP_DEFAULTS, **defaults}.items() if key != "differentiable"}
     for index, group in enumerate(groups):
         group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
-        if group.setdefault("use_muon", True):
-            group.pop("eps", None)  # torch.optim.Muon's, which no AdamW is to have later
         complete(group, defaults)
 
 
@@ -325,6 +268,8 @@ def check_param_group(
     check_hyperparameters(f"group {index}: ", group)
     listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
     meaningless = {key: group[key] for key in given if key in ONLY_MUON and group[key] != defaults[key]}
+    if ADAMW_DEFAULTS.keys() <= set(given):  # another optimizer's group, which carries every option
+        meaningless = {}
     unset = {key for key in ("tp_group", "process_group") if key not in given}
     for position, p in enumerate(params):
         name = names[position] if position < len(names) else f"parameter {position} of group {index}"
@@ -344,16 +289,6 @@ def check_param_group(
                 f"{name}: {meaningless} are options of matrices, but the group says use_muon=False, which is AdamW. "
                 "Leave them out"
             )
-    named = bool(names) or "param_names" in group
-    if known and named != ("param_names" in known[0]):
-        raise ValueError(
-            f"group {index}: its parameters have no names, those of the other groups have. Give (name, parameter) "
-            "pairs, or the groups of a module: for g in shardmuon.param_groups(part, lr=...): "
-            "optimizer.add_param_group(g)"
-            if not named
-            else f"group {index}: its parameters have names ({names[0] if names else 'none'}, ..), those of the other "
-            "groups have none. Leave the names out (group.pop('param_names')), or give every group names"
-        )
 
 
 def _check_matrix(name: str, p: Tensor, group: Mapping[str, Any], given: Collection[str]) -> None:

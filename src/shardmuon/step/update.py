@@ -189,9 +189,6 @@ def update_momentum(
     for places, of in side.portions(work, grads, momenta):
         first = side.params[places[0]]
         s, given, kept, out = work.settings[first], of(grads), of(momenta), None if targets is None else of(targets)
-        if s.weight_decay and s.weight_decay_mode == "l2":
-            weights = of(side.of(work.weights))
-            given = [l2_gradient(g, w, s.weight_decay) for g, w in zip(given, weights, strict=True)]
         if first in work.rounding and work.rounding[first].momentum is not None:
             for at, i in enumerate(places):
                 _update_rounded(side, work, i, kept[at], given[at], None if out is None else out[at])
@@ -246,14 +243,14 @@ def apply_results(
         first = side.params[places[0]]
         s, chosen, added = work.settings[first], of(weights), of(updates)
         alphas = [s.lr * s.scales[shape] for shape in of(side.shapes)]
-        device, dtype = chosen[0].device, chosen[0].dtype
+        device = chosen[0].device
         if {*map(_device_of, added)} != {device}:
             added = [update.to(device) for update in added]
         rounded: list[Callable[[Tensor], Tensor]] | None = None
         if first in work.rounding and work.rounding[first].weights is not None:
             streams = [work.rounding[side.params[i]].weights for i in places]
             rounded = [
-                partial(round_patch, cast("Stream", one), side.patches[i], dtype)
+                partial(round_patch, cast("Stream", one), side.patches[i])
                 for one, i in zip(streams, places, strict=True)
             ]
         elif like_torch and s.weight_decay_mode == "decoupled":
@@ -319,12 +316,6 @@ def in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]
     yield from zip(*(((slab,) for slab in column[0].split(step, dim)) for column in columns), strict=True)
 
 
-def l2_gradient(grad: Tensor, param: Tensor, weight_decay: float) -> Tensor:
-    """G + weight_decay * W, computed in at least fp32, in the gradient's dtype."""
-    wide = torch.float64 if torch.float64 in (grad.dtype, param.dtype) else torch.float32
-    return (grad.to(wide) + param.to(wide) * weight_decay).to(grad.dtype)
-
-
 def apply_(
     params: Sequence[Tensor],  # local views of one device and dtype, updated in place
     updates: Sequence[Tensor],  # same shapes, orthogonalized; wire dtype
@@ -339,7 +330,6 @@ def apply_(
     decoupled   W (1 - lr * wd)                      AdamW's; torch.optim.Muon's
     independent W (1 - wd)                           not scaled by lr
     cautious    W (1 - lr * wd) where O * W > 0      elsewhere W: decay never works against the update
-    l2          W                                    the decay went into the gradient, before momentum
     """
     half = params[0].dtype in _HALVES
     factor = 1 - (weight_decay if mode == "independent" else lr * weight_decay)
@@ -348,7 +338,7 @@ def apply_(
         if weight_decay and mode == "cautious":
             for w, update in zip(weights, given, strict=True):
                 decay_agreeing_(w, update * w, factor)
-        elif weight_decay and mode != "l2":
+        elif weight_decay:
             foreach_scale_(weights, factor)
         # a CPU's `add` widens as it goes; other devices have no list operation for that
         widens = given[0].dtype in _HALVES and weights[0].device.type == "cpu"

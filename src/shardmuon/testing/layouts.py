@@ -506,17 +506,17 @@ PARAMS: dict[str, ParamCase] = {
     "in_out": ParamCase((21, 34), "stored transposed; nothing divides", {"transposed": True}),
     "in_out_experts": ParamCase((5, 6, 9), "a stack of transposes", {"view": "stack", "transposed": True}),
     "columns": ParamCase(
-        (13, 27), "blocks of columns that end inside shards", {"split_sizes": (8, 19), "split_dim": 1}
+        (13, 27), "blocks of columns that end inside shards", {"split_sizes": (8, 19), "transposed": True}
     ),
     "in_out_qkv": ParamCase(
         (10, 24),
         "2 query groups of (8, 2, 2) columns, transposed",
-        {"split_sizes": (8, 2, 2), "split_groups": 2, "split_dim": 1, "transposed": True},
+        {"split_sizes": (8, 2, 2), "split_groups": 2, "transposed": True},
     ),
     "in_out_gate_up": ParamCase(
         (3, 7, 12),
         "single columns by turns inside transposed experts",
-        {"view": "stack", "split_sizes": (1, 1), "split_groups": 6, "split_dim": 1, "transposed": True},
+        {"view": "stack", "split_sizes": (1, 1), "split_groups": 6, "transposed": True},
     ),
 }
 

@@ -64,16 +64,13 @@ def names_in(variant: str | None) -> tuple[str, ...]:
 
 
 def check_variant(group: Mapping[str, Any]) -> None:
-    """Raise ValueError, without the group, for a variant or an option of variants that has no meaning."""
+    """Raise ValueError, without the group, for a variant that has no meaning."""
     for name in names_in(group.get("variant")):
         if not VARIANTS[name].decays and float(group.get("weight_decay", 0.0)) != 0.0:
             raise ValueError(
                 f"variant={group['variant']!r}: {name!r} keeps the norm of weights, so weight_decay="
                 f"{group['weight_decay']!r} would do nothing but turn them. Write weight_decay=0.0"
             )
-    beta2 = group.get("beta2", VARIANT_OPTIONS["beta2"])
-    if isinstance(beta2, bool) or not isinstance(beta2, (int, float)) or not 0.0 <= beta2 < 1.0:
-        raise ValueError(f"beta2={beta2!r} must be a number from 0 to below 1")
 
 
 def stages_of(group: Mapping[str, Any]) -> Stages:

@@ -35,8 +35,8 @@
     2. A row in `VARIANTS` (variants/__init__.py): the name that users write, and a function from a group's options to
        the stages. A variant may have several (scale the update at the owner, then the weights).
     3. An option that it reads: a row in `VARIANT_OPTIONS` there, its default, which all variants share; its check in
-       `check_variant`; an argument of `Muon` (signature, defaults, docstring), a row of docs/options.md and one of
-       `OPTIONS` in tests/commands/test_plan_command.py.
+       `_GROUP_CHECKS` of options.py; an argument of `Muon` (signature, defaults, docstring), a row of docs/options.md
+       and one of `OPTIONS` in tests/commands/test_plan_command.py.
     4. A row of `FORMULAS` (auditing/reference.py): the formula once more, in fp64, written anew. Without one the audit
        says which matrices it does not check.
     5. A row of the table in docs/variants.md, and the name where the others are: `grep -in hyperball README.md

@@ -56,7 +56,7 @@ def get_megatron_optimizer(
         ValueError: The configuration shards what must be whole, or a parameter's matrices cannot be known.
     """
     groups = pg_collection or _core("process_groups_config").ProcessGroupCollection.use_mpu_process_groups()
-    routing, options = _options(config, muon_options)
+    options = _options(config, muon_options)
     given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
     distributed, fault = bool(config.use_distributed_optimizer), Fault()
     with fault:  # whatever is wrong here, other pipeline stages must hear of it
@@ -66,7 +66,7 @@ def get_megatron_optimizer(
             here = _matching(chunk, given)
             matched.update(here)
             rules = [*(given[i] for i in here), *parse_overrides(_qkv(config, chunk, groups))]
-            listed += _routed(config, chunk, adamw_lr, rules, routing, groups)
+            listed += _routed(config, chunk, adamw_lr, rules, options["adjust_lr_fn"], groups)
         for expert in (False, True) if distributed else ():
             check_shards([g for g in listed if g["is_expert_parallel"] == expert], _tp(groups, expert))
     with made_public():
@@ -151,30 +151,33 @@ def _tp(groups: Any, expert: bool) -> Any:
 # -------------------------------------------------------------------------------------------------------- options
 
 
-def _options(config: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of Muon groups, and of the optimizer: Megatron's names, then the user's."""
+def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the optimizer: Megatron's names, then the user's."""
     of_job = sorted({"process_group", "tp_group", "expert_tp_group"} & given.keys())
     if of_job:
         raise ValueError(
             f"{of_job[0]} is Megatron's to say: give pg_collection=, or leave it out for its global groups"
         )
-    of_groups = {
-        "momentum": config.muon_momentum,
-        "nesterov": config.muon_nesterov,
-        "adjust_lr_fn": given["adjust_lr_fn"] if "adjust_lr_fn" in given else _scale_of(config),
-        "ns_coefficients": config.muon_coefficient_type,
-        "ns_steps": config.muon_num_ns_steps,
-    }
-    keys = {*of_groups, "weight_decay_mode"}
     if callable(given.get("adjust_lr_fn")):
         raise ValueError("adjust_lr_fn must be a name here: Megatron's checkpoints keep every option of a group")
-    if "ns_coefficients" in given:  # with a length of their own
-        of_groups.pop("ns_steps")
-    of_groups |= {key: value for key, value in given.items() if key in keys}
     if not config.decoupled_weight_decay:
-        of_groups.setdefault("weight_decay_mode", "l2")
-    rest = {key: value for key, value in given.items() if key not in keys}
-    return of_groups, {"weight_decay": config.weight_decay, **rest}
+        raise ValueError(
+            "decoupled_weight_decay=False adds the decay to gradients, of whose size a matrix's update is independent. "
+            "Leave it out: the decay is on the weights then"
+        )
+    options = {
+        "weight_decay": config.weight_decay,
+        "momentum": config.muon_momentum,
+        "nesterov": config.muon_nesterov,
+        "ns_coefficients": config.muon_coefficient_type,
+        "ns_steps": config.muon_num_ns_steps,
+        **given,
+    }
+    if "ns_coefficients" in given:  # with a length of their own
+        options["ns_steps"] = given.get("ns_steps")
+    if "adjust_lr_fn" not in given:
+        options["adjust_lr_fn"] = _scale_of(config)
+    return options
 
 
 def _scale_of(config: Any) -> str:
@@ -240,7 +243,7 @@ def _routed(
     chunk: nn.Module,
     adamw_lr: float | None,
     rules: Sequence[Rule],
-    routing: Any,
+    adjust_lr_fn: str | None,
     groups: Any,
 ) -> list[dict[str, Any]]:
     """The groups of a model chunk with what Megatron's scheduler and checkpoints want of a group."""
@@ -254,14 +257,14 @@ def _routed(
         lr=config.lr,
         adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # a matched one would differ from stage to stage
         weight_decay=config.weight_decay,
-        adamw_betas=(config.adam_beta1, config.adam_beta2),
         overrides=[(rule.pattern, rule.options) for rule in rules],
-        **routing,
+        adjust_lr_fn=adjust_lr_fn,
     )
     out = []
     for group in made:
         group.pop("tp_group", None)  # not the same on all ranks; `Muon` is told it
         if not group["use_muon"]:
+            group.setdefault("betas", (config.adam_beta1, config.adam_beta2))
             group.setdefault("eps", config.adam_eps)
         lr = float(group["lr"])
         own = {
