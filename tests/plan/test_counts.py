@@ -34,12 +34,6 @@ def test_layouts_that_mix_are_counted_as_their_programs_run(seed: int) -> None:
     check(make_plan(specs, EACH))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_gram_route_is_counted_as_its_programs_run(layout: str) -> None:
-    specs = [spec(name, LAYOUTS[layout](make()), gram_fault="") for name, make in VIEWS.items()]
-    check(make_plan(specs, Policy("gram", bucket_bytes=1200)))
-
-
 def check(plan: Plan) -> None:
     counts = count_plan(plan, _node_of)
     assert list(counts) == sorted({rank for s in plan.specs for rank in s.layout.ranks})

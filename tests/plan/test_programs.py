@@ -116,13 +116,6 @@ def test_local_matrices_stay_and_scarce_ones_are_shared_out() -> None:
     assert [bucket.ranks for bucket in plan.buckets if not bucket.exchange] == [(0,), (1,), (2,), (3,)]
 
 
-def test_the_local_route_is_redundant_on_replicas_and_refused_on_shards() -> None:
-    plan = make_plan([spec("copies", LAYOUTS["hsdp 4x1"](VIEWS["plain"]()))], Policy(route="local"))
-    assert plan.items[0].owners == (0, 1, 2, 3) and not any(bucket.exchange for bucket in plan.buckets)
-    with pytest.raises(ValueError, match=r"cut: route='local' .* but rank 0 stores a part of it: 12x10"):
-        make_plan([spec("cut", LAYOUTS["fsdp"](VIEWS["plain"]()))], Policy(route="local"))
-
-
 def test_owners_without_a_choice_count_before_the_others_choose() -> None:
     """Rank 0 alone stores a small matrix; three large ones go to the other ranks."""
     small = spec("small", dataclasses.replace(LAYOUTS["one"](matrix_view((4, 4))), ranks=(0, 1, 2, 3), held=_first()))
@@ -219,7 +212,7 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
     lines = [[item for item in items if item.owners == (rank,)] for rank in range(3)]
     lines = [sorted(line, key=lambda item: -item.cost if seed % 2 else item.rows) for line in lines if line]
     for most, least in itertools.product((1, 16, 47, 100, 500, 10**5), (1, 4)):
-        shares = shares_of(lines, most, least, lambda item: item.numel)
+        shares = shares_of(lines, most, least)
         assert len(shares) == max(max(_num_filled(line, most) for line in lines), min(least, max(map(len, lines))))
         assert sorted(item.param for share in shares for item in share) == list(range(len(items)))
         for line in lines:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dense_step import DenseMuon
 from drawn import models
 from hypothesis import given, settings
-from simulated import EACH, SimulatedRanks, cut, planned
+from simulated import EACH, SHARING, SimulatedRanks, cut, planned
 from torch import Tensor, nn
 
 from shardmuon import Exchange, Muon
@@ -90,7 +90,7 @@ def _crossed() -> list[str]:
         {"params": [(name, p)], **({"process_group": of} if len(of) == 3 else {"tp_group": of, "partition_dim": 0})}
         for (name, p), of in zip(params.items(), sets.values(), strict=True)
     ]
-    optimizer = Muon(groups, lr=0.05, exchange=Exchange(bucket_bytes=300, route="owner"))
+    optimizer = Muon(groups, lr=0.05, exchange=Exchange(bucket_bytes=300, machine=SHARING))
     alone, wrong = Muon(list(whole.items()), lr=0.05), list[str]()
     for step in range(3):
         grads = {name: torch.randn(t.shape, generator=draw) for name, t in full.items()}

@@ -177,7 +177,7 @@ def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
     """Each of four ranks reads two of eight replicated matrices, and only moves the momentum of the others."""
     shape = (16, 24)
     layout = replicated(matrix_view(shape), (0, 1, 2, 3))
-    plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy("owner"))
+    plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy(each=False))
     ranks = SimulatedRanks(plan, [normal(*shape, seed=i) for i in range(8)])
     groups = [group_of()] * 8
     with Passes(16 * 24) as passes:

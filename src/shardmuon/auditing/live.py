@@ -281,9 +281,6 @@ class StepAudit:
         param, choice, device = one.param, Choice.of(item.how), self._binding.ns_device
         products = choice.dtype or default_dtype(choice.method, device or param.device)
         wire = _WIRES[self._binding.plan.specs[item.param].itemsizes[item.matrix]]
-        by_gram = item.route == "gram"
-        if by_gram:  # shards are multiplied where they lie
-            products = wire = torch.promote_types(wire, torch.float32)
         gradient = self._gradient(param, item.param)
         stored = self._optimizer.state.get(param, {}).get(BUFFER, param).dtype
         computed = torch.float32 if self._optimizer.keeper.widens else stored
@@ -298,7 +295,6 @@ class StepAudit:
             computed,
             stored,
             device,
-            by_gram,
             None if how is None or how.weights is None else (how.weights, item.matrix),
         )
 

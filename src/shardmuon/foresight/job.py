@@ -110,7 +110,7 @@ class _Planned:
         params = parameters_of(self._groups, model.module)
         params = in_megatrons_order(params, self._groups) if mesh.engine == "megatron" else params
         split_k = self._orthogonalizer.split_k
-        policy = Policy(exchange.route, exchange.bucket_bytes, exchange.machine or machine, split_k)
+        policy = Policy(exchange.bucket_bytes, exchange.machine or machine, split_k)
         units = make_units(params, mesh, self._view_of)
         plans = [make_plan([self._spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
         shares: dict[int, list[Share]] = {}

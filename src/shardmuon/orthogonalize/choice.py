@@ -267,12 +267,6 @@ def _flops_by_side(
     return (1 + restarts) * twice, of_small
 
 
-def factor_flops(short: int, coefficients: Triples, symmetric_share: float) -> int:
-    """Floating point operations of `factor_of` for one matrix."""
-    squares = sum(c != 0.0 for _, _, c in coefficients)
-    return round((squares + 3 * (len(coefficients) - 1)) * 2 * short**3 * symmetric_share)
-
-
 # ---------------------------------------------------------------------------------------------------- measurements
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from shardmuon.layout.table import ParamLayout, Ranks
@@ -67,7 +67,6 @@ class Cutter:
         for item in items:
             spec = self._specs[item.param]
             itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
-            itemsize = max(itemsize, 4) if item.route == "gram" else itemsize
             ranks = item.owners if item.route == "local" else spec.layout.ranks
             found.setdefault(Alike(ranks, item.route, len(item.owners), spec.kind, itemsize), []).append(item)
         return found
@@ -90,7 +89,7 @@ class Cutter:
         of_momentum = 4 * sum(item.numel for item in share) // _OF_MOMENTUM
         least = _IN_CACHE if alike.kind == "cpu" else max(_LEAST_BYTES, of_momentum)
         most = (self._policy.bucket_bytes or least) // alike.itemsize
-        return shares_of(_lines(share), max(1, most), 1, lambda item: item.numel)[::-1]
+        return shares_of(_lines(share), max(1, most), 1)[::-1]
 
     def cheapest(self, alike: Alike, items: Share, prices: Mapping[Key, Priced]) -> tuple[list[Share], Chosen]:
         """The buckets of what moves: of those that are hardly dearer than the cheapest, what takes least memory."""
@@ -117,17 +116,12 @@ class Cutter:
 
     def _cuts(self, alike: Alike, items: Share, prices: Mapping[Key, Priced]) -> Iterator[list[Share]]:
         """The cuts that are tried: in so many waves, and these whole or cut by owners."""
-
-        def size(item: Item) -> int:
-            """Elements of a whole matrix; of the triangles that its owner is sent, where they are more."""
-            return max(item.numel, len(alike.ranks) * item.short**2 // 2) if item.route == "gram" else item.numel
-
-        most = sum(map(size, items))
+        most = sum(item.numel for item in items)
         if self._policy.bucket_bytes:
             most = max(1, self._policy.bucket_bytes // alike.itemsize)
         lines, known = _lines(items), 0
         for least in _NUMS:
-            waves = shares_of(lines, most, least, size)[::-1]
+            waves = shares_of(lines, most, least)[::-1]
             if len(waves) > known:
                 for tail in _TAILS if any(one.spread.replicas > 1 for one in prices.values()) else (1,):
                     yield _with_slices(_narrowed(waves, tail, prices))
@@ -177,13 +171,13 @@ def _with_slices(shares: list[Share]) -> list[Share]:
     return [share for share in found if share]
 
 
-def shares_of(lines: Sequence[Share], most: int, least: int, size: Callable[[Item], int]) -> list[Share]:
+def shares_of(lines: Sequence[Share], most: int, least: int) -> list[Share]:
     """Cut the lines of all owners into so few shares, `least` if there are matrices for them, that no owner has more
     than `most` elements in one, unless that is a single matrix. Every owner has equal work in each, as far as that and
     its matrices allow."""
-    needed = [_needed(list(map(size, line)), most) for line in lines]
+    needed = [_needed([item.numel for item in line], most) for line in lines]
     num = max(least, *(of_line[0] for of_line in needed))
-    cut = [_cut(line, of_line, most, num, size) for line, of_line in zip(lines, needed, strict=True)]
+    cut = [_cut(line, of_line, most, num) for line, of_line in zip(lines, needed, strict=True)]
     shares = [[item for part in parts for item in part] for parts in zip(*cut, strict=True)]
     return [share for share in shares if share]
 
@@ -202,7 +196,7 @@ def _needed(sizes: Sequence[int], most: int) -> list[int]:
     return found
 
 
-def _cut(line: Share, needed: Sequence[int], most: int, num: int, size: Callable[[Item], int]) -> list[Share]:
+def _cut(line: Share, needed: Sequence[int], most: int, num: int) -> list[Share]:
     """One owner's matrices, in order, in `num` shares of equal work; none is empty that need not be."""
     parts: list[Share] = [[] for _ in range(num)]
     left, share, work, filled = sum(item.cost for item in line), 0, 0, 0
@@ -210,9 +204,9 @@ def _cut(line: Share, needed: Sequence[int], most: int, num: int, size: Callable
         behind = num - share - 1  # shares that follow this one
         if parts[share] and behind and needed[place] <= behind:
             enough = work * (behind + 1) >= left
-            if enough or filled + size(item) > most or len(line) - place <= behind:
+            if enough or filled + item.numel > most or len(line) - place <= behind:
                 left, share, work, filled = left - work, share + 1, 0, 0
         parts[share].append(item)
         work += item.cost
-        filled += size(item)
+        filled += item.numel
     return parts

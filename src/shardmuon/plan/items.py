@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Matrix
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 from shardmuon.plan.slices import Slicing, slice_of
 
-Route = Literal["local", "owner", "gram"]
-RouteOption = Literal["auto", "owner", "local", "gram"]
+Route = Literal["local", "owner"]
 Key = tuple[int, int, int]  # of a matrix or a slice: parameter, matrix, part
-ROUTES: tuple[RouteOption, ...] = get_args(RouteOption)
 
 
 class Kept(NamedTuple):
@@ -28,18 +26,6 @@ class Kept(NamedTuple):
     travels: bool
 
 
-class Gram(NamedTuple):
-    """The Gram route for a matrix.
-
-    Attributes:
-        cost: Floating point operations of its iteration.
-        fault: Why its method, schedule or stages exclude the route, or "".
-    """
-
-    cost: int = 0
-    fault: str = "no schedule was named"
-
-
 class Spec(NamedTuple):
     """One parameter as the planner sees it.
 
@@ -52,7 +38,6 @@ class Spec(NamedTuple):
         kind: Device type. Parameters of different kinds never share a bucket.
         itemsizes: Bytes per element of each matrix's wire. Empty: 4 each.
         kept: Kept numbers of each stage that keeps any.
-        grams: The Gram route for each matrix. Empty: excluded.
         reasons: Why each is orthogonalized like this. Empty: nothing is said.
         slicings: The cost of slices of each matrix; None: it stays whole. Empty: all do.
     """
@@ -65,31 +50,28 @@ class Spec(NamedTuple):
     kind: str = "cpu"
     itemsizes: tuple[int, ...] = ()
     kept: tuple[Kept, ...] = ()
-    grams: tuple[Gram, ...] = ()
     reasons: tuple[str, ...] = ()
     slicings: tuple[Slicing | None, ...] = ()
 
 
 class Policy(NamedTuple):
-    """The choices that a user may make about a plan.
+    """What is given about a plan beside its parameters.
 
     Attributes:
-        route: "owner": one rank orthogonalizes a matrix, where it lies if one rank alone stores it. "auto": so, or one
-            rank of each replica, where that is cheaper. "local": every rank that stores it whole does, and nothing
-            moves. "gram": the Gram route (see cuts.py) for matrices that are cut along their long side only, "owner"
-            for the others.
         bucket_bytes: Most bytes (of the wire) of whole matrices that one owner has in a bucket. A larger matrix makes
             a bucket of its own. None: what is hardly dearer than the cheapest; of what moves nowhere 32 MiB, or a
             thirty-second part of what its momentum takes on a rank in fp32, if that is more.
         machine: The machine by whose rates buckets are chosen.
         split_k: Owners of a matrix that takes more than the mean load of its ranks, each of one slice, where that is
             cheaper and a node has so many.
+        each: True if replicas may each work for themselves, where that is cheaper. False where machines differ:
+            replicas would drift apart.
     """
 
-    route: RouteOption = "auto"
     bucket_bytes: int | None = None
     machine: Machine = MACHINES[DEFAULT]
     split_k: int = 1
+    each: bool = True
 
 
 class Item(NamedTuple):
@@ -98,14 +80,12 @@ class Item(NamedTuple):
     Attributes:
         param, matrix: Number of its `Spec`, and of the matrix in the view.
         rows, cols: Shape of the matrix.
-        owners: The rank that orthogonalizes it, or one of each replica, in their order (see `ParamLayout.replicas`). On
-            the local route all that do.
-        route: "local": nothing of it moves. "gram": see cuts.py.
+        owners: The rank that orthogonalizes it, or one of each replica, in their order (see `ParamLayout.replicas`).
+        route: "local": nothing of it moves. "owner": all of it goes to its owner and back.
         how: See `Spec`.
         cost: Floating point operations of an owner.
         part, parts: Which of how many slices it is; 0 of 1: the matrix.
-        reason: Why it is orthogonalized like this, and why not by the Gram route if that was asked for. Not compared
-            between ranks: it may name measurements of a machine.
+        reason: Why it is orthogonalized like this. Not compared between ranks: it may name what one machine can do.
     """
 
     param: int

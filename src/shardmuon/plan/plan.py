@@ -11,26 +11,12 @@ from shardmuon.errors import ranks_text
 from shardmuon.layout.pieces import Tile
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
 from shardmuon.plan.buckets import Alike, Chosen, Cutter, Share, Way
-from shardmuon.plan.cuts import cut_faults
-from shardmuon.plan.items import ROUTES, Gram, Item, Kept, Key, Policy, Route, RouteOption, Spec
+from shardmuon.plan.items import Item, Kept, Key, Policy, Route, Spec
 from shardmuon.plan.owners import draft_of, each_for_itself, parted, with_owners
 from shardmuon.plan.slices import clipped
 from shardmuon.texts import table
 
-__all__ = [
-    "ROUTES",
-    "Bucket",
-    "Gram",
-    "Item",
-    "Kept",
-    "Plan",
-    "Policy",
-    "Route",
-    "RouteOption",
-    "Spec",
-    "Tiles",
-    "make_plan",
-]
+__all__ = ["Bucket", "Item", "Kept", "Plan", "Policy", "Route", "Spec", "Tiles", "make_plan"]
 _NO_GAIN = 102  # percent of another way that the simpler one may cost
 _LATENCIES = 3  # between nodes, for less than which replicas do not each work for themselves
 Tiles = Mapping[int, tuple[Tile, ...]]  # by rank
@@ -43,7 +29,7 @@ class Bucket(NamedTuple):
         ranks: Ranks of the exchange. On the local route, those that own any of them.
         items: Numbers of the plan's items.
         kind: See `Spec`.
-        itemsize: Bytes per element of the wire; Gram matrices are never narrower than fp32.
+        itemsize: Bytes per element of the wire.
         route: Route of all its items.
         gathers: False if every owner stores its matrices whole, as plain replicas do, and no stage keeps anything:
             nothing travels before products, and afterwards only to other replicas.
@@ -151,7 +137,7 @@ def _rows(plan: Plan) -> str:
 
 
 def _balance(plan: Plan) -> list[str]:
-    """Lines on the most loaded rank, on idle ranks, and on matrices whose bits depend on how they are sharded."""
+    """Lines on the most loaded rank and on idle ranks."""
     lines, loads = [], plan.loads()
     if any(loads.values()):
         mean = sum(loads.values()) / len(loads)
@@ -162,25 +148,15 @@ def _balance(plan: Plan) -> list[str]:
     idle = tuple(rank for rank, flops in loads.items() if not flops)
     if len(idle) < len(loads) and idle:
         lines.append(f"{len(idle)} of {len(loads)} ranks orthogonalize nothing: ranks {ranks_text(idle)}")
-    on_shards = sum(item.route == "gram" for item in plan.items)
-    if on_shards:
-        lines.append(f"not bitwise: {on_shards} matrices take the Gram route, whose sums over shards round otherwise")
     return lines
 
 
 def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
-    """Give every matrix its owner and its bucket.
-
-    Raises:
-        ValueError: The local or the Gram route is asked for, and a matrix cannot take it; with the parameter's name.
-    """
-    layouts = {spec.layout for spec in specs} if policy.route == "gram" else ()
-    cuts = {layout: cut_faults(layout) for layout in layouts}
+    """Give every matrix its owner and its bucket."""
     sets: dict[Ranks, list[Item]] = {}
     for param, spec in enumerate(specs):
-        matrices, faults = range(len(spec.layout.view.matrices)), cuts.get(spec.layout, ())
-        drafts = [draft_of(spec, param, matrix, policy.route, faults) for matrix in matrices]
-        sets.setdefault(spec.layout.ranks, []).extend(drafts)
+        matrices = range(len(spec.layout.view.matrices))
+        sets.setdefault(spec.layout.ranks, []).extend(draft_of(spec, param, matrix) for matrix in matrices)
     cutter = Cutter(specs, policy)
     ways = [_cheapest(specs, cutter, drafts, ranks, policy) for ranks, drafts in sets.items()]
     items = sorted((item for way in ways for item in way.items), key=lambda item: item.key)
@@ -206,10 +182,8 @@ def _settled(specs: Sequence[Spec], cutter: Cutter, drafts: Sequence[Item], rank
 
     Replicas that share the work are equal because they get the same results, which is worth a little.
     """
-    fixed = [draft for draft in drafts if draft.route == "local"]
-    free = [draft for draft in drafts if draft.route != "local"]
-    shared = cutter.way([*fixed, *with_owners(specs, free, ranks, policy.machine)])
-    each = each_for_itself(specs, free, policy.machine.per_node) if policy.route == "auto" else {}
+    shared = cutter.way(with_owners(specs, drafts, ranks, policy.machine))
+    each = each_for_itself(specs, drafts, policy.machine.per_node) if policy.each else {}
     if not each:
         return shared
     alone = cutter.way([each.get(item.key, item) for item in shared.items])
@@ -262,5 +236,5 @@ def _in_order(
 def _gathered(spec: Spec, item: Item) -> bool:
     """False if the owner has all that it needs, and nobody else in its replica awaits a result."""
     stored = clipped(spec.layout.tiles[item.matrix].get(item.owners[0], ()), item.box(spec))
-    whole = item.route == "owner" and sum(tile.numel for tile in stored) == item.numel
+    whole = sum(tile.numel for tile in stored) == item.numel
     return not whole or any(kept.travels for kept in spec.kept)

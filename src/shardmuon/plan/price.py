@@ -74,7 +74,7 @@ def priced(item: Item, spec: Spec, spread: Spread, machine: Machine) -> Priced:
     """A matrix or a slice with its owner, or its first one. `spread`: of its layout."""
     if len(item.owners) > 1:
         spread = spread._replace(replicas=1, near=1)
-    size, ns = products_of(item.short, "float64" if item.route == "gram" else item.how, item.cost, machine)
+    size, ns = products_of(item.short, item.how, item.cost, machine)
     if item.parts > 1:
         size, ns = 1, ns + _sums_ns(item, spec, machine)
     return Priced(item.owners[0], spec.layout.replica_of[item.owners[0]], item.numel, size, ns, spread)

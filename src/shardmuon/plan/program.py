@@ -23,7 +23,6 @@ from typing import Literal, NamedTuple
 from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.copies import BufferPlace, Copy, joined
-from shardmuon.plan.gram import make_gram_program
 from shardmuon.plan.plan import Bucket, Item, Plan
 from shardmuon.plan.types import Batch, KeptLoad, Load, Mates, Program, Relay, Wire, aligned
 
@@ -48,8 +47,6 @@ _RELAY: tuple[_Side, _Side] = ("relayed", "idle")
 
 def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
     """The program of a rank of the bucket, without parameters that have no gradient in this step (`missing`)."""
-    if bucket.route == "gram":
-        return make_gram_program(plan, bucket, rank, missing)
     numbers = [n for n in bucket.items if plan.items[n].param not in missing]
     numbers.sort(key=lambda n: _batch_key(plan, n))  # equal ones side by side, so that copies join
     batches, slots = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)

@@ -1,8 +1,7 @@
 """The buckets of a step on one rank, from momentum to weights: while one is orthogonalized, the next one travels.
 
 `run_buckets` takes them in turns; `run_owners` is one bucket from its first line to its last: gather, orthogonalize
-(with sums in between, where slices of a matrix have several owners), scatter, relay; `run_gram` is one of the Gram
-route, whose tensors are fp32 (fp64 where wires are), whatever the products of others. Exchanges are handed in, so real
+(with sums in between, where slices of a matrix have several owners), scatter, relay. Exchanges are handed in, so real
 ranks and simulated ones run the same lines.
 """
 
@@ -16,25 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon._torch import exact_products, foreach_norm
+from shardmuon._torch import exact_products
 from shardmuon.comm.groups import Pending, Traffic, group_for, start
 from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import (
-    BACKENDS,
-    Products,
-    Summing,
-    default_dtype,
-    factor_of,
-    normalize_into,
-    orthogonalize,
-    sliced,
-)
+from shardmuon.orthogonalize import BACKENDS, Summing, default_dtype, orthogonalize, sliced
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.orthogonalize.gram import FiniteWatch, pack_symmetric, unpack_symmetric
+from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.copies import Copy
-from shardmuon.plan.gram import GramProgram, Message
 from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Program, Relay
@@ -143,10 +132,8 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
             if turn == "begin":
                 bound, bucket = bounds[i], bounds[i].program.bucket
                 exchange = partial(start, group_for(bucket.ranks) if bound.moves else None, traffic)
-                is_gram = bucket.route == "gram"
-                runs[i] = (run_gram if is_gram else run_owners)(bound, work, kernel, exchange)
+                runs[i] = run_owners(bound, work, kernel, exchange)
                 traffic.orthogonalized += bound.num_owned
-                traffic.reductions += is_gram
             for _ in range(1 + bounds[i].program.sums if turn == "compute" else 1):
                 next(runs[i], None)  # its last turn ends it
 
@@ -358,103 +345,3 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
             one.copy_(other)
         else:
             other.copy_(one)
-
-
-# ------------------------------------------------------------------------------------------------------ the Gram route
-
-
-class _Scaled(NamedTuple):
-    """A symmetric matrix and a norm that travel together: a part of a Gram matrix with the norm of its columns, or a
-    factor with the norm of the whole matrix."""
-
-    matrix: Tensor
-    norm: Tensor  # 0-dim fp64
-
-
-def run_gram(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
-    """Carry a bucket of the Gram route out, as `run_owners` does others. Shards stay where they are, whatever the
-    kernel's device. See plan/cuts.py, [Note: the Gram route]."""
-    program = bound.program
-    assert isinstance(program, GramProgram), "of a bucket of this route"
-    gather, scatter, shards = program.gather, program.scatter, bound.buffer([program.batch_numel])
-    tiles = bound.held.on(shards)
-    update_momentum(bound.held, work, tiles)
-    views = {one.item: shards.as_strided(one.shape, (one.shape[1], 1), one.start) for one in program.shards}
-    norms = {item: _normalize(view) for item, view in views.items()}
-    sent = {one.item: _part(bound, views[one.item], norms[one.item]) for one in program.parts_sent}
-    send = _packed(bound, program.parts_sent, gather.holder_splits, sent)
-    pending = [exchange(send, gather.holder_splits, gather.owner_splits)]
-    mine = [one.item for one in program.shards if one.added and one.item not in sent]  # while those travel
-    del send, sent
-    parts = {item: [_part(bound, views[item], norms[item])] for item in mine}
-    yield
-    came = pending.pop().wait()
-    for message in program.parts_came:
-        parts[message.item].append(_read(bound, came, message))
-    factors: dict[int, _Scaled] = {}
-    for items in program.iterated:
-        factors.update(_iterated(bound, work, {item: _sum(parts.pop(item)) for item in items}))
-    send = _packed(bound, program.factors_sent, scatter.owner_splits, factors)
-    pending.append(exchange(send, scatter.owner_splits, scatter.holder_splits))
-    del send, came
-    yield
-    came = pending.pop().wait()
-    factors.update((message.item, _read(bound, came, message)) for message in program.factors_came)
-    for item, x in views.items():
-        factor = factors.pop(item)
-        with exact_products(bound.device):
-            x.copy_((factor.matrix * _ratio(norms[item], factor.norm)) @ x)
-    apply_results(bound.held, work, tiles, like_torch=bound.like_torch)
-
-
-def _part(bound: Bound, x: Tensor, norm: Tensor) -> _Scaled:  # (short side, columns), of norm 1; 0-dim fp64
-    """The Gram matrix X X^T of a shard, however few columns this rank has, and the norm that the shard had."""
-    products = Products((len(x), max(x.shape)), bound.device, bound.wire)
-    return _Scaled(products.symmetric_mm(x, x.mT, out=x.new_empty(len(x), len(x))), norm)
-
-
-def _packed(bound: Bound, messages: Sequence[Message], splits: Ints, values: Mapping[int, _Scaled]) -> Tensor:  # 1-D
-    send = bound.buffer(splits)
-    for message in messages:
-        target, (matrix, norm) = send.narrow(0, message.start, message.size), values[message.item]
-        bits = norm.reshape(1).view(bound.wire)  # the fp64 norm, bit for bit
-        pack_symmetric(matrix, target[: -len(bits)])
-        target[-len(bits) :].copy_(bits)
-    return send
-
-
-def _read(bound: Bound, came: Tensor, message: Message) -> _Scaled:
-    source = came.narrow(0, message.start, message.size)
-    tail = torch.float64.itemsize // bound.wire.itemsize
-    norm = source[-tail:].clone().view(torch.float64)[0]
-    return _Scaled(unpack_symmetric(source[:-tail], bound.plan.items[message.item].short), norm)
-
-
-def _iterated(bound: Bound, work: Work, wholes: Mapping[int, _Scaled]) -> Iterator[tuple[int, _Scaled]]:
-    """The factors of matrices with these Gram matrices, of one shape, as the ranks that hold the matrices read them."""
-    coefficients = work.settings[bound.plan.items[next(iter(wholes))].param].coefficients
-    with exact_products(bound.device):
-        stacked = torch.stack([whole.matrix for whole in wholes.values()])
-        factors = factor_of(stacked, coefficients, Products(stacked.shape, bound.device, torch.float64))
-    for (item, whole), factor in zip(wholes.items(), factors.to(bound.wire), strict=True):
-        yield item, _Scaled(factor.triu() + factor.triu(1).mT, whole.norm)
-
-
-def _normalize(x: Tensor) -> Tensor:  # (short side, columns), divided in place; 0-dim fp64
-    """Divide a shard by its Frobenius norm, at any scale. Returns the norm."""
-    norm = foreach_norm([x], 2)[0]
-    normalize_into(x.unsqueeze(0), x.unsqueeze(0))  # its norm is taken before the first element is written
-    return norm
-
-
-def _sum(parts: Sequence[_Scaled]) -> _Scaled:
-    """The Gram matrix of a whole (fp64) from those of its parts, each of trace 1, and their norms; trace 1 too."""
-    whole = torch.linalg.vector_norm(torch.stack([part.norm for part in parts]))
-    total = torch.zeros_like(parts[0].matrix, dtype=torch.float64)
-    for part in parts:
-        total.add_(part.matrix * _ratio(part.norm, whole).square())
-    return _Scaled(total, whole)
-
-
-def _ratio(part: Tensor, whole: Tensor) -> Tensor:  # 0-dim fp64
-    return torch.where(whole > 0, part / whole, 0.0)
