@@ -17,8 +17,9 @@ from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
 from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Choice, Chooser, Task
+from shardmuon.plan.items import Kept, Policy, Spec
 from shardmuon.plan.machines import MACHINES
-from shardmuon.plan.plan import Kept, Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound, Kernel, run_owners
 from shardmuon.step.options import Settings, settings_of

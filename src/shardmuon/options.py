@@ -115,7 +115,7 @@ class Exchange(_Options):
             None: bfloat16 where a matrix's products are bfloat16 or float16, float64 where parameters or products are,
             else float32.
         bucket_bytes: Most bytes of whole matrices that one owner holds per bucket. None: as many as are cheapest,
-            within the bound that `shardmuon.plan.plan.Policy` states.
+            within the bound that `shardmuon.plan.items.Policy` states.
         machine: By whose rates plans are chosen, equal on all ranks. None: the row of the slowest device among them
             in `shardmuon.plan.machines`. No bit of an update depends on it.
 

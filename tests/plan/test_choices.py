@@ -26,10 +26,11 @@ from shardmuon.foresight import plan
 from shardmuon.foresight.hardware import FOLDER, load, names
 from shardmuon.foresight.live import exact_of, price_plan
 from shardmuon.layout.views import matrix_view
-from shardmuon.plan.buckets import Cutter, _lines, _narrowed, shares_of
+from shardmuon.plan.buckets import Cutter, _lines, _narrowed, _shares_of
+from shardmuon.plan.items import Policy, Spec
 from shardmuon.plan.machines import MACHINES, Machine, machine_of
 from shardmuon.plan.pipeline import turns
-from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
@@ -86,7 +87,7 @@ def _others(made: Plan) -> Iterator[Plan]:
     tails = (1, 2, 4, 8) if made.specs[0].layout.has_replicas else (1,)
     seen = set()
     for num, tail, step in itertools.product(range(1, 17), tails, (1, -1)):
-        waves = shares_of(_lines(items), sys.maxsize, num)[::-1]
+        waves = _shares_of(_lines(items), sys.maxsize, num)[::-1]
         shares = _narrowed(waves, tail, prices)[::step]
         cut = tuple(moving[0]._replace(items=tuple(sorted(number[i.key] for i in share))) for share in shares)
         if cut not in seen and len(cut) <= 16:

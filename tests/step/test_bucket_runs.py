@@ -20,9 +20,8 @@ from shardmuon import Exchange, Muon
 from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.copies import BufferPlace
-from shardmuon.plan.plan import Policy
-from shardmuon.plan.program import Load
+from shardmuon.plan.items import Policy
+from shardmuon.plan.program import BufferPlace, Load
 from shardmuon.step import update as update_module
 from shardmuon.step.update import Side
 from shardmuon.testing import RankPool

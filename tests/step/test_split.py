@@ -32,9 +32,10 @@ from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import triples
 from shardmuon.plan import owners
 from shardmuon.plan import plan as plan_module
+from shardmuon.plan.items import Policy, Spec
 from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.pipeline import turns
-from shardmuon.plan.plan import Policy, make_plan
+from shardmuon.plan.plan import make_plan
 from shardmuon.step.binding import make_spec
 from shardmuon.step.options import OptionsReader
 from shardmuon.testing.compare import Comparison, compare_with_dense
@@ -256,7 +257,7 @@ def _stepped(layout: str, split: bool, how: Chooser) -> tuple[plan_module.Plan, 
     group = group_of()
     (options,) = OptionsReader().read([group])
 
-    def spec(name: str, view: MatrixView) -> plan_module.Spec:
+    def spec(name: str, view: MatrixView) -> Spec:
         return make_spec(name, SIMULATED[layout](view), options, CPU, how, (None, False), _KEEPS_NOTHING)
 
     def chosen(before: int, after: int, latencies: int, policy: Policy) -> bool:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.layout.table import replicated
 from shardmuon.layout.views import kept_view, matrix_view
-from shardmuon.plan.plan import Kept, Policy, make_plan
+from shardmuon.plan.items import Kept, Policy
+from shardmuon.plan.plan import make_plan
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon.variants import AfterStage, scaled_, stages_of
 

@@ -39,7 +39,7 @@ from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import view_options
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.plan.plan import Item
+from shardmuon.plan.items import Item
 from shardmuon.step.binding import Binding, fingerprint, takes_part
 from shardmuon.step.options import settings_of
 from shardmuon.step.validate import Proposal

@@ -16,8 +16,9 @@ import numpy as np
 
 from shardmuon.foresight.types import BucketCount, Matrices, Sent
 from shardmuon.layout.pieces import Piece
-from shardmuon.plan.plan import Bucket, Item, Kept, Plan
-from shardmuon.plan.types import aligned
+from shardmuon.plan.items import Bucket, Item, Kept
+from shardmuon.plan.plan import Plan
+from shardmuon.plan.program import aligned
 from shardmuon.step.update import PORTION, PORTION_ELSEWHERE
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]

@@ -22,8 +22,9 @@ from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import Exchange, Orthogonalizer, Storage
 from shardmuon.orthogonalize.schedules import Triples
+from shardmuon.plan.items import Policy, Spec
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
-from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.step.binding import check_blocks, make_spec
 from shardmuon.step.options import OptionsReader
 from shardmuon.variants import Stage

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
-from shardmuon.plan.plan import Route
+from shardmuon.plan.items import Route
 from shardmuon.texts import did_you_mean
 
 EngineName = Literal["fsdp2", "ddp", "zero1", "zero2", "zero3", "megatron"]

@@ -208,7 +208,7 @@ def is_narrow(choice: Choice) -> bool:
 
 
 def slice_costs(choice: Choice, task: Task) -> tuple[int, int, int]:
-    """The attributes of `plan.slices.Slicing`, of a matrix that can be sliced."""
+    """The attributes of `plan.items.Slicing`, of a matrix that can be sliced."""
     rows, cols, coefficients, device = task
     dtype = choice.dtype or default_dtype(choice.method, device)
     sums = slice_sums(choice.method, min(rows, cols), max(rows, cols), coefficients, dtype)

@@ -1,16 +1,23 @@
-"""Parameters as the planner sees them, and their matrices or slices with their owners. Pure."""
+"""Parameters as the planner sees them, their matrices or slices with their owners, and buckets of these. Pure.
+
+For slices see `orthogonalize`, [Note: slices of the long side].
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
+from shardmuon.layout.pieces import Tile
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Matrix
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
-from shardmuon.plan.slices import Slicing, slice_of
 
 Route = Literal["local", "owner"]
 Key = tuple[int, int, int]  # of a matrix or a slice: parameter, matrix, part
+
+
+Tiles = Mapping[int, tuple[Tile, ...]]  # by rank
 
 
 class Kept(NamedTuple):
@@ -24,6 +31,20 @@ class Kept(NamedTuple):
 
     layout: ParamLayout
     travels: bool
+
+
+class Slicing(NamedTuple):
+    """The cost of giving slices of a matrix to owners of their own.
+
+    Attributes:
+        sums: Exchanges of Gram matrices in the middle of its iteration; of norms there is one before them.
+        itemsize: Bytes of an element of these.
+        each: Floating point operations of small products, which each owner repeats.
+    """
+
+    sums: int
+    itemsize: int
+    each: int
 
 
 class Spec(NamedTuple):
@@ -130,3 +151,59 @@ class Item(NamedTuple):
     def owner_for(self, layout: ParamLayout, rank: int) -> int:
         """The owner that sends a rank its results."""
         return self.owners[layout.replica_of[rank]] if len(self.owners) > 1 else self.owners[0]
+
+
+class Bucket(NamedTuple):
+    """Matrices that move in one exchange, or are orthogonalized where they are.
+
+    Attributes:
+        ranks: Ranks of the exchange. On the local route, those that own any of them.
+        items: Numbers of the plan's items.
+        kind: See `Spec`.
+        itemsize: Bytes per element of the wire.
+        route: Route of all its items.
+        gathers: False if every owner stores its matrices whole, as plain replicas do, and no stage keeps anything:
+            nothing travels before products, and afterwards only to other replicas.
+    """
+
+    ranks: Ranks
+    items: tuple[int, ...]
+    kind: str
+    itemsize: int
+    route: Route
+    gathers: bool
+
+    @property
+    def exchange(self) -> bool:
+        """False if nothing moves."""
+        return self.route != "local"
+
+
+def slice_of(matrix: Matrix, part: int, parts: int) -> Matrix | None:
+    """A slice of a matrix's long side, itself row-major; None if no equal boxes of indexes have the slices."""
+    rows, cols = matrix[:2]
+    tall = rows > cols
+    end = rows * cols if tall else cols  # the outermost dim of the long side reaches so far
+    dims = enumerate(zip(matrix.sizes, matrix.strides, strict=True))
+    d = next((d for d, (size, stride) in dims if size > 1 and size * stride == end), None)
+    if d is None or matrix.sizes[d] % parts:
+        return None
+    size = matrix.sizes[d] // parts
+    start = (*matrix.start[:d], matrix.start[d] + part * size, *matrix.start[d + 1 :])
+    sizes = (*matrix.sizes[:d], size, *matrix.sizes[d + 1 :])
+    if tall:
+        return Matrix(rows // parts, cols, start, sizes, matrix.strides)
+    strides = tuple(stride if stride < cols else stride // parts for stride in matrix.strides)
+    return Matrix(rows, cols // parts, start, sizes, strides)
+
+
+def clipped(tiles: Iterable[Tile], box: Matrix) -> tuple[Tile, ...]:
+    """The parts of these tiles that lie in a slice of their matrix."""
+    found = []
+    for tile in tiles:
+        start = tuple(map(max, tile.start, box.start))
+        ends = zip(tile.start, tile.sizes, box.start, box.sizes, strict=True)
+        sizes = tuple(min(a + n, b + m) - at for at, (a, n, b, m) in zip(start, ends, strict=True))
+        if min(sizes) > 0:
+            found.append(tile._replace(start=start, sizes=sizes))
+    return tuple(found)

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardmuon.layout.table import Ranks
-from shardmuon.plan.items import Item, Key, Policy, Spec
+from shardmuon.plan.items import Item, Key, Policy, Spec, slice_of
 from shardmuon.plan.machines import Machine
-from shardmuon.plan.slices import slice_of
 
 _UNEVEN = 1.03  # load of the most loaded rank over the mean from which on better owners are searched for
 _BISECTIONS = 12

@@ -29,10 +29,10 @@ from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice, Chooser, Task, can_slice, is_narrow, slice_costs, work
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
+from shardmuon.plan.items import Bucket, Kept, Policy, Slicing, Spec
 from shardmuon.plan.machines import machine_of
-from shardmuon.plan.plan import Bucket, Kept, Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
-from shardmuon.plan.slices import Slicing
 from shardmuon.step.bucket import Bound, Buckets
 from shardmuon.step.options import Group, Settings, rates_text
 from shardmuon.step.stages import WeightSet, weight_sets
