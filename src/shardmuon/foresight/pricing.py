@@ -107,7 +107,7 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
         step=step,
         rank=found.example,
         parts=pricer.parts(slowest, [courses[slowest].waited for courses in (best, middle, worst)]),
-        timeline=middle[slowest].events,
+        timeline=tuple(middle[slowest].events),
         reasons=pricer.reasons(step, found.stage),
         ends={c.example: course.end for c, course in zip(exact.classes, middle, strict=True)},
         tokens=tokens,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.plan import pipeline
-from shardmuon.plan.items import Bucket, Item, Key, Policy, Route, Spec, clipped
+from shardmuon.plan.items import Bucket, Item, Key, Policy, Spec, clipped
 from shardmuon.plan.machines import SIDES, Machine
 
 _NUMS = (*range(1, 21), 24, 32)  # of buckets, that are tried
@@ -27,16 +27,6 @@ _OF_MOMENTUM = 32  # a bucket of what moves nowhere may have one part of so many
 _NO_DEARER = 102  # percent of the cheapest that a plan which takes less memory may cost
 
 _Share = list[Item]  # the matrices of a bucket
-
-
-class _Alike(NamedTuple):
-    """All that matrices of one bucket share, see `Bucket`. Plans have their buckets in this order."""
-
-    ranks: Ranks
-    route: Route
-    num_owners: int
-    kind: str
-    itemsize: int
 
 
 class Chosen(NamedTuple):
@@ -58,7 +48,7 @@ class Way(NamedTuple):
     """
 
     items: Sequence[Item]
-    moving: Mapping[_Alike, list[_Share]]
+    moving: Mapping[Bucket, list[_Share]]
     ns: int
     choices: tuple[Chosen, ...]
 
@@ -72,10 +62,10 @@ class Cutter:
 
     def way(self, items: Sequence[Item]) -> Way:
         """The cheapest buckets of a set."""
-        total, moving, choices = 0, dict[_Alike, list[_Share]](), list[Chosen]()
+        total, moving, choices = 0, dict[Bucket, list[_Share]](), list[Chosen]()
         for alike, share in self._together(items).items():
             prices = {item.key: self.priced(item) for item in share}
-            if alike.route == "owner":
+            if alike.exchange:
                 moving[alike], choice = self._cheapest(alike, share, prices)
                 choices.append(choice)
                 total += choice.ns
@@ -92,10 +82,9 @@ class Cutter:
         """
         number: dict[Key, int] = {item.key: n for n, item in enumerate(items)}
 
-        def made(alike: _Alike, share: _Share) -> Bucket:
-            gathers = alike.route == "owner" and any(_gathered(self._specs[item.param], item) for item in share)
-            numbers = tuple(sorted(number[item.key] for item in share))
-            return Bucket(alike.ranks, numbers, alike.kind, alike.itemsize, alike.route, gathers)
+        def made(alike: Bucket, share: _Share) -> Bucket:
+            gathers = alike.exchange and any(_gathered(self._specs[item.param], item) for item in share)
+            return alike._replace(items=tuple(sorted(number[item.key] for item in share)), gathers=gathers)
 
         before, behind = list[Bucket](), list[Bucket]()
         for alike, share in sorted(self._together(item for item in items if item.route == "local").items()):
@@ -106,24 +95,24 @@ class Cutter:
         between = [made(alike, share) for alike, shares in sorted(moving, key=lambda one: one[0]) for share in shares]
         return [*before, *between, *behind]
 
-    def _together(self, items: Iterable[Item]) -> dict[_Alike, _Share]:
-        """Matrices that may be in one bucket."""
-        found: dict[_Alike, _Share] = {}
+    def _together(self, items: Iterable[Item]) -> dict[Bucket, _Share]:
+        """Matrices that may be in one bucket, by what they share of it."""
+        found: dict[Bucket, _Share] = {}
         for item in items:
             spec = self._specs[item.param]
             itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
             ranks = item.owners if item.route == "local" else spec.layout.ranks
-            found.setdefault(_Alike(ranks, item.route, len(item.owners), spec.kind, itemsize), []).append(item)
+            found.setdefault(Bucket(ranks, item.route, len(item.owners), spec.kind, itemsize), []).append(item)
         return found
 
-    def _local(self, alike: _Alike, share: _Share) -> list[_Share]:
+    def _local(self, alike: Bucket, share: _Share) -> list[_Share]:
         """The buckets of what moves nowhere: as few as memory allows, and small ones on a CPU."""
         of_momentum = 4 * sum(item.numel for item in share) // _OF_MOMENTUM
         least = _IN_CACHE if alike.kind == "cpu" else max(_LEAST_BYTES, of_momentum)
         most = (self._policy.bucket_bytes or least) // alike.itemsize
         return _shares_of(_lines(share), max(1, most), 1)[::-1]
 
-    def _cheapest(self, alike: _Alike, items: _Share, prices: Mapping[Key, _Priced]) -> tuple[list[_Share], Chosen]:
+    def _cheapest(self, alike: Bucket, items: _Share, prices: Mapping[Key, _Priced]) -> tuple[list[_Share], Chosen]:
         """The buckets of what moves: of those that are hardly dearer than the cheapest, what takes least memory."""
         machine, found = self._policy.machine, dict[tuple[int, int, int], list[_Share]]()
         busiest = list[int]()  # slices that stay together are not dealt out evenly
@@ -146,7 +135,7 @@ class Cutter:
             beside = f"next best {num}, {ns / best[2]:.3g}x as long, {most / 2**20:.3g} MiB"
         return found[best], Chosen(alike.ranks, best[2], text + beside)
 
-    def _cuts(self, alike: _Alike, items: _Share, prices: Mapping[Key, _Priced]) -> Iterator[list[_Share]]:
+    def _cuts(self, alike: Bucket, items: _Share, prices: Mapping[Key, _Priced]) -> Iterator[list[_Share]]:
         """The cuts that are tried: in so many waves, and these whole or cut by owners."""
         most = sum(item.numel for item in items)
         if self._policy.bucket_bytes:

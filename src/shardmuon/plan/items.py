@@ -154,24 +154,26 @@ class Item(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Matrices that move in one exchange, or are orthogonalized where they are.
+    """Matrices that move in one exchange, or are orthogonalized where they are. Plans have those that move in this
+    order.
 
     Attributes:
         ranks: Ranks of the exchange. On the local route, those that own any of them.
-        items: Numbers of the plan's items.
+        route, num_owners: Of each of its items.
         kind: See `Spec`.
         itemsize: Bytes per element of the wire.
-        route: Route of all its items.
+        items: Numbers of the plan's items.
         gathers: False if every owner stores its matrices whole, as plain replicas do, and no stage keeps anything:
             nothing travels before products, and afterwards only to other replicas.
     """
 
     ranks: Ranks
-    items: tuple[int, ...]
+    route: Route
+    num_owners: int
     kind: str
     itemsize: int
-    route: Route
-    gathers: bool
+    items: tuple[int, ...] = ()
+    gathers: bool = False
 
     @property
     def exchange(self) -> bool:

@@ -53,7 +53,7 @@ class Plan:
         for bucket in self.buckets:
             if bucket.exchange:
                 items = [(place[item.param], item[1:-1]) for item in (self.items[number] for number in bucket.items)]
-                said[bucket.ranks].append((bucket[2:], items))
+                said[bucket.ranks].append(((bucket.kind, bucket.itemsize, bucket.route, bucket.gathers), items))
         # in no bucket: how an owner cuts what is local depends on its other sets, of which the others know nothing
         for item in self.items:
             if item.route == "local":
