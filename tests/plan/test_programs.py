@@ -163,20 +163,6 @@ def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> N
     assert other.digests[0, 1] == plans[0].digests[0, 1] and other.digests[1, 2] != plans[1].digests[1, 2]
 
 
-def test_a_bucket_scatters_by_the_way_of_its_gather_unless_its_own_stages_keep_anything() -> None:
-    layout = LAYOUTS["fsdp"](VIEWS["plain"]())
-    plan = make_plan([spec(f"p{i}", layout, stages) for i, stages in enumerate([0, 0, 0, 0, 1])], Policy())
-    bucket = plan.buckets[0]
-    for rank in range(4):
-        without, given = (make_program(plan, bucket, rank, missing) for missing in ({4}, {0}))
-        assert without.scatter.copies is without.gather.copies
-        assert given.scatter.copies is not given.gather.copies
-    small = make_plan(plan.specs, Policy(bucket_bytes=480))
-    programs = [make_program(small, bucket, 0) for bucket in small.buckets]
-    assert [[small.specs[n].kept != () for n in p.bucket.items] for p in programs] == [[True], [False] * 4]
-    assert [p.scatter.copies is p.gather.copies for p in programs] == [False, True]
-
-
 def test_every_owner_has_equal_work_in_each_share() -> None:
     """48 layers on 8 ranks: three large matrices of two for each small one, two of which fill a bucket."""
     view, large = matrix_view((16, 16)), matrix_view((64, 16))

@@ -396,9 +396,9 @@ PLACEMENTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def _on_ranks(backends: str, config: str, placements: str) -> tuple[list[Tensor], dict[str, int], int]:
+def _on_ranks(config: str, placements: str) -> tuple[list[Tensor], dict[str, int], int]:
     """Pieces of this rank after two steps, waits by line and uploads in the second."""
-    with CudaShape(backends) as mode:
+    with CudaShape() as mode:
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         place = _sharded(mesh, PLACEMENTS[placements])
         matrices, vectors = _parameters(place)
@@ -418,7 +418,7 @@ def _on_ranks(backends: str, config: str, placements: str) -> tuple[list[Tensor]
 def test_ranks_that_pose_as_nccls_wait_for_no_device_and_have_the_bits_of_one(
     config: str, placements: str, world4: RankPool
 ) -> None:
-    found = world4.run(_on_ranks, "cuda:nccl", config, placements)
+    found = world4.run(_on_ranks, config, placements)
     for _, waits, uploads in found:
         assert waits == {}
         assert uploads == 0
