@@ -155,28 +155,20 @@ def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[flo
     exchanges: _Exchanges = {(key, of): _Exchange(num) for key, num in members.items() for of in _EXCHANGES}
     courses = [Course(first, [Event(-1, "begin", 0.0, first)] if first else []) for _ in ranks]
     runs = [_turns(course, works, exchanges, overlap) for course, works in zip(courses, ranks, strict=True)]
-    awaited = dict.fromkeys(range(len(runs)), _Exchange(0))  # by each rank that has not come to its end
+    awaited = dict.fromkeys(runs, _Exchange(0))  # by each rank that has not come to its end
     while awaited:
-        ready = False
-        for rank in list(awaited):
-            while rank in awaited and awaited[rank].given >= awaited[rank].members:
-                ready = True
-                _go_on(rank, runs, awaited)
-        if not ready:  # ranks with one key that order their buckets differently are not of one group
-            _go_on(next(iter(awaited)), runs, awaited)
+        ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]
+        # ranks with one key that order their buckets differently are not of one group
+        for run in ready or list(awaited)[:1]:
+            exchange = next(run, None)
+            if exchange is None:
+                del awaited[run]
+            else:
+                awaited[run] = exchange
     for course, seconds in zip(courses, last, strict=True):
         course.spend(-1, "adamw", seconds)
         course.events.sort(key=lambda e: (e.start, e.end))
     return courses
-
-
-def _go_on(rank: int, runs: Sequence[Iterator[_Exchange]], awaited: dict[int, _Exchange]) -> None:
-    """Let a rank do what it can up to its next wait."""
-    exchange = next(runs[rank], None)
-    if exchange is None:
-        del awaited[rank]
-    else:
-        awaited[rank] = exchange
 
 
 def _turns(course: Course, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float) -> Iterator[_Exchange]:
