@@ -271,7 +271,7 @@ def _optimizer_of_two_kinds(params: list[nn.Parameter]) -> Muon:
         [{"params": named[:-1]}, {"params": named[-1:], "use_muon": False, "lr": 0.5}],
         lr=0.1,
         orthogonalizer=Orthogonalizer(method="torch"),
-        exchange=Exchange(dtype=torch.float32, bucket_bytes=64, route="local"),
+        exchange=Exchange(dtype=torch.float32, bucket_bytes=64),
     )
 
 
@@ -622,7 +622,6 @@ BAD_OBJECTS: list[tuple[Callable[[], object], str]] = [
     (lambda: Orthogonalizer("gram", torch.bfloat16), "method='gram' needs products in torch.float16, torch.float32"),
     (lambda: Exchange(dtype=torch.float16), "Exchange.dtype=torch.float16 is not one of None, torch.bfloat16"),
     (lambda: Exchange(bucket_bytes=0), "Exchange.bucket_bytes=0 must be None or a whole number from 1 on"),
-    (lambda: Exchange(route="remote"), "Exchange.route='remote' is not one of 'auto', 'owner', 'local'"),
     (lambda: Storage("float16"), "Storage.momentum_dtype='float16' is not one of None, torch.float32"),
 ]
 

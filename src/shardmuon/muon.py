@@ -97,7 +97,7 @@ class Muon(Core, Optimizer):
             process group, or global ranks. `process_group` then joins the ranks with the same shards. See
             docs/tensor_parallel.md. Default: none; a marked shard is refused.
         orthogonalizer: How matrices are orthogonalized, see `Orthogonalizer`.
-        exchange: What travels between ranks and on which route, see `Exchange`.
+        exchange: What travels between ranks, see `Exchange`.
         storage: What momentum is stored as and where, and how weights are rounded, see `Storage`.
         audit: When steps are compared with a dense reference, see `Audit`.
         adamw_lr: Of a module only: the learning rate of all that is not a matrix. Default: the one at which AdamW's

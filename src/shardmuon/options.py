@@ -17,7 +17,6 @@ from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.gram import check_gram_dtype
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
 from shardmuon.plan.machines import Machine
-from shardmuon.plan.plan import ROUTES, RouteOption
 from shardmuon.texts import nearest
 from shardmuon.variants import VARIANT_OPTIONS, check_variant
 
@@ -77,7 +76,6 @@ _CHECKS: dict[str, _FaultOf] = {
     "Orthogonalizer.split_k": _one_of(1, 2, 4, 8),
     "Exchange.dtype": _one_of(None, torch.bfloat16, torch.float32, torch.float64),
     "Exchange.bucket_bytes": _whole_number(),
-    "Exchange.route": _one_of(*ROUTES),
     "Storage.momentum_dtype": _one_of(None, torch.float32, torch.bfloat16, "int8"),
     "Storage.momentum_device": _one_of(None, "cpu"),
     "Audit.every": _whole_number(),
@@ -151,16 +149,14 @@ class Orthogonalizer(_Options):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Exchange(_Options):
-    """Options of the exchange between ranks: dtype, bucket size, route.
+    """Options of the exchange between ranks: dtype, bucket size, rates.
 
     Attributes:
         dtype: Of momentum and updates on the wire, to which they are rounded on every layout, so also on one process.
             None: bfloat16 where a matrix's products are bfloat16 or float16, float64 where parameters or products are,
             else float32.
         bucket_bytes: Most bytes of whole matrices that one owner holds per bucket. None: as many as are cheapest,
-            within the bound that `shardmuon.plan.plan.Policy` states.
-        route: "auto", "owner", "local" or "gram", see `shardmuon.plan.plan.Policy`. "gram" is not
-            bitwise: sums over shards round differently on every layout. The plan says so.
+            within the bound that `shardmuon.plan.items.Policy` states.
         machine: By whose rates plans are chosen, equal on all ranks. None: the row of the slowest device among them
             in `shardmuon.plan.machines`. No bit of an update depends on it.
 
@@ -170,7 +166,6 @@ class Exchange(_Options):
 
     dtype: torch.dtype | None = None
     bucket_bytes: int | None = None
-    route: RouteOption = "auto"
     machine: Machine | None = None
 
 
@@ -217,7 +212,7 @@ _PLACES = {
     option.name: f"{keyword}=shardmuon.{kind.__name__}({option.name}=...)"
     for keyword, kind in OPTION_OBJECTS.items()
     for option in fields(kind)
-    if option.name == "route" or "_" in option.name  # "dtype" and the like may be anybody's
+    if "_" in option.name  # "dtype" and the like may be anybody's
 } | {keyword: f"{keyword}=..." for keyword in OPTION_OBJECTS}
 
 

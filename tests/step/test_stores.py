@@ -27,7 +27,7 @@ from shardmuon.momentum.stores import (
     step_stored_,
 )
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.plan import Policy
+from shardmuon.plan.items import Policy
 from shardmuon.step import binding
 from shardmuon.step.update import Rounding
 

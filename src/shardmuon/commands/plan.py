@@ -14,7 +14,6 @@ import torch
 from shardmuon.foresight.hardware import names
 from shardmuon.foresight.report import Report, plan
 from shardmuon.options import Exchange, Orthogonalizer, Storage
-from shardmuon.plan.plan import ROUTES
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--momentum", choices=("float32", "bfloat16", "int8"), help="stored as (default: as gradients)")
     parser.add_argument("--method", default="auto", help="Orthogonalizer.method (%(default)s)")
     parser.add_argument("--split-k", type=int, default=1, help="Orthogonalizer.split_k (%(default)s)")
-    parser.add_argument("--route", choices=ROUTES, default="auto", help="Exchange.route (%(default)s)")
     parser.add_argument("--bucket-mib", type=int, help="Exchange.bucket_bytes in MiB (default: by price)")
     parser.add_argument(
         "--advice",
@@ -93,6 +91,6 @@ def _report(args: argparse.Namespace) -> Report:
         weights=_DTYPES[args.weights],
         advice=args.advice,
         orthogonalizer=Orthogonalizer(method=args.method, split_k=args.split_k),
-        exchange=Exchange(route=args.route, bucket_bytes=args.bucket_mib and args.bucket_mib * 2**20),
+        exchange=Exchange(bucket_bytes=args.bucket_mib and args.bucket_mib * 2**20),
         storage=Storage(momentum_dtype=_DTYPES.get(args.momentum, args.momentum)),
     )

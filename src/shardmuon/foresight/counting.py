@@ -1,6 +1,6 @@
 """Count what every rank does with a plan, without ranks: bytes, peers, matrices, operations.
 
-The rules are those of plan/program.py ([Note: results in two stages]) and plan/cuts.py ([Note: the Gram route]),
+The rules are those of plan/program.py ([Note: results in two stages]),
 applied to all ranks at once: the tiles of a bucket stand in arrays, and what travels is a list of messages.
 """
 
@@ -16,9 +16,9 @@ import numpy as np
 
 from shardmuon.foresight.types import BucketCount, Matrices, Sent
 from shardmuon.layout.pieces import Piece
-from shardmuon.plan.gram import message_size
-from shardmuon.plan.plan import Bucket, Item, Kept, Plan
-from shardmuon.plan.types import aligned
+from shardmuon.plan.items import Bucket, Item, Kept
+from shardmuon.plan.plan import Plan
+from shardmuon.plan.program import aligned
 from shardmuon.step.update import PORTION, PORTION_ELSEWHERE
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -105,8 +105,7 @@ class _Tally:
         stored: "own", tiles that owners store, "foreign", that are sent to them, "idle", that another replica sends ->
             (rank, elements) of each.
         owned: Rank -> its matrices.
-        batches: Rank -> bytes of these, on the Gram route of its shards.
-        local_flops: See `BucketCount`.
+        batches: Rank -> bytes of these.
         relays: True if there is a relay.
     """
 
@@ -117,7 +116,6 @@ class _Tally:
     stored: dict[str, list[tuple[Ints, Ints]]] = field(default_factory=lambda: defaultdict(list))
     owned: dict[int, Counter[tuple[Any, ...]]] = field(default_factory=lambda: defaultdict(Counter))
     batches: Counter[int] = field(default_factory=Counter)
-    local_flops: Counter[int] = field(default_factory=Counter)
     relays: bool = False
 
     def __post_init__(self) -> None:
@@ -125,19 +123,14 @@ class _Tally:
             item = self.plan.items[number]
             for rank in item.owners:
                 self.owned[rank][item.rows, item.cols, item.how, item.cost, item.parts] += 1
-                if self.bucket.route != "gram":
-                    self.batches[rank] += self._bytes(item.numel)
+                self.batches[rank] += self.bucket.itemsize * aligned(item.numel, self.bucket.itemsize)
             ways = self.tiles.ways(item)
-            {"local": self._stay, "owner": self._move, "gram": self._multiply}[self.bucket.route](item, ways)
+            if self.bucket.exchange:
+                self._move(item, ways)
+            else:
+                self.stored["own"].append(ways[:2])
             if item.parts > 1 and not item.part:
                 self._add_up(number, item)
-
-    def _bytes(self, numel: int) -> int:
-        """Bytes of a place in the batches."""
-        return self.bucket.itemsize * aligned(numel, self.bucket.itemsize)
-
-    def _stay(self, item: Item, ways: _Ways) -> None:
-        self.stored["own"].append(ways[:2])
 
     def _move(self, item: Item, ways: _Ways) -> None:
         """Add a matrix of the owner route."""
@@ -166,21 +159,6 @@ class _Tally:
             if keeper != owner:
                 told = _ints((mate,)), _ints((keeper,)), _ints((words * self.bucket.itemsize,))
                 self.messages["scatter" if mate == owner else "relay"].append(told)
-
-    def _multiply(self, item: Item, ways: _Ways) -> None:
-        """Add a matrix of the Gram route: Gram matrices of shards go to the owner, the factor comes back to all."""
-        (owner,), itemsize = item.owners, self.bucket.itemsize
-        held, added = (_by_rank(ways.at[which], ways.numel[which]) for which in (slice(None), ways.at_home))
-        for rank, numel in held.items():
-            self.batches[rank] += self._bytes(numel)
-            self.local_flops[rank] += 2 * item.short * (numel + added[rank])
-        size = itemsize * message_size(item.short, itemsize)
-        adders, others = (_ints(rank for rank in ranks if rank != owner) for ranks in (added, held))
-        self.messages["gather"].append((adders, np.full_like(adders, owner), np.full_like(adders, size)))
-        self.messages["scatter"].append((np.full_like(others, owner), others, np.full_like(others, size)))
-        foreign = np.isin(ways.at, adders)
-        for side, which in (("own", ~foreign), ("foreign", foreign)):
-            self.stored[side].append((ways.at[which], ways.numel[which]))
 
     def _add_up(self, number: int, item: Item) -> None:
         """Add the exchanges of a matrix's slices: norms, then Gram matrices."""
@@ -238,7 +216,6 @@ class _Tally:
                     batches=self.batches[rank],
                     stepped=(packed[at], filled[at]),
                     applied=(applied[at], finished[at]),
-                    local_flops=self.local_flops[rank],
                     sums=len(summed),
                     summed=Sent(*map(sum, zip(Sent(), *(side[at] for side in summed), strict=True))),
                 ),
@@ -247,13 +224,6 @@ class _Tally:
 
 def _ints(numbers: Iterable[Any]) -> Ints:
     return np.array(list(numbers), dtype=np.int64)
-
-
-def _by_rank(ranks: Ints, numel: Ints) -> Counter[int]:
-    found = Counter[int]()
-    for rank, size in zip(ranks.tolist(), numel.tolist(), strict=True):
-        found[rank] += size
-    return found
 
 
 def _sides(messages: Sequence[_Messages], ranks: Ints, nodes: Ints) -> tuple[list[Sent], list[Sent]]:

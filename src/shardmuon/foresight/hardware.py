@@ -244,21 +244,20 @@ class Rates(NamedTuple):
         """FLOP/s of dense products in a dtype."""
         return self._read(f"peak {dtype}", self.hardware.peak(dtype), is_rate=True)
 
-    def product(self, rows: int, cols: int, how: str, count: int, flops: int, dtype: str = "") -> float:
+    def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> float:
         """Seconds of orthogonalizing `count` matrices alike on one rank, see [Note: batches].
 
         Args:
             rows, cols: Shape of each matrix.
-            how: Text of a `Choice`, or what else stands in the table ("float64": bare products in it).
+            how: Text of a `Choice`.
             count: Number of matrices.
             flops: Floating point operations of one.
-            dtype: Dtype of the products; default: that of `how`.
         """
         if not flops or not count:
             return 0.0
         hardware, choice, short = self.hardware, Choice.of(how), min(rows, cols)
         device = torch.device(hardware.device)
-        dtype = dtype or str(choice.dtype or default_dtype(choice.method, device)).removeprefix("torch.")
+        dtype = str(choice.dtype or default_dtype(choice.method, device)).removeprefix("torch.")
         peak, aspect = self.peak(dtype), max(rows, cols) / short
         name, table = hardware.table(how, dtype)
         in_batches = choice.method in _BATCHED

@@ -195,15 +195,9 @@ def candidates(exact: Exact, exchange: Exchange, orthogonalizer: Orthogonalizer)
     if exchanged:
         bound = {"exchange": replace(exchange, bucket_bytes=512 * 2**20)}
         found.append(("memory for speed: buckets of 512 MiB", "Exchange(bucket_bytes=512 * 2**20)", bound))
-    if exchanged and exchange.route != "gram":
         for num in (2, 4):
             split = {"orthogonalizer": replace(orthogonalizer, split_k=num)}
             found.append((SPLIT.format(num), f"Orthogonalizer(split_k={num})", split))
-        gram = {"exchange": replace(exchange, route="gram")}
-        found.append(("Gram matrices move instead of shards", 'Exchange(route="gram")', gram))
-    if exchange.route == "gram":
-        owner = {"exchange": replace(exchange, route="owner")}
-        found.append(("whole matrices move", 'Exchange(route="owner")', owner))
     mesh = exact.mesh
     inner = mesh.gpus_per_node // mesh.tp
     if mesh.engine == "fsdp2" and mesh.shard > inner >= 2 and mesh.shard % inner == 0:

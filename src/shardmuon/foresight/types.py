@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
-from shardmuon.plan.plan import Route
+from shardmuon.plan.items import Route
 from shardmuon.texts import did_you_mean
 
 EngineName = Literal["fsdp2", "ddp", "zero1", "zero2", "zero3", "megatron"]
@@ -219,8 +219,7 @@ class Matrices(NamedTuple):
         rows, cols: Shape of each.
         how: Text of a `Choice`: method, dtype of products, slices.
         num: Number of these matrices.
-        flops: Floating point operations of one, as the planner counts them. On the Gram route: those of the iteration
-            on the owner, in fp64.
+        flops: Floating point operations of one, as the planner counts them.
         owners: How many owners each has, each of a slice; `flops` are one's.
     """
 
@@ -268,7 +267,7 @@ class BucketCount:
         wire: dtype of batches and of what travels.
         matrices: What this rank orthogonalizes; empty for one that idles.
         held: Elements of the bucket whose momentum and weights this rank updates.
-        gather: Bytes sent to owners. With the Gram route: parts of Gram matrices.
+        gather: Bytes sent to owners.
         gather_received: Bytes that this rank receives as an owner.
         scatter: Bytes of results sent to holders, and of what stages keep.
         scatter_received: Bytes that this rank receives as a holder.
@@ -278,12 +277,11 @@ class BucketCount:
         relays: True if the bucket has a relay.
         foreign: Elements of `held` that are sent to owners.
         idle: Elements of `held` whose results the relay brings.
-        batches: Bytes of `matrices` where they are orthogonalized; on the Gram route of this rank's shards.
+        batches: Bytes of `matrices` where they are orthogonalized.
         stepped: Elements of updates that momentum makes at once, at most: while this rank packs, and while it fills its
             batches.
         applied: Elements that are applied at once, at most: of its own matrices and what the scatter brings, of what
             the relay brings.
-        local_flops: On the Gram route: products of this rank's shards with each other and with the factor; else 0.
         sums: Exchanges in which owners of slices add up what they made.
         summed: Bytes sent in these, of which as many come, and messages.
     """
@@ -308,7 +306,6 @@ class BucketCount:
     batches: int = 0
     stepped: tuple[int, int] = (0, 0)
     applied: tuple[int, int] = (0, 0)
-    local_flops: int = 0
     sums: int = 0
     summed: Sent = _NONE
 
@@ -333,7 +330,7 @@ class BucketCount:
     @property
     def flops(self) -> int:
         """Floating point operations of orthogonalizing on this rank."""
-        return sum(m.num * m.flops for m in self.matrices) + self.local_flops
+        return sum(m.num * m.flops for m in self.matrices)
 
     @property
     def sent(self) -> int:
