@@ -23,10 +23,10 @@ from shardmuon.auditing.reference import (
 from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.options import WEIGHT_DECAY_MODES, WeightDecayMode
+from shardmuon.options import WeightDecayMode
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.step.options import Settings
-from shardmuon.step.update import apply_, l2_gradient, momentum_
+from shardmuon.step.update import apply_, momentum_
 from shardmuon.testing.layouts import PARAMS, cut_matrices
 from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, polar_bound, roundoff
 from shardmuon.variants import AfterStage
@@ -133,7 +133,7 @@ def _settings(mode: WeightDecayMode, nesterov: bool = True) -> Settings:
     return Settings(0.02, 0.1, 0.9, nesterov, KELLER, None, mode)
 
 
-@pytest.mark.parametrize("mode", WEIGHT_DECAY_MODES)
+@pytest.mark.parametrize("mode", ["decoupled", "independent", "cautious"])
 @pytest.mark.parametrize("scale", [1.0, 0.3, 5.0])
 def test_the_update_is_recovered_from_the_weights(mode: WeightDecayMode, scale: float) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -147,18 +147,16 @@ def test_the_update_is_recovered_from_the_weights(mode: WeightDecayMode, scale: 
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("mode", ["decoupled", "l2"])
-def test_the_momentum_is_the_steps(mode: WeightDecayMode, nesterov: bool) -> None:
+def test_the_momentum_is_the_steps(nesterov: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    buffer, grad, weight = (torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(3))
-    s, before = _settings(mode, nesterov), buffer.clone()
-    after, fed = momentum_of(buffer, grad, weight, Arithmetic(s, Choice(), *[torch.float64] * 6))
-    used = l2_gradient(grad, weight, s.weight_decay) if mode == "l2" else grad
-    (expected,) = momentum_([used], [buffer], momentum=s.momentum, nesterov=nesterov)
-    # Products and sums on each side: two of the decay, two of the momentum, two of Nesterov's.
-    sizes = before.abs() + grad.abs() + s.weight_decay * weight.abs()
-    assert_rounded(after, buffer, roundings=2 * 4, scale=sizes)
-    assert_rounded(fed, expected, roundings=2 * 6, scale=sizes)
+    buffer, grad = (torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(2))
+    s, before = _settings("decoupled", nesterov), buffer.clone()
+    after, fed = momentum_of(buffer, grad, Arithmetic(s, Choice(), *[torch.float64] * 6))
+    (expected,) = momentum_([grad], [buffer], momentum=s.momentum, nesterov=nesterov)
+    # Products and sums on each side: two of the momentum, two of Nesterov's.
+    sizes = before.abs() + grad.abs()
+    assert_rounded(after, buffer, roundings=2 * 2, scale=sizes)
+    assert_rounded(fed, expected, roundings=2 * 4, scale=sizes)
 
 
 def _shards(shape: tuple[int, ...], kind: str) -> tuple[tuple[Held, ...], ...]:

@@ -1,9 +1,9 @@
 """The step of one dense matrix, twice: in the live step's arithmetic, and in exact arithmetic.
 
-Live and dense may differ by the order of sums alone: on the Gram route, by how sums were spread over shards, and where
-slots of a batch round otherwise ([Note: equal bits in batches] in orthogonalize/__init__.py). The orthogonalizers are
-the live ones, so a broken one shows only beside `Reference`. Of plan, buckets, routes, exchange, momentum and update
-nothing is used. What stages of variants do is written from the papers, not from the stages.
+Live and dense may differ by the order of sums alone, where slots of a batch round otherwise ([Note: equal bits in
+batches] in orthogonalize/__init__.py). The orthogonalizers are the live ones, so a broken one shows only beside
+`Reference`. Of plan, buckets, routes, exchange, momentum and update nothing is used. What stages of variants do is
+written from the papers, not from the stages.
 
 [Note: the steps as a function of singular values]
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X keeps singular vectors and maps each singular value s to
@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardmuon._torch import exact_products
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.stores import Stream, round_patch
-from shardmuon.orthogonalize import BACKENDS, TORCH_EPS, Products, factor_of, normalize, orthogonalize
+from shardmuon.orthogonalize import BACKENDS, TORCH_EPS, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.step.options import Settings
 from shardmuon.variants import AfterStage, BeforeStage, Stage, Stages, WeightStage
@@ -53,7 +52,6 @@ class Arithmetic:
         momentum: Dtype of the momentum's computation.
         stored: Dtype of the stored momentum; int8 stands for 8-bit codes.
         device: The device that orthogonalizes; None: that of the matrix.
-        by_gram: True if the shards stay and only their Gram matrices are added up.
         rounding: Random bits for half-precision weights, and which matrix of its parameter it is; None: to nearest.
     """
 
@@ -66,7 +64,6 @@ class Arithmetic:
     momentum: torch.dtype
     stored: torch.dtype
     device: torch.device | None = None
-    by_gram: bool = False
     rounding: tuple[Stream, int] | None = None
 
     def __str__(self) -> str:
@@ -74,18 +71,13 @@ class Arithmetic:
 
 
 def momentum_of(
-    buffer: Tensor,  # (rows, cols) momentum before the step; all of these in a dtype that holds them exactly
+    buffer: Tensor,  # (rows, cols) momentum before the step; both in a dtype that holds them exactly
     grad: Tensor,
-    weight: Tensor,  # before the step
     a: Arithmetic,
 ) -> tuple[Tensor, Tensor]:  # (rows, cols) each; the second of dtype `a.wire`
     """The momentum after the step, before it is stored, and the orthogonalizer's input before stages. Both bit for bit
     as in the step: `lerp` gives an element equal bits in any shard."""
-    s, grad = a.settings, grad.to(a.gradient)
-    if s.weight_decay_mode == "l2" and s.weight_decay:
-        wide = torch.promote_types(torch.promote_types(a.gradient, a.weights), torch.float32)
-        grad = (grad.to(wide) + weight.to(wide) * s.weight_decay).to(a.gradient)
-    grad = grad.to(a.momentum)
+    s, grad = a.settings, grad.to(a.gradient).to(a.momentum)
     after = torch.lerp(buffer.to(a.momentum), grad, 1 - s.momentum)
     return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(a.wire)
 
@@ -101,8 +93,6 @@ def orthogonalized(
     # stages before the orthogonalizer run where it does, on what has travelled
     staged = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
     x = values.to(a.device or values.device, torch.promote_types(a.wire, torch.float32) if staged else a.wire)
-    if a.by_gram:
-        return _by_gram(x, s.coefficients).to(values.device)
     out = orthogonalize(
         x.contiguous(),
         s.coefficients,
@@ -114,17 +104,6 @@ def orthogonalized(
     )
     after = any(isinstance(stage, AfterStage) for stage in s.stages)  # which run before anything travels
     return (out if after else out.to(a.wire)).to(values.device)
-
-
-def _by_gram(x: Tensor, coefficients: _Coefficients) -> Tensor:
-    """[Note: the Gram route] with one shard."""
-    turn = x.shape[-2] > x.shape[-1]
-    y = normalize(x.mT if turn else x)
-    with exact_products(x.device):
-        gram = Products(y.shape, y.device, y.dtype).gram_fp32(y)
-        factor = factor_of(gram.double(), coefficients, Products(gram.shape, gram.device, torch.float64)).to(x.dtype)
-        out = (factor.triu() + factor.triu(1).mT) @ y
-    return out.mT if turn else out
 
 
 def weights_after(
@@ -142,7 +121,7 @@ def weights_after(
         return weights.mul(_decay_factor(s)).add_(update, alpha=-s.lr * scale)
     wide = weights.to(torch.promote_types(a.weights, torch.float32))
     update = update.to(wide.device, wide.dtype)
-    if s.weight_decay and s.weight_decay_mode != "l2":
+    if s.weight_decay:
         decayed = wide * _decay_factor(s)
         wide = torch.where(update * wide > 0, decayed, wide) if s.weight_decay_mode == "cautious" else decayed
     wide = wide.add(update, alpha=-s.lr * scale)
@@ -155,8 +134,7 @@ def weights_after(
 def _decay_factor(settings: Settings) -> float:
     """The factor that weight decay takes to weights. KeyError for a mode that the audit does not know."""
     by_lr = 1 - settings.lr * settings.weight_decay
-    factors = {"l2": 1.0, "independent": 1 - settings.weight_decay, "decoupled": by_lr, "cautious": by_lr}
-    return factors[settings.weight_decay_mode]
+    return {"independent": 1 - settings.weight_decay, "decoupled": by_lr, "cautious": by_lr}[settings.weight_decay_mode]
 
 
 def recovered_update(

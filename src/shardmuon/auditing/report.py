@@ -27,13 +27,12 @@ _REMEDIES = {
     "kept_wrong": "Look for what replaces the stage, or writes to optimizer.state; load a checkpoint from before",
     "momentum_changed_outside": "Nothing but step() may write to optimizer.state; look for code that loads, casts or "
     "averages it",
-    "momentum_written_in_place": "The orthogonalizer must not write to its input",
-    "momentum_wrong": "Nothing but the step may write to the momentum",
-    "norm_not_restored": "The stage on weights did not run on this matrix, or on other storage than the parameter's",
+    "momentum_wrong": "Nothing but the step may write to the momentum, nor the orthogonalizer to its input",
     "norm_of_shard": "Sum squares over all ranks that hold a piece before the root is taken",
     "norm_stale": "What changes weights between steps leaves a norm behind that is no longer theirs: delete it on "
     "every rank, del optimizer.state[param][key], and the next step takes the norm anew",
-    "norm_wrong": "Look for what replaces the stage, or writes to optimizer.state; load a checkpoint from before",
+    "norm_wrong": "Look for what replaces the stage on weights, or writes to optimizer.state; load a checkpoint from "
+    "before",
     "not_finite": "Skip steps whose gradients are not finite, and return to a checkpoint from before the first one",
     "not_in_optimizer": "Give the optimizer the groups as they were made, or freeze the parameter before making them",
     "not_orthogonalized": "The matrix is not stepped by Muon: look at its group, and for what replaces Newton-Schulz",
