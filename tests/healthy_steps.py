@@ -57,7 +57,7 @@ def healthy(
     options["ns_steps"] = None
     options["nesterov"] = draw.random() < 0.5
     options["momentum"] = draw.choice([0.0, 0.5, 0.95])
-    options["weight_decay_mode"] = draw.choice(["decoupled", "l2", "independent", "cautious"])
+    options["weight_decay_mode"] = draw.choice(["decoupled", "decoupled", "independent", "cautious"])
     options["weight_decay"] = draw.choice([0.0, 0.01, 0.3])
     options["lr"] = draw.choice([1e-3, 0.02, 0.3])
     options["adjust_lr_fn"] = draw.choice(["original", "match_rms_adamw"])

@@ -22,7 +22,7 @@ from shardmuon.options import lr_scale
 from shardmuon.variants import AfterStage, WeightStage
 
 _LEFT = 0.35  # of the difference may be left over by a guess
-_HARDLY = 0.1  # of it is hardly anything
+_HARDLY = 0.03  # of it is hardly anything
 
 
 class _Guess(NamedTuple):
