@@ -319,7 +319,6 @@ class StepAudit:
             tuple(matrices[key] for key in sorted(matrices)),
             {rank: of_rank[rank] for of_rank in runs for rank in of_rank},
             len(set().union(*compared)),
-            self._binding.plan.text() if self._samples else "",
         )
 
     def _count_runs(self) -> tuple[int, int]:

@@ -119,7 +119,7 @@ def _compare(
 
     full = draw()
     kind = ZeroRun if layout in ZERO_ROWS else Fsdp1Run if layout in FSDP1_ROWS else _LayoutRun
-    run: Run = kind(layout, full, make)
+    run: _AnyRun = kind(layout, full, make)
     full, grads = run.start(full), [run.gradients(draw()) for _ in range(steps)]
     key = ""
     if remember:
@@ -136,7 +136,7 @@ def _compare(
     return found
 
 
-def _beside(run: Run, grads: Sequence[_Whole], reference: Sequence[_State], num_matrices: int) -> Comparison:
+def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], num_matrices: int) -> Comparison:
     """Step a run beside a reference."""
     group = run.optimizer.param_groups[0]
     lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
@@ -240,6 +240,9 @@ class _LayoutRun(Run):
             if key in of_param
             for found in [self.optimizer.state[self._params[name]][key]]
         )
+
+
+_AnyRun = ZeroRun | Fsdp1Run | _LayoutRun
 
 
 def rows_stored(whole: Tensor, like: Tensor) -> Tensor:

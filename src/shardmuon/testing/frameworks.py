@@ -112,18 +112,6 @@ class Run:
         """Gradients of a step, of the dtype that the reference takes."""
         return {name: ((2 * t.float()).round().clamp(-8, 8) / 8).to(self.steps or t.dtype) for name, t in drawn.items()}
 
-    def step(self, grads: Mapping[str, Tensor]) -> None:
-        """Step with gradients as `gradients` made them."""
-        raise NotImplementedError
-
-    def weights(self) -> dict[str, Tensor]:
-        """The weights now, as `cut` shows whole ones."""
-        raise NotImplementedError
-
-    def momentum(self) -> dict[str, Tensor]:
-        """The momentum now, likewise."""
-        raise NotImplementedError
-
     def keeps(self, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
         """True if what stages keep has the bits of these. Frameworks keep state where they like: their weights tell."""
         return True
