@@ -88,14 +88,12 @@ def sound(layout: str) -> AuditReport:
     return report
 
 
-def _also_in_the_other_arithmetic(*values: Any, numeric: bool) -> Any:
-    """A row that other default products could change."""
-    return pytest.param(*values, marks=[pytest.mark.numeric] if numeric else [], id=str(values[-1]))
+def _row(*values: Any, numeric: bool) -> Any:
+    """`numeric`: other default products could change it."""
+    return pytest.param(*values, marks=[pytest.mark.numeric] if numeric else [], id=f"{values[-1]}".strip("(),'"))
 
 
-@pytest.mark.parametrize(
-    "layout", [_also_in_the_other_arithmetic(name, numeric=at % 8 == 4) for at, name in enumerate(LAYOUTS)]
-)
+@pytest.mark.parametrize("layout", [_row(name, numeric=at % 8 == 4) for at, name in enumerate(LAYOUTS)])
 def test_a_sound_optimizer_gives_no_finding(world4: RankPool, layout: str) -> None:
     reports = world4.run(sound, layout)
     for report in reports:
@@ -140,10 +138,7 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [
-        _also_in_the_other_arithmetic(dtype, options, numeric="orthogonalizer" not in options)
-        for dtype, options in OPTIONS
-    ],
+    [_row(dtype, options, numeric="orthogonalizer" not in options) for dtype, options in OPTIONS],
 )
 def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """What stages keep is fp32 also where weights, wire and products are fp64."""
@@ -226,7 +221,7 @@ def _cases() -> Iterator[Any]:
     own orthogonalizer, or where matrices are orthogonalized elsewhere; benchmarks/audit_sharpness.py takes all pairs.
     """
     for name, fault in FAULTS.items():
-        yield _also_in_the_other_arithmetic({}, None, (name,), numeric=not fault.exact)
+        yield _row({}, None, (name,), numeric=not fault.exact)
     inexact = tuple(name for name, fault in FAULTS.items() if not fault.exact)
     for products, rows, names in (
         ("fp32", 256, inexact[::4]),

@@ -74,6 +74,24 @@ def _not_a_number(layout: str, rank: int, **options: Any) -> Comparison:
         return compare_with_dense(layout, remember=True, **options)
 
 
+def _wrong_momentum(layout: str, rank: int, **options: Any) -> Comparison:
+    """`compare_with_dense` of one step; on one rank the momentum is off when it has been used."""
+    into = pipeline.momentum_into_
+
+    def spoiled(out: Any, grads: Any, buffers: Any, **named: Any) -> None:
+        into(out, grads, buffers, **named)
+        buffers[0].add_(dist.get_rank() == rank)
+
+    compare_with_dense(layout, remember=True, steps=1, **options)
+    with mock.patch.object(pipeline, "momentum_into_", spoiled):
+        return compare_with_dense(layout, remember=True, steps=1, **options)
+
+
+def test_momentum_is_compared_too(world2: RankPool) -> None:
+    found = world2.run(_wrong_momentum, "fsdp2", 1, lr=0.02)
+    assert [(one.bitwise, one.max_difference) for one in found] == [(True, 0.0), (False, 0.0)]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool, row: LayoutRow, rank: int) -> None:
     found = world2.run(_not_a_number, "fsdp2", rank, lr=0.02)
