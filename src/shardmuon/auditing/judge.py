@@ -92,7 +92,7 @@ class _StepWith(NamedTuple):
     numbers: KeptNumbers
 
 
-class Difference(NamedTuple):
+class _Difference(NamedTuple):
     """An update, or the weights that it led to, that is not the dense one, for a reason still to be named.
 
     Attributes:
@@ -138,7 +138,7 @@ class Evidence:
         self.before, self.after, self.shape = before, after, before["weights"].shape
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
         self.row = replace(row, status="fault", expected_scale=self.scale)
-        self.findings, self.wrong = list[Finding](), list[Difference]()
+        self.findings, self.wrong = list[Finding](), list[_Difference]()
         self._eps = torch.finfo(arithmetic.products).eps
         self._wide = torch.promote_types(arithmetic.products, torch.float32)
         self._runs = dict[str, list[Any]]()
@@ -397,7 +397,7 @@ def _judge_numbers(e: Evidence) -> None:
             allowed += _TIMES * max(float((numbers[key] - expected).abs().sum()) for _, numbers in runs)
         if difference > allowed and key == _NORM:
             text = f"the norm of its weights after the step is {float(live[key]) / size:.7g} times that of the rule"
-            e.wrong.append(Difference("norm_wrong", text, allowed / size))
+            e.wrong.append(_Difference("norm_wrong", text, allowed / size))
         elif difference > allowed:
             text = f"its {key} after the step differs by {difference / size:.2g} from the formula in fp64"
             e.say("kept_wrong", text, f"{allowed / size:.1e}")
@@ -432,7 +432,7 @@ def _judge_update(e: Evidence) -> None:
     if status == "fault":
         text = f"the applied update differs from the same arithmetic run densely by {difference:.2g}"
         fits = least - _SLACK <= e.row.sigma_min and e.row.sigma_max <= most + _SLACK
-        e.wrong.append(Difference("wrong_matrix" if fits else "update_differs", text, allowed))
+        e.wrong.append(_Difference("wrong_matrix" if fits else "update_differs", text, allowed))
 
 
 def along(update: Tensor, expected: Tensor) -> float:
