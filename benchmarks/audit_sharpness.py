@@ -1,8 +1,10 @@
 """Sharpness of the audit: findings in healthy random steps, and planted faults that are named, by arithmetic and size.
 
 Healthy steps draw everything at random: shapes and how many matrices of each, spectrum and scale of the gradients,
-momentum's options, weight decay, method, schedule, dtype of the weights. Several matrices of one shape run as a batch
-in the live step and alone in the audit. The faults are those of tests/planted.py.
+momentum's options, weight decay, method, schedule, dtype of the weights; half of them have a variant. Several matrices
+of one shape run as a batch in the live step and alone in the audit. The faults are those of tests/planted.py.
+
+`--steps 1567 --rows` audits 4,701 healthy steps and plants nothing: about five minutes of one core.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import common
 from shardmuon.testing.pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from healthy_steps import DTYPES, healthy
+from healthy_steps import DTYPES, IN_TURN, healthy
 from planted import FAULTS, PRODUCTS, caught_all, check_caught
 
 
@@ -29,7 +31,7 @@ def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[li
         findings: list[str] = []
         blind = matrices = 0
         for seed in range(first, first + steps):
-            found, statuses, count, drawn = healthy(dtype, seed, largest, device)
+            found, statuses, count, drawn = healthy(dtype, seed, largest, device, IN_TURN[seed % len(IN_TURN)])
             findings += [f"seed {seed}, {drawn}: {text}" for text in found]
             blind += statuses.count("inconclusive")
             matrices += count
@@ -71,16 +73,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[32, 256, 1024])
     args = parser.parse_args()
     lines, healthy_data = count_healthy(args.first, args.steps, args.largest, args.device)
-    named, data = count_named(args.rows, args.device)
+    named, data = count_named(args.rows, args.device) if args.rows else ([], {})
     drawn = f"Seeds {args.first} to {args.first + args.steps - 1}, at most {args.largest} rows and columns."
-    lines += [
-        "",
-        drawn,
-        "",
-        f"Planted faults on 2 ranks; matrices of so many rows and 24 columns: {len(named) - 2}.",
-        "",
-        *named,
-    ]
+    lines += ["", drawn]
+    if named:
+        about = f"Planted faults on 2 ranks; matrices of so many rows and 24 columns: {len(data)}."
+        lines += ["", about, "", *named]
     common.write(args.name, "\n".join(lines), {"healthy": healthy_data, "named": data})
 
 

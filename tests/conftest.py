@@ -35,7 +35,6 @@ hypothesis.settings.load_profile("shardmuon")
 # these that name the dtype of their products carry "stated". What only compares bits of two ways through the same
 # products (every framework's partitions) is proven once.
 NUMERIC = {
-    "test_audit",
     "test_auto",
     "test_docs",
     "test_one_arithmetic",

@@ -12,6 +12,8 @@ from shardmuon import Muon, Orthogonalizer, Storage, audit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = ("keller", "quintic", "polar_express", "cans", "cubic", "deepseek_v4")
+VARIANTS = ("normuon", "muon_eq", "hyperball", "muon_eq+normuon", "muon_eq+hyperball", "normuon+hyperball")
+IN_TURN = (*VARIANTS, *[None] * len(VARIANTS))  # by seed
 SPECTRA = ("gauss", "power", "six decades", "rank 1", "rank 2", "low rank and noise", "orthogonal", "spike", "ones")
 
 
@@ -57,7 +59,7 @@ def healthy(
     options["ns_steps"] = None
     options["nesterov"] = draw.random() < 0.5
     options["momentum"] = draw.choice([0.0, 0.5, 0.95])
-    options["weight_decay_mode"] = draw.choice(["decoupled", "independent", "cautious"])
+    options["weight_decay_mode"] = draw.choice(["decoupled", "decoupled", "independent", "cautious"])
     options["weight_decay"] = draw.choice([0.0, 0.01, 0.3])
     options["lr"] = draw.choice([1e-3, 0.02, 0.3])
     options["adjust_lr_fn"] = draw.choice(["original", "match_rms_adamw"])

@@ -436,7 +436,7 @@ FAULTS = {
     ),
     "momentum normalized in place": Fault(
         _momentum(lambda fed, grads, buffers: _each(lambda b: b.div_(b.norm()), buffers)),
-        {"momentum_written_in_place"},
+        {"momentum_wrong"},
         ALL,
         layout="ddp",
         exact=True,
@@ -579,7 +579,9 @@ FAULTS = {
     "Hyperball: update too long": _of_variant(
         "hyperball", replaced("factor", lambda real: lambda *given: real(*given) * 1.25, HyperballUpdate), "scale_wrong"
     ),
-    "Hyperball: weights not restored": _of_variant("hyperball", _factors(torch.ones_like), "norm_not_restored"),
+    "Hyperball: weights not restored": _of_variant(
+        "hyperball", _factors(torch.ones_like), "norm_wrong", says="its stages on weights did not run"
+    ),
     "Hyperball: other factor": _of_variant("hyperball", _factors(lambda total: total * 1.01), "norm_wrong"),
     "Hyperball: other factor, bf16 weights": _of_variant(
         "hyperball", _factors(lambda total: total * 0.97), "norm_wrong", dtype=torch.bfloat16

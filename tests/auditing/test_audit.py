@@ -6,8 +6,6 @@ Reports are equal on all ranks.
 from __future__ import annotations
 
 import copy
-import itertools
-import json
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from healthy_steps import DTYPES, healthy
+from healthy_steps import DTYPES, IN_TURN, healthy
 from planted import (
     FAULTS,
     PRODUCTS,
@@ -54,7 +52,7 @@ from shardmuon.auditing.report import AuditReport
 from shardmuon.layout import table
 from shardmuon.layout.pieces import Held, Tile
 from shardmuon.layout.views import MatrixView
-from shardmuon.step import bucket, update
+from shardmuon.step import bucket
 from shardmuon.step.binding import fingerprint
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, mesh_of, parameters
@@ -62,7 +60,6 @@ from shardmuon.variants.normuon import NorMuon
 
 # ------------------------------------------------------------------------------------------------- sound optimizers
 
-VARIANTS = ("normuon", "muon_eq", "hyperball", "muon_eq+normuon", "muon_eq+hyperball", "normuon+hyperball")
 ON_LAYOUTS = (None, "muon_eq+normuon", "normuon+hyperball", "muon_eq+hyperball")
 METHODS = ("auto", "standard", "gram")
 
@@ -83,16 +80,20 @@ def sound(layout: str) -> AuditReport:
     optimizer = Muon(groups_of(params, PARAMS), **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*zero before the first step")  # a shard that stores nothing of a matrix
-        for _ in range(2):
+        optimizer.audits.num_audits = 1  # which matrices are taken
+        for step in (optimizer.step, lambda: step_of(optimizer)):
             for name, grad in build().items():
                 params[name].grad = grad
-            report = step_of(optimizer)
+            report = step()
     return report
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(n, marks=[] if at % 8 == 4 else [pytest.mark.stated]) for at, n in enumerate(LAYOUTS)]
-)
+def _row(*values: Any, numeric: bool) -> Any:
+    """`numeric`: other default products could change it."""
+    return pytest.param(*values, marks=[pytest.mark.numeric] if numeric else [], id=f"{values[-1]}".strip("(),'"))
+
+
+@pytest.mark.parametrize("layout", [_row(name, numeric=at % 8 == 4) for at, name in enumerate(LAYOUTS)])
 def test_a_sound_optimizer_gives_no_finding(world4: RankPool, layout: str) -> None:
     reports = world4.run(sound, layout)
     for report in reports:
@@ -114,27 +115,29 @@ POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096
 IN_FP64 = {"orthogonalizer": Orthogonalizer("standard", torch.float64), "exchange": Exchange(dtype=torch.float64)}
 
 
+OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (torch.float32, {"weight_decay_mode": "independent", "weight_decay": 0.01}),
+    (torch.float32, {"weight_decay_mode": "cautious", "weight_decay": 0.5}),
+    (torch.float32, {"nesterov": False, "momentum": 0.5}),
+    (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
+    (torch.float32, {"orthogonalizer": Orthogonalizer(dtype=torch.bfloat16)}),
+    (torch.float32, {"orthogonalizer": Orthogonalizer(method="torch")}),
+    (torch.float64, {"orthogonalizer": Orthogonalizer(dtype=torch.float64)}),
+    (torch.float64, IN_FP64),
+    *((torch.float64, {**IN_FP64, "variant": name, "weight_decay": 0.0}) for name in ("normuon", "hyperball")),
+    (torch.bfloat16, {"orthogonalizer": Orthogonalizer(method="torch")}),
+    (torch.bfloat16, {}),
+    (torch.float32, {"storage": Storage(momentum_dtype=torch.bfloat16)}),
+    (torch.float32, {"storage": Storage(momentum_dtype="int8")}),
+    (torch.bfloat16, {"storage": Storage(momentum_dtype=torch.float32, momentum_device="cpu")}),
+    (torch.float32, {"orthogonalizer": Orthogonalizer(method="gram", dtype=torch.float16)}),
+    (torch.float32, {"ns_coefficients": "polar_express", "ns_steps": 5}),
+]
+
+
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [
-        (torch.float32, {"weight_decay_mode": "independent", "weight_decay": 0.01}),
-        (torch.float32, {"weight_decay_mode": "cautious", "weight_decay": 0.5}),
-        (torch.float32, {"nesterov": False, "momentum": 0.5}),
-        (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
-        (torch.float32, {"orthogonalizer": Orthogonalizer(dtype=torch.bfloat16)}),
-        (torch.float32, {"orthogonalizer": Orthogonalizer(method="torch")}),
-        (torch.float64, {"orthogonalizer": Orthogonalizer(dtype=torch.float64)}),
-        (torch.float64, IN_FP64),
-        *((torch.float64, {**IN_FP64, "variant": name, "weight_decay": 0.0}) for name in ("normuon", "hyperball")),
-        (torch.bfloat16, {"orthogonalizer": Orthogonalizer(method="torch")}),
-        (torch.bfloat16, {}),
-        (torch.float32, {"storage": Storage(momentum_dtype=torch.bfloat16)}),
-        (torch.float32, {"storage": Storage(momentum_dtype="int8")}),
-        (torch.bfloat16, {"storage": Storage(momentum_dtype=torch.float32, momentum_device="cpu")}),
-        (torch.float32, {"orthogonalizer": Orthogonalizer(method="gram", dtype=torch.float16)}),
-        (torch.float32, {"ns_coefficients": "polar_express", "ns_steps": 5}),
-    ],
-    ids=str,
+    [_row(dtype, options, numeric="orthogonalizer" not in options) for dtype, options in OPTIONS],
 )
 def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """What stages keep is fp32 also where weights, wire and products are fp64."""
@@ -162,21 +165,17 @@ MOVED_MOST = [
     ("fp32", 7000267, "muon_eq+normuon"),
     ("bf16", 8500193, "hyperball"),
 ]
-DRAWN = [
-    (dtype, seed, (*VARIANTS, *[None] * len(VARIANTS))[seed % (2 * len(VARIANTS))])
-    for dtype in DTYPES
-    for seed in range(24)
-]
+DRAWN = [(dtype, seed, variant) for dtype in DTYPES for seed, variant in enumerate(IN_TURN)]
 
 
 @pytest.mark.parametrize(("dtype", "seed", "variant"), [*MOVED_MOST, *DRAWN])
 def test_sound_steps_drawn_at_random_give_no_finding(dtype: str, seed: int, variant: str | None) -> None:
     """benchmarks/audit_sharpness.py takes 1,000 of them."""
-    largest = 32 if seed >= 24 and variant is None else 40
+    largest = 32 if seed >= 100 and variant is None else 40
     findings, statuses, _, drawn = healthy(dtype, seed, largest, variant=variant)
     assert findings == [], drawn
     assert set(statuses) <= {"ok", "inconclusive", "zero"}, drawn
-    assert seed < 24 or statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn
+    assert seed < 100 or statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn
 
 
 @pytest.mark.filterwarnings("ignore:.*zero before the first step")
@@ -220,23 +219,22 @@ def _cases() -> Iterator[Any]:
     """Every fault once in the default arithmetic and once in fp16, half of them in large matrices, and some by torch's
     own orthogonalizer, or where matrices are orthogonalized elsewhere; benchmarks/audit_sharpness.py takes all pairs.
     """
-    for name in FAULTS:
-        yield pytest.param({}, None, (name,), id=name)
+    for name, fault in FAULTS.items():
+        yield _row({}, None, (name,), numeric=not fault.exact)
     inexact = tuple(name for name, fault in FAULTS.items() if not fault.exact)
     for products, rows, names in (
-        ("fp32", 512, inexact[::4]),
-        ("bf16", 512, inexact[2::4]),
+        ("fp32", 256, inexact[::4]),
+        ("bf16", 256, inexact[2::4]),
         ("fp16", 32, inexact[1::2]),
         ("fp16 gram", 32, inexact[::2]),
         ("torch", 32, tuple(name for name in FAULTS if not name.startswith("orthogonalizer"))[1::4]),
     ):
-        yield pytest.param(PRODUCTS[products], rows, names, id=f"{products} {rows}", marks=pytest.mark.stated)
-    no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    for products, device in itertools.product(("fp32", "bf16"), ("cpu", "cuda")):
-        options = {"orthogonalizer": replace(PRODUCTS[products]["orthogonalizer"], device=device)}
-        names = ("half a matrix", "clipped after, by norm", "scale of the shard")
-        marks = [pytest.mark.stated, *([no_cuda] if device == "cuda" else [])]
-        yield pytest.param(options, None, names, id=f"{products} on {device}", marks=marks)
+        yield pytest.param(PRODUCTS[products], rows, names, id=f"{products} {rows}")
+    for device in ("cpu", "cuda"):
+        options = {"orthogonalizer": replace(PRODUCTS["bf16"]["orthogonalizer"], device=device)}
+        lacks = pytest.mark.skipif(device == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device")
+        names = ("half a matrix", "scale of the shard")
+        yield pytest.param(options, None, names, id=f"on {device}", marks=lacks)
 
 
 @pytest.mark.parametrize(("options", "rows", "names"), [*_cases()])
@@ -261,6 +259,7 @@ def _in_a_first_step(name: str) -> tuple[set[str], AuditReport]:
         return set(), step_of(job.optimizer)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("name", IN_A_FIRST_STEP)
 def test_a_fault_of_a_stage_is_caught_and_named_in_a_first_step(world2: RankPool, name: str) -> None:
     """Nothing was kept before."""
@@ -541,18 +540,3 @@ def test_options_without_a_meaning_and_reports_before_the_step_are_refused(
 ) -> None:
     with pytest.raises(error, match=says):
         act()
-
-
-def test_json_holds_all_of_the_report(tmp_path: Path) -> None:
-    weights = {name: nn.Parameter(torch.randn(6, 9)) for name in ("first", "second")}
-    for weight in weights.values():
-        weight.grad = torch.randn(6, 9)
-    with mock.patch.object(update, "apply_", lambda p, u, *a, **k: p[0].sub_(u[0], alpha=0.03)):
-        report = step_of(Muon(weights.items(), lr=0.02))
-    text = report.to_json(tmp_path / "audit.json")
-    found = json.loads((tmp_path / "audit.json").read_text())
-    assert found == json.loads(text)
-    assert found["ok"] is False
-    assert "most loaded rank" in found["plan"]
-    assert {f["name"] for f in found["findings"]} == names_of(report)
-    assert [m["name"] for m in found["matrices"]] == ["first", "second"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -126,7 +125,7 @@ def _settings(mode: WeightDecayMode, nesterov: bool = True) -> Settings:
     return settings_of({**VIEW_DEFAULTS, **given, "ns_steps": None, "adjust_lr_fn": None, "weight_decay_mode": mode})
 
 
-@pytest.mark.parametrize("mode", get_args(WeightDecayMode))
+@pytest.mark.parametrize("mode", ["decoupled", "independent", "cautious"])
 @pytest.mark.parametrize("scale", [1.0, 0.3, 5.0])
 def test_the_update_is_recovered_from_the_weights(mode: WeightDecayMode, scale: float) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -70,8 +70,27 @@ def _not_a_number(layout: str, rank: int, **options: Any) -> Comparison:
             calls.append(params[0].fill_(float("nan")))
         return found
 
+    compare_with_dense(layout, remember=True, **options)
     with mock.patch.object(pipeline, "apply_", spoiled):
-        return compare_with_dense(layout, **options)
+        return compare_with_dense(layout, remember=True, **options)
+
+
+def _wrong_momentum(layout: str, rank: int, **options: Any) -> Comparison:
+    """`compare_with_dense` of one step; on one rank the momentum is off when it has been used."""
+    into = pipeline.momentum_into_
+
+    def spoiled(out: Any, grads: Any, buffers: Any, **named: Any) -> None:
+        into(out, grads, buffers, **named)
+        buffers[0].add_(dist.get_rank() == rank)
+
+    compare_with_dense(layout, remember=True, steps=1, **options)
+    with mock.patch.object(pipeline, "momentum_into_", spoiled):
+        return compare_with_dense(layout, remember=True, steps=1, **options)
+
+
+def test_momentum_is_compared_too(world2: RankPool) -> None:
+    found = world2.run(_wrong_momentum, "fsdp2", 1, lr=0.02)
+    assert [(one.bitwise, one.max_difference) for one in found] == [(True, 0.0), (False, 0.0)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -111,7 +130,7 @@ TWO = ("--layout", "fsdp2", "--layout", "hsdp")
         (TWO, {"max_difference": torch.finfo(torch.float64).tiny}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {"max_difference": math.nan}, 1, "1 of 2 layouts keep the contract"),
         (("--ranks", "0"), {}, 2, "must be at least 1"),
-        (("--engine", "all"), {}, 2, "pip install 'shardmuon[deepspeed]'"),
+        (("--layout", "deepspeed"), {}, 2, "pip install 'shardmuon[deepspeed]'"),
     ],
 )
 def test_the_command_fails_by_a_row_that_falls_short_and_says_what_it_needs(
@@ -125,7 +144,7 @@ def test_the_command_fails_by_a_row_that_falls_short_and_says_what_it_needs(
 ) -> None:
     rows = {"fsdp2": replace(row, **fault), "hsdp": row}
     monkeypatch.setattr(verify, "RankPool", nullcontext)
-    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, ranks: rows[name])
+    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, *given: rows[name])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert verify.run(arguments(*words)) == code
     shown = capsys.readouterr()
@@ -136,9 +155,9 @@ def test_json_is_one_object_for_each_row_of_an_engine(
     row: LayoutRow, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(verify, "RankPool", nullcontext)
-    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, ranks: replace(row, layout=name))
+    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, *given: replace(row, layout=name))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert verify.run(arguments("--engine", "deepspeed", "--json")) == 0
+    assert verify.run(arguments("--layout", "deepspeed", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["layout"] for one in found] == list(ZERO_ROWS)
     assert all(one["ok"] is True and one["bitwise"] is True for one in found)

@@ -39,7 +39,7 @@ from shardmuon.layout.engines import engine_of
 from shardmuon.layout.mesh import AxisCut, Extent, pieces_of_extents
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.testing.layouts import buffer_layout, mesh_of, row_ranges, shard_like_megatron
+from shardmuon.testing.layouts import mesh_of, shard_like_megatron
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_bitwise
 from shardmuon.variants import KEPT_KEYS
@@ -49,31 +49,6 @@ needs_package = pytest.mark.skipif(
 )
 
 # ------------------------------------------------------------------------------------------------ as numbers alone
-
-
-def _random_units(count: int) -> Iterator[tuple[list[tuple[int, ...]], int]]:
-    rng = random.Random(0)
-    for _ in range(count):
-        dims = [rng.choice((1, 2, 2, 2, 3)) for _ in range(rng.randint(1, 7))]
-        yield (
-            [tuple(rng.choice((1, 2, 3, 4, 5, 6, 8, 12)) for _ in range(n)) for n in dims],
-            rng.choice((1, 2, 3, 4, 8)),
-        )
-
-
-@needs_package
-def test_a_buffer_is_laid_out_as_the_package_does_in_whole_rows_each_once() -> None:
-    with cuda_on_cpu(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron_fsdp.experimental.layout import GlobalLayout
-
-        for shapes, num_shards in _random_units(300):
-            theirs = GlobalLayout.build(shapes, num_shards)
-            assert (list(theirs.tensor_to_offset), theirs.size) == buffer_layout(shapes, num_shards)
-            for shape, ranges in zip(shapes, row_ranges(shapes, num_shards), strict=True):
-                assert [row for a, b in sorted(r for r in ranges if r[0] < r[1]) for row in range(a, b)] == list(
-                    range(shape[0])
-                )
 
 
 def _cut_at_random(rng: random.Random, length: int, parts: int) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ which adds its own to an element's place in the row-major matrix: so a holder's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import NamedTuple
 
@@ -92,25 +92,32 @@ def block_of(places: Tensor, cols: int) -> Block | None:
 
 
 def collect(
-    layout: ParamLayout,
     number: int,
-    parts: Tensor,  # (2, n): the elements that this rank sends, before and after the step
+    parts: Mapping[str, tuple[ParamLayout, Tensor]],  # (2, n): what this rank sends, before and after the step
     target: int,
-) -> tuple[Tensor, list[Block]]:  # (2, rows, cols), or (0,)
-    """A whole matrix on one rank, before and after the step, and its rectangles that lie on one rank each (kernels cut
-    inside are none); nothing elsewhere. Collective among the parameter's ranks. A rank that cannot read sends NaN."""
-    ranks, matrix, mine = layout.ranks, layout.view.matrices[number], my_rank() == target
-    places = [sent_by(layout, number, rank).places if mine else torch.empty(0) for rank in ranks]
-    came = [parts]
+) -> tuple[dict[str, Tensor], list[Block]]:
+    """All quantities of a whole matrix on one rank, as (2, elements) before and after the step, and its rectangles that
+    lie on one rank each (kernels cut inside are none); nothing elsewhere. Collective among the parameter's ranks. A
+    rank that cannot read sends NaN."""
+    view, ranks = parts["weights"][0].view, parts["weights"][0].ranks
+    if my_rank() == target:
+        places = [[sent_by(layout, number, rank).places for layout, _ in parts.values()] for rank in ranks]
+    else:
+        places = [[] for _ in ranks]
+    came = [torch.cat([part.reshape(-1) for _, part in parts.values()])]
     if len(ranks) > 1:
-        expected = tuple(2 * len(at) for at in places)
-        given = tuple(parts.numel() if rank == target else 0 for rank in ranks)
+        expected = tuple(2 * sum(map(len, of_rank)) for of_rank in places)
+        given = tuple(came[0].numel() if rank == target else 0 for rank in ranks)
         with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
-            came = list(start(group_for(ranks), Traffic(), parts.reshape(-1), given, expected).wait().split(expected))
-    if not mine:
-        return parts.new_empty(0), []
-    whole = parts.new_full((2, matrix.rows * matrix.cols), torch.nan)
-    for at, values in zip(places, came, strict=True):
-        whole.index_copy_(1, at.to(whole.device), values.view(2, len(at)))
-    blocks = [block_of(at, matrix.cols) for at in places]
-    return whole.view(2, matrix.rows, matrix.cols), [block for block in blocks if block is not None]
+            came = list(start(group_for(ranks), Traffic(), came[0], given, expected).wait().split(expected))
+    if my_rank() != target:
+        return {}, []
+    whole = {}
+    for what, (layout, part) in parts.items():
+        size = layout.view.matrices[number].rows * layout.view.matrices[number].cols
+        whole[what] = part.new_full((2, size), torch.nan)
+    for of_rank, values in zip(places, came, strict=True):
+        for out, at, own in zip(whole.values(), of_rank, values.split([2 * len(at) for at in of_rank]), strict=True):
+            out.index_copy_(1, at.to(out.device), own.view(2, -1))
+    blocks = [block_of(of_rank[0], view.matrices[number].cols) for of_rank in places]
+    return whole, [block for block in blocks if block is not None]

@@ -30,9 +30,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -42,9 +41,7 @@ from shardmuon.auditing.dense import Block
 from shardmuon.auditing.reference import (
     Arithmetic,
     KeptNumbers,
-    Reference,
     momentum_of,
-    norm_of,
     orthogonalized,
     prepared,
     recovered_update,
@@ -65,8 +62,8 @@ _Shake = Callable[[Generator], tuple[Tensor, Callable[[Tensor], _T]]]  # an inpu
 _NORM = "norm"  # of the weights, beside the numbers that stages keep
 _FIRST, ALL = 2, 16  # shaken runs: those that are always made, and those before anything is called a fault
 _TIMES = 3.0  # how many times the largest of the shaken differences is allowed
-_HARDLY = 0.1  # of a wrong norm may be left over by its explanation: the update is rounded otherwise
 _BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
+_SLACK = 0.2  # of singular values, for the rounding of the result, which lifts the smallest most
 _FEW = 4  # elements that another order of sums may take to the next value, and spacings that all of them may move
 _LONGER = 1 / 16  # by how much the norm is enlarged at most
 _TOGETHER = 1 << 22  # elements of shaken runs in one call
@@ -95,41 +92,56 @@ class _StepWith(NamedTuple):
     numbers: KeptNumbers
 
 
-class Guess(NamedTuple):
-    """An explanation: name of the fault, what is found then, and the weights (rows, cols) fp64 that it leads to."""
+class _Difference(NamedTuple):
+    """An update, or the weights that it led to, that is not the dense one, for a reason still to be named.
+
+    Attributes:
+        name: Name of the fault if no known one explains it.
+        found, allowed: What is found, and what would be allowed.
+    """
 
     name: str
     found: str
-    after: Tensor
+    allowed: float
 
 
-@dataclass
 class Evidence:
     """One whole matrix around a step, how it was meant to be stepped, and what its own arithmetic makes of it.
 
-    Attributes:
+    Args:
         row: The report's line for it; `judge` fills it in.
+        arithmetic: How it is stepped.
         blocks: Rectangles of the matrix that lie on one rank.
         before, after: (rows, cols) fp64 "weights", "momentum" and "gradient" before and after the step, and by its key
             what each stage of its variant keeps (1-D).
+
+    Attributes:
         findings: Faults that have been found.
-        differs: True if the update is not the dense one, for a reason still to be named.
+        wrong: What is still to be named.
+        momentum, given: After the step, and the orthogonalizer's input before stages, as the step computes them.
+        fed: The orthogonalizer's input.
+        reference, exact: The result of exact arithmetic; (m, n) fp64 in the reference's coordinates.
+        dense: The result of the same arithmetic, run densely.
+        step: The step that the weights take with it.
+        update, arrived: The update that the step applied, and the part of the dense one that the weights can hold.
     """
 
-    row: MatrixRow
-    arithmetic: Arithmetic
-    blocks: list[Block]
-    before: Mapping[str, Tensor]
-    after: Mapping[str, Tensor]
-    findings: list[Finding] = field(default_factory=list)
-    differs: bool = False
-    _runs: dict[str, list[Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.settings, self.shape = self.arithmetic.settings, self.before["weights"].shape
-        self.scale = self.scale_of(*self.shape)
-        self._eps = torch.finfo(self.arithmetic.products).eps
-        self._wide = torch.promote_types(self.arithmetic.products, torch.float32)
+    def __init__(
+        self,
+        row: MatrixRow,
+        arithmetic: Arithmetic,
+        blocks: list[Block],
+        before: Mapping[str, Tensor],
+        after: Mapping[str, Tensor],
+    ) -> None:
+        self.arithmetic, self.settings, self.blocks = arithmetic, arithmetic.settings, blocks
+        self.before, self.after, self.shape = before, after, before["weights"].shape
+        self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
+        self.row = replace(row, status="fault", expected_scale=self.scale)
+        self.findings, self.wrong = list[Finding](), list[_Difference]()
+        self._eps = torch.finfo(arithmetic.products).eps
+        self._wide = torch.promote_types(arithmetic.products, torch.float32)
+        self._runs = dict[str, list[Any]]()
 
     def say(self, name: str, found: str, allowed: str) -> None:
         """Note a fault of this matrix."""
@@ -142,50 +154,19 @@ class Evidence:
 
     # --------------------------------------------------------------------------------------------- its dense step
 
-    def scale_of(self, rows: int, cols: int) -> float:
-        """The factor on lr of a matrix of this shape."""
-        return lr_scale(self.settings.adjust_lr_fn, rows, cols)
-
-    @cached_property
-    def momentum(self) -> tuple[Tensor, Tensor]:
-        """The momentum after the step, and the orthogonalizer's input before stages, as the step computes them."""
+    def feed(self) -> None:
+        """Compute the momentum and the orthogonalizer's input."""
         before = self.before
-        return momentum_of(before["momentum"], before["gradient"], self.arithmetic)
+        self.momentum, self.given = momentum_of(before["momentum"], before["gradient"], self.arithmetic)
+        self.fed = prepared(self.given, self.settings.stages)
 
-    @cached_property
-    def fed(self) -> Tensor:
-        """The orthogonalizer's input."""
-        return prepared(self.momentum[1], self.settings.stages)
-
-    @cached_property
-    def reference(self) -> Reference:
-        """The result of exact arithmetic."""
-        return reference_of(self.fed, self.settings.coefficients, method=self.arithmetic.choice.method)
-
-    @cached_property
-    def exact(self) -> Tensor:  # (m, n) fp64
-        """The exact result in the reference's coordinates."""
-        return self.reference.ratios().unsqueeze(1) * self.reference.coords
-
-    @cached_property
-    def dense(self) -> Tensor:
-        """The result of the same arithmetic, run densely."""
-        return self.orthogonalized(self.fed)
-
-    @cached_property
-    def step(self) -> _StepWith:
-        """The step that the weights take with it."""
-        return self.stepped(self.dense)
-
-    @cached_property
-    def update(self) -> Tensor:
-        """The update that the step applied."""
-        return self.recovered(self.after["weights"])
-
-    @cached_property
-    def arrived(self) -> Tensor:
-        """The part of the dense result that the weights can hold."""
-        return self.recovered(self.step.after)
+    def run(self) -> None:
+        """Take the step densely, and in exact arithmetic."""
+        self.reference = reference_of(self.fed, self.settings.coefficients, method=self.arithmetic.choice.method)
+        self.exact = self.reference.ratios().unsqueeze(1) * self.reference.coords
+        self.dense = self.orthogonalized(self.fed)
+        self.step = self.stepped(self.dense)
+        self.update, self.arrived = self.recovered(self.after["weights"]), self.recovered(self.step.after)
 
     def orthogonalized(self, values: Tensor, *, nudged: bool = False) -> Tensor:  # (..., rows, cols), fp64 out
         """Orthogonalize matrices in the live arithmetic. `nudged`: see `reference.orthogonalized`."""
@@ -306,7 +287,6 @@ def _lengths(coords: Tensor) -> Tensor:  # (m, n) -> (m,) fp64
 
 def judge(e: Evidence) -> None:
     """Compare a step of one matrix with the reference. Names no causes of a wrong update: `naming.name_fault` does."""
-    e.row = replace(e.row, status="fault", expected_scale=e.scale)
     values = {what: e.before[what] for what in ("weights", "momentum", "gradient")}
     values["updated weights"] = e.after["weights"]
     if bad := [what for what, value in values.items() if not bool(value.isfinite().all())]:
@@ -314,23 +294,28 @@ def judge(e: Evidence) -> None:
         return
     if not torch.equal(e.before["gradient"], e.after["gradient"]):
         e.say("gradient_written", "the step changed the gradient", "no change")
+    e.feed()
     _judge_momentum(e)
     _judge_norm_before(e)
     frozen = e.settings.lr * e.scale == 0.0
-    if frozen or not bool(e.momentum[1].any()):
+    if frozen or not bool(e.given.any()):
         e.row = replace(e.row, status="lr is 0" if frozen else "zero")
         _judge_still(e)
         return
     _judge_prepared(e)
+    e.run()
     _judge_dense(e)
-    norm_is_right = _judge_numbers(e)
+    _judge_numbers(e)
     _judge_update(e)
-    e.differs = e.row.status == "fault" and norm_is_right
 
 
 def _judge_momentum(e: Evidence) -> None:
-    expected, fed = (value.double() for value in e.momentum)
-    before, found, stored = e.before["momentum"], e.after["momentum"], e.arithmetic.stored
+    expected, before, found, stored = (
+        e.momentum.double(),
+        e.before["momentum"],
+        e.after["momentum"],
+        e.arithmetic.stored,
+    )
     # Storing rounds each element once, by at most an eps. 8-bit codes ([Note: 8-bit codes] in momentum/stores.py) step
     # by 2 sqrt(|x| s) / 127 at x in a block of scale s: over a block of 128 with one large element at most 2 / 127 *
     # sqrt(6.2) of its norm. The gradient is rounded to the momentum's dtype, and so are the two terms of its update.
@@ -338,15 +323,8 @@ def _judge_momentum(e: Evidence) -> None:
     terms = max(float(value.norm()) for value in (before, e.before["gradient"], expected))
     allowed = 2 * rounded * terms + 1e-12 * float(expected.norm())
     difference = float((found - expected).norm())
-    if difference <= allowed:
-        return
-    name, what = "momentum_wrong", f"it is off by {difference:.1e} from B + (1 - mu) (G - B)"
-    results = [value / value.norm() for value in (expected, fed)] + [e.orthogonalized(fed)]
-    if torch.equal(found, before):
-        what = "it did not change"
-    elif min(relative_error(found, result) for result in results) < _HARDLY:
-        name, what = "momentum_written_in_place", "it holds a result of the orthogonalizer, or is normalized"
-    e.say(name, f"momentum after the step: {what}", f"a difference of {allowed:.1e}")
+    what = "did not change" if torch.equal(found, before) else f"is off by {difference:.1e} from B + (1 - mu) (G - B)"
+    e.check(difference, allowed, "momentum_wrong", f"the momentum after the step {what}")
 
 
 def _judge_norm_before(e: Evidence) -> None:
@@ -372,7 +350,7 @@ def _judge_still(e: Evidence) -> None:
 
 def _judge_prepared(e: Evidence) -> None:
     """The live stages' input of the orthogonalizer beside the formulas'."""
-    _, exact, _ = staged(BeforeStage, e.settings.stages, e.momentum[1].double(), {})
+    _, exact, _ = staged(BeforeStage, e.settings.stages, e.given.double(), {})
     difference = relative_error(e.fed, exact)
     # each element: the factor and the product, rounded once for each stage
     allowed = 2 * torch.finfo(e.fed.dtype).eps * len(e.settings.stages) + 2.0**-45
@@ -405,10 +383,10 @@ def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) 
     return found, allowed
 
 
-def _judge_numbers(e: Evidence) -> bool:
+def _judge_numbers(e: Evidence) -> None:
     """Compare the numbers that stages keep after the step with the formulas', and the norm of the weights, if one
-    controls it, with the dense step's. False if that norm is wrong, which is named here."""
-    right, live = True, e.numbers(e.after)
+    controls it, with the dense step's."""
+    live = e.numbers(e.after)
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())
         size = max(float(expected.abs().sum()), 1e-300)
@@ -417,59 +395,12 @@ def _judge_numbers(e: Evidence) -> bool:
         if difference > allowed:
             runs = e.shaken(e.reordered, ALL)
             allowed += _TIMES * max(float((numbers[key] - expected).abs().sum()) for _, numbers in runs)
-        if difference <= allowed:
-            continue
-        if key == _NORM:
-            right = False
-            _name_norm(e, float(live[key]), float(expected), allowed)
-        else:
+        if difference > allowed and key == _NORM:
+            text = f"the norm of its weights after the step is {float(live[key]) / size:.7g} times that of the rule"
+            e.wrong.append(_Difference("norm_wrong", text, allowed / size))
+        elif difference > allowed:
             text = f"its {key} after the step differs by {difference / size:.2g} from the formula in fp64"
             e.say("kept_wrong", text, f"{allowed / size:.1e}")
-    return right
-
-
-def _name_norm(e: Evidence, size: float, target: float, allowed: float) -> None:
-    left = max(allowed, _HARDLY * abs(size - target))  # by a guess that fits
-    fitting = (guess for guess in other_norms(e) if abs(float(guess.after.norm()) - size) <= left)
-    guess = next(fitting, Guess("norm_wrong", "nothing known leads to that", e.after["weights"]))
-    times = size / max(target, 1e-300)
-    text = f"the norm of its weights after the step is {size:.7g}, {times:.4g} times that of the rule"
-    e.say(guess.name, f"{text}: {guess.found}", f"{allowed:.1e}")
-
-
-def other_norms(e: Evidence) -> Iterator[Guess]:
-    """Guesses at stages on weights that went wrong: the norms of parts of the matrix taken for each part, and maybe
-    kept, too; and no such stage."""
-    if not weight_stages(e.settings.stages):
-        return
-    for what, blocks in parts_of(e).items():
-        for own in (True, False):
-            after = e.step.updated.clone()
-            for block in blocks:
-                kept = norms_of(e, block) if own else e.before
-                after[block] = staged(WeightStage, e.settings.stages, after[block], kept)[1]
-            yield Guess("norm_of_shard", f"norms of its {what} on its weights lead to that", after.double())
-    yield Guess(
-        "norm_not_restored", "the update alone, without its stages on weights, leads to that", e.step.updated.double()
-    )
-
-
-def parts_of(e: Evidence) -> dict[str, list[Block]]:
-    """Shards and halves of the matrix, of which somebody may have taken one for the whole. At least two of each."""
-    rows, cols = e.shape
-    cuts = {
-        "shards": e.blocks,
-        "halves of its rows": [(slice(0, rows // 2), slice(0, cols)), (slice(rows // 2, rows), slice(0, cols))],
-        "halves of its columns": [(slice(0, rows), slice(0, cols // 2)), (slice(0, rows), slice(cols // 2, cols))],
-    }
-    held = {what: [block for block in blocks if e.before["weights"][block].numel()] for what, blocks in cuts.items()}
-    return {what: blocks for what, blocks in held.items() if len(blocks) > 1}
-
-
-def norms_of(e: Evidence, block: Block) -> KeptNumbers:
-    """Kept numbers with norms as if this block were the matrix."""
-    own = norm_of(e.before["weights"][block])
-    return {**e.before, **{stage.key: own for stage in weight_stages(e.settings.stages)}}
 
 
 def _judge_update(e: Evidence) -> None:
@@ -480,6 +411,7 @@ def _judge_update(e: Evidence) -> None:
         difference, allowed = _asked(e.spread, e.seen(e.update - e.arrived))
         status = "inconclusive" if allowed > _BLIND else "ok" if difference <= allowed else "fault"
     results = (e.reference.sigmas * e.reference.ratios()).abs()
+    least, most = float(results.amin()), float(results.amax())
     short = e.update.T if e.shape[0] > e.shape[1] else e.update
     applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # good to the square root of eps
     arrived = along(e.arrived, e.dense)
@@ -495,8 +427,12 @@ def _judge_update(e: Evidence) -> None:
         scale=along(e.update, e.arrived) * e.scale,
         sigma_min=float(applied[0]),
         sigma_max=float(applied[-1]),
-        band=(float(results.amin()), float(results.amax())),
+        band=(least, most),
     )
+    if status == "fault":
+        text = f"the applied update differs from the same arithmetic run densely by {difference:.2g}"
+        fits = least - _SLACK <= e.row.sigma_min and e.row.sigma_max <= most + _SLACK
+        e.wrong.append(_Difference("wrong_matrix" if fits else "update_differs", text, allowed))
 
 
 def along(update: Tensor, expected: Tensor) -> float:

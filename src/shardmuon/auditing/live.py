@@ -3,8 +3,8 @@
 [Note: order of collectives]
     Before the step all ranks of the component make a table of their parameters anew, by the readers that the plan's
     table was made by: one of Muon's parameters, one of AdamW's. Sets of ranks are taken small ones first, as
-    everywhere: in each one gather of what could be read, and after the step an exchange for each quantity of each
-    sampled matrix and one gather of fingerprints. Then all ranks of the component tell each other what they have found.
+    everywhere: in each one gather of what could be read, and after the step an exchange for each sampled matrix and
+    one gather of fingerprints. Then all ranks of the component tell each other what they have found.
     What may go wrong on one rank alone is caught and becomes a finding, so that this rank still takes part in
     everything that the others wait for.
 """
@@ -319,7 +319,6 @@ class StepAudit:
             tuple(matrices[key] for key in sorted(matrices)),
             {rank: of_rank[rank] for of_rank in runs for rank in of_rank},
             len(set().union(*compared)),
-            self._binding.plan.text() if self._samples else "",
         )
 
     def _count_runs(self) -> tuple[int, int]:
@@ -335,35 +334,33 @@ class StepAudit:
         """Put the sampled matrices of a set together, and judge those whose target is this rank."""
         judged: list[Evidence] = []
         for sample in self._taken.pop(ranks, ()):
-            name, (number, matrix) = sample.row.name, sample.row.order
+            name, (number, matrix), parts = sample.row.name, sample.row.order, {}
             one = table.params[number]
             now = self._tried(name, self._elements, table, number, matrix)
             self._watched[number] = one.name, one.param, self._tried(name, self._print_of_momentum, one.param)
-            whole = {}
             for what, (layout, before) in sample.before.items():
-                after = now[what][1] if now else torch.full_like(before, torch.nan)
-                whole[what] = collect(layout, matrix, torch.stack([before, after]), sample.target)
-            evidence = self._tried(name, self._judged, sample, whole) if sample.target == self._rank else None
-            if evidence is not None:
-                judged.append(evidence)
+                parts[what] = layout, torch.stack([before, now[what][1] if now else torch.full_like(before, torch.nan)])
+            whole, blocks = collect(matrix, parts, sample.target)
+            evidence = self._tried(name, self._judged, sample, whole, blocks) if whole else None
+            judged += [] if evidence is None else [evidence]
         for e in judged:
-            if e.differs:
-                alike = [other for other in judged if other.shape == e.shape]
-                self._tried(e.row.name, name_fault, e, alike)
+            if e.wrong:
+                self._tried(e.row.name, name_fault, e, [other for other in judged if other.shape == e.shape])
             self._rows.append(e.row)
             self._findings += e.findings
 
-    def _judged(self, sample: _Sample, whole: dict[str, tuple[Tensor, list[Block]]]) -> Evidence:
+    def _judged(self, sample: _Sample, whole: dict[str, Tensor], blocks: list[Block]) -> Evidence:
         kept = {stage.key for stage in sample.arithmetic.settings.stages}
+        shape = sample.row.rows, sample.row.cols
         before, after = (
-            {what: values[at].view(-1) if what in kept else values[at] for what, (values, _) in whole.items()}
+            {what: values[at] if what in kept else values[at].view(shape) for what, values in whole.items()}
             for at in (0, 1)
         )
         fresh = self._proposal.fresh.get(sample.row.order[0], ())
         for stage in weight_stages(sample.arithmetic.settings.stages):
             if stage.key in fresh and not before[stage.key]:  # not known yet: the step takes that of the weights
                 before[stage.key] = norm_of(before["weights"])
-        evidence = Evidence(sample.row, sample.arithmetic, whole["weights"][1], before, after)
+        evidence = Evidence(sample.row, sample.arithmetic, blocks, before, after)
         judge(evidence)
         return evidence
 

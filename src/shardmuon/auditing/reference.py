@@ -69,7 +69,7 @@ class Arithmetic:
 
 
 def momentum_of(
-    buffer: Tensor,  # (rows, cols) momentum before the step; all of these in a dtype that holds them exactly
+    buffer: Tensor,  # (rows, cols) momentum before the step; both in a dtype that holds them exactly
     grad: Tensor,
     a: Arithmetic,
 ) -> tuple[Tensor, Tensor]:  # (rows, cols) each; the second of dtype `a.wire`
@@ -130,8 +130,7 @@ def weights_after(
 def _decay_factor(settings: Settings) -> float:
     """The factor that weight decay takes to weights. KeyError for a mode that the audit does not know."""
     by_lr = 1 - settings.lr * settings.weight_decay
-    factors = {"independent": 1 - settings.weight_decay, "decoupled": by_lr, "cautious": by_lr}
-    return factors[settings.weight_decay_mode]
+    return {"independent": 1 - settings.weight_decay, "decoupled": by_lr, "cautious": by_lr}[settings.weight_decay_mode]
 
 
 def recovered_update(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 from shardmuon.texts import table
@@ -27,13 +25,12 @@ _REMEDIES = {
     "kept_wrong": "Look for what replaces the stage, or writes to optimizer.state; load a checkpoint from before",
     "momentum_changed_outside": "Nothing but step() may write to optimizer.state; look for code that loads, casts or "
     "averages it",
-    "momentum_written_in_place": "The orthogonalizer must not write to its input",
-    "momentum_wrong": "Nothing but the step may write to the momentum",
-    "norm_not_restored": "The stage on weights did not run on this matrix, or on other storage than the parameter's",
+    "momentum_wrong": "Nothing but the step may write to the momentum, nor the orthogonalizer to its input",
     "norm_of_shard": "Sum squares over all ranks that hold a piece before the root is taken",
     "norm_stale": "What changes weights between steps leaves a norm behind that is no longer theirs: delete it on "
     "every rank, del optimizer.state[param][key], and the next step takes the norm anew",
-    "norm_wrong": "Look for what replaces the stage, or writes to optimizer.state; load a checkpoint from before",
+    "norm_wrong": "Look for what replaces the stage on weights, or writes to optimizer.state; load a checkpoint from "
+    "before",
     "not_finite": "Skip steps whose gradients are not finite, and return to a checkpoint from before the first one",
     "not_in_optimizer": "Give the optimizer the groups as they were made, or freeze the parameter before making them",
     "not_orthogonalized": "The matrix is not stepped by Muon: look at its group, and for what replaces Newton-Schulz",
@@ -130,14 +127,12 @@ class MatrixRow:
 class AuditReport:
     """One audited step.
 
-    The same on every rank that shares parameters with this one, directly or through others; the plan is of this rank's
-    parameters.
+    The same on every rank that shares parameters with this one, directly or through others.
 
     Attributes:
         step: Its number since the optimizer was made.
         runs: rank -> (matrices that went through the orthogonalizer in the step, matrices that the plan gives it).
         num_compared: Parameters whose replicas were compared bit for bit.
-        plan: As text.
     """
 
     step: int
@@ -145,7 +140,6 @@ class AuditReport:
     matrices: tuple[MatrixRow, ...]
     runs: dict[int, tuple[int, int]]
     num_compared: int
-    plan: str = field(default="", compare=False)
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -164,14 +158,6 @@ class AuditReport:
             f"the audit of step {self.step} found that it was not Muon's update. The step is complete: weights and "
             "momentum have changed. Return to the last checkpoint before the fault\n" + "\n".join(lines)
         )
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """The report as JSON text (NaN as null); written to `path` if one is given."""
-        plain = json.loads(json.dumps({**asdict(self), "ok": self.ok}), parse_constant=lambda text: None)
-        text = json.dumps(plain, indent=1)
-        if path is not None:
-            Path(path).write_text(text + "\n")
-        return text
 
     def __str__(self) -> str:
         found, planned = (sum(run[i] for run in self.runs.values()) for i in (0, 1))

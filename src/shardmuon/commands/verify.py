@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -113,21 +114,18 @@ def cells(row: LayoutRow) -> tuple[str, ...]:
     )
 
 
-_TORCH = (*LAYOUTS, *FSDP1_ROWS)
-_ROWS = {"torch": _TORCH, "deepspeed": tuple(ZERO_ROWS), "all": (*_TORCH, *ZERO_ROWS)}
+_SETS = {"torch": (*LAYOUTS, *FSDP1_ROWS), "deepspeed": tuple(ZERO_ROWS)}  # those of one kind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the subcommand."""
     parser.add_argument("--ranks", type=int, default=4, help="number of ranks to start (default: 4)")
     parser.add_argument(
-        "--engine",
-        choices=("torch", "deepspeed", "all"),
-        default="torch",
-        help="whose layouts: torch's and what is told by tensors alone, DeepSpeed's ZeRO, or both (%(default)s)",
+        "--layout",
+        action="append",
+        choices=(*_SETS, *itertools.chain(*_SETS.values())),
+        help="only this one, or all that torch or DeepSpeed's ZeRO makes (repeatable; default: torch)",
     )
-    rows = _ROWS["all"]
-    parser.add_argument("--layout", action="append", choices=rows, help="only these layouts (repeatable)")
     parser.add_argument(
         "--variant",
         action="append",
@@ -170,7 +168,7 @@ def _verify(args: argparse.Namespace) -> int:
     for variant in variants:
         names_in(variant)
     start = time.perf_counter()
-    names: Sequence[str] = args.layout or _ROWS[args.engine]
+    names = [name for word in args.layout or ["torch"] for name in _SETS.get(word, (word,))]
     if any(name in ZERO_ROWS for name in names) and importlib.util.find_spec("deepspeed") is None:
         raise ValueError("DeepSpeed's rows need it: pip install 'shardmuon[deepspeed]'")
     rows: list[LayoutRow] = []
@@ -178,7 +176,7 @@ def _verify(args: argparse.Namespace) -> int:
         for name in names:
             for variant in ("", *variants):
                 print(f"{name} {variant}".rstrip(), end=" ", file=sys.stderr, flush=True)
-                rows.append(verify_layout(pool, name, args.ranks, *filter(None, [variant])))
+                rows.append(verify_layout(pool, name, args.ranks, variant))
                 print("keeps the contract" if rows[-1].ok else "FALLS SHORT", file=sys.stderr, flush=True)
     failed = [row.title for row in rows if not row.ok]
     if args.json:

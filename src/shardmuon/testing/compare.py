@@ -6,7 +6,6 @@ Updates are compared, never parameters: a small learning rate hides any error in
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,27 +126,26 @@ def _compare(
         simple = (bool, int, float, str, torch.dtype, type(None), *OPTION_OBJECTS.values())
         assert all(isinstance(value, simple) for value in options.values()), f"cannot remember {options}"
         key = repr((steps_of.__name__, kind, cases, dtype, steps, seed, options))
-    reference, passed = itertools.tee(_REMEMBERED.get(key) or steps_of(cases, options, full, grads))
-    found = _beside(run, grads, reference, sum(len(case.view.matrices) for case in cases.values()))
+    reference = _REMEMBERED.get(key) or list(steps_of(cases, options, full, grads))
     if remember:
-        _REMEMBERED[key] = list(passed)
+        _REMEMBERED[key] = reference
+    found = _beside(run, grads, reference, sum(len(case.view.matrices) for case in cases.values()))
     if about:
         found = replace(found, about=about(run.optimizer))
     run.close()
     return found
 
 
-def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Iterator[_State], num_matrices: int) -> Comparison:
-    """Step a run beside a reference, which steps after it."""
+def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], num_matrices: int) -> Comparison:
+    """Step a run beside a reference."""
     group = run.optimizer.param_groups[0]
     lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
-    bitwise, worst, where, traffic, state = True, 0.0, "", Traffic(), _State()
-    for of_step in grads:
+    bitwise, worst, where, traffic = True, 0.0, "", Traffic()
+    for of_step, state in zip(grads, reference, strict=True):
         before = run.weights()
         earlier = run.optimizer.traffic.since(Traffic())
         run.step(of_step)
         traffic = run.optimizer.traffic.since(earlier)
-        state = next(reference)
         expected = run.cut({name: of["weight"] for name, of in state.items()})
         for name, found in run.weights().items():
             bitwise &= torch.equal(found, expected[name])
@@ -155,8 +153,7 @@ def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Iterator[_State], 
             difference = relative_error(one, other)
             if difference > worst or math.isnan(difference):  # nothing is larger than a NaN, which so stays
                 worst, where = difference, name
-    if isinstance(run, _LayoutRun):  # frameworks' hosts keep state where they like: their weights tell
-        bitwise &= run.keeps(state)
+    bitwise &= run.keeps(state)
     momentum = run.cut({name: of["momentum_buffer"].double() for name, of in state.items()})  # exact, also for codes
     for name, found in run.momentum().items():
         bitwise &= torch.equal(found.double(), momentum[name])
@@ -235,11 +232,10 @@ class _LayoutRun(Run):
     def momentum(self) -> dict[str, Tensor]:
         return {name: _local(self.optimizer.state[p]["momentum_buffer"]) for name, p in self._params.items()}
 
-    def keeps(self, whole: _State) -> bool:
-        """True if this rank's copies of what stages keep have the bits of these."""
+    def keeps(self, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
         return all(
             torch.equal(_local(found).view(-1), rows_stored(of_param[key], found).view(-1))
-            for name, of_param in whole.items()
+            for name, of_param in state.items()
             for key in KEPT_KEYS
             if key in of_param
             for found in [self.optimizer.state[self._params[name]][key]]

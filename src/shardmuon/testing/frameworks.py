@@ -74,10 +74,9 @@ def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataPar
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch's notices about FSDP1: what is deprecated, and what its own code calls."""
+    """Silence torch's notices about frameworks: what is deprecated, and what their own code calls."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", module="torch")
+        warnings.simplefilter("ignore")
         yield
 
 
@@ -89,7 +88,7 @@ def whole_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
 
 
 class Run:
-    """An optimizer that is fed with gradients, in a framework; it shows whole tensors, the same on every rank.
+    """An optimizer that is fed with gradients. In a framework it shows whole tensors, the same on every rank.
 
     Gradients are rounded to multiples of 1/8: the framework's mean over the ranks is exact with them.
 
@@ -112,6 +111,10 @@ class Run:
     def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients of a step, of the dtype that the reference takes."""
         return {name: ((2 * t.float()).round().clamp(-8, 8) / 8).to(self.steps or t.dtype) for name, t in drawn.items()}
+
+    def keeps(self, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
+        """True if what stages keep has the bits of these. Frameworks keep state where they like: their weights tell."""
+        return True
 
     def close(self) -> None:
         """Give the framework's memory back."""
@@ -159,7 +162,7 @@ ZERO_ROWS: dict[str, dict[str, Any]] = {  # name -> "zero_optimization" of DeepS
 def start_deepspeed() -> Any:
     """DeepSpeed as a module on a CPU, on the process group of a pool's rank, with nothing compiled. Collective."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    with _quiet():
+    with quiet():
         import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
     old = r"`torch.distributed.\w+` is deprecated"  # newer torch, about names that DeepSpeed calls for older ones
     warnings.filterwarnings("ignore", old, FutureWarning)
@@ -177,19 +180,11 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mappi
         optimizer: The optimizer.
         config: What there is to say beside the two settings that a client optimizer needs.
     """
-    quiet = {"steps_per_print": 10**9, "gradient_clipping": 0.0, **REQUIRED}
+    fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0, **REQUIRED}
     deepspeed = start_deepspeed()
-    with _quiet():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**quiet, **config})
+    with quiet():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**fixed, **config})
     return engine
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's notices about DeepSpeed's calls."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def whole_weight(param: Tensor) -> Tensor:

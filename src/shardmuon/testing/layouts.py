@@ -12,8 +12,8 @@ A row only *builds* parameters, with the engines' own functions wherever they ex
 
 [Note: Megatron without Megatron]
     Megatron-FSDP's DTensors have any number of rows on any rank, and Megatron-core's flat buffers are cut anywhere.
-    Here and by the planner both are computed as Megatron computes them (tests compare the two where the packages are
-    installed), so that a comparison with one of these never leans on shardmuon's own reading of a live job.
+    Rows of the first are cut unevenly here, some ranks having none; flat buffers are cut by the planner, as
+    Megatron-core cuts them. Tests compare both with what the packages build where these are installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -158,20 +158,13 @@ def mesh_of(shape: Ints, device: str | None = None, purpose: str = "") -> Device
     return _MESHES[key]
 
 
-class _Bag(nn.Module):
-    def __init__(self, tensors: _Tensors) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            self.register_parameter(name, nn.Parameter(tensor))
-
-
 def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
     """The tensors as `fully_shard` keeps them. They may be DTensors already (tensor parallel)."""
-    bag = _Bag({name: t.clone() for name, t in tensors.items()})
+    bag = nn.ParameterDict({name: nn.Parameter(t.clone()) for name, t in tensors.items()})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of a container without forward
         fully_shard(bag, mesh=mesh)
-    return {name: p.detach() for name, p in bag.named_parameters()}
+    return {name: bag[name].detach() for name in tensors}
 
 
 _Places = Callable[[int, Tensor], list[Placement]]  # of a tensor's number and the tensor; one for each axis
@@ -258,108 +251,39 @@ def _mixed(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     return out
 
 
-def buffer_layout(shapes: Sequence[Ints], num_shards: int) -> tuple[list[int], int]:
-    """Start of each tensor of a unit in its flat buffer, and the buffer's size (divisible by `num_shards`).
-
-    Shards end at multiples of a chunk, which holds whole rows of every tensor. A tensor that does not fill its
-    last chunk leaves a gap: its end takes a later tensor's incomplete chunk, the rest small tensors and padding.
-    """
-    rows = [math.prod(shape[1:]) for shape in shapes]
-    sizes = [math.prod(shape) for shape in shapes]
-    chunk = math.lcm(*rows)
-    small = sorted((i for i, size in enumerate(sizes) if size < chunk), key=lambda i: -sizes[i])
-    large = [i for i, size in enumerate(sizes) if size >= chunk]
-    starts: dict[int, int] = {}
-
-    end = 0
-    while large:
-        first = large.pop(0)
-        starts[first], gap = end, end + sizes[first]
-        end = gap_end = _up(gap, chunk)
-        left = sizes[first] % chunk
-        if not left:
-            continue
-        fitting = [i for i in large if 0 < sizes[i] % chunk <= chunk - left]
-        if fitting:
-            large.remove(fitting[0])
-            starts[fitting[0]] = gap_end = end - sizes[fitting[0]] % chunk
-            end = gap_end + sizes[fitting[0]]
-        for i in list(small):
-            if _up(gap, rows[i]) + sizes[i] <= gap_end:
-                starts[i] = _up(gap, rows[i])
-                gap = starts[i] + sizes[i]
-                small.remove(i)
-    for i in small:
-        starts[i] = _up(end, rows[i])
-        end = starts[i] + sizes[i]
-    return [starts[i] for i in range(len(shapes))], _up(end, chunk * num_shards)
-
-
-def row_ranges(shapes: Sequence[Ints], num_shards: int) -> list[list[tuple[int, int]]]:
-    """Rows [start, stop) of each tensor in each shard of the buffer; (0, 0) where it has none."""
-    starts, total = buffer_layout(shapes, num_shards)
-    table = []
-    for shape, start in zip(shapes, starts, strict=True):
-        row, held = math.prod(shape[1:]), in_parts(start, math.prod(shape), total // num_shards, num_shards)
-        table.append([(first // row, last // row) for first, last in held])
-    return table
-
-
-def _row_ranges_among_others(shapes: Sequence[Ints], num_shards: int) -> list[list[tuple[int, int]]]:
-    """Rows as in `row_ranges`, with each tensor in a unit of its own between two others with rows of its size. Units
-    of odd shapes have chunks so large that the first shard takes all of them."""
-    found = []
-    for i, shape in enumerate(shapes):
-        others = [(1 + (3 * i + k) % 7, *shape[1:]) for k in (0, 2)]
-        found.append(row_ranges([others[0], shape, others[1]], num_shards)[1])
-    return found
-
-
 def shard_like_megatron(
     tensors: Mapping[str, Tensor],  # full ones
     mesh: DeviceMesh,
     *,
-    one_unit: bool = True,  # all tensors in one buffer, or each between others
-    outer: str = "",  # "replicate" or "shard": what the first axis does, beside the inner data-parallel axis
+    hybrid: bool = False,  # whether the first axis shards, too, outside of the inner one
     tensor_parallel: bool = False,  # whether the last axis cuts columns and rows in turn
 ) -> dict[str, Tensor]:
     """Make this rank's DTensors as Megatron-FSDP v1 makes them. Talks to no other rank."""
     at = list(mesh.get_coordinate() or ())
     num_parts, part = (mesh.size(mesh.ndim - 1), at.pop()) if tensor_parallel else (1, 0)
-    sharding = [Shard(0)] if not outer else [Shard(0) if outer == "shard" else Replicate(), Shard(0)]
     # The inner axis cuts first: rank (outer o, inner i) has shard i * num_outer + o.
-    num_outer, first = (mesh.size(0), at[0]) if outer == "shard" else (1, 0)
-    inner = 1 if outer else 0
-    num_shards, shard = mesh.size(inner) * num_outer, at[inner] * num_outer + first
-    dims = [i % 2 + t.ndim - 2 for i, t in enumerate(tensors.values())]
-    parts = {
-        name: _chunk(t, num_parts, dim)[part] if tensor_parallel else t
-        for (name, t), dim in zip(tensors.items(), dims, strict=True)
-    }
-    stored = {name: t for name, t in parts.items() if t.numel()}  # a buffer has no place for what has no elements
-    ranges = row_ranges if one_unit else _row_ranges_among_others
-    rows = dict(zip(stored, ranges([tuple(t.shape) for t in stored.values()], num_shards), strict=True))
+    num_outer, first = (mesh.size(0), at[0]) if hybrid else (1, 0)
+    num_shards, shard = mesh.size(int(hybrid)) * num_outer, at[-1] * num_outer + first
     mesh._shard_order = list(reversed(range(mesh.ndim)))  # type: ignore[attr-defined]
+    tp_dim = mesh.mesh_dim_names[-1] if tensor_parallel and mesh.mesh_dim_names else None
     out: dict[str, Tensor] = {}
-    for (name, full), dim in zip(tensors.items(), dims, strict=True):
-        start, stop = rows[name][shard] if name in rows else (0, 0)
-        placements: list[Placement] = [*sharding, *([Shard(dim)] if tensor_parallel else [])]
-        local = parts[name][start:stop].contiguous().clone()
+    for number, (name, full) in enumerate(tensors.items()):
+        dim = number % 2 + full.ndim - 2
+        whole = _chunk(full, num_parts, dim)[part] if tensor_parallel else full
+        before, num_rows = 1 + 3 * number % 7, len(whole) if whole.numel() else 0  # behind others in a buffer of rows
+        start, stop = in_parts(before, num_rows, -(-(before + num_rows + 2) // num_shards), num_shards)[shard]
+        placements: list[Placement] = [*[Shard(0)] * len(at), *[Shard(dim)] * tensor_parallel]
+        local = whole[start:stop].contiguous().clone()
         out[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-        row = math.prod(parts[name].shape[1:])
-        tp_dim = mesh.mesh_dim_names[-1] if tensor_parallel and mesh.mesh_dim_names else None
+        row = math.prod(whole.shape[1:])
         out[name].megatron_fsdp_dist_index = SimpleNamespace(tp_dim=tp_dim)  # type: ignore[attr-defined]
         out[name].megatron_fsdp_slice = slice(start * row, stop * row)  # type: ignore[attr-defined]
     return out
 
 
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 def _megatron(purpose: str, **how: Any) -> _Builder:
     """Megatron-FSDP's DTensors; see `shard_like_megatron`."""
-    return lambda tensors, shape: shard_like_megatron(tensors, mesh_of(shape, purpose=purpose), one_unit=False, **how)
+    return lambda tensors, shape: shard_like_megatron(tensors, mesh_of(shape, purpose=purpose), **how)
 
 
 def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tensor:
@@ -459,7 +383,7 @@ LAYOUTS: dict[str, _LayoutCase] = {
         _LayoutCase("ep+fsdp", _square, _experts_fsdp),
         _LayoutCase("mixed meshes", _square, _mixed),
         _LayoutCase("megatron-fsdp", _flat, _megatron("fsdp")),
-        _LayoutCase("megatron-fsdp hfsdp", _square, _megatron("hfsdp", outer="shard")),
+        _LayoutCase("megatron-fsdp hfsdp", _square, _megatron("hfsdp", hybrid=True)),
         _LayoutCase("megatron-fsdp+tp", _square, _megatron("fsdp+tp", tensor_parallel=True)),
         _LayoutCase("tp column", _flat, partial(_tp_plain, dims=(0,)), _tp_groups),
         _LayoutCase("tp row", _flat, partial(_tp_plain, dims=(1,)), _tp_groups),
