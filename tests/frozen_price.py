@@ -1,6 +1,6 @@
 """The price of a step on H100s by the cost model of 2026-11-26 (commit 83fe15c), most likely values only.
 
-A second pricer that nobody may loosen: it reads the counts of `shardmuon plan --json` and has its own rates, its own
+A second pricer that nobody may loosen: it reads the counts of `shardmuon.foresight.plan` as plain data and has its own rates, its own
 clock and no import from the package. One thing was corrected when it was frozen: whoever votes takes log2(ranks) hops
 one after the other (until then an all-reduce over a ring of 2 (ranks - 1) hops had this price). Rates of the relay and
 of copies between wires and batches are those of other exchanges and of other passes over memory.
@@ -57,7 +57,7 @@ def frozen_price(exact: Mapping[str, Any], tokens: float, turns: Turns) -> Froze
     """Price the counts of a plan.
 
     Args:
-        exact: The "exact" of `shardmuon plan --json`.
+        exact: `Report.exact` as plain data.
         tokens: Of a training step.
         turns: The order of a step: of each of a rank's buckets, True if it has a relay -> pairs of an operation and a
             bucket.
@@ -109,18 +109,18 @@ def _work(rank: Mapping[str, Any], bucket: Mapping[str, Any], fragments: int) ->
         host = HOST_MATRIX * fragments / 2 * elements / max(1, held) + HOST_BUCKET * calls
         return (elements * each + 2 * copied) / MEMORY + host
 
-    copied = sum(bucket["gather_received"][:2]) + sum(bucket["scatter"][:2])
+    copied = sum(bucket["received"][0][:2]) + sum(bucket["sent"][1][:2])
     packs, applies = 28 + wire, 20 + (wire + 4 if wire < 4 else 0)
     own = {
         "pack": passed(packs, foreign, 0.5),
         "fill": passed(packs, held - foreign),
         "compute": sum(_products(*matrices[:5]) for matrices in bucket["matrices"]) + 2 * copied / MEMORY,
-        "apply": passed(applies, held - idle, 0.5, sum(bucket["relay"][:2])),
+        "apply": passed(applies, held - idle, 0.5, sum(bucket["sent"][2][:2])),
         "finish": passed(applies, idle, 0.5 * bucket["relays"]),
     }
     found = _Work(_key(rank, bucket) if moves else None, own)
-    for name in ("gather", "scatter", "relay") if bucket["relays"] else ("gather", "scatter") if moves else ():
-        found.exchanges[name] = _exchange(bucket, bucket[name], bucket[f"{name}_received"])
+    for at, name in enumerate(("gather", "scatter", "relay")[: 2 * moves + bucket["relays"]]):
+        found.exchanges[name] = _exchange(bucket, bucket["sent"][at], bucket["received"][at])
     return found
 
 

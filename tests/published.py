@@ -14,7 +14,7 @@ from shardmuon.foresight import count, load_hardware, plan
 from shardmuon.foresight.hardware import Uses, interval
 from shardmuon.foresight.models import Model, build, flattened
 from shardmuon.foresight.pricing import adamw_step, price, training_seconds
-from shardmuon.foresight.types import Exact
+from shardmuon.foresight.job import Exact
 from shardmuon.orthogonalize.choice import flops
 from shardmuon.orthogonalize.schedules import schedule
 
@@ -61,7 +61,8 @@ def rounded(text: str) -> Interval:
 
 def _standard(exact: Exact) -> float:
     """FLOPs of plain Newton-Schulz on all matrices, each once: how others count them."""
-    return sum(m.count * flops("standard", m.rows, m.cols, KELLER, torch.bfloat16) for m in exact.matrices)
+    found = ((c.count, m) for c in exact.classes for bucket in c.buckets for m in bucket.matrices)
+    return sum(count * m.num * flops("standard", m.rows, m.cols, KELLER, torch.bfloat16) for count, m in found)
 
 
 def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:

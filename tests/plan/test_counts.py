@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 from simulated import EACH, LAYOUTS, VIEWS, spec
 
-from shardmuon.foresight.counting import count_plan
-from shardmuon.foresight.types import Sent
+from shardmuon.foresight.counting import Sent, count_plan
 from shardmuon.plan.plan import Plan, Policy, make_plan
 from shardmuon.plan.program import Load, Program, make_program
 
@@ -54,9 +53,10 @@ def check(plan: Plan) -> None:
             assert sorted(m[:3] for m in one.matrices for _ in range(m.num)) == sorted(owned)
             if bucket.exchange:
                 gather, scatter, relay = program.gather, program.scatter, program.relay
-                splits = [gather.holder_splits, scatter.owner_splits, relay.send_splits if relay else (), ()]
-                splits += [gather.owner_splits, scatter.holder_splits, relay.recv_splits if relay else (), ()]
-                assert one.sides == tuple(_side(program, side) for side in splits)
+                sent = [gather.holder_splits, scatter.owner_splits, relay.send_splits if relay else (), ()]
+                received = [gather.owner_splits, scatter.holder_splits, relay.recv_splits if relay else (), ()]
+                assert one.sent == tuple(_side(program, side) for side in sent)
+                assert one.received == tuple(_side(program, side) for side in received)
                 assert one.exchanges == 2 * bucket.gathers + (relay is not None)
                 assert one.batches == program.batch_numel * bucket.itemsize
     for bucket in plan.buckets:

@@ -1,4 +1,4 @@
-"""Layouts that a live job's tensors would have, from a model's parameters and a mesh alone.
+"""Meshes as users write them, and layouts that a live job's tensors would have, from a model's parameters and a mesh.
 
 [Note: units]
     What is planned together is a unit: the parameters of one pipeline stage, of one ZeRO group, of Megatron's dense
@@ -11,22 +11,25 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from shardmuon.foresight.counting import Ints
 from shardmuon.foresight.models import AFTER, Param
-from shardmuon.foresight.types import Mesh, check_divides
 from shardmuon.layout.grid import Grid, union
 from shardmuon.layout.mesh import Cut, OnMesh, Shard, flat_part, parts_of, readings
 from shardmuon.layout.pieces import Box
 from shardmuon.layout.table import ParamLayout, Ranks, replicated
 from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import scale_shape
+from shardmuon.texts import did_you_mean
 
+_Engine = Literal["fsdp2", "ddp", "zero1", "zero2", "zero3", "megatron"]
+_AXES = ("dp", "shard", "tp", "ep", "pp")
+_MOST_RANKS = 10_240
 _Ranges = tuple[tuple[int, int], ...]  # elements [start, stop) of a flat parameter on each rank
 # parameter, what makes its layout of its view, and with what else; tensors that lie alike get one object
 _Lay = Callable[..., ParamLayout]
@@ -34,6 +37,155 @@ _Lay = Callable[..., ParamLayout]
 # elements; megatron.core.distributed.DistributedDataParallel's default, for up to 40 ranks
 _MEGATRON_BUCKET = 40_000_000
 _ZERO3_SUB_GROUP = 1_000_000_000  # elements of a rank; DeepSpeed's default "sub_group_size"
+
+
+# ----------------------------------------------------------------------------------------------------------- the mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The arrangement of a job's ranks. They count as (pp, dp, shard, tp), the last axis fastest.
+
+    Attributes:
+        dp: Replicas: DDP's ranks, HSDP's outer axis, the data-parallel ranks of ZeRO and Megatron.
+        shard: Ranks that parameters are cut over (FSDP).
+        tp: Tensor-parallel ranks.
+        ep: Expert-parallel ranks. They are taken from dp x shard, so they do not count in `world`.
+        pp: Pipeline stages.
+        gpus_per_node: Ranks of one node.
+        engine: What cuts parameters up.
+    """
+
+    dp: int = 1
+    shard: int = 1
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    gpus_per_node: int = 8
+    engine: _Engine = "fsdp2"
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job."""
+        return self.dp * self.shard * self.tp * self.pp
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the last perhaps not full."""
+        return -(-self.world // self.gpus_per_node)
+
+    @property
+    def masters(self) -> bool:
+        """True if the engine keeps fp32 weights and momentum itself."""
+        return self.engine == "megatron" or self.engine.startswith("zero")
+
+    def __str__(self) -> str:
+        """The mesh as a user writes it."""
+        sizes = ((name, getattr(self, name)) for name in _AXES)
+        return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "dp=1"
+
+
+def parse_mesh(text: str | Mesh, engine: str | None = None, gpus_per_node: int | None = None) -> Mesh:
+    """A mesh from text such as "dp=8 shard=64 tp=8".
+
+    Args:
+        text: ``axis=size`` pairs with spaces or commas between them; axes left out have size 1. Or a mesh as it is,
+            with the other arguments put in where they are given.
+        engine: What cuts parameters up. Default: "ddp" if there is `dp` and neither `shard`, `tp` nor `ep`; else
+            "fsdp2".
+        gpus_per_node: Ranks of a node. Default: 8.
+
+    Raises:
+        ValueError: The text is no mesh, or one that the engine does not make; says what to write.
+
+    Examples:
+        >>> parse_mesh("dp=2 shard=64 tp=8").world
+        1024
+    """
+    if isinstance(text, Mesh):
+        mesh = text
+    else:
+        sizes: dict[str, Any] = _sizes(text)
+        mesh = Mesh(**sizes, engine="ddp" if set(sizes) == {"dp"} and sizes["dp"] > 1 else "fsdp2")
+    given: dict[str, Any] = {"engine": engine, "gpus_per_node": gpus_per_node}
+    mesh = replace(mesh, **{key: value for key, value in given.items() if value is not None})
+    _check(mesh)
+    return mesh
+
+
+def _sizes(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for word in text.replace(",", " ").split():
+        axis, equals, size = word.partition("=")
+        if not equals or axis not in _AXES or not (size.isascii() and size.isdigit()) or int(size) < 1:
+            hint = did_you_mean(axis, _AXES) if equals and axis not in _AXES else ""
+            raise ValueError(
+                f"mesh {text!r}: {word!r} is no axis=size. Axes are {', '.join(_AXES)}, sizes whole numbers of at "
+                f'least 1: write for example "dp=2 shard=64 tp=8"{hint}'
+            )
+        if axis in found:
+            raise ValueError(f"mesh {text!r}: {axis} stands there twice. Write it once")
+        found[axis] = int(size)
+    if not found:
+        raise ValueError('the mesh is empty. Write its axes, for example "shard=64", or "dp=1" for one rank')
+    return found
+
+
+def _check(mesh: Mesh) -> None:
+    """Raise ValueError for the first thing that is wrong with a mesh."""
+    engine, engines = mesh.engine, get_args(_Engine)
+    zero, lent = engine.startswith("zero"), mesh.dp if engine == "megatron" else mesh.shard * mesh.tp
+    what = f"dp={mesh.dp}" if engine == "megatron" else f"shard x tp = {lent}"
+    faults = (
+        (
+            engine not in engines,
+            f"engine={engine!r} is not one of {', '.join(engines)}{did_you_mean(engine, engines)}. HSDP is fsdp2 with "
+            "dp > 1, tensor parallelism alone is fsdp2 with tp > 1",
+        ),
+        (mesh.gpus_per_node < 1, f"gpus_per_node={mesh.gpus_per_node} must be at least 1"),
+        (
+            mesh.world > _MOST_RANKS,
+            f"mesh {mesh} has {mesh.world:,} ranks, {_MOST_RANKS:,} are the most that are planned for",
+        ),
+        (
+            (zero or engine in ("ddp", "megatron")) and mesh.shard > 1,
+            f"mesh {mesh}: engine {engine} has no axis shard (it shares its state out over dp). Write "
+            f"dp={mesh.dp * mesh.shard} instead of dp={mesh.dp} shard={mesh.shard}, or engine fsdp2",
+        ),
+        (
+            zero and (mesh.tp > 1 or mesh.ep > 1),
+            f"mesh {mesh}: {engine} with tp or ep is not supported by shardmuon. Write tp=1 ep=1",
+        ),
+        (
+            engine == "ddp" and mesh.ep > 1,
+            f"mesh {mesh}: engine ddp has no experts of its own. Write engine fsdp2 or megatron",
+        ),
+        (
+            bool(lent % mesh.ep),
+            f"mesh {mesh}: ep={mesh.ep} does not divide {what}, from which expert-parallel ranks are taken. Write an "
+            f"ep that does, for example ep={_largest_divisor(lent, mesh.ep)}",
+        ),
+    )
+    wrong = next((message for is_wrong, message in faults if is_wrong), None)
+    if wrong:
+        raise ValueError(wrong)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
+
+
+def check_divides(mesh: Mesh, what: str, size: int, name: str, axis: Literal["tp", "ep"] = "tp") -> None:
+    """Raise ValueError if an axis does not divide something; it says which size would."""
+    given = mesh.tp if axis == "tp" else mesh.ep
+    if size % given:
+        good = _largest_divisor(size, given) if axis == "tp" else math.gcd(size, given)  # that still divides its ranks
+        raise ValueError(
+            f"mesh {mesh}: {axis}={given} does not divide the {size} {what} of {name}. Write {axis}={good}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- units
 
 
 class Placed(NamedTuple):
@@ -178,28 +330,6 @@ def on_mesh(view: MatrixView, place: OnMesh) -> ParamLayout:
     """The layout of a DTensor."""
     reading = readings(view.shape, place.mesh, place.placements)[0]
     return ParamLayout(view, place.ranks, tuple(held for held, _ in reading))
-
-
-def uneven_experts(params: Sequence[Param], mesh: Mesh) -> str:
-    """A sentence on ranks with unequal numbers of experts under FSDP2, and a mesh on which they are equal; else ""."""
-    most = max((p.shape[0] for p in params if p.expert and len(p.shape) == 3), default=0)
-    ranks = _expert_ranks(mesh)
-    if mesh.engine != "fsdp2" or most % ranks == 0 or (mesh.ep > 1 and ranks > most):  # then rows are cut
-        return ""
-    share, own = ranks // mesh.ep, most // mesh.ep
-    chunk = -(-own // share)
-    least = max(0, own - chunk * (share - 1))  # torch.chunk's last
-    text = f"{most} experts do not divide over {ranks} ranks, which hold {least} to {chunk} of a layer"
-    for shard in range(mesh.shard - 1, 1, -1):
-        other = replace(mesh, dp=mesh.dp * mesh.shard // shard, shard=shard)
-        if mesh.shard % shard == 0 and most % _expert_ranks(other) == 0 and shard * mesh.tp % mesh.ep == 0:
-            return f'{text}. They do with --mesh "{other}"'
-    return text
-
-
-def _expert_ranks(mesh: Mesh) -> int:
-    """Ranks over which stacks of experts are cut along their first dim."""
-    return mesh.shard * mesh.tp if mesh.ep > 1 else mesh.shard
 
 
 # ------------------------------------------------------------------------------------------------------ DDP, DDP x TP

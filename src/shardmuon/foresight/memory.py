@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardmuon.foresight.types import BucketCount
+from shardmuon.foresight.counting import BucketCount
 from shardmuon.orthogonalize import Summing, batch_size, empty_batch, orthogonalize, sliced
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.gram import FiniteWatch
@@ -149,12 +149,12 @@ class _Moves(NamedTuple):
     def begin(self, b: BucketCount) -> list[int]:
         shards = b.batches if b.route == "gram" else 0
         packed, filled = (self._stepped(b, portion) for portion in b.stepped)
-        sent, came = b.gather.bytes + shards, b.gather_received.bytes
+        sent, came = b.sent.gather.bytes + shards, b.received.gather.bytes
         return [sent, packed, -packed, came, b.batches - shards, filled, -filled]
 
     def compute(self, b: BucketCount) -> list[int]:
         if b.route == "gram":  # what came is held until what goes back is packed
-            return [-b.gather.bytes, b.scatter.bytes, -b.gather_received.bytes, b.scatter_received.bytes]
+            return [-b.sent.gather.bytes, b.sent.scatter.bytes, -b.received.gather.bytes, b.received.scatter.bytes]
         taken, slices = list[int](), 0
         for m in b.matrices:
             settings = m.how, getattr(torch, b.wire), self.device, self.coefficients[m[:2]]
@@ -163,16 +163,22 @@ class _Moves(NamedTuple):
             else:
                 taken.append(work_space((m.num, *m[:2]), *settings))
         most = max([*taken, slices], default=0)  # one after the other
-        return [-b.gather.bytes - b.gather_received.bytes, most, -most, b.scatter.bytes, b.scatter_received.bytes]
+        return [
+            -b.sent.gather.bytes - b.received.gather.bytes,
+            most,
+            -most,
+            b.sent.scatter.bytes,
+            b.received.scatter.bytes,
+        ]
 
     def apply(self, b: BucketCount) -> list[int]:
         made = self._applied(b, b.applied[0])
-        done = b.batches + b.scatter_received.bytes
-        return [b.relay.bytes - b.scatter.bytes, made, -made, b.relay_received.bytes - done]
+        done = b.batches + b.received.scatter.bytes
+        return [b.sent.relay.bytes - b.sent.scatter.bytes, made, -made, b.received.relay.bytes - done]
 
     def finish(self, b: BucketCount) -> list[int]:
         made = self._applied(b, b.applied[1])
-        return [-b.relay.bytes, made, -made, -b.relay_received.bytes]
+        return [-b.sent.relay.bytes, made, -made, -b.received.relay.bytes]
 
     def _stepped(self, b: BucketCount, portion: int) -> int:
         """The new momentum of a portion; on CPUs nothing if the buffer has the weights' dtype, as it is made there."""
