@@ -1,9 +1,9 @@
 """The price of a step on H100s by the cost model of 2026-11-26 (commit 83fe15c), most likely values only.
 
-A second pricer that nobody may loosen: it reads the counts of `shardmuon.foresight.plan` as plain data and has its own rates, its own
-clock and no import from the package. One thing was corrected when it was frozen: whoever votes takes log2(ranks) hops
-one after the other (until then an all-reduce over a ring of 2 (ranks - 1) hops had this price). Rates of the relay and
-of copies between wires and batches are those of other exchanges and of other passes over memory.
+A second pricer that nobody may loosen: it reads the counts of `shardmuon.foresight.plan` as plain data and has its own
+rates, its own clock and no import from the package. One thing was corrected when it was frozen: whoever votes takes
+log2(ranks) hops one after the other (until then an all-reduce over a ring of 2 (ranks - 1) hops had this price). Rates
+of the relay and of copies between wires and batches are those of other exchanges and of other passes over memory.
 """
 
 from __future__ import annotations

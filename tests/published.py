@@ -12,9 +12,9 @@ import yaml
 
 from shardmuon.foresight import count, load_hardware, plan
 from shardmuon.foresight.hardware import Uses, interval
-from shardmuon.foresight.models import Model, build, flattened
-from shardmuon.foresight.pricing import adamw_step, price, training_seconds
 from shardmuon.foresight.job import Exact
+from shardmuon.foresight.models import Model, build, flattened
+from shardmuon.foresight.pricing import _training_seconds, adamw_step, price
 from shardmuon.orthogonalize.choice import flops
 from shardmuon.orthogonalize.schedules import schedule
 
@@ -120,7 +120,7 @@ def extra_flops() -> Interval:
 def torchtitan_tokens() -> Interval:
     exact = count("llama3-8b", "shard=8")
     hardware, tokens = load_hardware("h100"), 8 * 8192.0
-    whole, adamw = training_seconds(exact, hardware, tokens, Uses()), adamw_step(exact, hardware)
+    whole, adamw = _training_seconds(exact, hardware, tokens, Uses()), adamw_step(exact, hardware)
     return tokens / exact.world / (whole.hi + adamw.hi), tokens / exact.world / (whole.lo + adamw.lo)
 
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
-from shardmuon.foresight.models import build
 from shardmuon.foresight.layouts import Mesh
+from shardmuon.foresight.models import build
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, parameters
 from shardmuon.testing.pool import get_pool
 

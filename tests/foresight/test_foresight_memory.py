@@ -11,7 +11,7 @@ from live_bytes import peak_of
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.foresight.counting import count_plan
-from shardmuon.foresight.memory import LiveBytes, peak_bytes, work_space
+from shardmuon.foresight.memory import LiveBytes, _work_space, peak_bytes
 from shardmuon.options import per_step
 from shardmuon.orthogonalize import batch_size, empty_batch, orthogonalize
 from shardmuon.orthogonalize.gram import FiniteWatch
@@ -96,7 +96,7 @@ def test_work_space_without_data_is_that_with_data(
     with LiveBytes() as live:
         orthogonalize(batch, QUINTIC, method=method, dtype=dtype, watch=FiniteWatch(), overwrite=True)
     how = f"{method} {str(dtype).removeprefix('torch.')}"
-    assert work_space(shape, how, torch.float32, "cpu", QUINTIC) == live.peak
+    assert _work_space(shape, how, torch.float32, "cpu", QUINTIC) == live.peak
 
 
 @pytest.mark.parametrize("how", ["standard bfloat16", "gram float16"])
@@ -104,7 +104,7 @@ def test_work_space_without_data_is_that_with_data(
 def test_a_batch_takes_the_work_space_of_its_size_however_few_are_in_it(how: str, shape: tuple[int, int]) -> None:
     size = batch_size(*shape, torch.device("cuda"))
     one, whole, alone = (
-        work_space((count, *shape), text, BF16, "cuda", QUINTIC)
+        _work_space((count, *shape), text, BF16, "cuda", QUINTIC)
         for count, text in ((1, how), (size, how), (size, f"{how} alone"))
     )
     assert size == 64

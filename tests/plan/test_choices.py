@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.foresight import plan, price_plan
-from shardmuon.foresight.hardware import FOLDER, load, names
+from shardmuon.foresight.hardware import _FOLDER, load, names
 from shardmuon.foresight.job import exact_of
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.buckets import Cutter, _lines, _narrowed, shares_of
@@ -227,7 +227,7 @@ def _unlike_files(folder: Path) -> tuple[str, int]:
     p = torch.nn.Parameter(torch.ones(6, 8))
     p.grad = torch.ones(6, 8)
     file, nic = folder / f"{dist.get_rank()}.yaml", f"nic: {{value: {5 + dist.get_rank()}.0e+10"
-    file.write_text((FOLDER / "h100.yaml").read_text().replace("nic: {value: 5.0e+10", nic))
+    file.write_text((_FOLDER / "h100.yaml").read_text().replace("nic: {value: 5.0e+10", nic))
     machine = load(file).machine
     optimizer = Muon([("w", p)], lr=0.1, process_group=dist.group.WORLD, exchange=Exchange(machine=machine))
     with pytest.raises(ValueError, match="machine=Machine") as refused:

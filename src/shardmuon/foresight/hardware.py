@@ -49,7 +49,7 @@ _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
 # Name of a number in a file, or its first words if there are several -> what it is, in SI units. Sizes of tables in
 # brackets.
-NUMBERS = {
+_NUMBERS = {
     "peak": "FLOP/s of dense matrix products of one rank, by dtype",
     "memory_bytes": "memory of one device",
     "memory_bandwidth": "its bytes/s",
@@ -73,14 +73,14 @@ NUMBERS = {
     "efficiency of": 'share of the peak (short side), by what is multiplied: "METHOD DTYPE", a dtype, or "any"',
 }
 # Those that a file may have; all are times.
-OPTIONAL = {
+_OPTIONAL = {
     "all-to-all": "seconds (bytes that a rank sends), by ranks of one node",
     "pass pack": "seconds an element (elements of a fragment)",
     "pass apply": "the same",
     "pass adamw": "the same",
     "ranks at once": "factor on the time of products and passes (ranks that compute on a node)",
 }
-_TIMES = ("latency", "agreement", "host", "launch", *OPTIONAL)  # less is better
+_TIMES = ("latency", "agreement", "host", "launch", *_OPTIONAL)  # less is better
 _GROWING = ("all-to-all", "ranks at once")  # in proportion beyond the last size; others keep their value
 
 _Row = tuple[float, float, float, float]  # size; the least, the middle and the largest value that was measured there
@@ -129,7 +129,7 @@ def scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Known:
+class _Known:
     """A number, or measured values over sizes, and how it is known.
 
     Attributes:
@@ -178,18 +178,17 @@ class Hardware:
         name: Name in commands.
         title: Title for people.
         device: "cuda", "cpu", ..: the kind of torch device whose defaults the plan takes.
-        numbers: By name, see `NUMBERS` and `OPTIONAL`: "link", "peak bfloat16", "all-to-all 4". FLOPs are the planner's
-            count.
+        numbers: By name, see `_NUMBERS` and `_OPTIONAL`: "link", "peak bfloat16", "all-to-all 4".
         notes: Remarks that are printed with prices.
     """
 
     name: str
     title: str
     device: str
-    numbers: Mapping[str, Known]
+    numbers: Mapping[str, _Known]
     notes: str = ""
 
-    def __getitem__(self, name: str) -> Known:
+    def __getitem__(self, name: str) -> _Known:
         """A number by its name.
 
         Raises:
@@ -345,7 +344,7 @@ class Rates(NamedTuple):
         name = "ranks at once"
         return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else 1.0
 
-    def _note(self, name: str, known: Known, beyond: str = "") -> None:
+    def _note(self, name: str, known: _Known, beyond: str = "") -> None:
         """Note that something is used, and where it was read beyond its end."""
         if not known.verified:
             self.uses.unverified.setdefault(name, known.source)
@@ -360,13 +359,13 @@ def interval(hardware: Hardware, uses: Uses, seconds: Callable[[Rates], float]) 
 
 # --------------------------------------------------------------------------------------------------------------- files
 
-FOLDER = Path(__file__).parent / "data" / "hardware"
-_OWN = f"For a machine of your own, copy {FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
+_FOLDER = Path(__file__).parent / "data" / "hardware"
+_OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
 
 
 def names() -> tuple[str, ...]:
     """Names of the hardware files that come with the package."""
-    return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
 def load(name: str | Path) -> Hardware:
@@ -377,10 +376,10 @@ def load(name: str | Path) -> Hardware:
         ValueError: There is none, or the file lacks something; the message says what to write.
     """
     text = str(name)
-    path = Path(text) if text.endswith((".yaml", ".yml")) else FOLDER / f"{text.lower()}.yaml"
+    path = Path(text) if text.endswith((".yaml", ".yml")) else _FOLDER / f"{text.lower()}.yaml"
     if not path.is_file():
-        known = "" if path.parent != FOLDER else f" is none of {', '.join(names())}, and"
-        raise ValueError(f"--gpu {text!r}{known} is no .yaml file. {_OWN}")
+        known = f"it is none of {', '.join(names())}, and no .yaml file"
+        raise ValueError(f"--gpu {text!r}: {known if path.parent == _FOLDER else 'there is no such file'}. {_OWN}")
     try:
         import yaml
     except ImportError as error:
@@ -390,10 +389,10 @@ def load(name: str | Path) -> Hardware:
     except (yaml.YAMLError, UnicodeDecodeError) as wrong:
         line = " ".join(str(wrong).split())
         raise ValueError(f"{text}: it is no YAML ({line}). {_OWN}") from None
-    return parse(found, text)
+    return _parse(found, text)
 
 
-def parse(data: Any, where: str) -> Hardware:
+def _parse(data: Any, where: str) -> Hardware:
     """A hardware file's content, checked.
 
     Raises:
@@ -402,10 +401,10 @@ def parse(data: Any, where: str) -> Hardware:
     given = data.get("numbers") if isinstance(data, Mapping) else None
     if not isinstance(given, Mapping):
         raise ValueError(f"{where}: a hardware file is a mapping with numbers:, found {data!r:.80}")
-    words = {**NUMBERS, **OPTIONAL}
+    words = {**_NUMBERS, **_OPTIONAL}
     kinds = {str(name): next((w for w in words if f"{name} ".startswith(f"{w} ")), None) for name in given}
     missing = [key for key in ("name", "title", "device") if key not in data]
-    missing += [f"{word} ({text})" for word, text in NUMBERS.items() if word not in kinds.values()]
+    missing += [f"{word} ({text})" for word, text in _NUMBERS.items() if word not in kinds.values()]
     unknown = [name for name, kind in kinds.items() if kind is None]
     if missing or unknown:
         faults = {"lacks": missing, "has the unknown": unknown}
@@ -419,7 +418,7 @@ def parse(data: Any, where: str) -> Hardware:
     return Hardware(str(data["name"]), str(data["title"]), str(data["device"]), numbers, str(data.get("notes", "")))
 
 
-def _known(data: Any, slope: float) -> Known:
+def _known(data: Any, slope: float) -> _Known:
     """An entry: a value, its ends, or the rows of a table, by aspect if there are several."""
     if not isinstance(data, Mapping):
         raise ValueError(f"it must be {{value: .., source: .., verified: true|false}}, found {data!r}")
@@ -427,12 +426,12 @@ def _known(data: Any, slope: float) -> Known:
     if "rows" in data:
         rows = data["rows"]
         tables = rows if rows and isinstance(rows, Mapping) else {1.0: rows}
-        return Known(source, verified, {float(aspect): measured(of) for aspect, of in tables.items()}, slope)
+        return _Known(source, verified, {float(aspect): _measured(of) for aspect, of in tables.items()}, slope)
     ends = (data["value" if "value" in data else end] for end in ("low", "high"))
-    return Known(source, verified, {1.0: [_row([1.0, *ends])]}, slope)
+    return _Known(source, verified, {1.0: [_row([1.0, *ends])]}, slope)
 
 
-def measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
+def _measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
     """Rows of a table, ascending, of (size, lo, mid, hi) or (size, lo, hi).
 
     Raises:

@@ -255,7 +255,7 @@ def make_units(params: Sequence[Param], mesh: Mesh, view_of: Callable[[Param], M
     build = {"megatron": _megatron, "ddp": _plain, "fsdp2": _dtensor}.get(mesh.engine, _zero)
     made = cache(lambda make, *given: make(*given))
     size, alike, found = mesh.world // mesh.pp, dict[object, int](), list[Unit]()
-    for stage, members in enumerate(stages_of(params, mesh)):
+    for stage, members in enumerate(_stages_of(params, mesh)):
         first = alike.setdefault(tuple((p.shape, view_of(p), p.group, p.cut, p.expert) for p in members), stage)
         ranks = tuple(range(stage * size, (stage + 1) * size))
         units = build(members, mesh, ranks, lambda param, make, *given: made(make, view_of(param), *given))
@@ -263,7 +263,7 @@ def make_units(params: Sequence[Param], mesh: Mesh, view_of: Callable[[Param], M
     return found
 
 
-def stages_of(params: Sequence[Param], mesh: Mesh) -> list[list[Param]]:
+def _stages_of(params: Sequence[Param], mesh: Mesh) -> list[list[Param]]:
     """The parameters of each pipeline stage: equal numbers of layers, the first stages one more if they do not divide;
     what comes before the layers goes to the first, what comes after to the last."""
     if mesh.pp == 1:
@@ -303,7 +303,7 @@ def _dtensor(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> It
         if p.expert:
             check_divides(mesh, "experts", p.shape[0], p.name, "ep")
         place = _dtensor_place(p, mesh, ranks)
-        found.append(Placed(p, lay(p, on_mesh, place), place))
+        found.append(Placed(p, lay(p, _on_mesh, place), place))
     yield Unit(ranks, found)
 
 
@@ -326,7 +326,7 @@ def _dtensor_place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
     return OnMesh(tuple(size for size, _ in axes), ranks, tuple(placement for _, placement in axes))
 
 
-def on_mesh(view: MatrixView, place: OnMesh) -> ParamLayout:
+def _on_mesh(view: MatrixView, place: OnMesh) -> ParamLayout:
     """The layout of a DTensor."""
     reading = readings(view.shape, place.mesh, place.placements)[0]
     return ParamLayout(view, place.ranks, tuple(held for held, _ in reading))
@@ -337,14 +337,14 @@ def on_mesh(view: MatrixView, place: OnMesh) -> ParamLayout:
 
 def _plain(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> Iterator[Unit]:
     """Plain tensors: replicas over dp that share the work (`process_group`), shards over tp (`tp_group`)."""
-    grid, found = grid_of(ranks, mesh.tp), []
+    grid, found = _grid_of(ranks, mesh.tp), []
     for p in params:
         cut = _equal_cut_of(p, mesh)
-        found.append(Placed(p, lay(p, parts, grid, cut) if cut else lay(p, replicated, ranks)))
+        found.append(Placed(p, lay(p, _parts, grid, cut) if cut else lay(p, replicated, ranks)))
     yield Unit(ranks, found)
 
 
-def parts(view: MatrixView, grid: Grid, cut: Cut) -> ParamLayout:
+def _parts(view: MatrixView, grid: Grid, cut: Cut) -> ParamLayout:
     """A layout of equal tensor-parallel parts, one replica a row of the grid."""
     num = len(grid[0])
     of_row = parts_of(view.shape, cut, (view.shape[cut.dim] // num,) * num)
@@ -352,7 +352,7 @@ def parts(view: MatrixView, grid: Grid, cut: Cut) -> ParamLayout:
     return ParamLayout(view, union(grid), tuple(held[rank] for rank in union(grid)))
 
 
-def grid_of(ranks: Ranks, tp: int) -> Grid:
+def _grid_of(ranks: Ranks, tp: int) -> Grid:
     """The tensor-parallel groups of all replicas."""
     return tuple(ranks[i : i + tp] for i in range(0, len(ranks), tp))
 
@@ -360,7 +360,7 @@ def grid_of(ranks: Ranks, tp: int) -> Grid:
 # ------------------------------------------------------------------------------- flat buffers: ZeRO, Megatron
 
 
-def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: _Ranges) -> ParamLayout:
+def _flat(view: MatrixView, grid: Grid, cut: Cut | None, held: _Ranges) -> ParamLayout:
     """A layout of flat ranges. `held`: elements [start, stop) on each rank of the grid, ascending."""
     ranks, num = union(grid), len(grid[0])
     part_of = {rank: part for row in grid for part, rank in enumerate(row)}
@@ -372,7 +372,7 @@ def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: _Ranges) -> ParamL
 
 def _zero(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> Iterator[Unit]:
     """One unit for each of the optimizer's groups, of ZeRO 3 for each of its sub-groups."""
-    number, num, grid = int(mesh.engine[-1]), len(ranks), grid_of(ranks, 1)
+    number, num, grid = int(mesh.engine[-1]), len(ranks), _grid_of(ranks, 1)
     for _, of_group in itertools.groupby(params, key=lambda p: p.group):
         groups: list[list[Param]] = [[]]
         for p in of_group:
@@ -380,8 +380,8 @@ def _zero(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> Itera
             if number == 3 and sum(-(-one.numel // num) for one in groups[-1]) >= _ZERO3_SUB_GROUP:
                 groups.append([])
         for members in filter(None, groups):
-            table, length = zero_ranges([p.numel for p in members], num, number)
-            placed = [Placed(p, lay(p, flat, grid, None, held)) for p, held in zip(members, table, strict=True)]
+            table, length = _zero_ranges([p.numel for p in members], num, number)
+            placed = [Placed(p, lay(p, _flat, grid, None, held)) for p, held in zip(members, table, strict=True)]
             yield Unit(ranks, placed, length, length if number == 3 else length * num)
 
 
@@ -389,7 +389,7 @@ def _megatron(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> I
     """Dense weights over dp x tp; experts, whole ones on each expert-parallel rank, over dp / ep x tp."""
     experts = [p for p in params if p.expert and len(p.shape) == 3]
     dense = [p for p in params if not (p.expert and len(p.shape) == 3)]
-    groups = grid_of(ranks, mesh.tp)
+    groups = _grid_of(ranks, mesh.tp)
     if dense:
         yield _buffers(dense, mesh, groups, lay)
     for p in experts:
@@ -412,11 +412,11 @@ def _buffers(params: Sequence[Param], mesh: Mesh, grid: Grid, lay: _Lay) -> Unit
         i: tuple(of_replica for of_replica in ranges for _ in range(mesh.tp))
         for i, ranges in zip(order, table, strict=True)
     }
-    placed = [Placed(p, lay(p, flat, grid, cuts[i], held[i])) for i, p in enumerate(params)]
+    placed = [Placed(p, lay(p, _flat, grid, cuts[i], held[i])) for i, p in enumerate(params)]
     return Unit(union(grid), placed, stored=total)  # parameters lie in the buffer, gaps and all
 
 
-def zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[_Ranges], int]:
+def _zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[_Ranges], int]:
     """_Ranges that DeepSpeed gives each rank of the parameters of one group, and the length of a flat.
 
     Stages 1 and 2: the parameters one after the other, padded at the end to a multiple of 2 x ranks, in equal parts

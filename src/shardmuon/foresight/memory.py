@@ -68,14 +68,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 @lru_cache(maxsize=4096)
-def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device: str, coefficients: Triples) -> int:
+def _work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device: str, coefficients: Triples) -> int:
     """Bytes that orthogonalizing a batch takes beside it at most, its result among them."""
     choice = Choice.of(how)
     num, rows, cols = shape
     size = 1 if choice.alone else batch_size(rows, cols, torch.device(device))
     few = 2 * size + (num % size or size)  # with the last part of a batch, if there is one
     if num > few + size:  # from here on each batch adds what it leaves: thousands of experts need not be run
-        first, more = (work_space((n, rows, cols), how, wire, device, coefficients) for n in (few, few + size))
+        first, more = (_work_space((n, rows, cols), how, wire, device, coefficients) for n in (few, few + size))
         return first + (num - few) // size * (more - first)
     with FakeTensorMode():
         batch = empty_batch(shape, wire, torch.device(device))
@@ -95,7 +95,7 @@ def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device:
 
 
 @lru_cache(maxsize=1024)
-def slice_space(
+def _slice_space(
     shape: tuple[int, int], parts: int, how: str, wire: torch.dtype, device: str, coefficients: Triples
 ) -> int:
     """Bytes that one slice of a matrix of this shape takes beside it at most, with what its owner is sent."""
@@ -159,9 +159,9 @@ class _Moves(NamedTuple):
         for m in b.matrices:
             settings = m.how, getattr(torch, b.wire), self.device, self.coefficients[m[:2]]
             if m.owners > 1:  # in step with each other
-                slices += m.num * slice_space(m[:2], m.owners, *settings)
+                slices += m.num * _slice_space(m[:2], m.owners, *settings)
             else:
-                taken.append(work_space((m.num, *m[:2]), *settings))
+                taken.append(_work_space((m.num, *m[:2]), *settings))
         most = max([*taken, slices], default=0)  # one after the other
         return [
             -b.sent.gather.bytes - b.received.gather.bytes,

@@ -32,7 +32,7 @@ from shardmuon.texts import did_you_mean
 
 _PRESETS = Path(__file__).parent / "data" / "models"
 _Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
-Active = tuple[int, str]  # elements that work on one token, and who says so; "": there are no experts
+_Active = tuple[int, str]  # elements that work on one token, and who says so; "": there are no experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Model:
     name: str
     source: str
     module: nn.Module
-    active: Active
+    active: _Active
     num_heads: int
     num_kv_heads: int
 
@@ -70,9 +70,9 @@ def load_model(model: str | nn.Module) -> Model:
     """
     if isinstance(model, nn.Module):
         return _model(type(model).__name__, "the module given", model)
-    known = preset_names()
+    known = _preset_names()
     if model in known:
-        data = preset(model)
+        data = _preset(model)
         return _model(str(data["title"]), str(data["source"]), build(data["config"]))
     if is_config(model):
         path = (Path(model) if model.endswith(".json") else Path(model) / "config.json").resolve()
@@ -85,12 +85,12 @@ def load_model(model: str | nn.Module) -> Model:
     )
 
 
-def preset_names() -> list[str]:
+def _preset_names() -> list[str]:
     """Names of the models that are shipped as data."""
     return sorted(path.stem for path in _PRESETS.glob("*.json"))
 
 
-def preset(name: str) -> dict[str, Any]:
+def _preset(name: str) -> dict[str, Any]:
     """A preset's data: title, source, published_parameters, published_at, config (see `build`)."""
     found: dict[str, Any] = json.loads((_PRESETS / f"{name}.json").read_text())
     return found
@@ -100,7 +100,7 @@ def _model(name: str, source: str, module: nn.Module, beside: Mapping[str, Any] 
     """A module with what its configuration, and the file that it was made of, say of it."""
     said = {**flattened(_entries(getattr(module, "config", None))), **flattened(beside or {})}
     heads, kv_heads = (int(said.get(f"num_{of}_heads") or 0) for of in ("attention", "key_value"))
-    return Model(name, source, module, active_of(module, said), heads, kv_heads or heads)
+    return Model(name, source, module, _active_of(module, said), heads, kv_heads or heads)
 
 
 def is_config(text: str) -> bool:
@@ -409,7 +409,7 @@ _BY_TYPE = {"switch_transformers": 1, "nllb-moe": 2}  # model_type -> experts of
 _EXPERTS = re.compile(r"(^|\.)(routed_|local_|moe_)?experts(\.|$)")
 
 
-def active_of(module: nn.Module, config: Mapping[str, Any]) -> Active:
+def _active_of(module: nn.Module, config: Mapping[str, Any]) -> _Active:
     """Elements that work on one token, and who says so, see [Note: what works on a token].
 
     Args:

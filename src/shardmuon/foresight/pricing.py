@@ -105,7 +105,7 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
     best, middle, worst = (pricer.run(dict.fromkeys(_FACTORS, which)) for which in range(3))
     slowest = max(range(len(middle)), key=lambda i: (middle[i].end, -i))
     step = Time(*sorted(max(course.end for course in courses) for courses in (best, middle, worst)))
-    training = None if tokens is None else training_seconds(exact, hardware, tokens, uses)
+    training = None if tokens is None else _training_seconds(exact, hardware, tokens, uses)
     found = exact.classes[slowest]
     return Price(
         hardware=hardware.name,
@@ -122,7 +122,7 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
     )
 
 
-def training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Uses) -> Time:
+def _training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Uses) -> Time:
     """Seconds of forward and backward: 6 x active parameters x tokens over ranks, peak and the share of it reached."""
     if not exact.tokens_flops:
         raise ValueError(

@@ -73,7 +73,7 @@ def plan(
     report = Report(exact, hardware, found, (), adamw_step(exact, hardware))
     if not advice:
         return report
-    return replace(report, advice=advise(report, options, lambda changed: count(model, **{**given, **changed})))
+    return replace(report, advice=_advise(report, options, lambda changed: count(model, **{**given, **changed})))
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Report:
     exact: Exact
     hardware: Hardware
     price: Price
-    advice: tuple[Advice, ...]
+    advice: tuple[_Advice, ...]
     adamw: Time
 
     @property
@@ -119,8 +119,8 @@ class Report:
         return environment.from_string(page.read_text(encoding="utf-8")).render(
             report=self,
             price=self.price,
-            sections=sections(self),
-            events=list(zip(events, lanes(events), strict=True)),
+            sections=_sections(self),
+            events=list(zip(events, _lanes(events), strict=True)),
             phases=_PHASES,
         )
 
@@ -140,7 +140,7 @@ class Report:
             raise ImportError(f"tables need rich ({error}): pip install 'shardmuon[plan]'") from None
         file = io.StringIO()
         out = Console(file=file, width=width, color_system=None, highlight=False, markup=False, emoji=False)
-        for section in sections(self):
+        for section in _sections(self):
             table = Table(*section.header or ("", ""), box=None, pad_edge=False, padding=(0, 2, 0, 0))
             table.show_header = bool(section.header)
             for row in section.rows:
@@ -156,7 +156,7 @@ _Change = tuple[str, str, Mapping[str, Any]]  # in words, what the user writes f
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class _Advice:
     """One change that only the user can make, and what it would do: planned in earnest, and priced.
 
     Attributes:
@@ -205,9 +205,9 @@ def _changes(exact: Exact, options: Mapping[str, Any]) -> list[_Change]:
     return found
 
 
-def advise(
+def _advise(
     report: Report, options: Mapping[str, Any], replan: Callable[[Mapping[str, Any]], Exact]
-) -> tuple[Advice, ...]:
+) -> tuple[_Advice, ...]:
     """Plan and price changes that might help, each by itself.
 
     Args:
@@ -223,11 +223,11 @@ def advise(
         try:
             other = replan(changed)
         except ValueError as wrong:
-            found.append(Advice(what, write, refused=str(wrong)))
+            found.append(_Advice(what, write, refused=str(wrong)))
             continue
         step = price(other, report.hardware).step
         gain = before.mid - step.mid if step.mid < _WORTH * before.mid else min(0.0, before.mid - step.mid)
-        found.append(Advice(what, write, step, gain, _peak(other) - _peak(report.exact)))
+        found.append(_Advice(what, write, step, gain, _peak(other) - _peak(report.exact)))
     return tuple(sorted(found, key=lambda a: (bool(a.refused), -a.gain)))
 
 
@@ -245,7 +245,7 @@ _KEY = (
 _MANY = 12  # rows of a table; the rest is counted
 
 
-class Section(NamedTuple):
+class _Section(NamedTuple):
     """A table with a title and remarks.
 
     Attributes:
@@ -261,50 +261,50 @@ class Section(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def size(value: float) -> str:
+def _size(value: float) -> str:
     """Text of a number of bytes, in binary units and three digits."""
     return scaled((value,), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-def number(value: float) -> str:
+def _number(value: float) -> str:
     """A count in words that people read: 70.6 B."""
     return f"{value:,.0f}" if value < 1e6 else scaled((value / 1e6,), 1000, ("M", "B", "T", "P"))
 
 
-def operations(value: float) -> str:
+def _operations(value: float) -> str:
     """Text of a number of floating point operations."""
     return scaled((value / 1e6,), 1000, ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
-def percent(value: float) -> str:
+def _percent(value: float) -> str:
     """Text of a fraction in percent, with as many digits as it needs."""
     return f"{100 * value:.3g} %"
 
 
-def sections(report: Report) -> list[Section]:
+def _sections(report: Report) -> list[_Section]:
     """All tables of a report, in the order in which they are read."""
     found = [_summary(report), _answers(report), _ranks(report.exact), _parts(report)]
     return [*found, *([_advice(report)] if report.advice else []), _grounds(report)]
 
 
-def _summary(report: Report) -> Section:
+def _summary(report: Report) -> _Section:
     exact, mesh = report.exact, report.exact.mesh
     digests = [f"{digest} (ranks {ranks})" for ranks, digest in list(exact.digests.items())[:3]]
     more = len(exact.digests) - len(digests)
-    params, in_matrices = number(exact.muon_params + exact.adamw_params), number(exact.muon_params)
+    params, in_matrices = _number(exact.muon_params + exact.adamw_params), _number(exact.muon_params)
     rows = {
         "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
-        "active": f"{number(exact.tokens_flops / 6)} parameters: {exact.active}" if exact.active else "",
+        "active": f"{_number(exact.tokens_flops / 6)} parameters: {exact.active}" if exact.active else "",
         "source": exact.source,
         "mesh": f"{mesh} ({mesh.engine}), {exact.world:,} ranks on {mesh.num_nodes:,} nodes of {mesh.gpus_per_node}",
         "hardware": report.hardware.title,
         "options": ", ".join(f"{key} {value}" for key, value in exact.options.items()),
         "digest": "; ".join([*digests, f"{more:,} more"] if more > 0 else digests),
     }
-    return Section("Plan", [row for row in rows.items() if row[1]])
+    return _Section("Plan", [row for row in rows.items() if row[1]])
 
 
-def _answers(report: Report) -> Section:
+def _answers(report: Report) -> _Section:
     price = report.price
     rows = {
         "optimizer step": f"{price.step}, most likely {seconds(price.step.mid)}",
@@ -315,23 +315,23 @@ def _answers(report: Report) -> Section:
         "straggler": _straggler(report),
     }
     if price.training is not None:
-        low, middle, high = map(percent, price.share)
+        low, middle, high = map(_percent, price.share)
         rows["share of a training step"] = (
-            f"{low} .. {high}, most likely {middle}; forward and backward of {number(price.tokens or 0)} tokens "
+            f"{low} .. {high}, most likely {middle}; forward and backward of {_number(price.tokens or 0)} tokens "
             f"take {price.training}"
         )
-        low, middle, high = map(percent, report.overhead)
+        low, middle, high = map(_percent, report.overhead)
         longer = f"a training step is {middle} longer than with AdamW ({low} .. {high})"
         rows["over AdamW"] = f"{longer}; {rows['over AdamW']}"
-    return Section("Answers", [row for row in rows.items() if row[1]])
+    return _Section("Answers", [row for row in rows.items() if row[1]])
 
 
 def _memory(report: Report) -> str:
     largest, need, have = report.exact.largest, _peak(report.exact), report.hardware.middle("memory_bytes")
     fits = "does not fit" if need > have else "tight" if need > _TIGHT * have else "fits"
-    peak = f"{size(largest.peak)} more at the peak of a step" if largest.peak else "the peak of a step is not counted"
-    kept = f"{size(largest.stored.total)} between steps"
-    return f"{fits}: {size(need)} of {size(have)}; {kept}, {peak}. Activations are not in it"
+    peak = f"{_size(largest.peak)} more at the peak of a step" if largest.peak else "the peak of a step is not counted"
+    kept = f"{_size(largest.stored.total)} between steps"
+    return f"{fits}: {_size(need)} of {_size(have)}; {kept}, {peak}. Activations are not in it"
 
 
 def _straggler(report: Report) -> str:
@@ -349,18 +349,18 @@ def _straggler(report: Report) -> str:
     )
 
 
-def _ranks(exact: Exact) -> Section:
+def _ranks(exact: Exact) -> _Section:
     classes = sorted(exact.classes, key=lambda c: (-c.flops, c.example))
     rows = [
         (
             f"{c.example:,}" + (f" and {c.count - 1:,} like it" if c.count > 1 else ""),
             str(c.stage),
             str(c.orthogonalized),
-            operations(c.flops) if c.flops else "none",
-            size(c.stored.total),
-            size(c.peak),
-            size(c.sent.inside),
-            size(c.sent.across),
+            _operations(c.flops) if c.flops else "none",
+            _size(c.stored.total),
+            _size(c.peak),
+            _size(c.sent.inside),
+            _size(c.sent.across),
             f"{c.exchanges} + {c.votes}",
         )
         for c in classes[:_MANY]
@@ -368,35 +368,35 @@ def _ranks(exact: Exact) -> Section:
     rest = sum(c.count for c in classes[_MANY:])
     notes = (f"{rest:,} ranks of {len(classes) - _MANY:,} other kinds are left out.", _KEY) if rest else (_KEY,)
     first = ("rank", "stage", "matrices", "matmul FLOPs", "kept", "peak")
-    return Section("Ranks", rows, (*first, "sent in node", "sent between", "collectives"), notes)
+    return _Section("Ranks", rows, (*first, "sent in node", "sent between", "collectives"), notes)
 
 
-def _parts(report: Report) -> Section:
+def _parts(report: Report) -> _Section:
     rows = [(name, str(time)) for name, time in report.price.parts.items() if time.hi > 0.0]
-    return Section(f"Where rank {report.price.rank}'s time goes", rows, ("part", "seconds"))
+    return _Section(f"Where rank {report.price.rank}'s time goes", rows, ("part", "seconds"))
 
 
-def _advice(report: Report) -> Section:
+def _advice(report: Report) -> _Section:
     rows = [(a.change, a.write, _effect(a)) for a in report.advice]
     best = next((a for a in report.advice if a.gain > 0.0), None)
     note = "None of these makes the step shorter." if best is None else f"Smallest change that helps: {best.write}"
-    return Section("What would help", rows, ("change", "write", "step"), (note,))
+    return _Section("What would help", rows, ("change", "write", "step"), (note,))
 
 
-def _effect(advice: Advice) -> str:
+def _effect(advice: _Advice) -> str:
     if advice.step is None:
         return f"cannot be: {advice.refused}"
     gain = f"{seconds(abs(advice.gain))} {'shorter' if advice.gain > 0 else 'longer'}"
     gain = gain if advice.gain else "no difference that a plan can tell"
-    return f"{advice.step}: {gain}, memory {'+' if advice.memory >= 0 else ''}{size(advice.memory)}"
+    return f"{advice.step}: {gain}, memory {'+' if advice.memory >= 0 else ''}{_size(advice.memory)}"
 
 
-def _grounds(report: Report) -> Section:
+def _grounds(report: Report) -> _Section:
     rows = [("computed", "by the planner that the job itself uses: bytes, collectives, matrices, operations, memory")]
     rows += [("extrapolated", text) for text in report.price.extrapolated[:_MANY]]
     rows += [("unverified", f"{name}: {source}") for name, source in report.price.unverified.items()]
     rows += [("note", report.hardware.notes)] if report.hardware.notes else []
-    return Section("Assumptions", rows)
+    return _Section("Assumptions", rows)
 
 
 # -------------------------------------------------------------------------------------------------- the page's picture
@@ -415,7 +415,7 @@ _PHASES = {
 }
 
 
-def lanes(events: Sequence[Event]) -> list[int]:
+def _lanes(events: Sequence[Event]) -> list[int]:
     """The lane of each event in the picture: 0 is what the rank computes, those below are what its links carry,
     side by side where several exchanges are in flight."""
     free: list[float] = []  # when each lane of the links is
