@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from frozen_price import frozen_price
+from frozen_price import frozen_share, frozen_step
 from simulated import PAIRS, SimulatedRanks, sharded, spec
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -54,7 +54,7 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
     report = plan(model, mesh, tokens_per_step=4e6, advice=False)
     exact = json.loads(json.dumps(dataclasses.asdict(report.exact)))
     promised, stated = TABLE[model, mesh]
-    percent = 100 * frozen_price(exact, 4e6, turns).share
+    percent = 100 * frozen_share(exact, 4e6, turns)
     assert 0.98 * stated < percent <= stated
     assert percent <= promised
     assert 100 * report.overhead[1] <= 1.01 * percent  # the pricer in use is at most as dear
@@ -74,8 +74,7 @@ def _job(seed: int) -> tuple[list[Spec], int]:
 
 
 def _seconds(made: Plan) -> float:
-    exact = dataclasses.asdict(exact_of(made))
-    return frozen_price(json.loads(json.dumps(exact)), 1.0, turns).step
+    return frozen_step(json.loads(json.dumps(dataclasses.asdict(exact_of(made)))), turns)
 
 
 def _others(made: Plan) -> Iterator[Plan]:
