@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,6 +30,7 @@ from shardmuon.texts import did_you_mean
 
 _Engine = Literal["fsdp2", "ddp", "zero1", "zero2", "zero3", "megatron"]
 _AXES = ("dp", "shard", "tp", "ep", "pp")
+_AXIS = re.compile(rf"({'|'.join(_AXES)})=[1-9][0-9]*")
 _MOST_RANKS = 10_240
 _Ranges = tuple[tuple[int, int], ...]  # elements [start, stop) of a flat parameter on each rank
 # parameter, what makes its layout of its view, and with what else; tensors that lie alike get one object
@@ -114,20 +116,16 @@ def parse_mesh(text: str | Mesh, engine: str | None = None, gpus_per_node: int |
 
 
 def _sizes(text: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for word in text.replace(",", " ").split():
-        axis, equals, size = word.partition("=")
-        if not equals or axis not in _AXES or not (size.isascii() and size.isdigit()) or int(size) < 1:
-            hint = did_you_mean(axis, _AXES) if equals and axis not in _AXES else ""
-            raise ValueError(
-                f"mesh {text!r}: {word!r} is no axis=size. Axes are {', '.join(_AXES)}, sizes whole numbers of at "
-                f'least 1: write for example "dp=2 shard=64 tp=8"{hint}'
-            )
-        if axis in found:
-            raise ValueError(f"mesh {text!r}: {axis} stands there twice. Write it once")
-        found[axis] = int(size)
-    if not found:
-        raise ValueError('the mesh is empty. Write its axes, for example "shard=64", or "dp=1" for one rank')
+    words = text.replace(",", " ").split()
+    wrong = next((word for word in words if not _AXIS.fullmatch(word)), None if words else "")
+    if wrong is not None:
+        raise ValueError(
+            f"mesh {text!r}: {wrong!r} is no axis=size. Axes are {', '.join(_AXES)}, sizes whole numbers of at least 1: "
+            'write for example "dp=2 shard=64 tp=8", or "dp=1" for one rank'
+        )
+    found = {axis: int(size) for axis, size in (word.split("=") for word in words)}
+    if len(found) < len(words):
+        raise ValueError(f"mesh {text!r}: an axis stands there twice. Write it once")
     return found
 
 
