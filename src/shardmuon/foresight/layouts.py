@@ -120,8 +120,8 @@ def _sizes(text: str) -> dict[str, int]:
     wrong = next((word for word in words if not _AXIS.fullmatch(word)), None if words else "")
     if wrong is not None:
         raise ValueError(
-            f"mesh {text!r}: {wrong!r} is no axis=size. Axes are {', '.join(_AXES)}, sizes whole numbers of at least 1: "
-            'write for example "dp=2 shard=64 tp=8", or "dp=1" for one rank'
+            f"mesh {text!r}: {wrong!r} is no axis=size. Axes are {', '.join(_AXES)}, sizes whole numbers of at least "
+            '1: write for example "dp=2 shard=64 tp=8", or "dp=1" for one rank'
         )
     found = {axis: int(size) for axis, size in (word.split("=") for word in words)}
     if len(found) < len(words):
