@@ -371,7 +371,8 @@ def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -
     from shardmuon.layout.mesh import readings
     from shardmuon.layout.table import ParamLayout
     from shardmuon.layout.views import matrix_view
-    from shardmuon.plan.plan import Policy, make_plan
+    from shardmuon.plan.items import Policy
+    from shardmuon.plan.plan import make_plan
 
     view, ranks = matrix_view((16, 32)), tuple(range(math.prod(mesh)))
     layouts = [
@@ -388,8 +389,8 @@ def bytes_sent(plan: Any, bucket: Any, rank: int) -> int:
     from shardmuon.plan.program import make_program
 
     program = make_program(plan, bucket, rank)
-    relayed = program.relay.send_splits if program.relay is not None else ()
-    elements: int = sum(program.gather.holder_splits) + sum(program.scatter.owner_splits) + sum(relayed)
+    relayed = program.relay.sent if program.relay is not None else ()
+    elements: int = sum(program.gather.sent) + sum(program.scatter.sent) + sum(relayed)
     return elements * int(bucket.itemsize)
 
 

@@ -6,7 +6,7 @@ phase and by the line of shardmuon that asked. It knows nothing of streams: what
 device runs in the right one here.
 
 [Note: launches]
-    An operation is one launch. One on lists (`_foreach_*`, `_fused_*`) is what torch's CUDA code makes of it
+    An operation is one launch. One on lists (`_foreach_*`) is what torch's CUDA code makes of it
     (MultiTensorApply.cuh): at most so many tensors, or 320 chunks of 65536 elements, a launch. It takes that way only
     if all tensors are dense, of one dtype in a list (in all lists, copies aside), and each has the sizes and strides of
     its partners in the other lists. Else torch falls back to one launch a tensor.
@@ -51,18 +51,17 @@ _ACCEPTS_CPU_SCALARS = 0  # dims of a CPU tensor that kernels take beside CUDA's
 
 _PROPERTIES = SimpleNamespace(name="a stand-in", major=9, minor=0, multi_processor_count=132)
 
-_OWN_BACKENDS: dict[str, str] = {}  # name of a group that was made with a backend of its own -> its configuration
+_NCCL = "cuda:nccl"  # what every group says of itself that was not made with a backend of its own
+_OWN_BACKENDS: dict[str, str] = {}  # name of one that was -> its configuration
 
 
 def launches_of(name: str, args: Sequence[Any]) -> int:
     """See [Note: launches]."""
-    if not name.startswith(("_foreach", "_fused")):
+    if not name.startswith("_foreach"):
         return 1
     lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
     if not lists:
         return 1
-    if name.startswith("_fused"):
-        lists = lists[:4]  # without the counts of steps
     pairs = [pair for row in lists[1:] for pair in zip(lists[0], row, strict=True)]
     alike = all(a.shape == b.shape and a.stride() == b.stride() for a, b in pairs)
     dtypes = [{t.dtype for t in row} for row in lists]
@@ -283,18 +282,16 @@ class CudaShape(TorchDispatchMode):
         bytes, peak: On the device, now and at most since `clear`.
     """
 
-    def __init__(self, backends: str = "cuda:nccl", *, mirror: bool = False, values: bool = True) -> None:
+    def __init__(self, *, mirror: bool = False, values: bool = True) -> None:
         """
         Args:
-            backends: What every process group says of itself, as `torch.distributed.get_backend_config` has it. Groups
-                that are made with a backend of their own are what they are.
             mirror: For fake ranks: what a rank receives in an exchange of equal parts is what it sends, and they agree
                 to all that it says.
             values: False: what is made on the device has a shape and no values, where counts alone are asked for and
                 sizes are real. What is copied there keeps its values: handshakes must still be understood.
         """
         super().__init__()
-        self.backends, self.mirror, self.values, self.phase = backends, mirror, values, "-"
+        self.mirror, self.values, self.phase = mirror, values, "-"
         self.launches: Counter[tuple[str, str]] = Counter()
         self.waits: Counter[tuple[str, str]] = Counter()
         self.uploads: Counter[tuple[str, str]] = Counter()
@@ -355,11 +352,10 @@ class CudaShape(TorchDispatchMode):
         for name, value in accelerator.items():
             stack.enter_context(mock.patch.object(torch.accelerator, name, value))
         stack.enter_context(mock.patch.object(torch.cuda.tunable, "is_enabled", return_value=False))
-        real_config, real_group, real_objects = dist.get_backend_config, dist.new_group, dist.all_gather_object
+        real_group, real_objects = dist.new_group, dist.all_gather_object
 
         def config(group: Any = None) -> str:
-            name = getattr(group, "group_name", "")
-            return _OWN_BACKENDS.get(name) or (self.backends if self.backends else real_config(group))
+            return _OWN_BACKENDS.get(getattr(group, "group_name", ""), _NCCL)
 
         def new_group(*args: Any, **kwargs: Any) -> Any:
             backend = kwargs.get("backend")
@@ -492,10 +488,6 @@ class CudaShape(TorchDispatchMode):
         strangers = [t for t in tensors if not isinstance(t, OnDevice) and t.dim() > _ACCEPTS_CPU_SCALARS]
         if strangers and len(strangers) < len(tensors) and name not in _COPIES:
             raise Refused(f"{func}: tensors on cuda:0 and on the CPU, at {_where()}")
-        if name.startswith(("_foreach", "_fused")) and name not in _COPIES:
-            lists = [t for t in tensors if not isinstance(t, OnDevice)]
-            if lists and name.startswith("_fused"):
-                raise Refused(f"{func}: a tensor on the CPU (a count of steps?) among CUDA tensors, at {_where()}")
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], on_device: bool) -> None:
         mixed = any(not isinstance(t, OnDevice) for t in tensors)
@@ -566,7 +558,7 @@ class CudaShape(TorchDispatchMode):
             with contextlib.suppress(Exception):
                 group = dist.ProcessGroup.unbox(arg)
                 return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-        return dict(part.split(":") for part in self.backends.split(","))
+        return dict([_NCCL.split(":")])
 
 
 @contextlib.contextmanager

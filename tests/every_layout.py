@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from simulated import SHARING
 from torch import Tensor
 
 from shardmuon import Exchange, Muon
@@ -24,7 +25,7 @@ from shardmuon.testing.frameworks import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import get_pool
 
-MANY_BUCKETS = Exchange(bucket_bytes=3000, route="owner")  # results in two stages wherever there are replicas
+MANY_BUCKETS = Exchange(bucket_bytes=3000, machine=SHARING)  # results in two stages wherever there are replicas
 EXCHANGES = {8: MANY_BUCKETS, 3: Exchange(), 2: MANY_BUCKETS, 4: MANY_BUCKETS}  # with one process, by number of ranks
 
 STEPS = {8: 1, 3: 2, 2: 1, 4: 3}  # with one process

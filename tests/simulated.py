@@ -17,10 +17,11 @@ from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
 from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Choice, Chooser, Task
+from shardmuon.plan.items import Kept, Policy, Spec
 from shardmuon.plan.machines import MACHINES
-from shardmuon.plan.plan import Gram, Kept, Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
-from shardmuon.step.bucket import Bound, Kernel, run_gram, run_owners
+from shardmuon.step.bucket import Bound, Kernel, run_owners
 from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
 from shardmuon.step.update import Rounding, Work
@@ -29,8 +30,9 @@ from shardmuon.variants import Stages, keeping, stages_of
 CPU = torch.device("cpu")
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _AUTO, SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
-# pairs of ranks with hardly a network between them: each replica works for itself
-PAIRS = MACHINES["h100"]._replace(per_node=2, network=1)
+# pairs of ranks, or ranks, with hardly a network between them: each replica works for itself
+PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
+SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)  # replicas share the work: nothing else gains enough
 EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")  # layouts of which it is then true
 
@@ -139,7 +141,6 @@ def spec(
     stages: int = 0,
     itemsize: int = 4,
     everywhere: bool = True,
-    gram_fault: str | None = None,  # None: of the Gram route nothing is known
 ) -> Spec:
     """A parameter with stages that keep as many numbers of a matrix as its longer side has."""
     matrices = layout.view.matrices
@@ -153,7 +154,6 @@ def spec(
         tuple(4 * min(m.rows, m.cols) ** 2 * max(m.rows, m.cols) for m in matrices),
         itemsizes=(itemsize,) * len(matrices),
         kept=tuple(Kept(replicated(kept_view, keepers), True) for _ in range(stages)) if kept_view else (),
-        grams=() if gram_fault is None else tuple(Gram(min(m.rows, m.cols) ** 3, gram_fault) for m in matrices),
     )
 
 
@@ -233,7 +233,6 @@ def planned(
                 settings_of(group).batch,
                 itemsizes=tuple(8 if number in wide or c.method == "reference" else _itemsize(c) for c in choices),
                 kept=kept,
-                grams=tuple(Gram(min(shape) ** 3, "") for shape in shapes),
             )
         )
     return make_plan(specs, policy)
@@ -320,11 +319,10 @@ class SimulatedRanks:
             for rank, one in of_set.items():
                 one.begin(sums.clone(), self._work[rank], self.watches[rank])
         for bucket in self.plan.buckets:
-            kind = run_gram if bucket.route == "gram" else run_owners
             programs = {rank: make_program(self.plan, bucket, rank, missing) for rank in bucket.ranks}
             exchange = SimulatedExchange(bucket.ranks)
             runs = [
-                kind(
+                run_owners(
                     Bound(self.plan, program, self._shapes(rank)),
                     self._work[rank],
                     Kernel(self._device),

@@ -61,7 +61,6 @@ def test_something_else_in_an_objects_place_is_refused(key: str, wrong: Any) -> 
     [
         ("cuda_graphs", r"orthogonalizer=shardmuon.Orthogonalizer(cuda_graphs=...)"),
         ("bucket_bytes", r"exchange=shardmuon.Exchange(bucket_bytes=...)"),
-        ("route", r"exchange=shardmuon.Exchange(route=...)"),
         ("momentum_dtype", r"storage=shardmuon.Storage(momentum_dtype=...)"),
         ("stochastic_rounding", r"storage=shardmuon.Storage(stochastic_rounding=...)"),
     ],

@@ -271,7 +271,7 @@ def _optimizer_of_two_kinds(params: list[nn.Parameter]) -> Muon:
         [{"params": named[:-1]}, {"params": named[-1:], "use_muon": False, "lr": 0.5}],
         lr=0.1,
         orthogonalizer=Orthogonalizer(method="torch"),
-        exchange=Exchange(dtype=torch.float32, bucket_bytes=64, route="local"),
+        exchange=Exchange(dtype=torch.float32, bucket_bytes=64),
     )
 
 
@@ -636,7 +636,6 @@ BAD_OBJECTS: list[tuple[Callable[[], object], str]] = [
     (lambda: Orthogonalizer(tuning="no such file"), "Orthogonalizer.tuning='no such file' must be a file that"),
     (lambda: Exchange(dtype=torch.float16), "Exchange.dtype=torch.float16 is not one of torch.bfloat16, torch.float32"),
     (lambda: Exchange(bucket_bytes=0), "Exchange.bucket_bytes=0 must be positive"),
-    (lambda: Exchange(route="remote"), "Exchange.route='remote' is not one of 'auto', 'owner', 'local'"),
     (lambda: Storage("float16"), "Storage.momentum_dtype='float16' is not one of None, torch.float32"),
 ]
 

@@ -18,7 +18,6 @@ from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.gram import check_gram_dtype
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
 from shardmuon.plan.machines import Machine
-from shardmuon.plan.plan import ROUTES, RouteOption
 from shardmuon.texts import nearest
 from shardmuon.variants import VARIANT_OPTIONS, check_variant
 
@@ -109,16 +108,14 @@ class Orthogonalizer(_Options):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Exchange(_Options):
-    """Options of the exchange between ranks: dtype, bucket size, route.
+    """Options of the exchange between ranks: dtype, bucket size, rates.
 
     Attributes:
         dtype: Of momentum and updates on the wire, to which they are rounded on every layout, so also on one process.
             None: bfloat16 where a matrix's products are bfloat16 or float16, float64 where parameters or products are,
             else float32.
         bucket_bytes: Most bytes of whole matrices that one owner holds per bucket. None: as many as are cheapest,
-            within the bound that `shardmuon.plan.plan.Policy` states.
-        route: "auto", "owner", "local" or "gram", see `shardmuon.plan.plan.Policy`. "gram" is not
-            bitwise: sums over shards round differently on every layout. The plan says so.
+            within the bound that `shardmuon.plan.items.Policy` states.
         machine: By whose rates plans are chosen, equal on all ranks. None: the row of the slowest device among them
             in `shardmuon.plan.machines`. No bit of an update depends on it.
 
@@ -128,11 +125,9 @@ class Exchange(_Options):
 
     dtype: torch.dtype | None = None
     bucket_bytes: int | None = None
-    route: RouteOption = "auto"
     machine: Machine | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("Exchange.route", self.route, ROUTES)
         if self.dtype is not None:
             _check_choice("Exchange.dtype", self.dtype, _WIRE_DTYPES)
         if self.bucket_bytes is not None and self.bucket_bytes < 1:

@@ -161,7 +161,7 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
     "process_group": (None, False),  # groups of real ranks: the mesh says what they would
     "tp_group": (None, False),
     "orthogonalizer": (Orthogonalizer("gram"), True),
-    "exchange": (Exchange(route="gram"), True),
+    "exchange": (Exchange(bucket_bytes=2**20), True),
     "storage": (Storage(momentum_dtype=torch.bfloat16), True),
     "audit": (Audit(every=3), False),
     "adamw_lr": (1e-3, False),
@@ -229,9 +229,9 @@ def test_a_live_plan_has_a_price_and_says_from_which_share_of_the_work_the_gram_
 def test_advice_is_planned_not_guessed(report: Report) -> None:
     assert [a.gain for a in report.advice] == sorted((a.gain for a in report.advice), reverse=True)
     written = {advice.write: advice.step for advice in report.advice}
-    for exchange in (Exchange(bucket_bytes=512 * 2**20), Exchange(route="gram")):
-        (step,) = (step for text, step in written.items() if text and text[0] == "E" and eval(text) == exchange)
-        assert plan("gpt2-xl", "shard=4", gpu="h100", advice=False, exchange=exchange).price.step == step
+    exchange = Exchange(bucket_bytes=512 * 2**20)
+    (step,) = (step for text, step in written.items() if text and text[0] == "E" and eval(text) == exchange)
+    assert plan("gpt2-xl", "shard=4", gpu="h100", advice=False, exchange=exchange).price.step == step
 
     def refuse(changes: object) -> Any:
         raise ValueError("it does not divide")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from every_layout import Planned, assert_counted, compared, digests_of, planned
+from every_layout import assert_counted, compared, digests_of
 from planned_jobs import DENSE, SPARSE, same_as_live
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +20,7 @@ from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
 from shardmuon.foresight.layouts import Mesh
 from shardmuon.foresight.models import build
-from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS
 from shardmuon.testing.pool import get_pool
 
 STANDARD = Orthogonalizer("standard", torch.float32)
@@ -56,31 +55,6 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(layou
     assert all(plan.messages == sent for plan, sent in (one.about for one in found))
     if layout == "hsdp" and world == 8:  # two replicas: three exchanges a bucket
         assert all(one.traffic.exchanges % 3 == 0 < one.traffic.exchanges for one in found)
-
-
-def _step_by_gram(layouts: Sequence[str]) -> list[tuple[Traffic, Planned]]:
-    """A step of each layout by the Gram route, in many buckets."""
-    found = []
-    for row in (LAYOUTS[layout] for layout in layouts):
-        world = dist.get_world_size()
-        params = parameters(row.build(_full(), row.mesh(world)))
-        options: dict[str, Any] = {"exchange": Exchange(bucket_bytes=3000, route="gram"), "orthogonalizer": STANDARD}
-        optimizer = Muon(groups_of(params, PARAMS), lr=1e-3, **row.options(world), **options)
-        found.append((_traffic_of_a_step(optimizer), planned(optimizer)))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("world", "layouts"),
-    [
-        (3, list(LAYOUTS)[1::2]),
-        # meshes of two and three axes, and matrices with fewer rows than there are ranks
-        (8, ["fsdp2", "hsdp", "two dims", "hsdp+tp", "ep+fsdp", "tp x dp", "mcore buffers+tp"]),
-    ],
-)
-def test_bytes_and_collectives_of_the_gram_route_are_those_that_ranks_count(world: int, layouts: list[str]) -> None:
-    for of_layout in zip(*get_pool(world).run(_step_by_gram, layouts), strict=True):
-        assert_counted(*zip(*of_layout, strict=True))
 
 
 # ------------------------------------------------------------------------------------------ models on meshes, planned

@@ -289,8 +289,7 @@ def _stepped_apart(what: str, folder: str = "") -> Step:
     if what == "file":
         path = add_times(Path(folder) / f"{rank}.json", *((1.0, 0.5) if rank else (0.5, 1.0)))
         options["orthogonalizer"] = Orthogonalizer(dtype="float32", tuning=path)
-    elif what in ("auto", "local"):
-        options["exchange"] = Exchange(route=what)  # type: ignore[arg-type]
+    elif what == "machine":
         stamp = lambda device: "other chip" if rank else real(device)  # noqa: E731
     else:
         options["orthogonalizer"] = Orthogonalizer(what)  # type: ignore[arg-type]
@@ -313,8 +312,7 @@ OTHER_CHIP = f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have 
     ("what", "refused", "says"),
     [
         ("file", True, r"rank 0 lists tuning=\w+, rank 1 lists tuning=\w+"),
-        ("auto", False, re.escape(OTHER_CHIP)),
-        ("local", True, r"(?s)route='local' needs equal machines.*other chip.*Use Exchange\(route='auto'\)"),
+        ("machine", False, re.escape(OTHER_CHIP)),
         ("torch", False, r"(?s)machines differ.*fp32_precision"),  # it leaves flags as the process has them
         ("standard", False, r"^(?!.*machines differ)"),  # the others set their own
     ],
@@ -322,8 +320,7 @@ OTHER_CHIP = f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have 
 def test_ranks_that_are_unlike_are_told_or_refused_on_every_rank(
     what: str, refused: bool, says: str, world2: RankPool, tmp_path: Path
 ) -> None:
-    """Files must be equal, and machines where ranks repeat each other's work; elsewhere the plan, which is one, says
-    what differs."""
+    """Files must be equal; of machines the plan, which is one, says what differs."""
     found = world2.run(_stepped_apart, what, str(tmp_path))
     assert [unchanged for _, unchanged in found] == [refused] * 2
     assert all(re.search(says, text, re.DOTALL) for text, _ in found)

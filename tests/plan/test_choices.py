@@ -10,7 +10,6 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -18,18 +17,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from frozen_price import frozen_share, frozen_step
-from simulated import PAIRS, SimulatedRanks, sharded, spec
+from simulated import PAIRS, SHARING, SimulatedRanks, sharded, spec
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.foresight import plan, price_plan
-from shardmuon.foresight.hardware import _FOLDER, load, names
+from shardmuon.foresight.hardware import load, names
 from shardmuon.foresight.job import exact_of
 from shardmuon.layout.views import matrix_view
-from shardmuon.plan.buckets import Cutter, _lines, _narrowed, shares_of
+from shardmuon.plan.buckets import Cutter, _lines, _narrowed, _shares_of
+from shardmuon.plan.items import Policy, Spec
 from shardmuon.plan.machines import MACHINES, Machine, machine_of
 from shardmuon.plan.pipeline import turns
-from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
@@ -86,7 +86,7 @@ def _others(made: Plan) -> Iterator[Plan]:
     tails = (1, 2, 4, 8) if made.specs[0].layout.has_replicas else (1,)
     seen = set()
     for num, tail, step in itertools.product(range(1, 17), tails, (1, -1)):
-        waves = shares_of(_lines(items), sys.maxsize, num, lambda item: item.numel)[::-1]
+        waves = _shares_of(_lines(items), sys.maxsize, num)[::-1]
         shares = _narrowed(waves, tail, prices)[::step]
         cut = tuple(moving[0]._replace(items=tuple(sorted(number[i.key] for i in share))) for share in shares)
         if cut not in seen and len(cut) <= 16:
@@ -110,7 +110,7 @@ def test_no_other_buckets_are_cheaper_by_three_percent(seed: int, monkeypatch: p
 def test_replicas_share_the_work_where_that_is_cheaper(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 3 %, and three latencies between nodes: what makes replicas equal is worth a little."""
     specs, _ = _job(seed)
-    made, shared = make_plan(specs, Policy()), make_plan(specs, Policy("owner"))
+    made, shared = make_plan(specs, Policy()), make_plan(specs, Policy(each=False))
     monkeypatch.setattr("shardmuon.plan.plan._gains", lambda *given: True)
     each = make_plan(specs, Policy())
     assert _num_owners(each) == len(specs[0].layout.replicas) and _num_owners(shared) == 1
@@ -150,7 +150,7 @@ def test_no_bit_depends_on_the_plan() -> None:
     found, kinds = [], set()
     for seed in range(20):
         draw = random.Random(seed)
-        policy = Policy("auto", draw.choice([None, 2000, 9000, 20_000]), draw.choice(list(MACHINES.values())))
+        policy = Policy(draw.choice([None, 2000, 9000, 20_000]), draw.choice(list(MACHINES.values())))
         drawn = [one._replace(costs=(draw.randint(1, 9) * 10 ** draw.choice([3, 9, 12]),)) for one in specs]
         made = make_plan(drawn, policy)
         found.append(_stepped(made, _drawn(specs)))
@@ -221,27 +221,6 @@ def test_a_bound_that_a_user_gives_holds() -> None:
         assert max(owned.values()) <= max(2**20, largest)
 
 
-def _unlike_files(folder: Path) -> tuple[str, int]:
-    """Ranks name hardware files of their own, of which one has faster NICs."""
-    p = torch.nn.Parameter(torch.ones(6, 8))
-    p.grad = torch.ones(6, 8)
-    file, nic = folder / f"{dist.get_rank()}.yaml", f"nic: {{value: {5 + dist.get_rank()}.0e+10"
-    file.write_text((_FOLDER / "h100.yaml").read_text().replace("nic: {value: 5.0e+10", nic))
-    machine = load(file).machine
-    optimizer = Muon([("w", p)], lr=0.1, process_group=dist.group.WORLD, exchange=Exchange(machine=machine))
-    with pytest.raises(ValueError, match="machine=Machine") as refused:
-        optimizer.step()
-    assert optimizer.plan is None and torch.equal(p, torch.ones(6, 8)), "nothing was chosen or changed"
-    return str(refused.value), machine.network
-
-
-def test_files_of_rates_that_differ_between_ranks_are_refused_on_all(world2: RankPool, tmp_path: Path) -> None:
-    """Files are compared by their rows, as all options are, before anything is chosen."""
-    messages, networks = zip(*world2.run(_unlike_files, tmp_path), strict=True)
-    assert len(set(networks)) == 2
-    assert all(f"network={network}" in message for message in messages for network in networks)
-
-
 SHAPES = ((48, 32), (96, 32), (7, 5), (32, 96))
 
 
@@ -265,12 +244,12 @@ def _replicas(exchange: Exchange, unlike: bool = False) -> tuple[list[torch.Tens
 
 def test_replicas_that_each_work_for_themselves_have_the_bits_of_those_that_share(world4: RankPool) -> None:
     """Less is sent then. None does where machines differ, as replicas would drift apart."""
-    each, shared = (world4.run(_replicas, Exchange(route=r, machine=PAIRS)) for r in ("auto", "owner"))
+    each, shared = (world4.run(_replicas, Exchange(machine=machine)) for machine in (PAIRS, SHARING))
     assert _equal([*(one[0] for one in each), *(one[0] for one in shared)])
     for (_, owners, text, _), (_, others, other_text, _) in zip(each, shared, strict=True):
         assert owners == [2] * len(SHAPES) and others == [1] * len(SHAPES)
         assert "2 replicas: each works for itself, by price (h100); shared, it would take" in text
-        assert "replicas" not in other_text
+        assert "2 replicas: they share the work, by price" in other_text
     assert sum(one[3] for one in each) < sum(one[3] for one in shared)
     for _, owners, text, _ in world4.run(_replicas, Exchange(machine=PAIRS), True):
         assert owners == [1] * len(SHAPES) and "machines differ: " in text

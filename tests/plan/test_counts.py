@@ -9,7 +9,8 @@ import pytest
 from simulated import EACH, LAYOUTS, VIEWS, spec
 
 from shardmuon.foresight.counting import Sent, count_plan
-from shardmuon.plan.plan import Plan, Policy, make_plan
+from shardmuon.plan.items import Policy
+from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import Load, Program, make_program
 
 
@@ -33,12 +34,6 @@ def test_layouts_that_mix_are_counted_as_their_programs_run(seed: int) -> None:
     check(make_plan(specs, EACH))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_gram_route_is_counted_as_its_programs_run(layout: str) -> None:
-    specs = [spec(name, LAYOUTS[layout](make()), gram_fault="") for name, make in VIEWS.items()]
-    check(make_plan(specs, Policy("gram", bucket_bytes=1200)))
-
-
 def check(plan: Plan) -> None:
     counts = count_plan(plan, _node_of)
     assert list(counts) == sorted({rank for s in plan.specs for rank in s.layout.ranks})
@@ -46,15 +41,16 @@ def check(plan: Plan) -> None:
         buckets = [bucket for bucket in plan.buckets if rank in bucket.ranks]
         for one, bucket in zip(counted, buckets, strict=True):
             program = make_program(plan, bucket, rank)
-            own, foreign, idle = (_numel(side) for side in (program.own, program.foreign, program.idle))
+            late = program.relay.tiles if program.relay else ()
+            own, foreign, idle = (_numel(side) for side in (program.own, program.gather.tiles, late))
             assert one.number == (plan.buckets.index(bucket) if bucket.exchange else -1)
             assert (one.held, one.foreign, one.idle) == (own + foreign + idle, foreign, idle)
             owned = [(i.rows, i.cols, i.how) for i in (plan.items[n] for n in bucket.items) if rank in i.owners]
             assert sorted(m[:3] for m in one.matrices for _ in range(m.num)) == sorted(owned)
             if bucket.exchange:
                 gather, scatter, relay = program.gather, program.scatter, program.relay
-                sent = [gather.holder_splits, scatter.owner_splits, relay.send_splits if relay else (), ()]
-                received = [gather.owner_splits, scatter.holder_splits, relay.recv_splits if relay else (), ()]
+                sent = [gather.sent, scatter.sent, relay.sent if relay else (), ()]
+                received = [gather.came, scatter.came, relay.came if relay else (), ()]
                 assert one.sent == tuple(_side(program, side) for side in sent)
                 assert one.received == tuple(_side(program, side) for side in received)
                 assert one.exchanges == 2 * bucket.gathers + (relay is not None)
@@ -62,7 +58,7 @@ def check(plan: Plan) -> None:
     for bucket in plan.buckets:
         programs = [make_program(plan, bucket, rank) for rank in bucket.ranks]
         wires = [wire for program in programs for wire in (program.gather, program.scatter)]
-        assert bucket.gathers == any(any(w.holder_splits) or any(w.owner_splits) for w in wires), "none carries nothing"
+        assert bucket.gathers == any(any(w.sent) or any(w.came) for w in wires), "none carries nothing"
 
 
 def _node_of(rank: int) -> int:

@@ -18,10 +18,10 @@ from shardmuon.layout.pieces import Box, Held, Tile
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.buckets import shares_of
-from shardmuon.plan.copies import BufferPlace, Copy, joined
-from shardmuon.plan.plan import Item, Policy, Spec, make_plan
-from shardmuon.plan.program import KeptLoad, Load, make_program
+from shardmuon.plan.buckets import _shares_of
+from shardmuon.plan.items import Item, Policy, Spec
+from shardmuon.plan.plan import make_plan
+from shardmuon.plan.program import BufferPlace, Copy, KeptLoad, Load, _joined, make_program
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -67,13 +67,13 @@ def test_every_element_of_storages_batches_and_wires_is_written_once(layout: str
             matrices.zero_()
         assert not batches.any(), "nothing between the matrices"
         results = [(c.sizes, c.here) for c in p.scatter.copies]
-        wires = [_written(sum(p.gather.holder_splits), _loads(p.foreign))]
-        wires += [_written(sum(p.scatter.owner_splits), results, p.scatter.told)]
+        wires = [_written(sum(p.gather.sent), _loads(p.gather.tiles))]
+        wires += [_written(sum(p.scatter.sent), results, p.scatter.told)]
         if p.relay is not None:
-            passed = [(c.sizes, c.there) for c in (*p.relay.from_wire, *p.relay.from_batch)]
-            wires += [_written(sum(p.relay.send_splits), passed, p.relay.told)]
+            passed = [*((c.sizes, c.there) for c in p.relay.passed), *((c.sizes, c.here) for c in p.relay.copies)]
+            wires += [_written(sum(p.relay.sent), passed, p.relay.told)]
         assert all((wire == 1).all() for wire in wires)
-        for load in (*p.own, *p.returned, *p.idle):
+        for load in (*p.own, *p.scatter.tiles, *(p.relay.tiles if p.relay is not None else ())):
             _add(load.tile, plan.specs[load.param].layout, weights[load.param][rank])
         owned = [plan.items[n] for b in p.batches for n in b.items]
         found = [
@@ -116,13 +116,6 @@ def test_local_matrices_stay_and_scarce_ones_are_shared_out() -> None:
     assert [bucket.ranks for bucket in plan.buckets if not bucket.exchange] == [(0,), (1,), (2,), (3,)]
 
 
-def test_the_local_route_is_redundant_on_replicas_and_refused_on_shards() -> None:
-    plan = make_plan([spec("copies", LAYOUTS["hsdp 4x1"](VIEWS["plain"]()))], Policy(route="local"))
-    assert plan.items[0].owners == (0, 1, 2, 3) and not any(bucket.exchange for bucket in plan.buckets)
-    with pytest.raises(ValueError, match=r"cut: route='local' .* but rank 0 stores a part of it: 12x10"):
-        make_plan([spec("cut", LAYOUTS["fsdp"](VIEWS["plain"]()))], Policy(route="local"))
-
-
 def test_owners_without_a_choice_count_before_the_others_choose() -> None:
     """Rank 0 alone stores a small matrix; three large ones go to the other ranks."""
     small = spec("small", dataclasses.replace(LAYOUTS["one"](matrix_view((4, 4))), ranks=(0, 1, 2, 3), held=_first()))
@@ -144,9 +137,9 @@ def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part
     for rank in range(4):
         program, alone = (make_program(one, one.buckets[0], rank) for one in (plan, bare))
         assert program.relay is not None and program.relay.told
-        assert len(program.relay.from_wire) == 1 and len(program.relay.from_batch) == 1
+        assert len(program.relay.passed) == 1 and len(program.relay.copies) == 1
         for peer in (2, 3) if rank < 2 else (0, 1):  # the other replica
-            assert program.gather.holder_splits[peer] == alone.scatter.owner_splits[peer] == 0
+            assert program.gather.sent[peer] == alone.scatter.sent[peer] == 0
 
 
 def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> None:
@@ -170,20 +163,6 @@ def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> N
     assert other.digests[0, 1] == plans[0].digests[0, 1] and other.digests[1, 2] != plans[1].digests[1, 2]
 
 
-def test_a_bucket_scatters_by_the_way_of_its_gather_unless_its_own_stages_keep_anything() -> None:
-    layout = LAYOUTS["fsdp"](VIEWS["plain"]())
-    plan = make_plan([spec(f"p{i}", layout, stages) for i, stages in enumerate([0, 0, 0, 0, 1])], Policy())
-    bucket = plan.buckets[0]
-    for rank in range(4):
-        without, given = (make_program(plan, bucket, rank, missing) for missing in ({4}, {0}))
-        assert without.scatter is without.gather and without.returned is without.foreign
-        assert given.scatter is not given.gather
-    small = make_plan(plan.specs, Policy(bucket_bytes=480))
-    programs = [make_program(small, bucket, 0) for bucket in small.buckets]
-    assert [[small.specs[n].kept != () for n in p.bucket.items] for p in programs] == [[True], [False] * 4]
-    assert [p.scatter is p.gather for p in programs] == [False, True]
-
-
 def test_every_owner_has_equal_work_in_each_share() -> None:
     """48 layers on 8 ranks: three large matrices of two for each small one, two of which fill a bucket."""
     view, large = matrix_view((16, 16)), matrix_view((64, 16))
@@ -204,7 +183,7 @@ def test_an_owner_of_a_matrix_on_1024_ranks_makes_a_handful_of_copies() -> None:
     for bucket in plan.buckets:
         owner = plan.items[bucket.items[0]].owners[0]
         program = make_program(plan, bucket, owner)
-        assert sum(program.gather.owner_splits) > 0
+        assert sum(program.gather.came) > 0
         assert len(program.gather.copies) <= 4
 
 
@@ -219,7 +198,7 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
     lines = [[item for item in items if item.owners == (rank,)] for rank in range(3)]
     lines = [sorted(line, key=lambda item: -item.cost if seed % 2 else item.rows) for line in lines if line]
     for most, least in itertools.product((1, 16, 47, 100, 500, 10**5), (1, 4)):
-        shares = shares_of(lines, most, least, lambda item: item.numel)
+        shares = _shares_of(lines, most, least)
         assert len(shares) == max(max(_num_filled(line, most) for line in lines), min(least, max(map(len, lines))))
         assert sorted(item.param for share in shares for item in share) == list(range(len(items)))
         for line in lines:
@@ -271,7 +250,7 @@ def test_kept_numbers_travel_as_elements_of_the_wire(itemsize: int, size: int) -
     plan = make_plan([spec("a", PLAIN, 1, itemsize)], Policy())
     told, heard, more = zip(
         *(
-            (p.scatter.told, p.scatter.heard, p.scatter.holder_splits[0] - p.gather.holder_splits[0])
+            (p.scatter.told, p.scatter.heard, p.scatter.came[0] - p.gather.sent[0])
             for p in (make_program(plan, plan.buckets[0], rank) for rank in range(4))
         ),
         strict=True,
@@ -301,13 +280,13 @@ def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tupl
 def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
     """The last ones: each of five senders has rows of two matrices of 6 columns and of one of 4."""
     place = BufferPlace
-    assert joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
+    assert _joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
     columns = _copies(6, (4, 2), (8, 2), (2, 12))
-    assert joined(columns) == (Copy((6, 4, 2), place(0, (8, 2, 1)), place(0, (2, 12, 1))),)
+    assert _joined(columns) == (Copy((6, 4, 2), place(0, (8, 2, 1)), place(0, (2, 12, 1))),)
     same = [Copy((4,), place(4 * n, (1,)), place(0, (1,))) for n in range(3)]
-    assert joined(same) == tuple(same)
+    assert _joined(same) == tuple(same)
     of_matrices = [_copies(5, (2, n), (32, n, 12 * k), (2 * n, n, 60 * k)) for k, n in enumerate((6, 6, 4))]
-    assert joined([copy for of_sender in zip(*of_matrices, strict=True) for copy in of_sender]) == (
+    assert _joined([copy for of_sender in zip(*of_matrices, strict=True) for copy in of_sender]) == (
         Copy((5, 2, 12), place(0, (32, 12, 1)), place(0, (12, 60, 1))),
         Copy((5, 8), place(24, (32, 1)), place(120, (8, 1))),
     )

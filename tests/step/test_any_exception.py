@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from injection import KINDS, MARK, PROMPT, STAYS, Place, check_all_raise, join, known_places, raising
 from jobs import Job, Spec, as_in, rows_on, unlike
+from simulated import SHARING
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
@@ -158,7 +159,7 @@ class Case(NamedTuple):
 
 LARGE = {
     "everything": partial(_made, _everything),
-    "drawn 0": partial(_made, partial(_drawn, 0), exchange=Exchange(route="owner")),
+    "drawn 0": partial(_made, partial(_drawn, 0), exchange=Exchange(machine=SHARING)),
     "drawn 7": partial(_made, partial(_drawn, 7), audit=Audit(every=1)),
 }
 CASES = {

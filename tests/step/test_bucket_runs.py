@@ -13,16 +13,15 @@ import torch.distributed as dist
 from dense_step import DenseMuon
 from drawn import models
 from hypothesis import given, settings
-from simulated import EACH, SimulatedRanks, cut, planned
+from simulated import EACH, SHARING, SimulatedRanks, cut, planned
 from torch import Tensor, nn
 
 from shardmuon import Exchange, Muon
 from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.copies import BufferPlace
-from shardmuon.plan.plan import Policy
-from shardmuon.plan.program import Load
+from shardmuon.plan.items import Policy
+from shardmuon.plan.program import BufferPlace, Load
 from shardmuon.step import update as update_module
 from shardmuon.step.update import Side
 from shardmuon.testing import RankPool
@@ -90,7 +89,7 @@ def _crossed() -> list[str]:
         {"params": [(name, p)], **({"process_group": of} if len(of) == 3 else {"tp_group": of, "partition_dim": 0})}
         for (name, p), of in zip(params.items(), sets.values(), strict=True)
     ]
-    optimizer = Muon(groups, lr=0.05, exchange=Exchange(bucket_bytes=300, route="owner"))
+    optimizer = Muon(groups, lr=0.05, exchange=Exchange(bucket_bytes=300, machine=SHARING))
     alone, wrong = Muon(list(whole.items()), lr=0.05), list[str]()
     for step in range(3):
         grads = {name: torch.randn(t.shape, generator=draw) for name, t in full.items()}

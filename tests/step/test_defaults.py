@@ -9,7 +9,7 @@ import torch
 from process_default import process_default
 from torch import Tensor, nn
 
-from shardmuon import Exchange, Muon, Orthogonalizer, Storage, clip_grad_norm_
+from shardmuon import Muon, Orthogonalizer, Storage, clip_grad_norm_
 from shardmuon.layout.engines import engine_of
 from shardmuon.momentum.keeper import BUFFER, SCALE
 from shardmuon.testing import RankPool
@@ -118,9 +118,8 @@ def _routes(options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"exchange": Exchange(route="owner"), "storage": Storage(momentum_dtype="int8", stochastic_rounding=True)},
-        {"exchange": Exchange(route="owner"), "storage": Storage(momentum_dtype=BF16)},
-        {"exchange": Exchange(route="gram")},
+        {"storage": Storage(momentum_dtype="int8", stochastic_rounding=True)},
+        {"storage": Storage(momentum_dtype=BF16)},
         {"variant": "muon_eq+normuon", "weight_decay_mode": "cautious"},
         {"variant": "hyperball", "weight_decay": 0.0, "adamw": "cautious"},
     ],

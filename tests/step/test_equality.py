@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_layout import compared
+from simulated import APART
 from torch.distributed.tensor import DTensor
 
 from shardmuon import Audit, Exchange, Muon, Orthogonalizer, audit
@@ -62,18 +63,6 @@ def test_an_option_has_the_bits_of_one_process(
     for found in world4.run(compare, layout, lr=0.02, steps=2, **options):
         assert found.bitwise
         assert found.max_difference == 0.0
-
-
-GRAM_BAND = 2e-4  # of the dense update in fp32: sums over shards round differently, see `factor_of`
-
-
-def _audited_gram() -> float:
-    options: dict[str, Any] = {"exchange": Exchange(route="gram"), "orthogonalizer": STANDARD(torch.float32)}
-    return compare_with_dense("fsdp2", lr=0.02, steps=1, audit=Audit(every=1, samples=20), **options).max_difference
-
-
-def test_an_audit_finds_muons_update_on_the_gram_route_too(world2: RankPool) -> None:
-    assert 0.0 < max(world2.run(_audited_gram)) < GRAM_BAND
 
 
 # meshes of 2 x 2 x 2, 2 x 4 and 4 x 2
@@ -212,20 +201,20 @@ def test_bf16_products_are_torchs_within_their_rounding(shape: tuple[int, int], 
     )
 
 
-def _route_local() -> Comparison:
-    return compare_with_dense("ddp", exchange=Exchange(route="local"), lr=0.02)
+def _each_for_itself() -> Comparison:
+    return compare_with_dense("ddp", exchange=Exchange(machine=APART), lr=0.02)
 
 
-def test_route_local_repeats_the_work_and_moves_nothing(world2: RankPool) -> None:
-    for found in world2.run(_route_local):
+def test_replicas_with_hardly_a_network_repeat_the_work_and_move_nothing(world2: RankPool) -> None:
+    for found in world2.run(_each_for_itself):
         assert found.bitwise
         assert (found.traffic.exchanges, found.traffic.orthogonalized) == (0, found.num_matrices)
 
 
-def _route_local_apart() -> tuple[list[str], bool]:
+def _nothing_exchanged() -> tuple[list[str], bool]:
     """Refusals where nothing is exchanged: a gradient that one rank lacks, an audit that one rank asked for."""
     params = {n: torch.nn.Parameter(torch.ones(*s)) for n, s in {"a": (8, 6), "b": (3, 7), "c": (5, 5)}.items()}
-    optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, exchange=Exchange(route="local"), lr=0.1)
+    optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, exchange=Exchange(machine=APART), lr=0.1)
     said = []
     for number, missing in enumerate((None, "b", "b", None)):
         for i, p in enumerate(params.values()):
@@ -249,24 +238,11 @@ def _route_local_apart() -> tuple[list[str], bool]:
 
 
 def test_replicas_that_exchange_nothing_agree_before_a_step(world3: RankPool) -> None:
-    for said, same in world3.run(_route_local_apart):
+    for said, same in world3.run(_nothing_exchanged):
         assert said[0].startswith("b: ranks [1] have no gradient, ranks [0, 2] have a gradient")
         assert "are about to step with different options or state: rank 0: " in said[1]
         assert "audit(" in said[1]
         assert same
-
-
-def _route_local_refused() -> str:
-    param = torch.nn.Parameter(LAYOUTS["fsdp2"].build({"w": torch.ones(4, 4)}, (dist.get_world_size(),))["w"])
-    with pytest.raises(ValueError, match="route='local' orthogonalizes a matrix where it is stored whole") as caught:
-        Muon([("w", param)], lr=1e-3, exchange=Exchange(route="local")).prepare()
-    return str(caught.value)
-
-
-def test_route_local_refuses_a_cut_matrix(world2: RankPool) -> None:
-    assert all(
-        text.startswith("ranks 0,1: w: ") and "Write route='auto'" in text for text in world2.run(_route_local_refused)
-    )
 
 
 @pytest.mark.parametrize("scale", [1e-100, 1e100])

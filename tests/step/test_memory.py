@@ -57,9 +57,9 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
     buckets, relays, work, matrices = [], [0], [], []
     for bound in optimizer.binding.buckets_without(frozenset()).bounds:
         program = bound.program
-        wires = [sum(w.holder_splits) + sum(w.owner_splits) for w in (program.gather, program.scatter)]
+        wires = [sum(w.sent) + sum(w.came) for w in (program.gather, program.scatter)]
         if program.relay is not None:
-            relays.append(4 * (sum(program.relay.send_splits) + sum(program.relay.recv_splits)))
+            relays.append(4 * (sum(program.relay.sent) + sum(program.relay.came)))
             wires.append(relays[-1] // 4)
         buckets.append(4 * (program.batch_numel + max(wires)))
         matrices.append(4 * program.batch_numel)

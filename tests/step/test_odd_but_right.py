@@ -460,23 +460,6 @@ def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
         assert all(words in text for words in says) and bool(text) == bool(says)
 
 
-def _no_route() -> str:
-    """route="local" is impossible for the matrix of all; the ranks of a pair must not wait for the others."""
-    job = Job([*replicas(FAMILIES["apart"]), *shards("fsdp2")], exchange=Exchange(route="local"))
-    job.set_gradients(0)
-    held = job.held()
-    text = refusal(job.step)
-    assert unlike(held, job.held()) == []
-    return text
-
-
-def test_a_plan_that_cannot_be_made_is_refused_on_all_ranks(world4: RankPool) -> None:
-    for text in world4.run(_no_route):
-        assert (
-            "rows: route='local' orthogonalizes a matrix where it is stored whole and moves nothing, but rank" in text
-        )
-
-
 def _out_of_order(layout: str, victim: int) -> tuple[list[str], list[str]]:
     """Two optimizers, stepped the other way round on one rank; then in order, beside twins."""
     jobs = [Job(layout_of(layout)) for _ in range(4)]

@@ -21,7 +21,8 @@ from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize import _near_one, _normalize_in_fp64, _row_blocks, empty_batch, normalize
 from shardmuon.orthogonalize.choice import Choice, rule
 from shardmuon.orthogonalize.schedules import schedule
-from shardmuon.plan.plan import Policy, make_plan
+from shardmuon.plan.items import Policy
+from shardmuon.plan.plan import make_plan
 from shardmuon.testing.tolerances import assert_rounded
 from shardmuon.variants.muon_eq import MuonEq, unit_anyway
 from shardmuon.variants.norms import line_norms
@@ -177,7 +178,7 @@ def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
     """Each of four ranks reads two of eight replicated matrices, and only moves the momentum of the others."""
     shape = (16, 24)
     layout = replicated(matrix_view(shape), (0, 1, 2, 3))
-    plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy("owner"))
+    plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy(each=False))
     ranks = SimulatedRanks(plan, [normal(*shape, seed=i) for i in range(8)])
     groups = [group_of()] * 8
     with Passes(16 * 24) as passes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,6 @@ from simulated import REPLICATED, SimulatedRanks, group_of, sharded
 
 import shardmuon.step.bucket as bucket_module
 from shardmuon import Muon, Orthogonalizer, audit
-from shardmuon.foresight import plan
 from shardmuon.foresight.counting import count_plan
 from shardmuon.foresight.memory import peak_bytes
 from shardmuon.layout.views import MatrixView, matrix_view
@@ -32,9 +30,9 @@ from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import triples
 from shardmuon.plan import owners
 from shardmuon.plan import plan as plan_module
+from shardmuon.plan.items import Policy, Spec
 from shardmuon.plan.machines import MACHINES
-from shardmuon.plan.pipeline import turns
-from shardmuon.plan.plan import Policy, make_plan
+from shardmuon.plan.plan import make_plan
 from shardmuon.step.binding import make_spec
 from shardmuon.step.options import OptionsReader
 from shardmuon.testing.compare import Comparison, compare_with_dense
@@ -256,7 +254,7 @@ def _stepped(layout: str, split: bool, how: Chooser) -> tuple[plan_module.Plan, 
     group = group_of()
     (options,) = OptionsReader().read([group])
 
-    def spec(name: str, view: MatrixView) -> plan_module.Spec:
+    def spec(name: str, view: MatrixView) -> Spec:
         return make_spec(name, SIMULATED[layout](view), options, CPU, how, (None, False), _KEEPS_NOTHING)
 
     def chosen(before: int, after: int, latencies: int, policy: Policy) -> bool:
@@ -294,62 +292,6 @@ def test_slices_in_several_buckets_and_of_each_replica_have_the_bits_of_one_owne
         assert held == copies // num
 
 
-Op = tuple[str, str, int]  # "post" or "wait", what, of which bucket
-
-
-def _operations(
-    mine: Sequence[int], sets: Sequence[tuple[int, ...]], relays: Sequence[bool], sums: Sequence[int]
-) -> Iterator[Op]:
-    """What one rank posts and waits for, by the order of turns and the lines of `run_owners`."""
-    for turn, at in turns([relays[b] for b in mine], [sets[b] for b in mine]):
-        b = mine[at]
-        if turn == "begin":
-            yield "post", "gather", b
-        elif turn == "compute":
-            yield "wait", "gather", b
-            for number in range(sums[b]):
-                yield "post", f"sum {number}", b
-                yield "wait", f"sum {number}", b
-            yield "post", "scatter", b
-        elif turn == "apply":
-            yield "wait", "scatter", b
-            if relays[b]:
-                yield "post", "relay", b
-        else:
-            yield "wait", "relay", b
-
-
-def test_no_family_of_sets_with_sums_waits_in_a_circle() -> None:
-    """500 random families: every rank comes to its end, and posts a set's exchanges in one order."""
-    draw = random.Random(7)
-    for _ in range(500):
-        num = draw.randint(2, 6)
-        kinds = sorted(
-            {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
-        )
-        sets = [ranks for ranks in kinds for _ in range(draw.randint(1, 4))]
-        related = {ranks: draw.random() < 0.5 for ranks in kinds}
-        relays, sums = [related[ranks] for ranks in sets], [draw.choice([0, 0, 2, 6]) for _ in sets]
-        left = {
-            r: list(_operations([b for b, of in enumerate(sets) if r in of], sets, relays, sums)) for r in range(num)
-        }
-        posted: dict[int, list[tuple[str, int]]] = {rank: [] for rank in left}
-        moved = True
-        while moved:
-            moved = False
-            for rank, todo in left.items():
-                while todo:
-                    kind, what, b = todo[0]
-                    if kind == "wait" and any((what, b) not in posted[other] for other in sets[b]):
-                        break
-                    posted[rank] += [(what, b)] if kind == "post" else []
-                    todo.pop(0)
-                    moved = True
-        assert not any(left.values()), (sets, relays, sums)
-        for ranks in kinds:
-            assert len({tuple(one for one in posted[rank] if sets[one[1]] == ranks) for rank in ranks}) == 1
-
-
 # ------------------------------------------------------------------------------------------------ options and choice
 
 
@@ -376,14 +318,6 @@ def test_plans_are_split_by_price_where_a_node_has_the_ranks() -> None:
     assert "1 matrices are split among 2 owners each, by price (h100); whole, it would take 1." in str(split)
     for changes in ({"link": 100}, {"per_node": 1}):
         assert all(item.parts == 1 for item in _priced(2, **changes).items), changes
-
-
-def test_the_decision_has_the_prices_of_the_command() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "adr" / "0031-splitting-a-matrix.md").read_text()
-    report = plan("llama3-8b", "shard=1024", tokens_per_step=4e6)
-    steps = {a.write: a.step for a in report.advice if a.step is not None}
-    two, four = (1e3 * steps[f"Orthogonalizer(split_k={num})"].mid for num in (2, 4))
-    assert f"| `shard=1024` | {1e3 * report.price.step.mid:.1f} | {two:.1f} | {four:.1f} |" in page
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

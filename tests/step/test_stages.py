@@ -12,7 +12,6 @@ import pytest
 import torch
 from dense_step import DenseMuon
 from simulated import (
-    CPU,
     EACH,
     LAYOUTS,
     OPTIONS,
@@ -33,14 +32,14 @@ from shardmuon import Muon
 from shardmuon.layout.table import replicated
 from shardmuon.layout.views import kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.plan import Kept, Plan, Policy, Spec, make_plan
+from shardmuon.plan.items import Kept, Policy, Spec
+from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import KeptLoad
 from shardmuon.step import stages as weights_module
 from shardmuon.step.options import settings_of
 from shardmuon.step.stages import (
     BatchStages,
     KeptSide,
-    Result,
     finish,
     weight_sets,
 )
@@ -151,12 +150,12 @@ def _alone(stages: Stages, x: Tensor, stored: Sequence[Tensor]) -> BatchStages:
     spec = Spec("p", layout, ("",), (1,), kept=(Kept(layout, True),))
     plan = Plan((spec,) * len(x), (), ())
     loads = [KeptLoad(param, 0, layout.tiles[0][0][0], 0, 0) for param in range(len(x))]
-    return BatchStages(stages, [KeptSide(plan, loads)], [[one] for one in stored], x.device)
+    return BatchStages(stages, [KeptSide(plan, loads)], [[one] for one in stored], x)
 
 
 def test_batches_that_wait_for_each_other_have_the_bits_of_each_alone() -> None:
     """Several shapes, dtypes and stages in one call, as on accelerators, have the bits of each alone."""
-    results: list[tuple[list[Result], list[list[Tensor]]]] = []
+    results: list[tuple[list[BatchStages], list[list[Tensor]]]] = []
     for _ in range(2):
         torch.manual_seed(0)
         batches, kept = [], []
@@ -167,11 +166,11 @@ def test_batches_that_wait_for_each_other_have_the_bits_of_each_alone() -> None:
             ((2, 6, 9), 0.9, torch.float32),
         ]:
             stored = [torch.rand(1, max(shape[1:])) for _ in range(shape[0])]
-            stages = _alone(stages_of({"variant": "normuon", "beta2": beta2}), torch.empty(shape), stored)
-            batches.append(Result(stages, torch.zeros(shape, dtype=dtype), torch.randn(shape)))
+            stages = _alone(stages_of({"variant": "normuon", "beta2": beta2}), torch.zeros(shape, dtype=dtype), stored)
+            stages.out = torch.randn(shape)
+            batches.append(stages)
             kept.append(stored)
-        plain = torch.randn(2, 3, 5)
-        batches.append(Result(BatchStages((), [], [], CPU), plain, plain))
+        batches.append(BatchStages((), [], [], torch.randn(2, 3, 5)))
         results.append((batches, kept))
     together, apart = results
     finish(together[0])
@@ -213,7 +212,7 @@ def test_stages_before_run_in_their_order_and_keep_numbers(products: torch.dtype
     x = torch.randn(2, 3, 4).to(torch.bfloat16)
     stored = [torch.tensor([[1.0]]), torch.tensor([[5.0]])]
     expected = 2 * (x.float() + torch.tensor([2.0, 6.0]).view(2, 1, 1))
-    found, unit = _alone((_Counting(), _Doubling()), x.clone(), stored).before(x.clone(), products)
+    found, unit = _alone((_Counting(), _Doubling()), x.clone(), stored).before(products)
     assert torch.equal(found, expected) and not unit
     assert [float(one) for one in stored] == [2.0, 6.0]
     assert found.stride(0) * found.element_size() % 64 == 0
@@ -221,7 +220,7 @@ def test_stages_before_run_in_their_order_and_keep_numbers(products: torch.dtype
 
 def test_a_batch_without_stages_before_is_handed_on() -> None:
     x = torch.randn(2, 3, 4)
-    found, unit = _alone(stages_of({"variant": "normuon"}), x, [torch.zeros(1, 4)] * 2).before(x, torch.float32)
+    found, unit = _alone(stages_of({"variant": "normuon"}), x, [torch.zeros(1, 4)] * 2).before(torch.float32)
     assert found is x and not unit
 
 
@@ -229,7 +228,7 @@ def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matri
     x, half, other = torch.randn(2, 3, 4), torch.bfloat16, torch.float16
     staged = _alone(stages_of({"variant": "normuon"}), x, [torch.zeros(1, 4)] * 2)
     assert staged.may_take(half, half) and not staged.may_take(half, other)
-    assert BatchStages((), [], [], CPU).may_take(half, other)
+    assert BatchStages((), [], [], x).may_take(half, other)
 
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:

@@ -27,7 +27,7 @@ from shardmuon.momentum.stores import (
     step_stored_,
 )
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.plan import Policy
+from shardmuon.plan.items import Policy
 from shardmuon.step.update import Rounding
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.layout.table import replicated
 from shardmuon.layout.views import kept_view, matrix_view
-from shardmuon.plan.plan import Kept, Policy, make_plan
+from shardmuon.plan.items import Kept, Policy
+from shardmuon.plan.plan import make_plan
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
-from shardmuon.variants import AfterStage, gram_fault, scaled_, stages_of
+from shardmuon.variants import AfterStage, scaled_, stages_of
 
 SHAPES = [(6, 9), (9, 6), (7, 7), (1, 5), (5, 1), (40, 24)]
 FP32 = Orthogonalizer(method="standard", dtype=torch.float32)
@@ -154,24 +155,10 @@ def test_what_has_no_meaning_is_refused(options: dict[str, Any], message: str) -
         Muon([nn.Parameter(torch.ones(3, 3))], lr=0.02, **options)
 
 
-# ------------------------------------------------------------------------------------------------- whole matrices
-
-
-def test_the_gram_route_is_left_to_plain_muon() -> None:
-    layout = sharded(matrix_view((64, 8)), [range(2)], 0)
-    fault = gram_fault(stages_of({"variant": "normuon"}))
-    with pytest.raises(ValueError, match=r"w: route='gram' is impossible .* NorMuon needs the whole matrix"):
-        make_plan([spec("w", layout, gram_fault=fault)], Policy("gram"))
-    plain = spec("w", layout, gram_fault="")
-    assert make_plan([plain], Policy("gram")).items[0].route == "gram"
-
-
-def test_route_local_is_refused_where_others_keep_a_copy() -> None:
+def test_a_matrix_that_lies_on_one_rank_moves_where_others_keep_what_its_stages_keep() -> None:
     layout = sharded(matrix_view((1, 8)), [range(2)], 0)  # all of it on one rank
     kept = (Kept(replicated(kept_view(layout.view, [8]), layout.ranks), True),)
     keeping = spec("w", layout)._replace(kept=kept)
-    with pytest.raises(ValueError, match=r"rank 1 keeps what its stages keep"):
-        make_plan([keeping], Policy("local"))
     assert make_plan([keeping], Policy()).items[0].route == "owner"
     assert make_plan([spec("w", layout)], Policy()).items[0].route == "local"
 

@@ -160,8 +160,7 @@ class Evidence:
     @cached_property
     def reference(self) -> Reference:
         """The result of exact arithmetic."""
-        method = "gram" if self.arithmetic.by_gram else self.arithmetic.choice.method
-        return reference_of(self.fed, self.settings.coefficients, method=method)
+        return reference_of(self.fed, self.settings.coefficients, method=self.arithmetic.choice.method)
 
     @cached_property
     def exact(self) -> Tensor:  # (m, n) fp64

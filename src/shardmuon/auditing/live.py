@@ -39,7 +39,7 @@ from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import view_options
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.plan.plan import Item
+from shardmuon.plan.items import Item
 from shardmuon.step.binding import Binding, fingerprint, takes_part
 from shardmuon.step.options import settings_of
 from shardmuon.step.validate import Proposal
@@ -281,9 +281,6 @@ class StepAudit:
         param, choice, device = one.param, Choice.of(item.how), self._binding.ns_device
         products = choice.dtype or default_dtype(choice.method, device or param.device)
         wire = _WIRES[self._binding.plan.specs[item.param].itemsizes[item.matrix]]
-        by_gram = item.route == "gram"
-        if by_gram:  # shards are multiplied where they lie
-            products = wire = torch.promote_types(wire, torch.float32)
         gradient = self._gradient(param, item.param)
         stored = self._optimizer.state.get(param, {}).get(BUFFER, param).dtype
         computed = torch.float32 if self._optimizer.keeper.widens else stored
@@ -298,7 +295,6 @@ class StepAudit:
             computed,
             stored,
             device,
-            by_gram,
             None if how is None or how.weights is None else (how.weights, item.matrix),
         )
 

@@ -1,9 +1,9 @@
 """The step of one dense matrix, twice: in the live step's arithmetic, and in exact arithmetic.
 
-Live and dense may differ by the order of sums alone: on the Gram route, by how sums were spread over shards, and where
-slots of a batch round otherwise ([Note: equal bits in batches] in orthogonalize/__init__.py). The orthogonalizers are
-the live ones, so a broken one shows only beside `Reference`. Of plan, buckets, routes, exchange, momentum and update
-nothing is used. What stages of variants do is written from the papers, not from the stages.
+Live and dense may differ by the order of sums alone, where slots of a batch round otherwise ([Note: equal bits in
+batches] in orthogonalize/__init__.py). The orthogonalizers are the live ones, so a broken one shows only beside
+`Reference`. Of plan, buckets, exchange, momentum and update nothing is used. What stages of variants do is written from
+the papers, not from the stages.
 
 [Note: the steps as a function of singular values]
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X keeps singular vectors and maps each singular value s to
@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardmuon._torch import exact_products
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.stores import Stream, round_patch
-from shardmuon.orthogonalize import BACKENDS, TORCH_EPS, Products, factor_of, normalize, orthogonalize
+from shardmuon.orthogonalize import BACKENDS, TORCH_EPS, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.step.options import Settings
 from shardmuon.variants import AfterStage, BeforeStage, Stage, Stages, WeightStage
@@ -53,7 +52,6 @@ class Arithmetic:
         momentum: Dtype of the momentum's computation.
         stored: Dtype of the stored momentum; int8 stands for 8-bit codes.
         device: The device that orthogonalizes; None: that of the matrix.
-        by_gram: True if the shards stay and only their Gram matrices are added up.
         rounding: Random bits for half-precision weights, and which matrix of its parameter it is; None: to nearest.
     """
 
@@ -66,7 +64,6 @@ class Arithmetic:
     momentum: torch.dtype
     stored: torch.dtype
     device: torch.device | None = None
-    by_gram: bool = False
     rounding: tuple[Stream, int] | None = None
 
     def __str__(self) -> str:
@@ -101,8 +98,6 @@ def orthogonalized(
     # stages before the orthogonalizer run where it does, on what has travelled
     staged = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
     x = values.to(a.device or values.device, torch.promote_types(a.wire, torch.float32) if staged else a.wire)
-    if a.by_gram:
-        return _by_gram(x, s.coefficients).to(values.device)
     out = orthogonalize(
         x.contiguous(),
         s.coefficients,
@@ -114,17 +109,6 @@ def orthogonalized(
     )
     after = any(isinstance(stage, AfterStage) for stage in s.stages)  # which run before anything travels
     return (out if after else out.to(a.wire)).to(values.device)
-
-
-def _by_gram(x: Tensor, coefficients: _Coefficients) -> Tensor:
-    """[Note: the Gram route] with one shard."""
-    turn = x.shape[-2] > x.shape[-1]
-    y = normalize(x.mT if turn else x)
-    with exact_products(x.device):
-        gram = Products(y.shape, y.device, y.dtype).gram_fp32(y)
-        factor = factor_of(gram.double(), coefficients, Products(gram.shape, gram.device, torch.float64)).to(x.dtype)
-        out = (factor.triu() + factor.triu(1).mT) @ y
-    return out.mT if turn else out
 
 
 def weights_after(

@@ -189,7 +189,6 @@ class Traffic:
         agreements: votes before a step that all ranks have gone on from, or refused.
         bytes_sent: Bytes that left this rank in exchanges.
         orthogonalized: Matrices that went through the orthogonalizer on this rank.
-        reductions: Exchanges that carried parts of Gram matrices to be added up (one for each bucket of that route).
         norm_reductions: Small all-reduces of norms of weights, for variants that control them.
         norms_sent: Matrices whose norms were reduced, 8 bytes each.
     """
@@ -198,7 +197,6 @@ class Traffic:
     agreements: int = 0
     bytes_sent: int = 0
     orthogonalized: int = 0
-    reductions: int = 0
     norm_reductions: int = 0
     norms_sent: int = 0
 

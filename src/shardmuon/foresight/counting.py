@@ -1,6 +1,6 @@
 """Count what every rank does with a plan, without ranks: bytes, peers, matrices, operations.
 
-The rules are those of plan/program.py ([Note: results in two stages]) and plan/cuts.py ([Note: the Gram route]),
+The rules are those of plan/program.py ([Note: results in two stages]),
 applied to all ranks at once: the tiles of a bucket stand in arrays, and what travels is a list of messages.
 """
 
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardmuon.layout.pieces import Piece
-from shardmuon.plan.gram import message_size
-from shardmuon.plan.plan import Bucket, Item, Kept, Plan, Route
-from shardmuon.plan.types import aligned
+from shardmuon.plan.items import Bucket, Item, Kept, Route
+from shardmuon.plan.plan import Plan
+from shardmuon.plan.program import aligned
 from shardmuon.step.update import PORTION, PORTION_ELSEWHERE
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -36,8 +36,7 @@ class Matrices(NamedTuple):
         rows, cols: Shape of each.
         how: Text of a `Choice`: method, dtype of products, kernel.
         num: Number of these matrices.
-        flops: Floating point operations of one, as the planner counts them. On the Gram route: those of the iteration
-            on the owner, in fp64.
+        flops: Floating point operations of one, as the planner counts them.
         owners: How many owners each has, each of a slice; `flops` are one's.
     """
 
@@ -74,7 +73,7 @@ class Sides(NamedTuple):
     """The exchanges of one bucket, as one rank sends or receives in them.
 
     Attributes:
-        gather: What goes to owners. With the Gram route: parts of Gram matrices.
+        gather: What goes to owners.
         scatter: Results for holders, and what stages keep.
         relay: Results for other replicas.
         summed: What owners of slices add up, in all exchanges in which they do.
@@ -108,12 +107,11 @@ class BucketCount:
         gathers: True if the bucket has a gather and a scatter, whether or not this rank sends anything in them.
         relays: True if the bucket has a relay.
         sums: Exchanges in which owners of slices add up what they made.
-        batches: Bytes of `matrices` where they are orthogonalized; on the Gram route of this rank's shards.
+        batches: Bytes of `matrices` where they are orthogonalized.
         stepped: Elements of updates that momentum makes at once, at most: while this rank packs, and while it fills its
             batches.
         applied: Elements that are applied at once, at most: of its own matrices and what the scatter brings, of what
             the relay brings.
-        local_flops: On the Gram route: products of this rank's shards with each other and with the factor; else 0.
     """
 
     number: int
@@ -133,7 +131,6 @@ class BucketCount:
     batches: int = 0
     stepped: tuple[int, int] = (0, 0)
     applied: tuple[int, int] = (0, 0)
-    local_flops: int = 0
 
     @property
     def exchanges(self) -> int:
@@ -143,7 +140,7 @@ class BucketCount:
     @property
     def flops(self) -> int:
         """Floating point operations of orthogonalizing on this rank."""
-        return sum(m.num * m.flops for m in self.matrices) + self.local_flops
+        return sum(m.num * m.flops for m in self.matrices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,8 +308,7 @@ class _Tally:
         stored: "own", tiles that owners store, "foreign", that are sent to them, "idle", that another replica sends ->
             (rank, elements) of each.
         owned: Rank -> its matrices.
-        batches: Rank -> bytes of these, on the Gram route of its shards.
-        local_flops: See `BucketCount`.
+        batches: Rank -> bytes of these.
         relays: True if there is a relay.
     """
 
@@ -323,7 +319,6 @@ class _Tally:
     stored: dict[str, list[tuple[Ints, Ints]]] = field(default_factory=lambda: defaultdict(list))
     owned: dict[int, Counter[tuple[Any, ...]]] = field(default_factory=lambda: defaultdict(Counter))
     batches: Counter[int] = field(default_factory=Counter)
-    local_flops: Counter[int] = field(default_factory=Counter)
     relays: bool = False
 
     def __post_init__(self) -> None:
@@ -331,19 +326,14 @@ class _Tally:
             item = self.plan.items[number]
             for rank in item.owners:
                 self.owned[rank][item.rows, item.cols, item.how, item.cost, item.parts] += 1
-                if self.bucket.route != "gram":
-                    self.batches[rank] += self._bytes(item.numel)
+                self.batches[rank] += self.bucket.itemsize * aligned(item.numel, self.bucket.itemsize)
             ways = self.tiles.ways(item)
-            {"local": self._stay, "owner": self._move, "gram": self._multiply}[self.bucket.route](item, ways)
+            if self.bucket.exchange:
+                self._move(item, ways)
+            else:
+                self.stored["own"].append(ways[:2])
             if item.parts > 1 and not item.part:
                 self._add_up(number, item)
-
-    def _bytes(self, numel: int) -> int:
-        """Bytes of a place in the batches."""
-        return self.bucket.itemsize * aligned(numel, self.bucket.itemsize)
-
-    def _stay(self, item: Item, ways: _Ways) -> None:
-        self.stored["own"].append(ways[:2])
 
     def _move(self, item: Item, ways: _Ways) -> None:
         """Add a matrix of the owner route."""
@@ -372,21 +362,6 @@ class _Tally:
             if keeper != owner:
                 told = _ints((mate,)), _ints((keeper,)), _ints((words * self.bucket.itemsize,))
                 self.messages["scatter" if mate == owner else "relay"].append(told)
-
-    def _multiply(self, item: Item, ways: _Ways) -> None:
-        """Add a matrix of the Gram route: Gram matrices of shards go to the owner, the factor comes back to all."""
-        (owner,), itemsize = item.owners, self.bucket.itemsize
-        held, added = (_by_rank(ways.at[which], ways.numel[which]) for which in (slice(None), ways.at_home))
-        for rank, numel in held.items():
-            self.batches[rank] += self._bytes(numel)
-            self.local_flops[rank] += 2 * item.short * (numel + added[rank])
-        size = itemsize * message_size(item.short, itemsize)
-        adders, others = (_ints(rank for rank in ranks if rank != owner) for ranks in (added, held))
-        self.messages["gather"].append((adders, np.full_like(adders, owner), np.full_like(adders, size)))
-        self.messages["scatter"].append((np.full_like(others, owner), others, np.full_like(others, size)))
-        foreign = np.isin(ways.at, adders)
-        for side, which in (("own", ~foreign), ("foreign", foreign)):
-            self.stored[side].append((ways.at[which], ways.numel[which]))
 
     def _add_up(self, number: int, item: Item) -> None:
         """Add the exchanges of a matrix's slices: norms, then Gram matrices."""
@@ -444,7 +419,6 @@ class _Tally:
                     batches=self.batches[rank],
                     stepped=(packed[at], filled[at]),
                     applied=(applied[at], finished[at]),
-                    local_flops=self.local_flops[rank],
                 ),
             )
 
@@ -455,13 +429,6 @@ def _total(sides: Iterable[Sent]) -> Sent:
 
 def _ints(numbers: Iterable[Any]) -> Ints:
     return np.array(list(numbers), dtype=np.int64)
-
-
-def _by_rank(ranks: Ints, numel: Ints) -> Counter[int]:
-    found = Counter[int]()
-    for rank, size in zip(ranks.tolist(), numel.tolist(), strict=True):
-        found[rank] += size
-    return found
 
 
 def _sides(messages: Sequence[_Messages], ranks: Ints, nodes: Ints) -> tuple[list[Sent], list[Sent]]:

@@ -270,20 +270,19 @@ class Rates(NamedTuple):
         self._note(name, known, where if outside else "")
         return found[self.which if name.startswith(_TIMES) else 2 - self.which]
 
-    def product(self, rows: int, cols: int, how: str, count: int, flops: int, dtype: str = "") -> float:
+    def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> float:
         """Seconds of orthogonalizing `count` matrices alike on one rank, see [Note: batches].
 
         Args:
             rows, cols: Shape of each matrix.
-            how: Text of a `Choice`, or what else stands in the table ("float64": bare products in it).
+            how: Text of a `Choice`.
             count: Number of matrices.
             flops: Floating point operations of one.
-            dtype: Dtype of the products; default: that of `how`.
         """
         if not flops or not count:
             return 0.0
         choice, short, device = Choice.of(how), min(rows, cols), torch.device(self.hardware.device)
-        dtype = dtype or str(choice.dtype or default_dtype(choice.method, device)).removeprefix("torch.")
+        dtype = str(choice.dtype or default_dtype(choice.method, device)).removeprefix("torch.")
         peak, aspect = self.of(f"peak {dtype}"), max(rows, cols) / short
         name = self.hardware.efficiency(how, dtype)
         table = self.hardware[name]

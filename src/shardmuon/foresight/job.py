@@ -21,8 +21,9 @@ from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import Exchange, Orthogonalizer, Storage
 from shardmuon.orthogonalize.schedules import Triples
+from shardmuon.plan.items import Policy, Spec
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
-from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.step.binding import check_blocks, make_spec
 from shardmuon.step.options import OptionsReader
 from shardmuon.variants import Stage
@@ -148,7 +149,7 @@ class _Planned:
         params = parameters_of(self._groups, model.module)
         params = in_megatrons_order(params, self._groups) if mesh.engine == "megatron" else params
         split_k = self._orthogonalizer.split_k
-        policy = Policy(exchange.route, exchange.bucket_bytes, exchange.machine or machine, split_k)
+        policy = Policy(exchange.bucket_bytes, exchange.machine or machine, split_k)
         units = make_units(params, mesh, self._view_of)
         plans = [make_plan([self._spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
         shares: dict[int, list[_Share]] = {}

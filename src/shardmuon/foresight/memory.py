@@ -124,8 +124,6 @@ def peak_bytes(
 ) -> int:
     """Bytes beyond what is kept between steps at the highest point of the buckets of one step.
 
-    Of the Gram route the buffers and shards are counted, not what adding up and iterating takes.
-
     Args:
         buckets: A rank's, in their order.
         weights: dtype of weights, gradients and momentum.
@@ -147,14 +145,10 @@ class _Moves(NamedTuple):
     coefficients: Mapping[tuple[int, int], Triples]
 
     def begin(self, b: BucketCount) -> list[int]:
-        shards = b.batches if b.route == "gram" else 0
         packed, filled = (self._stepped(b, portion) for portion in b.stepped)
-        sent, came = b.sent.gather.bytes + shards, b.received.gather.bytes
-        return [sent, packed, -packed, came, b.batches - shards, filled, -filled]
+        return [b.sent.gather.bytes, packed, -packed, b.received.gather.bytes, b.batches, filled, -filled]
 
     def compute(self, b: BucketCount) -> list[int]:
-        if b.route == "gram":  # what came is held until what goes back is packed
-            return [-b.sent.gather.bytes, b.sent.scatter.bytes, -b.received.gather.bytes, b.received.scatter.bytes]
         taken, slices = list[int](), 0
         for m in b.matrices:
             settings = m.how, getattr(torch, b.wire), self.device, self.coefficients[m[:2]]

@@ -112,7 +112,7 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
         step=step,
         rank=found.example,
         parts=pricer.parts(slowest, [courses[slowest].waited for courses in (best, middle, worst)]),
-        timeline=middle[slowest].events,
+        timeline=tuple(middle[slowest].events),
         reasons=pricer.reasons(step, found.stage),
         ends={c.example: course.end for c, course in zip(exact.classes, middle, strict=True)},
         tokens=tokens,
@@ -221,7 +221,7 @@ class _Parts:
         self.adamw = [self._pass("adamw", c.adamw_elements, c.adamw_elements / 2, 4) for c in exact.classes]
 
     def _phases(self, bucket: BucketCount, fragments: int) -> dict[str, _Seconds]:
-        rates, gram, foreign, idle = self._rates, bucket.route == "gram", bucket.foreign, bucket.idle
+        rates, foreign, idle = self._rates, bucket.foreign, bucket.idle
         each, calls, held = rates.of("host_matrix"), rates.of("host_bucket"), max(1, bucket.held)
 
         def passed(what: str, elements: int, num_calls: float = 0.0, copied: int = 0) -> _Seconds:
@@ -233,23 +233,12 @@ class _Parts:
 
         fill, momentum = passed("pack", bucket.held - foreign - idle), passed("momentum", idle)
         copied = bucket.received.gather.bytes + bucket.sent.scatter.bytes  # from the wire to the batches, and back
-        of_shards = 0.0  # the products of shards with each other, and with the factor
-        if gram:
-            short = max((min(m.rows, m.cols) for m in bucket.matrices), default=1024)
-            of_shards = self._slower * rates.product(short, short, "float32", 1, bucket.local_flops // 2, "float32")
-        kind = "float64" if gram else ""
-        products = sum(
-            self._slower * rates.product(m.rows, m.cols, kind or m.how, m.num, m.flops, kind) for m in bucket.matrices
-        )
+        products = sum(self._slower * rates.product(m.rows, m.cols, m.how, m.num, m.flops) for m in bucket.matrices)
         phases: dict[str, _Seconds] = {
-            "pack": passed("pack", foreign, 0.5) | {"products": of_shards if foreign else 0.0},
-            "fill": {
-                "memory": fill["memory"] + momentum["memory"],
-                "host": fill["host"] + momentum["host"],
-                "products": 0.0 if foreign else of_shards,
-            },
+            "pack": passed("pack", foreign, 0.5),
+            "fill": {"memory": fill["memory"] + momentum["memory"], "host": fill["host"] + momentum["host"]},
             "orthogonalize": {"products": products, "memory": rates.memory(2 * copied), **self._summed(bucket)},
-            "apply": passed("apply", bucket.held - idle, 0.5, bucket.sent.relay.bytes) | {"products": of_shards},
+            "apply": passed("apply", bucket.held - idle, 0.5, bucket.sent.relay.bytes),
             "finish": passed("apply", idle, 0.5 * bucket.relays),
         }
         there_are = (bucket.gathers, bucket.gathers, bucket.relays)

@@ -184,16 +184,10 @@ def _changes(exact: Exact, options: Mapping[str, Any]) -> list[_Change]:
     if exchanged:
         bound = {"exchange": replace(exchange, bucket_bytes=512 * 2**20)}
         found.append(("memory for speed: buckets of 512 MiB", "Exchange(bucket_bytes=512 * 2**20)", bound))
-    if exchanged and exchange.route != "gram":
         for num in (2, 4):
             split = f"matrices above the mean load split among {num} owners each, within rounding"
             write = f"Orthogonalizer(split_k={num})"
             found.append((split, write, {"orthogonalizer": replace(orthogonalizer, split_k=num)}))
-        gram = {"exchange": replace(exchange, route="gram")}
-        found.append(("Gram matrices move instead of shards", 'Exchange(route="gram")', gram))
-    if exchange.route == "gram":
-        owner = {"exchange": replace(exchange, route="owner")}
-        found.append(("whole matrices move", 'Exchange(route="owner")', owner))
     mesh = exact.mesh
     inner, ranks = mesh.gpus_per_node // mesh.tp, mesh.dp * mesh.shard
     if mesh.engine == "fsdp2" and mesh.shard > inner >= 2 and mesh.shard % inner == 0:

@@ -447,14 +447,7 @@ def factor_of(
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # (B, m, m)
-    """Q such that Q X is X after all steps, for X X^T = gram; for the Gram form, and for matrices that no rank holds
-    whole.
-
-    Those have no restarts: one from X would need X, and one from R_0 brings back R_0's own rounding. They are iterated
-    in fp64, so that R_0's is the only one (random 40 x 40 matrices, five of Jordan's steps, worst of 20: error 4e-6;
-    3e-5 in fp32, more over several steps); a schedule for which R_0's rounding is too much is refused
-    (`gram.schedule_fault`).
-    """
+    """Q such that Q X is X after all steps, for X X^T = gram."""
     factor: Tensor | None = None
     for step, (a, b, c) in enumerate(coefficients):
         # a is kept out of the polynomial: the sum would be rounded at the size of a, not of what is added to it.

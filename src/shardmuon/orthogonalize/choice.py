@@ -208,7 +208,7 @@ def is_narrow(choice: Choice) -> bool:
 
 
 def slice_costs(choice: Choice, task: Task) -> tuple[int, int, int]:
-    """The attributes of `plan.slices.Slicing`, of a matrix that can be sliced."""
+    """The attributes of `plan.items.Slicing`, of a matrix that can be sliced."""
     rows, cols, coefficients, device = task
     dtype = choice.dtype or default_dtype(choice.method, device)
     sums = slice_sums(choice.method, min(rows, cols), max(rows, cols), coefficients, dtype)
@@ -265,12 +265,6 @@ def _flops_by_side(
     if restarts_locally(m, n, coefficients, dtype):
         return twice, of_small + restarts * (3 * small + 2 * small * symmetric_share)  # split products, merging the Q's
     return (1 + restarts) * twice, of_small
-
-
-def factor_flops(short: int, coefficients: Triples, symmetric_share: float) -> int:
-    """Floating point operations of `factor_of` for one matrix."""
-    squares = sum(c != 0.0 for _, _, c in coefficients)
-    return round((squares + 3 * (len(coefficients) - 1)) * 2 * short**3 * symmetric_share)
 
 
 # ---------------------------------------------------------------------------------------------------- measurements

@@ -71,9 +71,6 @@ _NEGLIGIBLE = 1e-3  # of the update: a tenth of what products in bf16 cost
 _LOCAL_ASPECT = 7 / 3  # n/m from which a local restart is less work
 _MAX_PLANS = 2000  # restart positions tried for the best condition
 _HUGE = 1e30
-# Of R's rounding, after all steps. Five of torch's steps reach 0.0115 in fp32; as only R is rounded to fp32, the update
-# of matrices of any rank from 1 on, of four shapes and four spectra, is within 2e-4 of the dense one.
-_LARGEST_SPURIOUS = 0.012
 
 
 def check_gram_dtype(dtype: torch.dtype) -> None:
@@ -119,17 +116,6 @@ def plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
     if dtype != torch.float16:
         return min(bearable, key=lambda plan: sum(cost(*ends) for ends in _ends(coefficients, plan)))
     return min(bearable, key=lambda plan: _condition(coefficients, plan, noise))
-
-
-def schedule_fault(coefficients: Triples, dtype: torch.dtype) -> str:
-    """The reason why these steps cannot run on a Gram matrix that was reduced once in `dtype` (fp32 or fp64), or ""."""
-    if _growth(coefficients, _NOISE[dtype][0]) <= _LARGEST_SPURIOUS:
-        return ""
-    slope = math.prod(a for a, _, _ in coefficients)
-    return (
-        f"its schedule of {len(coefficients)} steps multiplies small singular values by {slope:.0f}, and the rounding "
-        f"errors of a Gram matrix in {str(dtype).removeprefix('torch.')} by the square of that"
-    )
 
 
 def segments(coefficients: Triples, dtype: torch.dtype) -> list[Triples]:
@@ -229,30 +215,6 @@ def _to_come(sigmas: _Array, rest: Triples) -> _Array:
     other = np.where(none, ratio[:, None], (h[:, None] + h) / np.where(none, 1.0, total))
     worst: _Array = np.maximum(np.maximum(np.abs(symmetric), np.abs(other)), np.abs(ratio)[:, None])
     return worst
-
-
-# ------------------------------------------------------------------------------------------------------------ on wires
-
-
-def pack_symmetric(
-    matrix: Tensor,  # (m, m)
-    out: Tensor,  # 1-D, m (m + 1) / 2 elements, written to
-) -> None:
-    """Write the upper triangle of a symmetric matrix to `out`, row by row."""
-    rows, cols = torch.triu_indices(*matrix.shape, device=matrix.device)
-    out.copy_(matrix[rows, cols])
-
-
-def unpack_symmetric(
-    packed: Tensor,  # 1-D, m (m + 1) / 2 elements
-    size: int,
-) -> Tensor:  # (m, m)
-    """The symmetric matrix with this upper triangle."""
-    rows, cols = torch.triu_indices(size, size, device=packed.device)
-    out = packed.new_empty(size, size)
-    out[rows, cols] = packed
-    out[cols, rows] = packed
-    return out
 
 
 # ------------------------------------------------------------------------------------------------------------- results

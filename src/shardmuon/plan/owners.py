@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardmuon.layout.table import Ranks
-from shardmuon.plan.items import Gram, Item, Key, Policy, RouteOption, Spec
+from shardmuon.plan.items import Item, Key, Policy, Spec, slice_of
 from shardmuon.plan.machines import Machine
-from shardmuon.plan.slices import slice_of
 
 _UNEVEN = 1.03  # load of the most loaded rank over the mean from which on better owners are searched for
 _BISECTIONS = 12
@@ -23,42 +22,17 @@ _GOOD_ENOUGH = 1.01  # of the lower bound; not worth a search below
 _ABOVE_MEAN = 110  # percent of the mean load of its ranks that a matrix must take for several owners
 
 
-def draft_of(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequence[str]) -> Item:
-    """A matrix with its route and, as owners, all of which one is to orthogonalize it, or all do on the local route.
-
-    Raises:
-        ValueError: The local or the Gram route is asked for, and it cannot take it; with the parameter's name.
-    """
-    layout, whole = spec.layout, spec.layout.whole_on[matrix]
+def draft_of(spec: Spec, param: int, matrix: int) -> Item:
+    """A matrix with, as owners, all of which one is to orthogonalize it."""
+    layout = spec.layout
     rows, cols = layout.view.matrices[matrix][:2]
-    why = spec.reasons[matrix] if spec.reasons else ""
-    draft = Item(param, matrix, rows, cols, whole, "local", spec.hows[matrix], spec.costs[matrix], reason=why)
-    storing = tuple(layout.tiles[matrix])
-    if route == "local":
-        keepers = {rank for kept in spec.kept if kept.travels for rank in kept.layout.tiles[matrix]}
-        for others, does in ((set(storing), "stores a part of it"), (keepers, "keeps what its stages keep")):
-            if others - set(whole):
-                raise ValueError(
-                    f"{spec.name}: route='local' orthogonalizes a matrix where it is stored whole and moves nothing, "
-                    f"but rank {min(others - set(whole))} {does}: {rows}x{cols}, stored whole on ranks {whole}. Write "
-                    "route='auto'"
-                )
-        return draft
-    fault = cuts[matrix] if route == "gram" and not whole else ""
-    if route == "gram" and not whole and not fault:
-        gram = spec.grams[matrix] if spec.grams else Gram()
-        if gram.fault:
-            raise ValueError(
-                f"{spec.name}: route='gram' is impossible for this {rows}x{cols} matrix: {gram.fault}. "
-                "Use Exchange(route='owner')"
-            )
-        return draft._replace(route="gram", owners=storing, cost=gram.cost, reason="on request")
+    able = layout.whole_on[matrix] or tuple(layout.tiles[matrix])
     # an owner needs what stages keep, which of a stack of experts only those ranks have that store some of the matrix
     kept = [one.layout.tiles[matrix] for one in spec.kept]
-    able = whole or storing
     if kept:
         able = tuple(rank for rank in able if all(rank in of_stage for of_stage in kept))
-    return draft._replace(route="owner", owners=able, reason="; ".join(filter(None, (fault, why))))
+    why = spec.reasons[matrix] if spec.reasons else ""
+    return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix], reason=why)
 
 
 def with_owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine: Machine) -> list[Item]:
@@ -222,7 +196,7 @@ def parted(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: 
     able = {of for of in {draft.owners for draft in drafts if num > 1} if _nodes(of, policy.machine.per_node, num)}
     for draft in drafts:
         spec = specs[draft.param]
-        slicing = spec.slicings[draft.matrix] if spec.slicings and draft.route == "owner" else None
+        slicing = spec.slicings[draft.matrix] if spec.slicings else None
         if slicing is None or draft.owners not in able or draft.cost * len(ranks) * 100 <= large:
             continue
         if slice_of(spec.layout.view.matrices[draft.matrix], 0, num) is not None:

@@ -84,27 +84,49 @@ class Event(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, slots=True)
-class Course:
-    """A step of one rank.
-
-    Attributes:
-        end: Seconds from its beginning.
-        waited: Seconds in which the rank did nothing but wait for exchanges.
-        events: Events in order of their beginning.
-    """
-
-    end: float
-    waited: float
-    events: tuple[Event, ...]
-
-
 @dataclass(slots=True)
 class _Exchange:
     members: int
     given: int = 0
     start: float = 0.0
     end: float = 0.0
+
+
+@dataclass(slots=True)
+class Course:
+    """A step of one rank, as far as it has come.
+
+    Attributes:
+        end: Seconds from its beginning.
+        events: Events; at last in order of their beginning.
+        waited: Seconds in which the rank did nothing but wait for exchanges.
+        links: When its links have carried what it has given.
+    """
+
+    end: float
+    events: list[Event]
+    waited: float = 0.0
+    links: float = 0.0
+
+    def spend(self, bucket: int, phase: Phase, seconds: float) -> None:
+        if seconds:
+            self.events.append(Event(bucket, phase, self.end, self.end + seconds))
+        self.end += seconds
+
+    def give(self, exchange: _Exchange, seconds: float) -> None:
+        exchange.given += 1
+        exchange.start = max(exchange.start, self.end, self.links)
+        exchange.end = max(exchange.end, exchange.start + seconds)
+        self.links = exchange.start + seconds
+
+    def wait(self, exchange: _Exchange, overlap: float, bucket: int, phase: Phase) -> None:
+        """Wait for what all of its ranks have given."""
+        self.links = max(self.links, exchange.end)
+        late = max(exchange.start, self.end) + (exchange.end - exchange.start)
+        end = max(self.end, overlap * exchange.end + (1.0 - overlap) * late)
+        self.events.append(Event(bucket, phase, exchange.start, max(exchange.end, end)))
+        self.waited += end - self.end
+        self.end = end
 
 
 _Exchanges = dict[tuple[Hashable, Phase], _Exchange]
@@ -131,8 +153,8 @@ def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[flo
     """
     members = Counter(work.key for works in ranks for work in works)
     exchanges: _Exchanges = {(key, of): _Exchange(num) for key, num in members.items() for of in _EXCHANGES}
-    clocks = [_Clock(first, [Event(-1, "begin", 0.0, first)] if first else []) for _ in ranks]
-    runs = [_turns(clock, works, exchanges, overlap) for clock, works in zip(clocks, ranks, strict=True)]
+    courses = [Course(first, [Event(-1, "begin", 0.0, first)] if first else []) for _ in ranks]
+    runs = [_turns(course, works, exchanges, overlap) for course, works in zip(courses, ranks, strict=True)]
     awaited = dict.fromkeys(range(len(runs)), _Exchange(0))  # by each rank that has not come to its end
     while awaited:
         ready = False
@@ -142,9 +164,10 @@ def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[flo
                 _go_on(rank, runs, awaited)
         if not ready:  # ranks with one key that order their buckets differently are not of one group
             _go_on(next(iter(awaited)), runs, awaited)
-    for clock, seconds in zip(clocks, last, strict=True):
-        clock.spend(-1, "adamw", seconds)
-    return [Course(c.now, c.waited, tuple(sorted(c.events, key=lambda e: (e.start, e.end)))) for c in clocks]
+    for course, seconds in zip(courses, last, strict=True):
+        course.spend(-1, "adamw", seconds)
+        course.events.sort(key=lambda e: (e.start, e.end))
+    return courses
 
 
 def _go_on(rank: int, runs: Sequence[Iterator[_Exchange]], awaited: dict[int, _Exchange]) -> None:
@@ -156,7 +179,7 @@ def _go_on(rank: int, runs: Sequence[Iterator[_Exchange]], awaited: dict[int, _E
         awaited[rank] = exchange
 
 
-def _turns(clock: _Clock, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float) -> Iterator[_Exchange]:
+def _turns(course: Course, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float) -> Iterator[_Exchange]:
     """One rank's way through the loop. Yields each exchange before it waits for it."""
     for turn, bucket in turns([work.relay is not None for work in works]):
         work = works[bucket]
@@ -164,40 +187,10 @@ def _turns(clock: _Clock, works: Sequence[BucketTimes], exchanges: _Exchanges, o
         if awaited is not None and work.key is not None and getattr(work, awaited) is not None:
             exchange = exchanges[work.key, awaited]
             yield exchange
-            clock.wait(exchange, overlap, bucket, awaited)
+            course.wait(exchange, overlap, bucket, awaited)
         for phase in does:
             seconds = getattr(work, phase)
             if phase not in _EXCHANGES:
-                clock.spend(bucket, phase, seconds)
+                course.spend(bucket, phase, seconds)
             elif work.key is not None and seconds is not None:
-                clock.give(exchanges[work.key, phase], seconds)
-
-
-@dataclass(slots=True)
-class _Clock:
-    """The times of one rank: `now`, and when its `links` have carried what it has given."""
-
-    now: float
-    events: list[Event]
-    links: float = 0.0
-    waited: float = 0.0
-
-    def spend(self, bucket: int, phase: Phase, seconds: float) -> None:
-        if seconds:
-            self.events.append(Event(bucket, phase, self.now, self.now + seconds))
-        self.now += seconds
-
-    def give(self, exchange: _Exchange, seconds: float) -> None:
-        exchange.given += 1
-        exchange.start = max(exchange.start, self.now, self.links)
-        exchange.end = max(exchange.end, exchange.start + seconds)
-        self.links = exchange.start + seconds
-
-    def wait(self, exchange: _Exchange, overlap: float, bucket: int, phase: Phase) -> None:
-        """Wait for what all of its ranks have given."""
-        self.links = max(self.links, exchange.end)
-        late = max(exchange.start, self.now) + (exchange.end - exchange.start)
-        end = max(self.now, overlap * exchange.end + (1.0 - overlap) * late)
-        self.events.append(Event(bucket, phase, exchange.start, max(exchange.end, end)))
-        self.waited += end - self.now
-        self.now = end
+                course.give(exchanges[work.key, phase], seconds)

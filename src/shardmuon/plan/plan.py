@@ -2,64 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from shardmuon.errors import ranks_text
-from shardmuon.layout.pieces import Tile
-from shardmuon.layout.table import ParamLayout, Ranks, digest_of
-from shardmuon.plan.buckets import Alike, Chosen, Cutter, Share, Way
-from shardmuon.plan.cuts import cut_faults
-from shardmuon.plan.items import ROUTES, Gram, Item, Kept, Key, Policy, Route, RouteOption, Spec
+from shardmuon.layout.table import Ranks, digest_of
+from shardmuon.plan.buckets import Chosen, Cutter, Way
+from shardmuon.plan.items import Bucket, Item, Policy, Spec, Tiles, clipped
 from shardmuon.plan.owners import draft_of, each_for_itself, parted, with_owners
-from shardmuon.plan.slices import clipped
 from shardmuon.texts import table
 
-__all__ = [
-    "ROUTES",
-    "Bucket",
-    "Gram",
-    "Item",
-    "Kept",
-    "Plan",
-    "Policy",
-    "Route",
-    "RouteOption",
-    "Spec",
-    "Tiles",
-    "make_plan",
-]
 _NO_GAIN = 102  # percent of another way that the simpler one may cost
 _LATENCIES = 3  # between nodes, for less than which replicas do not each work for themselves
-Tiles = Mapping[int, tuple[Tile, ...]]  # by rank
-
-
-class Bucket(NamedTuple):
-    """Matrices that move in one exchange, or are orthogonalized where they are.
-
-    Attributes:
-        ranks: Ranks of the exchange. On the local route, those that own any of them.
-        items: Numbers of the plan's items.
-        kind: See `Spec`.
-        itemsize: Bytes per element of the wire; Gram matrices are never narrower than fp32.
-        route: Route of all its items.
-        gathers: False if every owner stores its matrices whole, as plain replicas do, and no stage keeps anything:
-            nothing travels before products, and afterwards only to other replicas.
-    """
-
-    ranks: Ranks
-    items: tuple[int, ...]
-    kind: str
-    itemsize: int
-    route: Route
-    gathers: bool
-
-    @property
-    def exchange(self) -> bool:
-        """False if nothing moves."""
-        return self.route != "local"
 
 
 @dataclass(frozen=True)
@@ -82,9 +38,6 @@ class Plan:
     notes: tuple[str, ...] = field(default=(), compare=False)
     choices: tuple[Chosen, ...] = field(default=(), compare=False)
     policy: Policy = field(default=Policy(), compare=False)
-    _tiles: dict[tuple[ParamLayout, int, int, int], Tiles] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
     # Lines on what is counted and priced. That stands far above this module, so `shardmuon/__init__.py` puts it here.
     summary: ClassVar[Callable[[Plan], list[str]]]
 
@@ -100,7 +53,7 @@ class Plan:
         for bucket in self.buckets:
             if bucket.exchange:
                 items = [(place[item.param], item[1:-1]) for item in (self.items[number] for number in bucket.items)]
-                said[bucket.ranks].append((bucket[2:], items))
+                said[bucket.ranks].append(((bucket.kind, bucket.itemsize, bucket.route, bucket.gathers), items))
         # in no bucket: how an owner cuts what is local depends on its other sets, of which the others know nothing
         for item in self.items:
             if item.route == "local":
@@ -113,12 +66,9 @@ class Plan:
         of_matrix = spec.layout.tiles[item.matrix]
         if item.parts == 1:
             return of_matrix
-        key = spec.layout, item.matrix, item.part, item.parts
-        if key not in self._tiles:
-            box = item.box(spec)
-            inside = ((rank, clipped(tiles, box)) for rank, tiles in of_matrix.items())
-            self._tiles[key] = {rank: tiles for rank, tiles in inside if tiles}
-        return self._tiles[key]
+        box = item.box(spec)
+        inside = ((rank, clipped(tiles, box)) for rank, tiles in of_matrix.items())
+        return {rank: tiles for rank, tiles in inside if tiles}
 
     def loads(self) -> dict[int, int]:
         """rank -> floating point operations of its products in one step."""
@@ -151,7 +101,7 @@ def _rows(plan: Plan) -> str:
 
 
 def _balance(plan: Plan) -> list[str]:
-    """Lines on the most loaded rank, on idle ranks, and on matrices whose bits depend on how they are sharded."""
+    """Lines on the most loaded rank and on idle ranks."""
     lines, loads = [], plan.loads()
     if any(loads.values()):
         mean = sum(loads.values()) / len(loads)
@@ -162,31 +112,20 @@ def _balance(plan: Plan) -> list[str]:
     idle = tuple(rank for rank, flops in loads.items() if not flops)
     if len(idle) < len(loads) and idle:
         lines.append(f"{len(idle)} of {len(loads)} ranks orthogonalize nothing: ranks {ranks_text(idle)}")
-    on_shards = sum(item.route == "gram" for item in plan.items)
-    if on_shards:
-        lines.append(f"not bitwise: {on_shards} matrices take the Gram route, whose sums over shards round otherwise")
     return lines
 
 
 def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
-    """Give every matrix its owner and its bucket.
-
-    Raises:
-        ValueError: The local or the Gram route is asked for, and a matrix cannot take it; with the parameter's name.
-    """
-    layouts = {spec.layout for spec in specs} if policy.route == "gram" else ()
-    cuts = {layout: cut_faults(layout) for layout in layouts}
+    """Give every matrix its owner and its bucket."""
     sets: dict[Ranks, list[Item]] = {}
     for param, spec in enumerate(specs):
-        matrices, faults = range(len(spec.layout.view.matrices)), cuts.get(spec.layout, ())
-        drafts = [draft_of(spec, param, matrix, policy.route, faults) for matrix in matrices]
-        sets.setdefault(spec.layout.ranks, []).extend(drafts)
+        matrices = range(len(spec.layout.view.matrices))
+        sets.setdefault(spec.layout.ranks, []).extend(draft_of(spec, param, matrix) for matrix in matrices)
     cutter = Cutter(specs, policy)
     ways = [_cheapest(specs, cutter, drafts, ranks, policy) for ranks, drafts in sets.items()]
     items = sorted((item for way in ways for item in way.items), key=lambda item: item.key)
-    buckets = _in_order(specs, cutter, items, [of_set for way in ways for of_set in way.moving.items()])
     choices = tuple(choice for way in ways for choice in way.choices)
-    return Plan(tuple(specs), tuple(items), tuple(buckets), (), choices, policy)
+    return Plan(tuple(specs), tuple(items), tuple(cutter.in_order(items, ways)), (), choices, policy)
 
 
 def _cheapest(specs: Sequence[Spec], cutter: Cutter, drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> Way:
@@ -206,10 +145,8 @@ def _settled(specs: Sequence[Spec], cutter: Cutter, drafts: Sequence[Item], rank
 
     Replicas that share the work are equal because they get the same results, which is worth a little.
     """
-    fixed = [draft for draft in drafts if draft.route == "local"]
-    free = [draft for draft in drafts if draft.route != "local"]
-    shared = cutter.way([*fixed, *with_owners(specs, free, ranks, policy.machine)])
-    each = each_for_itself(specs, free, policy.machine.per_node) if policy.route == "auto" else {}
+    shared = cutter.way(with_owners(specs, drafts, ranks, policy.machine))
+    each = each_for_itself(specs, drafts, policy.machine.per_node) if policy.each else {}
     if not each:
         return shared
     alone = cutter.way([each.get(item.key, item) for item in shared.items])
@@ -232,35 +169,3 @@ def _by_price(
 def _gains(before: int, after: int, latencies: int, policy: Policy) -> bool:
     """True if nanoseconds become fewer by as much as a choice should gain."""
     return after * _NO_GAIN <= before * 100 and after + latencies * policy.machine.across <= before
-
-
-def _in_order(
-    specs: Sequence[Spec], cutter: Cutter, items: Sequence[Item], moving: Sequence[tuple[Alike, list[Share]]]
-) -> list[Bucket]:
-    """All buckets.
-
-    Half of what a rank orthogonalizes where it lies comes before all that moves, and half behind it, for gathers and
-    scatters to pass by. Nothing of it comes in between: ranks that have nothing there would post the exchanges of a set
-    in another order.
-    """
-    number: dict[Key, int] = {item.key: n for n, item in enumerate(items)}
-
-    def made(alike: Alike, share: Share) -> Bucket:
-        gathers = alike.route != "local" and any(_gathered(specs[item.param], item) for item in share)
-        numbers = tuple(sorted(number[item.key] for item in share))
-        return Bucket(alike.ranks, numbers, alike.kind, alike.itemsize, alike.route, gathers)
-
-    before, behind = list[Bucket](), list[Bucket]()
-    for alike, share in sorted(cutter.together(item for item in items if item.route == "local").items()):
-        of_rank = [made(alike, one) for one in cutter.local(alike, share)]
-        before += of_rank[: (len(of_rank) + 1) // 2]
-        behind += of_rank[(len(of_rank) + 1) // 2 :]
-    between = [made(alike, share) for alike, shares in sorted(moving, key=lambda one: one[0]) for share in shares]
-    return [*before, *between, *behind]
-
-
-def _gathered(spec: Spec, item: Item) -> bool:
-    """False if the owner has all that it needs, and nobody else in its replica awaits a result."""
-    stored = clipped(spec.layout.tiles[item.matrix].get(item.owners[0], ()), item.box(spec))
-    whole = item.route == "owner" and sum(tile.numel for tile in stored) == item.numel
-    return not whole or any(kept.travels for kept in spec.kept)

@@ -1,4 +1,4 @@
-"""The program of one rank for one bucket: copy lists between its storages, two wires and the batches. Pure.
+"""The program of one rank for one bucket: copy lists between its storages, wires and the batches. Pure.
 
 [Note: places]
     A tile that a rank stores has one place outside of its storage. Tiles of matrices that the rank owns stand in its
@@ -17,17 +17,127 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import Ints, row_major
-from shardmuon.plan.copies import BufferPlace, Copy, joined
-from shardmuon.plan.gram import make_gram_program
-from shardmuon.plan.plan import Bucket, Item, Plan
-from shardmuon.plan.types import Batch, KeptLoad, Load, Mates, Program, Relay, Wire, aligned
+from shardmuon.plan.items import Bucket, Item
+from shardmuon.plan.plan import Plan
 
-__all__ = ["Batch", "KeptLoad", "Load", "Program", "Relay", "Wire", "make_program"]
+_ALIGNMENT = 64  # bytes: where every matrix of a batch begins at a multiple, its bits depend on no slot
+
+
+def aligned(numel: int, itemsize: int) -> int:
+    """Elements up to the next multiple of the alignment."""
+    per_line = _ALIGNMENT // itemsize
+    return -(-numel // per_line) * per_line
+
+
+class BufferPlace(NamedTuple):
+    """Place of a block in a buffer: its first element, and the stride of each dim."""
+
+    start: int
+    strides: Ints
+
+
+class Copy(NamedTuple):
+    """A block in two buffers, to be copied one way or the other. No stride is 0: places differ."""
+
+    sizes: Ints
+    here: BufferPlace
+    there: BufferPlace
+
+
+class Load(NamedTuple):
+    """A tile that this rank stores, and its place in a buffer."""
+
+    param: int
+    tile: Tile
+    place: BufferPlace
+
+
+class KeptLoad(NamedTuple):
+    """Numbers that a stage keeps of a matrix, and where their bits stand on a wire.
+
+    Attributes:
+        param, number: Number of the parameter, and which of its `Spec.kept`.
+        tile: Their tile in this rank's storage.
+        start, size: On the wire, in its elements.
+    """
+
+    param: int
+    number: int
+    tile: Tile
+    start: int = 0
+    size: int = 0
+
+
+class Batch(NamedTuple):
+    """Matrices of one shape that are orthogonalized alike.
+
+    Attributes:
+        items: Numbers of the plan's items, one for each slot.
+        shape: (B, rows, cols).
+        start, stride: Slot k begins at start + k * stride in the batches' buffer, in elements.
+    """
+
+    items: tuple[int, ...]
+    shape: Ints
+    start: int
+    stride: int
+
+
+class Wire(NamedTuple):
+    """One exchange, as a rank sees both of its ends.
+
+    Attributes:
+        sent, came: Elements for each rank of the bucket, and from each.
+        tiles: Of this rank's storage: what it sends by the gather, what the others bring it.
+        copies: Between the other end (`here`) and the batches (`there`).
+        passed: Copies of what the scatter brought (`here`) to what the relay sends (`there`).
+        told, heard: What stages keep, on what is sent and on what comes.
+    """
+
+    sent: Ints
+    came: Ints
+    tiles: tuple[Load, ...]
+    copies: tuple[Copy, ...]
+    passed: tuple[Copy, ...] = ()
+    told: tuple[KeptLoad, ...] = ()
+    heard: tuple[KeptLoad, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One bucket on one rank.
+
+    Attributes:
+        bucket, rank: The bucket, and the rank that carries it out.
+        batches, batch_numel: What this rank owns, and the elements of the buffer that holds it.
+        own: Tiles of what it owns, in that buffer.
+        gather, scatter, relay: The exchanges; no relay if nobody in the bucket needs one.
+        sums: Exchanges between gather and scatter, in which owners of slices add up what they made.
+        mates: Number of each item that is a slice and owned here -> owner of each slice of its matrix. In one order on
+            all ranks.
+    """
+
+    bucket: Bucket
+    rank: int
+    batches: tuple[Batch, ...]
+    batch_numel: int
+    own: tuple[Load, ...]
+    gather: Wire
+    scatter: Wire
+    relay: Wire | None
+    sums: int
+    mates: dict[int, Ints]
+
+    @property
+    def num_owned(self) -> int:
+        """Matrices that are orthogonalized here."""
+        return sum(len(batch.items) for batch in self.batches)
 
 
 class _Part(NamedTuple):
@@ -42,14 +152,10 @@ _Side = Literal["own", "held", "owned", "relayed", "idle"]
 # All parts that one rank sends or gets in a bucket, by the rank at the other end: tiles that stay; what is on the
 # holder's and on the owner's side of both wires, kept numbers of the scatter's only; to other replicas, from another.
 _Ways = defaultdict[tuple[_Side, int], list[_Part]]
-_WIRE: tuple[_Side, _Side] = ("held", "owned")
-_RELAY: tuple[_Side, _Side] = ("relayed", "idle")
 
 
 def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
     """The program of a rank of the bucket, without parameters that have no gradient in this step (`missing`)."""
-    if bucket.route == "gram":
-        return make_gram_program(plan, bucket, rank, missing)
     numbers = [n for n in bucket.items if plan.items[n].param not in missing]
     numbers.sort(key=lambda n: _batch_key(plan, n))  # equal ones side by side, so that copies join
     batches, slots = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
@@ -63,47 +169,49 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
         steps = zip(tile.start, box.start, box.strides, strict=True)
         return BufferPlace(slots[item] + sum((at - first) * stride for at, first, stride in steps), box.strides)
 
-    def wire(kept: bool) -> tuple[Wire, tuple[Load, ...]]:
-        """A wire, with kept numbers or without; and the tiles on the holder's side."""
-        held, owned = (_packed(ways, side, bucket, kept) for side in _WIRE)
-        copies = joined(Copy(load.tile.sizes, load.place, in_batch(item, load.tile)) for item, load in owned.tiles)
-        return Wire(held.splits, owned.splits, copies, owned.kept, held.kept), held.loads
+    def copies(parts: _Packed) -> tuple[Copy, ...]:
+        """Copies between a wire and the batches."""
+        owned = [(load, item) for load, item in zip(parts.loads, parts.items, strict=True) if item in slots]
+        return _joined(Copy(load.tile.sizes, load.place, in_batch(item, load.tile)) for load, item in owned)
 
-    own = tuple(Load(part.item.param, part.tile, in_batch(part.item, part.tile)) for part in ways["own", rank])
-    gather, foreign = scatter, returned = wire(kept=False)
+    held, owned = (_packed(ways, side, bucket, kept=False) for side in ("held", "owned"))
+    gather = Wire(held.splits, owned.splits, held.loads, copies(owned))
+    scatter = Wire(gather.came, gather.sent, gather.tiles, gather.copies)
     if any(kept.travels for n in numbers for kept in plan.specs[plan.items[n].param].kept):
-        scatter, returned = wire(kept=True)
+        held, owned = (_packed(ways, side, bucket) for side in ("held", "owned"))
+        scatter = Wire(owned.splits, held.splits, held.loads, copies(owned), told=owned.kept, heard=held.kept)
+    relay: Wire | None = None
+    if relays:
+        out, back = (_packed(ways, side, bucket) for side in ("relayed", "idle"))
+        passed = _passed(scatter.tiles, out.loads)
+        relay = Wire(out.splits, back.splits, back.loads, copies(out), passed, out.kept, back.kept)
     sums, mates = _sums(plan, numbers, rank)
-    relayed, idle = _packed(ways, "relayed", bucket), _packed(ways, "idle", bucket)
     return Program(
         bucket=bucket,
         rank=rank,
         batches=tuple(batches),
         batch_numel=batches[-1].start + batches[-1].shape[0] * batches[-1].stride if batches else 0,
-        own=own,
-        foreign=foreign,
-        returned=returned,
-        idle=idle.loads,
+        own=tuple(Load(part.item.param, part.tile, in_batch(part.item, part.tile)) for part in ways["own", rank]),
         gather=gather,
         scatter=scatter,
-        relay=_relay(relayed, idle, returned, own) if relays else None,
+        relay=relay,
         sums=sums,
         mates=mates,
     )
 
 
-def _sums(plan: Plan, numbers: Sequence[int], rank: int) -> tuple[int, tuple[Mates, ...]]:
+def _sums(plan: Plan, numbers: Sequence[int], rank: int) -> tuple[int, dict[int, Ints]]:
     """`Program.sums` and `Program.mates` of a bucket with these items."""
-    most, found = 0, list[Mates]()
+    most, found = 0, dict[int, Ints]()
     for number in sorted(numbers):
         item = plan.items[number]
         slicing = plan.specs[item.param].slicings[item.matrix] if item.parts > 1 else None
         if slicing is not None:
             most = max(most, 1 + slicing.sums)
             if rank in item.owners:
-                replica, mates = item.owners.index(rank), plan.items[number - item.part :][: item.parts]
-                found.append(Mates(number, tuple(mate.owners[replica] for mate in mates)))
-    return most, tuple(found)
+                replica, slices = item.owners.index(rank), plan.items[number - item.part :][: item.parts]
+                found[number] = tuple(one.owners[replica] for one in slices)
+    return most, found
 
 
 def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, int, str, int]:
@@ -159,9 +267,10 @@ def _route(plan: Plan, item: Item, rank: int, ways: _Ways) -> bool:
 def _note(ways: _Ways, rank: int, holder: int, mate: int, scattered: bool, part: _Part) -> None:
     """Note a part that comes back to a holder from its mate, by the scatter or by the relay, if `rank` is one of
     both."""
-    sent, got = _WIRE[::-1] if scattered else _RELAY
-    if rank in (mate, holder):
-        ways[(sent, holder) if rank == mate else (got, mate)].append(part)
+    if rank == mate:
+        ways["owned" if scattered else "relayed", holder].append(part)
+    elif rank == holder:
+        ways["held" if scattered else "idle", mate].append(part)
 
 
 def _in_order(tiles: Sequence[Tile]) -> list[Tile]:
@@ -170,44 +279,93 @@ def _in_order(tiles: Sequence[Tile]) -> list[Tile]:
 
 
 class _Packed(NamedTuple):
-    """Parts side by side on one side of a wire.
-
-    Attributes:
-        splits: Number of elements for each rank.
-        tiles: Tiles with their matrices.
-        kept: Kept numbers, behind the tiles of their rank.
-    """
+    """Parts side by side on one side of a wire: elements for each rank, tiles and their matrices, kept numbers."""
 
     splits: Ints
-    tiles: list[tuple[Item, Load]]
+    loads: tuple[Load, ...]
+    items: list[Item]
     kept: tuple[KeptLoad, ...]
-
-    @property
-    def loads(self) -> tuple[Load, ...]:
-        return tuple(load for _, load in self.tiles)
 
 
 def _packed(ways: _Ways, side: _Side, bucket: Bucket, kept: bool = True) -> _Packed:
     """Pack the parts of a side by rank, tiles before kept numbers, as they were noted."""
-    at, splits, tiles, numbers = 0, list[int](), list[tuple[Item, Load]](), list[KeptLoad]()
+    at, splits, loads, items, numbers = 0, list[int](), list[Load](), list[Item](), list[KeptLoad]()
     for rank in bucket.ranks:
         first = at
         for item, tile, number in sorted(ways[side, rank], key=lambda part: part.number >= 0):
             if number < 0:
-                tiles.append((item, Load(item.param, tile, BufferPlace(at, row_major(tile.sizes)))))
+                loads.append(Load(item.param, tile, BufferPlace(at, row_major(tile.sizes))))
+                items.append(item)
                 at += tile.numel
             elif kept:
                 numbers.append(KeptLoad(item.param, number, tile, at, -(-tile.numel * 4 // bucket.itemsize)))
                 at += numbers[-1].size
         splits.append(at - first)
-    return _Packed(tuple(splits), tiles, tuple(numbers))
+    return _Packed(tuple(splits), tuple(loads), items, tuple(numbers))
 
 
-def _relay(relayed: _Packed, idle: _Packed, returned: Sequence[Load], own: Sequence[Load]) -> Relay:
-    def passed_on(loads: Sequence[Load]) -> tuple[Copy, ...]:
-        """Copies of those of these tiles that are relayed, to its buffer."""
-        places = {(load.param, load.tile.key): load.place for load in loads}
-        found = ((to, places.get((to.param, to.tile.key))) for to in relayed.loads)
-        return joined(Copy(to.tile.sizes, place, to.place) for to, place in found if place is not None)
+def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
+    """Copies of tiles that came to where they are sent on."""
+    places = {(load.param, load.tile.key): load.place for load in came}
+    found = ((to, places.get((to.param, to.tile.key))) for to in sent)
+    return _joined(Copy(to.tile.sizes, place, to.place) for to, place in found if place is not None)
 
-    return Relay(relayed.splits, idle.splits, passed_on(returned), passed_on(own), relayed.kept, idle.kept)
+
+# ------------------------------------------------------------------------------------------------ copies, few of them
+
+
+def _joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
+    """The same copies with fewer blocks and dims.
+
+    Blocks of one form at equal distances on both sides become one with a dim more. Done twice: the tiles of one sender
+    join, and then the senders, each of which sends matrices of several shapes.
+    """
+    return tuple(_rows(_rows([_merged(copy) for copy in copies])))
+
+
+def _merged(copy: Copy) -> Copy:
+    """The same copy without dims of size 1, and with neighbouring dims taken as one if they follow on without gaps on
+    both sides."""
+    dims: list[tuple[int, int, int]] = []
+    for size, here, there in zip(copy.sizes, copy.here.strides, copy.there.strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1:] == (size * here, size * there):
+            dims[-1] = (dims[-1][0] * size, here, there)
+        else:
+            dims.append((size, here, there))
+    sizes, here_strides, there_strides = zip(*(dims or [(1, 1, 1)]), strict=True)
+    return Copy(sizes, BufferPlace(copy.here.start, here_strides), BufferPlace(copy.there.start, there_strides))
+
+
+def _rows(copies: Iterable[Copy]) -> list[Copy]:
+    """Runs of copies of one form that lie at equal distances, each as one."""
+    forms: dict[object, list[list[Copy]]] = {}
+    for copy in copies:
+        runs = forms.setdefault((copy.sizes, copy.here.strides, copy.there.strides), [[]])
+        if not _goes_on(runs[-1], copy):
+            runs.append([])
+        runs[-1].append(copy)
+    return [_as_one(run) for runs in forms.values() for run in runs]
+
+
+def _apart(first: Copy, other: Copy) -> tuple[int, int]:
+    return other.here.start - first.here.start, other.there.start - first.there.start
+
+
+def _goes_on(run: Sequence[Copy], copy: Copy) -> bool:
+    """True if a copy lies as far behind the last one of a run as that behind the one before."""
+    if not run:
+        return True
+    steps = _apart(run[-1], copy)
+    return min(steps) > 0 and (len(run) == 1 or steps == _apart(run[-2], run[-1]))
+
+
+def _as_one(run: Sequence[Copy]) -> Copy:
+    sizes, *places = run[0]
+    if len(run) == 1:
+        return run[0]
+    here, there = (
+        BufferPlace(place.start, (step, *place.strides)) for place, step in zip(places, _apart(*run[:2]), strict=True)
+    )
+    return _merged(Copy((len(run), *sizes), here, there))

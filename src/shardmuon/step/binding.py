@@ -27,17 +27,16 @@ from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
 from shardmuon.momentum.stores import BLOCK, GAMMA, mix_
 from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize import default_dtype
-from shardmuon.orthogonalize.choice import Choice, Chooser, Task, can_slice, factor_flops, is_narrow, slice_costs, work
-from shardmuon.orthogonalize.gram import schedule_fault
+from shardmuon.orthogonalize.choice import Choice, Chooser, Task, can_slice, is_narrow, slice_costs, work
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
+from shardmuon.plan.items import Bucket, Kept, Policy, Slicing, Spec
 from shardmuon.plan.machines import machine_of
-from shardmuon.plan.plan import Bucket, Gram, Kept, Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
-from shardmuon.plan.slices import Slicing
 from shardmuon.step.bucket import Bound, Buckets
 from shardmuon.step.options import Group, Settings, rates_text
 from shardmuon.step.stages import WeightSet, weight_sets
-from shardmuon.variants import Stage, Stages, WeightStage, gram_fault, keeping
+from shardmuon.variants import Stage, Stages, WeightStage, keeping
 
 
 class Member(NamedTuple):
@@ -238,20 +237,14 @@ def stamp_of(chooser: Chooser, device: torch.device) -> str:
     return machine_stamp(where) + (f"; {precision_flags(where)}" if chooser.method == "torch" else "")
 
 
-def _notes(table: Table, chooser: Chooser, route: str) -> Iterator[str]:
-    """Lines for the printed plan on how far equal bits reach.
-
-    Raises:
-        Unlike: Ranks on unlike machines are to repeat each other's work.
-    """
+def _notes(table: Table, chooser: Chooser) -> Iterator[str]:
+    """Lines for the printed plan on how far equal bits reach."""
     for ranks in table.sets:
         kinds: dict[str, list[int]] = {}
         for rank in ranks:
             kinds.setdefault(table.stamps[rank], []).append(rank)
         if len(kinds) > 1:
             unlike = "; ".join(f"ranks {ranks_text(tuple(those))} have {kind}" for kind, those in kinds.items())
-            if route == "local":
-                raise Unlike(f"route='local' needs equal machines, but {unlike}. Use Exchange(route='auto')")
             yield f"machines differ: {unlike}. Each matrix has one owner; another one would give it other bits"
     where = chooser.device or (table.params[0].param.device if table.params else torch.device("cpu"))
     if chooser.measured is not None:
@@ -270,7 +263,7 @@ def bound(
     keeper: Keeper,
 ) -> Binding:
     exchange = config.exchange
-    notes = tuple(dict.fromkeys(_notes(table, chooser, exchange.route)))
+    notes = tuple(dict.fromkeys(_notes(table, chooser)))
     of_group = {id(group): number for number, group in enumerate(groups)}
     members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
     for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
@@ -287,10 +280,8 @@ def bound(
             check_blocks(one.name, layout)
             spec = spec._replace(slicings=())  # a slice may cut such a block
         specs.append(spec)
-    machine, route = exchange.machine or machine_of(table.stamps.values()), exchange.route
-    if route == "auto" and len(set(table.stamps.values())) > 1:
-        route = "owner"  # replicas on unlike machines would drift apart
-    plan = make_plan(specs, Policy(route, exchange.bucket_bytes, machine, config.orthogonalizer.split_k))
+    machine, alike = exchange.machine or machine_of(table.stamps.values()), len(set(table.stamps.values())) < 2
+    plan = make_plan(specs, Policy(exchange.bucket_bytes, machine, config.orthogonalizer.split_k, each=alike))
     plan = replace(plan, notes=(*rates_text(plan, settings), *notes))
     planned = ["" if of_options is None else of_options.planned for of_options in options]
     return Binding(rank, table, plan, tuple(members), settings, planned, chooser.device)
@@ -351,23 +342,12 @@ def make_spec(
         choice = chooser.choice(task)
         size = _itemsize(choice, chooser, wire)
         cuts = Slicing(*slice_costs(choice, task)) if not settings.stages and can_slice(choice, task) else None
-        gram = _gram(choice, task, size, settings.stages)
-        made[shape] = str(choice), work(choice, *task), size, gram, choice.reason, cuts
-    columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 6
-    hows, costs, sizes, grams, reasons, slicings = columns
+        made[shape] = str(choice), work(choice, *task), size, choice.reason, cuts
+    columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 5
+    hows, costs, sizes, reasons, slicings = columns
     kept = tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(settings.stages))
     slicings = slicings if any(slicings) else ()
-    return Spec(name, layout, hows, costs, settings.batch, device.type, sizes, kept, grams, reasons, slicings)
-
-
-def _gram(choice: Choice, task: Task, itemsize: int, stages: Stages) -> Gram:
-    """The Gram route for matrices of one shape; its wire is never narrower than fp32."""
-    fault = gram_fault(stages)
-    if not fault and choice.method not in ("standard", "gram"):
-        fault = f"method={choice.method!r} has no Gram form"
-    fault = fault or schedule_fault(task.coefficients, torch.float64 if itemsize == 8 else torch.float32)
-    share = 0.625 if task.device.type == "cpu" else 1.0  # of symmetric products, see `choice.work`
-    return Gram(factor_flops(min(task.rows, task.cols), task.coefficients, share), fault)
+    return Spec(name, layout, hows, costs, settings.batch, device.type, sizes, kept, reasons, slicings)
 
 
 def check_blocks(name: str, layout: ParamLayout) -> None:

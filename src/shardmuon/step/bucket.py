@@ -1,8 +1,7 @@
 """The buckets of a step on one rank, from momentum to weights: while one is orthogonalized, the next one travels.
 
 `run_buckets` takes them in turns; `run_owners` is one bucket from its first line to its last: gather, orthogonalize
-(with sums in between, where slices of a matrix have several owners), scatter, relay; `run_gram` is one of the Gram
-route, whose tensors are fp32 (fp64 where wires are), whatever the products of others. Exchanges are handed in, so real
+(with sums in between, where slices of a matrix have several owners), scatter, relay. Exchanges are handed in, so real
 ranks and simulated ones run the same lines.
 """
 
@@ -16,30 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon._torch import exact_products, foreach_norm
+from shardmuon._torch import exact_products
 from shardmuon.comm.groups import Pending, Traffic, group_for, start
 from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import (
-    BACKENDS,
-    Products,
-    Summing,
-    default_dtype,
-    factor_of,
-    normalize_into,
-    orthogonalize,
-    sliced,
-)
+from shardmuon.orthogonalize import BACKENDS, Summing, default_dtype, orthogonalize, sliced
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.orthogonalize.gram import FiniteWatch, pack_symmetric, unpack_symmetric
+from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.orthogonalize.graphs import GraphCache
-from shardmuon.plan.copies import Copy
-from shardmuon.plan.gram import GramProgram, Message
 from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Plan
-from shardmuon.plan.program import Program, Relay
-from shardmuon.plan.types import Batch, aligned
-from shardmuon.step.stages import BatchStages, KeptSide, Result, finish, sides_of_batches
+from shardmuon.plan.program import Batch, Copy, Program, Wire, aligned
+from shardmuon.step.stages import BatchStages, KeptSide, finish, sides_of_batches
 from shardmuon.step.update import Side, Work, apply_results, update_momentum
 from shardmuon.texts import listed
 
@@ -72,31 +59,39 @@ class Bound:
         device: Device of its wires.
 
     Attributes:
-        wire: Dtype of what travels, and of batches.
-        gathers: See `Bucket`.
-        moves: True if anything travels.
+        dtype: Of what travels, and of batches.
         num_owned: Matrices that are orthogonalized here.
-        like_torch: See `apply_results`.
         choices: How each batch is orthogonalized.
+        like_torch: See `apply_results`.
+        own, gathered, scattered, late: Tiles of matrices owned here, that the gather sends, that the scatter brings,
+            that the relay brings.
+        held: What changes as soon as the scatter has come.
+        kept: What stages keep of each batch.
+        told, heard: What stages keep, as each exchange has it; of what comes behind the scatter `told_on`,
+            `heard_late`.
     """
 
     def __init__(self, plan: Plan, program: Program, shapes: Sequence[Ints], device: torch.device = _CPU) -> None:
-        views = [spec.layout.view for spec in plan.specs]
         self.plan, self.program, self.device = plan, program, device
-        self.wire, self.moves = _WIRES[program.bucket.itemsize], program.bucket.exchange
-        self.gathers, self.num_owned = program.bucket.gathers, program.num_owned
+        self.dtype, self.num_owned = _WIRES[program.bucket.itemsize], program.num_owned
         self.choices = [Choice.of(plan.items[batch.items[0]].how) for batch in program.batches]
-        method = Choice.of(plan.items[program.bucket.items[0]].how).method
-        self.like_torch = BACKENDS[method].like_torch
-        self.own, self.foreign, self.returned, self.idle = (
-            Side(loads, views, shapes) for loads in (program.own, program.foreign, program.returned, program.idle)
+        self.like_torch = BACKENDS[Choice.of(plan.items[program.bucket.items[0]].how).method].like_torch
+        scatter, relay = program.scatter, program.relay or Wire((), (), (), ())
+        views = [spec.layout.view for spec in plan.specs]
+        self.own, self.gathered, self.scattered, self.late, self.held = (
+            Side(loads, views, shapes)
+            for loads in (
+                program.own,
+                program.gather.tiles,
+                scatter.tiles,
+                relay.tiles,
+                (*program.own, *scatter.tiles),
+            )
         )
-        self.held = Side((*program.own, *program.returned), views, shapes)  # what the scatter changes at once
         self.kept = sides_of_batches(plan, program)
-        scatter, relay = program.scatter, program.relay
-        self.told, self.heard = KeptSide(plan, scatter.told), KeptSide(plan, scatter.heard)
-        self.told_on = KeptSide(plan, () if relay is None else relay.told)
-        self.heard_late = KeptSide(plan, () if relay is None else relay.heard)
+        self.told, self.heard, self.told_on, self.heard_late = (
+            KeptSide(plan, loads) for loads in (scatter.told, scatter.heard, relay.told, relay.heard)
+        )
 
     def __str__(self) -> str:
         bucket, plan = self.program.bucket, self.plan
@@ -106,7 +101,7 @@ class Bound:
 
     def buffer(self, splits: Sequence[int]) -> Tensor:  # 1-D
         """Memory for what goes to each rank."""
-        return torch.empty(sum(splits), dtype=self.wire, device=self.device)
+        return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
 
 
 class Buckets:
@@ -120,7 +115,7 @@ class Buckets:
 
     def __init__(self, bounds: list[Bound]) -> None:
         relays = [bound.program.relay is not None for bound in bounds]
-        self.bounds, self.moves = bounds, any(bound.moves for bound in bounds)
+        self.bounds, self.moves = bounds, any(bound.program.bucket.exchange for bound in bounds)
         self.order = list(turns(relays, [bound.program.bucket.ranks for bound in bounds]))
 
 
@@ -142,33 +137,28 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
         for turn, i in buckets.order:
             if turn == "begin":
                 bound, bucket = bounds[i], bounds[i].program.bucket
-                exchange = partial(start, group_for(bucket.ranks) if bound.moves else None, traffic)
-                is_gram = bucket.route == "gram"
-                runs[i] = (run_gram if is_gram else run_owners)(bound, work, kernel, exchange)
+                exchange = partial(start, group_for(bucket.ranks) if bucket.exchange else None, traffic)
+                runs[i] = run_owners(bound, work, kernel, exchange)
                 traffic.orthogonalized += bound.num_owned
-                traffic.reductions += is_gram
             for _ in range(1 + bounds[i].program.sums if turn == "compute" else 1):
                 next(runs[i], None)  # its last turn ends it
 
 
-# ------------------------------------------------------------------------------------------- matrices with an owner
-
-
 def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
-    """Carry a bucket out, whose matrices each have an owner. Yields while something travels (and where it would, if
-    nothing moves), so that another bucket's turn comes: see `shardmuon.plan.pipeline.turns`.
+    """Carry a bucket out. Yields while something travels (and where it would, if nothing moves), so that another
+    bucket's turn comes: see `shardmuon.plan.pipeline.turns`.
 
     What came and what was sent is let go of as soon as it has been read: products need room.
     """
-    program, gathers = bound.program, bound.gathers
+    program, gathers = bound.program, bound.program.bucket.gathers
     gather, scatter, relay = program.gather, program.scatter, program.relay
     pending: list[Pending] = []  # taken out before it is waited for: then nothing here holds what was sent
     if gathers:
-        pending.append(exchange(_momenta(bound, work), gather.holder_splits, gather.owner_splits))
-    batches = torch.empty(program.batch_numel, dtype=bound.wire, device=kernel.device or bound.device)
+        pending.append(exchange(_momenta(bound, work), gather.sent, gather.came))
+    batches = torch.empty(program.batch_numel, dtype=bound.dtype, device=kernel.device or bound.device)
     own = bound.own.on(batches)
     update_momentum(bound.own, work, own)
-    update_momentum(bound.idle, work, None)  # of what another replica sends on
+    update_momentum(bound.late, work, None)  # of what another replica sends on
     yield
     if gathers:
         _copy(gather.copies, pending.pop().wait(), batches)
@@ -176,176 +166,46 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
         yield from _orthogonalize_slices(bound, work, kernel, batches, exchange)
     _orthogonalize(bound, work, kernel, batches)
     if gathers:
-        pending.append(exchange(_results(bound, work, batches), scatter.owner_splits, scatter.holder_splits))
+        pending.append(exchange(_results(bound, scatter, bound.told, work, batches), scatter.sent, scatter.came))
     yield
-    came: Tensor | None = None
-    if gathers:
-        came = pending.pop().wait()
-        if scatter.heard:
-            bound.heard.hear(came, work.kept)
-        own += bound.returned.on(came)
-    passed = None if relay is None else _passed_on(bound, relay, work, came, batches)
+    came = pending.pop().wait() if gathers else None
+    if came is not None:
+        bound.heard.hear(came, work.kept)
+        own += bound.scattered.on(came)
+    passed = None if relay is None else _results(bound, relay, bound.told_on, work, batches, came)
     apply_results(bound.held, work, own, like_torch=bound.like_torch)
     if passed is None or relay is None:
         return
     del batches, own, came
-    pending.append(exchange(passed, relay.send_splits, relay.recv_splits))
+    pending.append(exchange(passed, relay.sent, relay.came))
     del passed
     yield
     came = pending.pop().wait()
     bound.heard_late.hear(came, work.kept)
-    apply_results(bound.idle, work, bound.idle.on(came), like_torch=bound.like_torch)
+    apply_results(bound.late, work, bound.late.on(came), like_torch=bound.like_torch)
 
 
 def _momenta(bound: Bound, work: Work) -> Tensor:  # 1-D: what the gather sends
     """Update the momentum of what other ranks orthogonalize."""
-    send = bound.buffer(bound.program.gather.holder_splits)
-    update_momentum(bound.foreign, work, bound.foreign.on(send))
+    send = bound.buffer(bound.program.gather.sent)
+    update_momentum(bound.gathered, work, bound.gathered.on(send))
     return send
 
 
-def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) -> None:
-    """Put orthogonalized matrices in the place of those owned here."""
-    waiting: list[Result] = []
-    for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
-        item = bound.plan.items[batch.items[0]]
-        if item.parts > 1:
-            continue
-        settings, x = work.settings[item.param], _matrices(batch, batches)
-        stages: BatchStages | None = None
-        fed, unit, overwrite = x, False, True
-        if settings.stages:
-            stages = BatchStages(settings.stages, sides, work.kept, x.device)
-            products = choice.dtype or default_dtype(choice.method, x.device)
-            takes_unit = BACKENDS[choice.method].iteration is not None
-            fed, unit = stages.before(x, products if takes_unit else None)
-            overwrite = stages.may_take(fed.dtype, products)
-        out = orthogonalize(
-            fed,
-            settings.coefficients,
-            method=choice.method,
-            dtype=choice.dtype,
-            kernel=choice.kernel,
-            alone=choice.alone,
-            split_k=choice.split_k,
-            watch=kernel.watch,
-            graphs=kernel.graphs,
-            overwrite=overwrite,
-            unit=unit,
-        )
-        if stages is None:
-            if out is not x:
-                x.copy_(out)
-        else:
-            waiting.append(Result(stages, x, out))
-            if x.device.type == "cpu" or not stages.after:
-                finish([waiting.pop()])
-        del fed, out  # may be wider than the wire, and the next batch needs room
-    if waiting:
-        finish(waiting)  # elsewhere a launch for all costs less than one for each
-
-
-def _matrices(batch: Batch, batches: Tensor) -> Tensor:  # (B, rows, cols)
-    return batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
-
-
-def _orthogonalize_slices(
-    bound: Bound, work: Work, kernel: Kernel, batches: Tensor, exchange: Exchange
-) -> Iterator[None]:
-    """Put results in the place of the slices owned here. All ranks of the bucket exchange as often, also those without
-    a slice. See `orthogonalize`, [Note: slices of the long side]."""
-    program, device = bound.program, batches.device
-    slots = {
-        number: (x, choice)
-        for batch, choice in zip(program.batches, bound.choices, strict=True)
-        for number, x in zip(batch.items, _matrices(batch, batches).unbind(0), strict=True)
-    }
-    runs: dict[int, Summing] = {}
-    for mates in program.mates:
-        item, (x, choice) = bound.plan.items[mates.item], slots[mates.item]
-        run = sliced(
-            [x],
-            (item.rows, item.cols),
-            work.settings[item.param].coefficients,
-            method=choice.method,
-            dtype=choice.dtype,
-            kernel=choice.kernel,
-            watch=kernel.watch,
-        )
-        with exact_products(device):
-            runs[mates.item] = Summing(run)
-    for _ in range(program.sums):
-        places, splits = _on_wire(bound, {number: one.said[0] for number, one in runs.items() if one.said is not None})
-        pending = [exchange(_to_mates(bound, places, sum(splits)), splits, splits)]
-        yield
-        with exact_products(device):
-            _hear(bound, runs, places, pending.pop().wait())
-    for number, one in runs.items():
-        (found,) = one.results
-        slots[number][0].copy_(found)
-
-
-Places = Mapping[tuple[int, int], tuple[Tensor, int]]
-
-
-def _to_mates(bound: Bound, places: Places, nbytes: int) -> Tensor:  # 1-D: bytes
-    """Buffer of what the owners of other slices are sent."""
-    send = torch.empty(nbytes, dtype=torch.uint8, device=bound.device)
-    for value, first in places.values():
-        _bytes(send, value, first).copy_(value)
-    return send
-
-
-def _hear(bound: Bound, runs: Mapping[int, Summing], places: Places, came: Tensor) -> None:
-    """Go on with what came from the owners of other slices. Nothing holds it when this is left: the next needs room."""
-    for mates in bound.program.mates:
-        said = runs[mates.item].said
-        if said is not None:
-            others = {r: _bytes(came, *places[mates.item, r]) for r in mates.ranks if r != bound.program.rank}
-            runs[mates.item].hear([others[r].to(said[0].device) if r in others else said[0] for r in mates.ranks])
-
-
-def _on_wire(bound: Bound, said: Mapping[int, Tensor]) -> tuple[dict[tuple[int, int], tuple[Tensor, int]], Ints]:
-    """Place of each tensor that goes to the owner of another slice, and of the one that comes: (item, rank) -> a tensor
-    of this form, and its first byte on the wire; and the bytes for each rank."""
-    places, splits, at = dict[tuple[int, int], tuple[Tensor, int]](), list[int](), 0
-    for rank in bound.program.bucket.ranks:
-        first = at
-        for mates in bound.program.mates:
-            if mates.item in said and rank in mates.ranks and rank != bound.program.rank:
-                places[mates.item, rank] = said[mates.item], at
-                at += aligned(said[mates.item].nbytes, 1)
-        splits.append(at - first)
-    return places, tuple(splits)
-
-
-def _bytes(buffer: Tensor, like: Tensor, first: int) -> Tensor:
-    """A tensor of this form in a buffer of bytes."""
-    return buffer.narrow(0, first, like.nbytes).view(like.dtype).view(like.shape)
-
-
-def _results(bound: Bound, work: Work, batches: Tensor) -> Tensor:  # 1-D: what the scatter sends
-    """Results for those who hold the matrices, and what stages keep."""
-    send = bound.buffer(bound.program.scatter.owner_splits)
-    _copy(bound.program.scatter.copies, send, batches, back=True)
-    if bound.program.scatter.told:
-        bound.told.tell(work.kept, send)
-    return send
-
-
-def _passed_on(
+def _results(
     bound: Bound,
-    relay: Relay,
+    wire: Wire,
+    told: KeptSide,
     work: Work,
-    came: Tensor | None,  # 1-D: from the scatter, if there was one
     batches: Tensor,
-) -> Tensor:  # 1-D: what the relay sends
-    """Results for other replicas, and what stages keep."""
-    send = bound.buffer(relay.send_splits)
+    came: Tensor | None = None,  # 1-D: from the scatter, for the relay
+) -> Tensor:  # 1-D: what the scatter or the relay sends
+    """Results for others, and what stages keep."""
+    send = bound.buffer(wire.sent)
+    _copy(wire.copies, send, batches, back=True)
     if came is not None:
-        _copy(relay.from_wire, came, send)
-    _copy(relay.from_batch, batches, send)
-    bound.told_on.tell(work.kept, send)
+        _copy(wire.passed, came, send)
+    told.tell(work.kept, send)
     return send
 
 
@@ -360,101 +220,102 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
             other.copy_(one)
 
 
-# ------------------------------------------------------------------------------------------------------ the Gram route
+def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) -> None:
+    """Put orthogonalized matrices in the place of those owned here."""
+    waiting: list[BatchStages] = []
+    for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
+        item = bound.plan.items[batch.items[0]]
+        if item.parts > 1:
+            continue
+        settings, x = work.settings[item.param], _matrices(batch, batches)
+        stages = BatchStages(settings.stages, sides, work.kept, x)
+        products = choice.dtype or default_dtype(choice.method, x.device)
+        takes_unit = BACKENDS[choice.method].iteration is not None
+        fed, unit = stages.before(products if takes_unit else None)
+        stages.out = orthogonalize(
+            fed,
+            settings.coefficients,
+            method=choice.method,
+            dtype=choice.dtype,
+            kernel=choice.kernel,
+            alone=choice.alone,
+            split_k=choice.split_k,
+            watch=kernel.watch,
+            graphs=kernel.graphs,
+            overwrite=stages.may_take(fed.dtype, products),
+            unit=unit,
+        )
+        waiting.append(stages)
+        if x.device.type == "cpu" or not stages.after:
+            finish([waiting.pop()])
+        del fed, stages  # what is wider than the wire: the next batch needs room
+    if waiting:
+        finish(waiting)  # elsewhere a launch for all costs less than one for each
 
 
-class _Scaled(NamedTuple):
-    """A symmetric matrix and a norm that travel together: a part of a Gram matrix with the norm of its columns, or a
-    factor with the norm of the whole matrix."""
-
-    matrix: Tensor
-    norm: Tensor  # 0-dim fp64
+def _matrices(batch: Batch, batches: Tensor) -> Tensor:  # (B, rows, cols)
+    return batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
 
 
-def run_gram(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
-    """Carry a bucket of the Gram route out, as `run_owners` does others. Shards stay where they are, whatever the
-    kernel's device. See plan/cuts.py, [Note: the Gram route]."""
-    program = bound.program
-    assert isinstance(program, GramProgram), "of a bucket of this route"
-    gather, scatter, shards = program.gather, program.scatter, bound.buffer([program.batch_numel])
-    tiles = bound.held.on(shards)
-    update_momentum(bound.held, work, tiles)
-    views = {one.item: shards.as_strided(one.shape, (one.shape[1], 1), one.start) for one in program.shards}
-    norms = {item: _normalize(view) for item, view in views.items()}
-    sent = {one.item: _part(bound, views[one.item], norms[one.item]) for one in program.parts_sent}
-    send = _packed(bound, program.parts_sent, gather.holder_splits, sent)
-    pending = [exchange(send, gather.holder_splits, gather.owner_splits)]
-    mine = [one.item for one in program.shards if one.added and one.item not in sent]  # while those travel
-    del send, sent
-    parts = {item: [_part(bound, views[item], norms[item])] for item in mine}
-    yield
-    came = pending.pop().wait()
-    for message in program.parts_came:
-        parts[message.item].append(_read(bound, came, message))
-    factors: dict[int, _Scaled] = {}
-    for items in program.iterated:
-        factors.update(_iterated(bound, work, {item: _sum(parts.pop(item)) for item in items}))
-    send = _packed(bound, program.factors_sent, scatter.owner_splits, factors)
-    pending.append(exchange(send, scatter.owner_splits, scatter.holder_splits))
-    del send, came
-    yield
-    came = pending.pop().wait()
-    factors.update((message.item, _read(bound, came, message)) for message in program.factors_came)
-    for item, x in views.items():
-        factor = factors.pop(item)
-        with exact_products(bound.device):
-            x.copy_((factor.matrix * _ratio(norms[item], factor.norm)) @ x)
-    apply_results(bound.held, work, tiles, like_torch=bound.like_torch)
+# -------------------------------------------------------------------------------------- slices with owners of their own
 
 
-def _part(bound: Bound, x: Tensor, norm: Tensor) -> _Scaled:  # (short side, columns), of norm 1; 0-dim fp64
-    """The Gram matrix X X^T of a shard, however few columns this rank has, and the norm that the shard had."""
-    products = Products((len(x), max(x.shape)), bound.device, bound.wire)
-    return _Scaled(products.symmetric_mm(x, x.mT, out=x.new_empty(len(x), len(x))), norm)
+def _orthogonalize_slices(
+    bound: Bound, work: Work, kernel: Kernel, batches: Tensor, exchange: Exchange
+) -> Iterator[None]:
+    """Put results in the place of the slices owned here. All ranks of the bucket exchange as often, also those without
+    a slice. See `orthogonalize`, [Note: slices of the long side]."""
+    program, ranks = bound.program, bound.program.bucket.ranks
+    slots = {
+        number: (x, choice)
+        for batch, choice in zip(program.batches, bound.choices, strict=True)
+        for number, x in zip(batch.items, _matrices(batch, batches).unbind(0), strict=True)
+    }
+    runs: dict[int, Summing] = {}
+    for number in program.mates:
+        item, (x, choice) = bound.plan.items[number], slots[number]
+        run = sliced(
+            [x],
+            (item.rows, item.cols),
+            work.settings[item.param].coefficients,
+            method=choice.method,
+            dtype=choice.dtype,
+            kernel=choice.kernel,
+            watch=kernel.watch,
+        )
+        with exact_products(batches.device):
+            runs[number] = Summing(run)
+    for _ in range(program.sums):
+        said = {n: _as_bytes(run.said[0], bound.device) for n, run in runs.items() if run.said is not None}
+        ways = [(to, n) for to in ranks for n in said if to in program.mates[n] and to != program.rank]
+        splits = tuple(sum(len(said[n]) for other, n in ways if other == to) for to in ranks)
+        nothing = torch.empty(0, dtype=torch.uint8, device=bound.device)
+        pending = [exchange(torch.cat([nothing, *(said[n] for _, n in ways)]), splits, splits)]
+        yield
+        came = pending.pop().wait().split([len(said[n]) for _, n in ways])
+        with exact_products(batches.device):
+            _hear(program, runs, dict(zip(ways, came, strict=True)))
+        del came  # the next one needs room
+    for number, one in runs.items():
+        (found,) = one.results
+        slots[number][0].copy_(found)
 
 
-def _packed(bound: Bound, messages: Sequence[Message], splits: Ints, values: Mapping[int, _Scaled]) -> Tensor:  # 1-D
-    send = bound.buffer(splits)
-    for message in messages:
-        target, (matrix, norm) = send.narrow(0, message.start, message.size), values[message.item]
-        bits = norm.reshape(1).view(bound.wire)  # the fp64 norm, bit for bit
-        pack_symmetric(matrix, target[: -len(bits)])
-        target[-len(bits) :].copy_(bits)
-    return send
+def _as_bytes(value: Tensor, device: torch.device) -> Tensor:  # 1-D
+    """The bytes of a tensor, filled up so that the next one is aligned."""
+    found = value.contiguous().view(-1).view(torch.uint8).to(device)
+    padding = aligned(len(found), 1) - len(found)
+    return torch.cat([found, found.new_zeros(padding)]) if padding else found
 
 
-def _read(bound: Bound, came: Tensor, message: Message) -> _Scaled:
-    source = came.narrow(0, message.start, message.size)
-    tail = torch.float64.itemsize // bound.wire.itemsize
-    norm = source[-tail:].clone().view(torch.float64)[0]
-    return _Scaled(unpack_symmetric(source[:-tail], bound.plan.items[message.item].short), norm)
-
-
-def _iterated(bound: Bound, work: Work, wholes: Mapping[int, _Scaled]) -> Iterator[tuple[int, _Scaled]]:
-    """The factors of matrices with these Gram matrices, of one shape, as the ranks that hold the matrices read them."""
-    coefficients = work.settings[bound.plan.items[next(iter(wholes))].param].coefficients
-    with exact_products(bound.device):
-        stacked = torch.stack([whole.matrix for whole in wholes.values()])
-        factors = factor_of(stacked, coefficients, Products(stacked.shape, bound.device, torch.float64))
-    for (item, whole), factor in zip(wholes.items(), factors.to(bound.wire), strict=True):
-        yield item, _Scaled(factor.triu() + factor.triu(1).mT, whole.norm)
-
-
-def _normalize(x: Tensor) -> Tensor:  # (short side, columns), divided in place; 0-dim fp64
-    """Divide a shard by its Frobenius norm, at any scale. Returns the norm."""
-    norm = foreach_norm([x], 2)[0]
-    normalize_into(x.unsqueeze(0), x.unsqueeze(0))  # its norm is taken before the first element is written
-    return norm
-
-
-def _sum(parts: Sequence[_Scaled]) -> _Scaled:
-    """The Gram matrix of a whole (fp64) from those of its parts, each of trace 1, and their norms; trace 1 too."""
-    whole = torch.linalg.vector_norm(torch.stack([part.norm for part in parts]))
-    total = torch.zeros_like(parts[0].matrix, dtype=torch.float64)
-    for part in parts:
-        total.add_(part.matrix * _ratio(part.norm, whole).square())
-    return _Scaled(total, whole)
-
-
-def _ratio(part: Tensor, whole: Tensor) -> Tensor:  # 0-dim fp64
-    return torch.where(whole > 0, part / whole, 0.0)
+def _hear(program: Program, runs: Mapping[int, Summing], came: dict[tuple[int, int], Tensor]) -> None:
+    """Go on with what came from the owners of other slices: (rank, item) -> bytes."""
+    for number, run in runs.items():
+        if run.said is not None:
+            mine, ranks = run.said[0], program.mates[number]
+            others = {
+                rank: came[rank, number].narrow(0, 0, mine.nbytes).view(mine.dtype).view(mine.shape).to(mine.device)
+                for rank in ranks
+                if rank != program.rank
+            }
+            run.hear([others.get(rank, mine) for rank in ranks])

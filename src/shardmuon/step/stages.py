@@ -23,7 +23,6 @@ import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,9 +34,8 @@ from shardmuon.errors import HALF_DONE, UNCHANGED, level_of_the_caller, naming, 
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.orthogonalize import empty_batch, normalize
-from shardmuon.plan.copies import BufferPlace
-from shardmuon.plan.plan import Item, Plan
-from shardmuon.plan.program import KeptLoad, Load, Program
+from shardmuon.plan.plan import Plan
+from shardmuon.plan.program import BufferPlace, KeptLoad, Load, Program
 from shardmuon.step.update import Side, Stored, Work
 from shardmuon.texts import listed
 from shardmuon.variants import AfterStage, BeforeStage, Stages, WeightStage, keeping, scaled_
@@ -87,14 +85,13 @@ def sides_of_batches(plan: Plan, program: Program) -> list[list[KeptSide]]:
     found = []
     for batch in program.batches:
         items = [plan.items[number] for number in batch.items]
-        numbers = range(len(plan.specs[items[0].param].kept))
-        found.append([KeptSide(plan, [_kept_load(plan, one, n, program.rank) for one in items]) for n in numbers])
+        sides = []
+        for number in range(len(plan.specs[items[0].param].kept)):
+            tiles = [plan.specs[i.param].kept[number].layout.tiles[i.matrix][program.rank][0] for i in items]
+            loads = [KeptLoad(item.param, number, tile) for item, tile in zip(items, tiles, strict=True)]
+            sides.append(KeptSide(plan, loads))
+        found.append(sides)
     return found
-
-
-def _kept_load(plan: Plan, item: Item, number: int, rank: int) -> KeptLoad:
-    """All that a rank keeps of a matrix for one stage, which does not travel."""
-    return KeptLoad(item.param, number, plan.specs[item.param].kept[number].layout.tiles[item.matrix][rank][0], 0, 0)
 
 
 class BatchStages:
@@ -104,14 +101,16 @@ class BatchStages:
         stages: Stages of its matrices.
         sides: Storage of what they keep, one for each of `keeping(stages)`.
         stored: This step's storages.
-        device: Device of the batch.
+        place: The batch, and where results go: (B, rows, cols) in slots, of the wire's dtype.
 
     Attributes:
+        out: The results before stages after; may be `place`.
         after: Stages after the orthogonalization.
         kept: Key -> of each matrix what its stages keep, fp32, where the batch is; changed in place.
     """
 
-    def __init__(self, stages: Stages, sides: Sequence[KeptSide], stored: Stored, device: torch.device) -> None:
+    def __init__(self, stages: Stages, sides: Sequence[KeptSide], stored: Stored, place: Tensor) -> None:
+        self.place = self.out = place
         self._before = [stage for stage in stages if isinstance(stage, BeforeStage)]
         self.after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
         self.kept: dict[str, Sequence[Tensor]] = {}
@@ -120,19 +119,19 @@ class BatchStages:
             if isinstance(stage, WeightStage):
                 continue
             rows: Sequence[Tensor] = side.of(stored)
-            if rows[0].device != device:
-                here = torch.stack(list(rows)).to(device).unbind(0)
+            if rows[0].device != place.device:
+                here = torch.stack(list(rows)).to(place.device).unbind(0)
                 self._moved.append((rows, here))
                 rows = here
             self.kept[stage.key] = rows
 
     def before(
         self,
-        x: Tensor,  # (B, rows, cols) in slots; may be overwritten
         products: torch.dtype | None,  # if the orthogonalizer takes matrices of norm 1 as they are
     ) -> tuple[Tensor, bool]:  # (B, rows, cols) in slots, and True if their norms are 1
-        """Run the stages that come before the orthogonalization; the batch itself if there are none. On a CPU one
-        matrix after the other, into memory that there is."""
+        """Run the stages that come before the orthogonalization, and may overwrite the batch; the batch itself if there
+        are none. On a CPU one matrix after the other, into memory that there is."""
+        x = self.place
         if not self._before:
             return x, False
         narrow = x.dtype in (torch.bfloat16, torch.float16)
@@ -165,44 +164,29 @@ class BatchStages:
         products, and what a stage computes in must not depend on the batch, which is another one on every layout."""
         return fed == products or not self.after
 
-    def keep(self) -> None:
-        """Store what stages have changed, where storage is elsewhere."""
+    def settle(self) -> None:
+        """Put results where they go, and what stages have changed, where storage is elsewhere."""
+        if self.out is not self.place:
+            self.place.copy_(self.out)
         for stored, here in self._moved:
             foreach_copy_(stored, here)
 
 
-class Result(NamedTuple):
-    """An orthogonalized batch whose stages after have not run.
-
-    Attributes:
-        stages: Stages of the batch.
-        place: Where results go; of the wire's dtype.
-        out: The results; may be `place`.
-    """
-
-    stages: BatchStages
-    place: Tensor  # (B, rows, cols)
-    out: Tensor  # (B, rows, cols)
-
-
-def finish(results: Sequence[Result]) -> None:
+def finish(batches: Sequence[BatchStages]) -> None:
     """Run the stages after, on all batches that have the same ones together, and put results where they go: see
     [Note: matrices together] in variants/norms.py."""
-    together: dict[tuple[tuple[AfterStage, ...], torch.dtype], list[Result]] = {}
-    for one in results:
-        dtype = torch.promote_types(one.out.dtype, one.place.dtype)
-        wide = one._replace(out=one.out.to(dtype)) if one.stages.after else one
-        together.setdefault((one.stages.after, dtype), []).append(wide)
+    together: dict[tuple[tuple[AfterStage, ...], torch.dtype], list[BatchStages]] = {}
+    for one in batches:
+        if one.after:
+            one.out = one.out.to(torch.promote_types(one.out.dtype, one.place.dtype))
+            together.setdefault((one.after, one.out.dtype), []).append(one)
     for (after, _), alike in together.items():
-        if after:
-            kept: Mapping[str, Sequence[Tensor]] = {
-                stage.key: [row for one in alike for row in one.stages.kept[stage.key]] for stage in after if stage.key
-            }
-            scaled_(after, [one.out for one in alike], kept)
-        for one in alike:
-            if one.out is not one.place:
-                one.place.copy_(one.out)
-            one.stages.keep()
+        kept: Mapping[str, Sequence[Tensor]] = {
+            stage.key: [row for one in alike for row in one.kept[stage.key]] for stage in after if stage.key
+        }
+        scaled_(after, [one.out for one in alike], kept)
+    for one in batches:
+        one.settle()
 
 
 _PART = 1 << 17  # elements: CPUs copy what they sum to fp64 first, and so many stay in cache
@@ -227,18 +211,22 @@ class WeightSet:
         self.ranks, self._rank = next(iter(self._params.values())).layout.ranks, rank
         self._stage = _on_weights(next(iter(stages.values())))
         self._sizes = [len(spec.layout.tiles) for spec in self._params.values()]
-        number_of = {p: [one.key for one in keeping(stages[p])].index(self._stage.key) for p in self._params}
-        sizes = zip(self._params, self._sizes, strict=True)
-        matrices = list(enumerate((param, matrix) for param, size in sizes for matrix in range(size)))
-        layouts = {param: spec.layout for param, spec in self._params.items()}
-        kept_layouts = {param: spec.kept[number_of[param]].layout for param, spec in self._params.items()}
-        tiles = [(at, p, tile) for at, (p, matrix) in matrices for tile in layouts[p].tiles[matrix].get(rank, ())]
-        kept = [(at, p, tile) for at, (p, matrix) in matrices for tile in kept_layouts[p].tiles[matrix].get(rank, ())]
-        self._tiles_at, self._kept_at = [at for at, *_ in tiles], [at for at, *_ in kept]
-        self._counts = [layouts[p].keepers[tile.held.piece][0] == rank for _, p, tile in tiles]
-        loads = [Load(p, tile, BufferPlace(0, row_major(tile.sizes))) for _, p, tile in tiles]
+        # of each tile and of each kept number that is here: the matrix, counted over all parameters
+        self._tiles_at, self._kept_at, at = list[int](), list[int](), itertools.count()
+        self._counts = list[bool]()
+        loads, kept = list[Load](), list[KeptLoad]()
+        for param, spec in self._params.items():
+            number = [one.key for one in keeping(stages[param])].index(self._stage.key)
+            for tiles, numbers, matrix in zip(spec.layout.tiles, spec.kept[number].layout.tiles, at, strict=False):
+                for tile in tiles.get(rank, ()):
+                    self._tiles_at.append(matrix)
+                    self._counts.append(spec.layout.keepers[tile.held.piece][0] == rank)
+                    loads.append(Load(param, tile, BufferPlace(0, row_major(tile.sizes))))
+                for tile in numbers.get(rank, ()):
+                    self._kept_at.append(matrix)
+                    kept.append(KeptLoad(param, number, tile))
         self._tiles = Side(loads, [spec.layout.view for spec in plan.specs], shapes)
-        self._kept = KeptSide(plan, [KeptLoad(p, number_of[p], tile, 0, 0) for _, p, tile in kept])
+        self._kept = KeptSide(plan, kept)
 
     def __str__(self) -> str:
         return f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in self._params.values()])}"

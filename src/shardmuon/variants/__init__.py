@@ -99,12 +99,6 @@ def stages_text(stages: Stages) -> str:
     return " ".join(map(repr, stages))
 
 
-def gram_fault(stages: Stages) -> str:
-    """The reason why matrices with these stages cannot take the Gram route, or ""."""
-    needing = [type(stage).__name__ for stage in stages if stage.whole]
-    return f"{needing[0]} needs the whole matrix on one rank" if needing else ""
-
-
 __all__ = [
     "KEPT_KEYS",
     "VARIANTS",
@@ -117,7 +111,6 @@ __all__ = [
     "Variant",
     "WeightStage",
     "check_variant",
-    "gram_fault",
     "keeping",
     "names_in",
     "scaled_",

@@ -9,7 +9,6 @@
 
     A stage before sees the whole matrix on every layout, and one after the norms of it or of its lines, for an owner
     has it whole. So they say nothing of shards, need no exchange, and give the same bits however weights are sharded.
-    Matrices with such stages never take the Gram route, on which no rank has them whole.
 
 [Note: what a stage keeps]
     A stage may keep numbers of each matrix from step to step (`num_kept`), fp32. They are state under the stage's
@@ -77,12 +76,10 @@ class Stage:
 
     Attributes:
         key: The name of what it keeps in the optimizer's state; "" if it keeps nothing.
-        whole: True if it must see whole matrices at one rank.
         travels: True if what it keeps is changed by owners, and sent to every rank that keeps it.
     """
 
     key: ClassVar[str] = ""
-    whole: ClassVar[bool] = True
     travels: ClassVar[bool] = True
 
     def num_kept(self, rows: int, cols: int) -> int:
@@ -194,7 +191,6 @@ class WeightStage(Stage):
     That is computed alike on every rank from the same bits, so it does not travel.
     """
 
-    whole: ClassVar[bool] = False
     travels: ClassVar[bool] = False
 
     def num_kept(self, rows: int, cols: int) -> int:
