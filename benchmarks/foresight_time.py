@@ -28,7 +28,7 @@ from torch import nn
 
 from shardmuon import Muon
 from shardmuon.foresight.hardware import load
-from shardmuon.foresight.live import exact_of
+from shardmuon.foresight.job import exact_of
 from shardmuon.foresight.pricing import price
 from shardmuon.plan.plan import Plan
 from shardmuon.testing import RankPool

@@ -54,15 +54,15 @@ def planned(optimizer: Muon) -> Planned:
     assert plan is not None
     buckets = count_plan(plan, lambda other: other // node)[rank]
     sent, received = (
-        [sum(getattr(side, key) for b in buckets for side in b.sides[of_bucket]) for key in _WHERE]
-        for of_bucket in (slice(0, 4), slice(4, 8))
+        [sum(getattr(side, key) for b in buckets for side in getattr(b, way)) for key in _WHERE]
+        for way in ("sent", "received")
     )
     counted = (
         sum(bucket.exchanges for bucket in buckets),
-        sum(bucket.sent for bucket in buckets),
+        sum(sent),
         sum(m.num for bucket in buckets for m in bucket.matrices),
     )
-    messages = sum(side.peers_inside + side.peers_across for b in buckets for side in b.sides[:4])
+    messages = sum(side.peers_inside + side.peers_across for b in buckets for side in b.sent)
     return Planned(counted, (sent, received), messages, digests_of(plan))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from published import decoder
 
-from shardmuon.foresight.types import Exact
+from shardmuon.foresight.job import Exact
 
 DENSE = decoder(96, 48, 3, 4, 2, 12, 80)
 SPARSE = decoder(96, 48, 2, 4, 2, 12, 80, qk_norm=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
@@ -19,7 +19,7 @@ def same_as_live(exact: Exact, found: list[dict[str, Any]]) -> None:
     assert list(exact.digests.values()) == found[0]["digests"]
     for rank, live in enumerate(found):
         one, traffic = by_rank[rank], live["traffic"]
-        assert (one.exchanges, one.sent) == (traffic.exchanges, traffic.bytes_sent)
+        assert (one.exchanges, one.sent.bytes) == (traffic.exchanges, traffic.bytes_sent)
         assert (one.orthogonalized, one.votes) == (traffic.orthogonalized, live.get("votes", int(exact.world > 1)))
         state = {"state": one.stored.momentum + one.stored.moments}
         for kind, number in live["bytes"].items():

@@ -12,9 +12,9 @@ import yaml
 
 from shardmuon.foresight import count, load_hardware, plan
 from shardmuon.foresight.hardware import Uses, interval
+from shardmuon.foresight.job import Exact
 from shardmuon.foresight.models import Model, build, flattened
-from shardmuon.foresight.pricing import adamw_step, price, training_seconds
-from shardmuon.foresight.types import Exact
+from shardmuon.foresight.pricing import _training_seconds, adamw_step, price
 from shardmuon.orthogonalize.choice import flops
 from shardmuon.orthogonalize.schedules import schedule
 
@@ -61,7 +61,8 @@ def rounded(text: str) -> Interval:
 
 def _standard(exact: Exact) -> float:
     """FLOPs of plain Newton-Schulz on all matrices, each once: how others count them."""
-    return sum(m.count * sum(flops("standard", m.rows, m.cols, KELLER, torch.bfloat16)) for m in exact.matrices)
+    found = ((c.count, m) for c in exact.classes for bucket in c.buckets for m in bucket.matrices)
+    return sum(count * m.num * sum(flops("standard", m.rows, m.cols, KELLER, torch.bfloat16)) for count, m in found)
 
 
 def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:
@@ -119,7 +120,7 @@ def extra_flops() -> Interval:
 def torchtitan_tokens() -> Interval:
     exact = count("llama3-8b", "shard=8")
     hardware, tokens = load_hardware("h100"), 8 * 8192.0
-    whole, adamw = training_seconds(exact, hardware, tokens, Uses()), adamw_step(exact, hardware)
+    whole, adamw = _training_seconds(exact, hardware, tokens, Uses()), adamw_step(exact, hardware)
     return tokens / exact.world / (whole.hi + adamw.hi), tokens / exact.world / (whole.lo + adamw.lo)
 
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
+from shardmuon.foresight.layouts import Mesh
 from shardmuon.foresight.models import build
-from shardmuon.foresight.types import Mesh
 from shardmuon.testing.layouts import LAYOUTS, PARAMS
 from shardmuon.testing.pool import get_pool
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from published import decoder
 
-from shardmuon.commands import main as cli
+from shardmuon import Orthogonalizer
+from shardmuon.foresight import plan
+from shardmuon.foresight.counting import Stored
+from shardmuon.foresight.models import build
 
 HIDDEN, INNER, LAYERS, HEADS, KEYS, HEAD, VOCABULARY = 90, 262, 3, 6, 2, 15, 1009
-CONFIG = {
-    "model_type": "qwen2",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KEYS,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": True,
-}
+CONFIG = decoder(
+    VOCABULARY, HIDDEN, LAYERS, HEADS, KEYS, HEAD, INNER, tie_word_embeddings=True, attention_bias=True
+)  # Qwen2's
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -43,44 +37,29 @@ def _held(shape: tuple[int, ...], shard: int, rank: int) -> int:
     return (sizes[at] if at < len(sizes) else 0) * math.prod(shape[1:])
 
 
-def _planned(capsys: pytest.CaptureFixture[str], folder: Path, mesh: str, *words: str) -> dict[str, Any]:
-    file = folder / "config.json"
-    file.write_text(json.dumps(CONFIG))
-    assert cli.main(["plan", str(file), "--mesh", mesh, "--json", "--no-advice", *words]) == 0
-    return dict(json.loads(capsys.readouterr().out)["exact"])
-
-
 @pytest.mark.parametrize("wire", BYTES)
 @pytest.mark.parametrize(("copies", "shard"), [(1, 7), (3, 4)])
-def test_every_count_is_what_shapes_and_definitions_say(
-    copies: int, shard: int, wire: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_count_is_what_shapes_and_definitions_say(copies: int, shard: int, wire: str) -> None:
     # products in 16 bits travel in bf16, those of the Gram form on a CPU, in fp32, in fp32
-    how = ["a100", "--method", "standard"] if wire == "bfloat16" else ["cpu-gloo", "--method", "gram"]
-    exact = _planned(capsys, tmp_path, f"dp={copies} shard={shard}", "--gpu", *how)
+    gpu, method = ("a100", "standard") if wire == "bfloat16" else ("cpu-gloo", "gram")
+    options = {"gpu": gpu, "orthogonalizer": Orthogonalizer(method), "advice": False}  # type: ignore[arg-type]
+    exact = plan(build(CONFIG), f"dp={copies} shard={shard}", **options).exact  # type: ignore[arg-type]
     matrices, rest = _shapes()
     elements = [sum(map(math.prod, shapes)) for shapes in (matrices, rest)]
-    assert [exact[key] for key in ("muon_params", "adamw_params", "num_params")] == [*elements, sum(elements)]
+    assert [exact.muon_params, exact.adamw_params] == elements
 
     owned: dict[int, list[tuple[int, int]]] = {}  # rank -> shapes of the matrices that it orthogonalizes
     operations = 0
-    for of_class in exact["classes"]:
-        found = [row for bucket in of_class["buckets"] for row in bucket["matrices"]]
-        shapes = [(rows, cols) for rows, cols, _, count, *_ in found for _ in range(count)]
-        owned |= dict.fromkeys(of_class["ranks"], shapes)
-        operations += len(of_class["ranks"]) * sum(count * each for *_, count, each, _ in found)
+    for of_class in exact.classes:
+        found = [row for bucket in of_class.buckets for row in bucket.matrices]
+        owned |= {rank: [row[:2] for row in found for _ in range(row.num)] for rank in of_class.ranks}
+        operations += sum(of_class.count * row.num * row.flops for row in found)
     assert sorted(shape for shapes in owned.values() for shape in shapes) == sorted(matrices)
 
-    for of_class, rank in ((c, rank) for c in exact["classes"] for rank in c["ranks"]):
+    for of_class, rank in ((c, rank) for c in exact.classes for rank in c.ranks):
         muon, adamw = (sum(_held(s, shard, rank) for s in shapes) for shapes in (matrices, rest))
-        assert of_class["stored"] == {
-            "weights": 4 * (muon + adamw),
-            "gradients": 4 * (muon + adamw),
-            "momentum": 4 * muon,
-            "moments": 8 * adamw,
-            "masters": 0,
-        }
-        assert {bucket["wire"] for bucket in of_class["buckets"]} == {wire}
+        assert of_class.stored == Stored(4 * (muon + adamw), 4 * (muon + adamw), 4 * muon, 8 * adamw, 0)
+        assert {bucket.wire for bucket in of_class.buckets} == {wire}
         own = sum(_held(shape, shard, rank) for shape in owned[rank])
         here = sum(  # of what this replica orthogonalizes
             _held(shape, shard, rank) for mate in owned if mate // shard == rank // shard for shape in owned[mate]
@@ -88,15 +67,12 @@ def test_every_count_is_what_shapes_and_definitions_say(
         # An owner gets one copy of what it does not hold, from its replica, and sends results there alone; each rank of
         # a replica then sends its part of them to those who hold the same in the others.
         expected = {
-            "gather": here - own,
-            "gather_received": sum(map(math.prod, owned[rank])) - own,
-            "scatter": sum(map(math.prod, owned[rank])) - own,
-            "scatter_received": here - own,
-            "relay": (copies - 1) * here,
-            "relay_received": muon - here,
+            "sent": [here - own, sum(map(math.prod, owned[rank])) - own, (copies - 1) * here, 0],
+            "received": [sum(map(math.prod, owned[rank])) - own, here - own, muon - here, 0],
         }
-        sent = {key: sum(sum(bucket[key][:2]) for bucket in of_class["buckets"]) for key in expected}
-        assert sent == {key: BYTES[wire] * elements for key, elements in expected.items()}
+        for way, elements in expected.items():
+            sides = zip(*(getattr(bucket, way) for bucket in of_class.buckets), strict=True)
+            assert [sum(side.bytes for side in of_phase) for of_phase in sides] == [BYTES[wire] * n for n in elements]
     if wire == "bfloat16":  # X X^T, A A, (b A + c A A) X, five times
         sides = [(min(shape), max(shape)) for shape in matrices]
         assert operations == sum(5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n) for m, n in sides)

@@ -11,7 +11,7 @@ from live_bytes import peak_of
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.foresight.counting import count_plan
-from shardmuon.foresight.memory import LiveBytes, peak_bytes, work_space
+from shardmuon.foresight.memory import LiveBytes, _work_space, peak_bytes
 from shardmuon.options import per_step
 from shardmuon.orthogonalize import batch_size, empty_batch, orthogonalize
 from shardmuon.orthogonalize.gram import FiniteWatch
@@ -96,13 +96,13 @@ def test_work_space_without_data_is_that_with_data(
     with LiveBytes() as live:
         orthogonalize(batch, QUINTIC, method=method, dtype=dtype, watch=FiniteWatch(), overwrite=True)
     how = f"{method} {str(dtype).removeprefix('torch.')}"
-    assert work_space(shape, how, torch.float32, "cpu", QUINTIC) == live.peak
+    assert _work_space(shape, how, torch.float32, "cpu", QUINTIC) == live.peak
 
 
 @pytest.mark.parametrize("how", ["standard bfloat16", "gram float16"])
 @pytest.mark.parametrize("shape", [(64, 128), (128, 64)])
 def test_a_batch_takes_the_work_space_of_its_size_however_few_are_in_it(how: str, shape: tuple[int, int]) -> None:
     size = batch_size(*shape, torch.device("cuda"))
-    one, whole = (work_space((count, *shape), how, BF16, "cuda", QUINTIC) for count in (1, size))
+    one, whole = (_work_space((count, *shape), how, BF16, "cuda", QUINTIC) for count in (1, size))
     assert size == 64
     assert 0.98 * whole < one <= whole, "they differ in what looks at results"

@@ -13,33 +13,36 @@ import torch
 import yaml
 
 from shardmuon.foresight import hardware as hardware_module
+from shardmuon.foresight.counting import BucketCount, Matrices, RankClass, Sent, Sides, Stored
 from shardmuon.foresight.hardware import (
-    FOLDER,
+    _FOLDER,
     Hardware,
-    Known,
     Rates,
+    Time,
     Uses,
+    _Known,
+    _measured,
+    _parse,
     interval,
     load,
-    measured,
     names,
-    parse,
 )
+from shardmuon.foresight.job import Exact
+from shardmuon.foresight.layouts import Mesh
 from shardmuon.foresight.pricing import adamw_step, price
-from shardmuon.foresight.types import BucketCount, Exact, Matrices, Mesh, RankClass, Sent, Stored, Time
 from shardmuon.orthogonalize import batch_size
 from shardmuon.testing.tolerances import assert_rounded
 
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def _table(rows: Sequence[Sequence[float]], slope: float = 0.0) -> Known:
-    return Known("here", True, {1.0: measured(rows)}, slope)
+def _table(rows: Sequence[Sequence[float]], slope: float = 0.0) -> _Known:
+    return _Known("here", True, {1.0: _measured(rows)}, slope)
 
 
 CURVE = _table([(100, 1.0, 2.0, 4.0), (10_000, 16.0, 18.0, 64.0)])
 RATE, TIME = (_table([(10, 1.0, 1.0), (100, 2.0, 2.0)], slope) for slope in (0.0, 1.0))
-SURFACE = Known("here", True, {1.0: measured([(10, 1.0, 1.0)]), 4.0: measured([(10, 16.0, 16.0)])})
+SURFACE = _Known("here", True, {1.0: _measured([(10, 1.0, 1.0)]), 4.0: _measured([(10, 16.0, 16.0)])})
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,7 @@ SURFACE = Known("here", True, {1.0: measured([(10, 1.0, 1.0)]), 4.0: measured([(
     ],
 )
 def test_tables_are_straight_in_logarithms_and_say_where_they_end(
-    table: Known, at: tuple[float, ...], value: tuple[float, ...], outside: bool
+    table: _Known, at: tuple[float, ...], value: tuple[float, ...], outside: bool
 ) -> None:
     found, beyond = table.at(*at)
     assert tuple(round(number, 9) for number in found) == value and beyond == outside
@@ -71,49 +74,45 @@ def test_tables_are_straight_in_logarithms_and_say_where_they_end(
 @pytest.mark.parametrize("name", names())
 def test_every_shipped_file_gives_a_source_for_every_number(name: str) -> None:
     hardware = load(name)
-    facts = [*hardware.flops.values(), *hardware.facts.values()]
-    tables = [*hardware.products.values(), *hardware.exchanges.values(), *hardware.passes.values()]
     assert hardware.name == name
-    assert all(len(one.source) > 8 for one in [*facts, *tables])
-    assert any(not fact.verified for fact in facts)  # nobody has measured all of one of these here
+    assert all(len(one.source) > 8 for one in hardware.numbers.values())
+    assert not all(one.verified for one in hardware.numbers.values())  # nobody has measured all of one of these here
 
 
 def _without_products(data: Any) -> None:
-    del data["facts"]["nic"], data["products"]
-    data["facts"]["speed"] = data["facts"]["link"]
+    del data["numbers"]["nic"], data["numbers"]["efficiency of any"], data["title"]
+    data["numbers"]["speed"] = data["numbers"]["pass copy"] = data["numbers"]["link"]
 
 
-def _nic(fact: Any) -> Callable[[Any], None]:
-    return lambda data: data["facts"].update(nic=fact)
+def _number(name: str, number: Any) -> Callable[[Any], None]:
+    return lambda data: data["numbers"].update({name: number})
 
 
 def _rows(*rows: Sequence[float]) -> Callable[[Any], None]:
-    return lambda data: data["products"][0].update(rows=[*rows])
+    return lambda data: data["numbers"]["efficiency of any"].update(rows=[*rows])
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (_without_products, r"mine: lacks products, facts.nic \(bytes/s.*; has the unknown facts.speed"),
-        (_nic(5e10), r"facts.nic must be \{value"),
-        (_nic({"low": 3, "high": 2, "source": "x", "verified": True}), "low before high"),
+        (_without_products, r"mine: lacks title, nic \(bytes/s.*; has the unknown speed, pass copy"),
+        (_number("nic", 5e10), r"nic: it must be \{value"),
+        (_number("nic", {"low": 3, "high": 2, "source": "x", "verified": True}), "low before high"),
+        (_number("peak float16", {"high": 2, "source": "x", "verified": True}), "peak float16: lacks 'low'"),
         (_rows(), "ascending"),
         (_rows((2, 1, 1), (2, 1, 2)), "ascending"),
         (_rows((2.0, 1.0, 1.0), (1.0, 0.0, 1.0)), "positive values"),
         (_rows((2.0, 1.0, 1.0), (1.0, 1.0, -1.0)), "low before high"),
         (_rows((2.0, 1.0)), r"a row is \[size"),
-        (lambda data: data["products"].append(data["products"][0]), "stands there twice"),
-        (lambda data: data.update(passes=[{"of": "copy", "rows": [[1, 1, 1]]}]), "has the unknown pass copy"),
-        (lambda data: data["products"][0].pop("source"), "a table lacks 'source'"),
+        (lambda data: data["numbers"]["efficiency of any"].pop("source"), "efficiency of any: lacks 'source'"),
+        (lambda data: data.pop("numbers"), "a hardware file is a mapping with numbers"),
     ],
 )
 def test_a_file_that_is_wrong_is_told_where(change: Callable[[Any], None], told: str) -> None:
-    data = yaml.safe_load((FOLDER / "h100.yaml").read_text())
+    data = yaml.safe_load((_FOLDER / "h100.yaml").read_text())
     change(data)
     with pytest.raises(ValueError, match=told):
-        parse(data, "mine")
-    with pytest.raises(ValueError, match="a hardware file is a mapping"):
-        parse([], "mine")
+        _parse(data, "mine")
 
 
 # ---------------------------------------------------------------------------------------------------- seconds of parts
@@ -124,8 +123,7 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
     found = interval(_machine(), uses, lambda rates: rates.product(2048, 2048, "standard bfloat16", 1, 10**12))
     assert found == Time(10**12 / (1e14 * 0.8), found.mid, 10**12 / (1e14 * 0.2))
     assert list(uses.unverified) == ["efficiency of any"] and not uses.extrapolated
-    middle = Rates(_machine(), 1, uses)
-    middle.product(64, 1024, "standard bfloat16", 1, 10**12)
+    Rates(_machine(), 1, uses).product(64, 1024, "standard bfloat16", 1, 10**12)
     assert list(uses.extrapolated) == ["efficiency of any: 64x1024"]
     dtypes = {
         "gram float32": "float32",
@@ -134,8 +132,8 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
         "torch": "bfloat16",
     }
     for how, dtype in dtypes.items():  # where the text is silent, as the backend takes it
-        with pytest.raises(ValueError, match=f"no peak for products in {dtype}, only none"):
-            Rates(replace(_machine(), flops={"none": _exactly(1.0)}), 1, uses).product(64, 64, how, 1, 10**12)
+        with pytest.raises(ValueError, match=f"no peak {dtype}, only others"):
+            Rates(_but("peak", {}), 1, uses).product(64, 64, how, 1, 10**12)
 
 
 def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
@@ -152,7 +150,7 @@ def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
     assert size * one.lo > of(size).lo >= large.lo
     assert of(1) == of(32) and of(33) == of(64) == Time(*(2 * end for end in of(32)))
     assert each.hi < 34 * one.hi
-    assert of(1, flops=1000).lo == 22 * machine.facts["launch"].first.lo
+    assert of(1, flops=1000).lo == 22 * machine["launch"].at()[0].lo
 
 
 def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
@@ -163,15 +161,15 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
             hardware, Uses(), lambda rates: rates.exchange(ranks, inside, across, ranks - 1, across > 0)["wire"]
         )
 
-    few = replace(machine, facts={**machine.facts, "nics_per_node": _exactly(2.0)})
+    few = _but("", {"nics_per_node": _exactly(2.0)})
     assert on_wire(machine, 8, 10**9, 0) == Time(0.01, 0.01, 0.01)  # 1e11 bytes/s
     assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)  # 1e10 bytes/s of one NIC each
     assert on_wire(few, 16, 0, 10**9).mid == 0.4  # eight ranks share two
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
     # the best of an interval takes the most of a rate, and the least of a time
-    unsure = {"link_efficiency": Known("here", True, {1.0: [(1.0, 0.5, 0.8, 1.0)]})}
-    unsure["latency_inside"] = Known("here", True, {1.0: [(1.0, 1e-5, 2e-5, 4e-5)]})
-    unsure_machine = replace(machine, facts={**machine.facts, **unsure})
+    unsure = {"link_efficiency": _Known("here", True, {1.0: [(1.0, 0.5, 0.8, 1.0)]})}
+    unsure["latency_inside"] = _Known("here", True, {1.0: [(1.0, 1e-5, 2e-5, 4e-5)]})
+    unsure_machine = _but("", unsure)
     assert on_wire(unsure_machine, 8, 10**9, 0) == Time(0.01, 0.0125, 0.02)
     latency = interval(unsure_machine, Uses(), lambda rates: rates.exchange(8, 1, 0, 7, False)["latency"])
     assert latency == Time(1e-5, 2e-5, 4e-5)
@@ -180,12 +178,12 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
 def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> None:
     machine, uses = _machine(), Uses()
     assert_rounded(Rates(machine, 1, uses).passed("adamw", 1_000, 10, 2), 28_000 / 1e12, roundings=3)
-    machine = replace(
-        machine,
-        exchanges={4: _table([(1_000, 1.0, 1.0, 1.0), (1_000_000, 3.0, 3.0, 3.0)], 1.0)},
-        passes={"adamw": _table([(1, 2.0, 2.0)])},
-        together=_table([(1, 1.0, 1.0), (2, 1.5, 1.5)], 1.0),
-    )
+    tables = {
+        "all-to-all 4": _table([(1_000, 1.0, 1.0, 1.0), (1_000_000, 3.0, 3.0, 3.0)], 1.0),
+        "pass adamw": _table([(1, 2.0, 2.0)]),
+        "ranks at once": _table([(1, 1.0, 1.0), (2, 1.5, 1.5)], 1.0),
+    }
+    machine = _but("", tables)
     for rates in (Rates(machine, which, uses) for which in range(3)):
         assert rates.passed("adamw", 1_000, 1, 2) == 2_000.0
         assert rates.exchange(4, 1_000_000, 0, 3, False) == {"latency": 1.0, "wire": 2.0}
@@ -222,19 +220,19 @@ def test_shares_follow_from_the_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exact", "machine", "tokens", "told"),
+    ("exact", "without", "tokens", "told"),
     [
-        ({}, {}, 0.0, "tokens=0.0 must be a number above 0"),
-        ({"tokens_flops": 0}, {}, 1e6, "how many FLOPs a token takes is not known"),
-        ({}, {"flops": {}}, None, r"no peak for products in bfloat16.*flops:"),
-        ({}, {"products": {}}, None, r"no table says how fast.*products:"),
+        ({}, "nothing", 0.0, "tokens=0.0 must be a number above 0"),
+        ({"tokens_flops": 0}, "nothing", 1e6, "how many FLOPs a token takes is not known"),
+        ({}, "peak", None, r"no peak bfloat16, only others.*numbers:"),
+        ({}, "efficiency", None, r"no efficiency of any, only others.*numbers:"),
     ],
 )
 def test_what_cannot_be_priced_says_what_is_missing(
-    exact: dict[str, Any], machine: dict[str, Any], tokens: float | None, told: str
+    exact: dict[str, Any], without: str, tokens: float | None, told: str
 ) -> None:
     with pytest.raises(ValueError, match=told):
-        price(replace(_exact(), **exact), replace(_machine(), **machine), tokens=tokens)
+        price(replace(_exact(), **exact), _but(without, {}), tokens=tokens)
 
 
 def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
@@ -251,8 +249,8 @@ def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
-def _exactly(value: float) -> Known:
-    return Known("made for tests", True, {1.0: [(1.0, value, value, value)]})
+def _exactly(value: float) -> _Known:
+    return _Known("made for tests", True, {1.0: [(1.0, value, value, value)]})
 
 
 def _machine(certain: bool = False) -> Hardware:
@@ -279,20 +277,24 @@ def _machine(certain: bool = False) -> Hardware:
         "overlap": 1.0,
         "mfu": 0.5,
     }
-    return Hardware(
-        "test",
-        "A machine of round numbers",
-        "cuda",
-        {dtype: _exactly(1e14) for dtype in ("bfloat16", "float16", "float32", "float64")},
-        {name: _exactly(value) for name, value in values.items()},
-        {"any": Known("made for tests", certain, {1.0: measured(rows)})},
-    )
+    numbers = {name: _exactly(value) for name, value in values.items()}
+    numbers |= {f"peak {dtype}": _exactly(1e14) for dtype in ("bfloat16", "float16", "float32", "float64")}
+    numbers["efficiency of any"] = _Known("made for tests", certain, {1.0: _measured(rows)})
+    return Hardware("test", "A machine of round numbers", "cuda", numbers)
+
+
+def _but(without: str, given: dict[str, _Known]) -> Hardware:
+    """The machine without numbers whose names have a word, and with others."""
+    machine = _machine()
+    kept = {name: known for name, known in machine.numbers.items() if without not in name.split()}
+    return replace(machine, numbers={**kept, **given})
 
 
 def _exact(rows: int = 1024) -> Exact:
     """Four ranks that share eight matrices of rows x 4096 in two buckets, one matrix a rank and bucket."""
     size = rows * 4096
     moved = Sent(inside=2 * size * 3 // 4, peers_inside=3)
+    sides = Sides(gather=moved, scatter=moved)
     buckets = tuple(
         BucketCount(
             number=number,
@@ -302,11 +304,9 @@ def _exact(rows: int = 1024) -> Exact:
             wire="bfloat16",
             matrices=(Matrices(rows, 4096, "standard bfloat16", 1, 10**12),),
             held=size,
-            gather=moved,
-            gather_received=moved,
-            scatter=moved,
-            scatter_received=moved,
             foreign=size * 3 // 4,
+            sent=sides,
+            received=sides,
         )
         for number in range(2)
     )
@@ -318,8 +318,6 @@ def _exact(rows: int = 1024) -> Exact:
         buckets=buckets,
         muon_elements=2 * size,
         adamw_elements=1_000,
-        exchanges=4,
         votes=1,
     )
-    params = 8 * size + 4_000
-    return Exact("toy", "made for tests", params, 8 * size, 4_000, Mesh(shard=4), (rank,), (), tokens_flops=6 * 10**9)
+    return Exact("toy", "made for tests", 8 * size, 4_000, Mesh(shard=4), (rank,), tokens_flops=6 * 10**9)

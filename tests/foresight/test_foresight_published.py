@@ -1,4 +1,4 @@
-"""Figures that others have published, in the intervals or not: the table of docs/foresight.md is this data."""
+"""Figures that others have published, in the intervals or not."""
 
 from __future__ import annotations
 
@@ -30,13 +30,6 @@ def test_the_intervals_of_the_table_are_what_is_computed(row: dict[str, Any]) ->
     assert row["inside"] == (low <= row["measured"][1] and row["measured"][0] <= high)
 
 
-def test_the_page_shows_the_table_with_its_misses() -> None:
-    text = (ROOT / "docs" / "foresight.md").read_text()
-    for row in [row for row in ROWS if "interval" in row]:  # the others are in the data only
-        (line,) = [line for line in text.splitlines() if line.startswith(f"| {row['id']} |")]
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert {True: "yes", False: "no"}[row["inside"]] in cells, line
-        assert row["source"] in line
-        assert " .. ".join(dict.fromkeys(row["interval"])) in cells, line
+def test_the_page_says_how_many_are_inside() -> None:
     inside = [row["inside"] for row in ROWS if "inside" in row]
-    assert f"{sum(inside)} of {len(inside)} lie inside" in text
+    assert f"{sum(inside)} of {len(inside)} lie inside" in (ROOT / "docs" / "foresight.md").read_text()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from every_layout import digests_of
 from megatron_gpt import gpt, half, megatron, needs_megatron, optimizer_config
-from planned_jobs import same_as_live
+from planned_jobs import DENSE, same_as_live
 from published import decoder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +25,6 @@ from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing.frameworks import initialize
 from shardmuon.testing.pool import RankPool, get_pool
 
-DENSE = decoder(96, 48, 3, 4, 2, 12, 80)
 ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # flat buffers are padded on any number of ranks
 CONFIGS = {"dense": DENSE, "odd": ODD}
 STANDARD = Orthogonalizer("standard", torch.float32)

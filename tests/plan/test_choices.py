@@ -16,14 +16,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from frozen_price import frozen_price
+from frozen_price import frozen_share, frozen_step
 from simulated import PAIRS, SHARING, SimulatedRanks, sharded, spec
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardmuon import Exchange, Muon, Orthogonalizer
-from shardmuon.foresight import plan
+from shardmuon.foresight import plan, price_plan
 from shardmuon.foresight.hardware import load, names
-from shardmuon.foresight.live import exact_of, price_plan
+from shardmuon.foresight.job import exact_of
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.buckets import Cutter, _lines, _narrowed, _shares_of
 from shardmuon.plan.items import Policy, Spec
@@ -51,13 +51,14 @@ PEAKS = {("llama3-8b", "shard=8"): 1.2, ("llama3-8b", "dp=8 shard=8"): 1.9, ("ki
 
 @pytest.mark.parametrize(("model", "mesh"), TABLE)
 def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str) -> None:
-    found = json.loads(json.dumps(plan(model, mesh, tokens_per_step=4e6, advice=False).to_dict(), default=str))
+    report = plan(model, mesh, tokens_per_step=4e6, advice=False)
+    exact = json.loads(json.dumps(dataclasses.asdict(report.exact)))
     promised, stated = TABLE[model, mesh]
-    percent = 100 * frozen_price(found["exact"], 4e6, turns).share
+    percent = 100 * frozen_share(exact, 4e6, turns)
     assert 0.98 * stated < percent <= stated
     assert percent <= promised
-    assert 100 * found["overhead_over_adamw"][1] <= 1.01 * percent  # the pricer in use is at most as dear
-    assert max(of_class["peak"] for of_class in found["exact"]["classes"]) <= PEAKS.get((model, mesh), 2.3) * 2**30
+    assert 100 * report.overhead[1] <= 1.01 * percent  # the pricer in use is at most as dear
+    assert max(of_class["peak"] for of_class in exact["classes"]) <= PEAKS.get((model, mesh), 2.3) * 2**30
 
 
 def _job(seed: int) -> tuple[list[Spec], int]:
@@ -73,8 +74,7 @@ def _job(seed: int) -> tuple[list[Spec], int]:
 
 
 def _seconds(made: Plan) -> float:
-    exact = dataclasses.asdict(exact_of(made))
-    return frozen_price(json.loads(json.dumps(exact)), 1.0, turns).step
+    return frozen_step(json.loads(json.dumps(dataclasses.asdict(exact_of(made)))), turns)
 
 
 def _others(made: Plan) -> Iterator[Plan]:

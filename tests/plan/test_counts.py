@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 from simulated import EACH, LAYOUTS, VIEWS, spec
 
-from shardmuon.foresight.counting import count_plan
-from shardmuon.foresight.types import Sent
+from shardmuon.foresight.counting import Sent, count_plan
 from shardmuon.plan.items import Policy
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import Load, Program, make_program
@@ -50,9 +49,10 @@ def check(plan: Plan) -> None:
             assert sorted(m[:3] for m in one.matrices for _ in range(m.num)) == sorted(owned)
             if bucket.exchange:
                 gather, scatter, relay = program.gather, program.scatter, program.relay
-                splits = [gather.sent, scatter.sent, relay.sent if relay else (), ()]
-                splits += [gather.came, scatter.came, relay.came if relay else (), ()]
-                assert one.sides == tuple(_side(program, side) for side in splits)
+                sent = [gather.sent, scatter.sent, relay.sent if relay else (), ()]
+                received = [gather.came, scatter.came, relay.came if relay else (), ()]
+                assert one.sent == tuple(_side(program, side) for side in sent)
+                assert one.received == tuple(_side(program, side) for side in received)
                 assert one.exchanges == 2 * bucket.gathers + (relay is not None)
                 assert one.batches == program.batch_numel * bucket.itemsize
     for bucket in plan.buckets:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardmuon.foresight.types import BucketCount, Matrices, Sent
 from shardmuon.layout.pieces import Piece
-from shardmuon.plan.items import Bucket, Item, Kept
+from shardmuon.plan.items import Bucket, Item, Kept, Route
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import aligned
 from shardmuon.step.update import PORTION, PORTION_ELSEWHERE
@@ -25,6 +24,210 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Bools = np.ndarray[Any, np.dtype[np.bool_]]
 _Messages = tuple[Ints, Ints, Ints]  # sender, receiver, bytes of each
 _WIRES = {2: "bfloat16", 4: "float32", 8: "float64"}  # itemsize -> dtype
+
+
+# ------------------------------------------------------------------------------------------------------------- counts
+
+
+class Matrices(NamedTuple):
+    """Equal matrices that one rank orthogonalizes in one bucket.
+
+    Attributes:
+        rows, cols: Shape of each.
+        how: Text of a `Choice`: method, dtype of products, kernel.
+        num: Number of these matrices.
+        flops: Floating point operations of one, as the planner counts them.
+        owners: How many owners each has, each of a slice; `flops` are one's.
+    """
+
+    rows: int
+    cols: int
+    how: str
+    num: int
+    flops: int
+    owners: int = 1
+
+
+class Sent(NamedTuple):
+    """Bytes that one rank sends or receives in one exchange. Its own part, which moves nowhere, is not in it.
+
+    Attributes:
+        inside: Bytes between ranks of one node.
+        across: Bytes between nodes.
+        peers_inside: Ranks of this node with which any byte is exchanged.
+        peers_across: Ranks of other nodes.
+    """
+
+    inside: int = 0
+    across: int = 0
+    peers_inside: int = 0
+    peers_across: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes inside the node and between nodes."""
+        return self.inside + self.across
+
+
+class Sides(NamedTuple):
+    """The exchanges of one bucket, as one rank sends or receives in them.
+
+    Attributes:
+        gather: What goes to owners.
+        scatter: Results for holders, and what stages keep.
+        relay: Results for other replicas.
+        summed: What owners of slices add up, in all exchanges in which they do.
+    """
+
+    gather: Sent = Sent()
+    scatter: Sent = Sent()
+    relay: Sent = Sent()
+    summed: Sent = Sent()
+
+
+_NO_SIDES = Sides()
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCount:
+    """One bucket as a rank of one class carries it out.
+
+    Attributes:
+        number: Number of the bucket in the plan; ranks that exchange it have the same. -1: nothing moves.
+        route: See plan/plan.py.
+        num_ranks: Ranks that take part in its exchanges; 1 if nothing moves.
+        num_nodes: Nodes that these ranks lie on.
+        wire: dtype of batches and of what travels.
+        matrices: What this rank orthogonalizes; empty for one that idles.
+        held: Elements of the bucket whose momentum and weights this rank updates.
+        foreign: Those of them that are sent to owners.
+        idle: Those whose results the relay brings.
+        sent: Bytes that this rank sends.
+        received: Bytes that it receives; of sums as many as it sends.
+        gathers: True if the bucket has a gather and a scatter, whether or not this rank sends anything in them.
+        relays: True if the bucket has a relay.
+        sums: Exchanges in which owners of slices add up what they made.
+        batches: Bytes of `matrices` where they are orthogonalized.
+        stepped: Elements of updates that momentum makes at once, at most: while this rank packs, and while it fills its
+            batches.
+        applied: Elements that are applied at once, at most: of its own matrices and what the scatter brings, of what
+            the relay brings.
+    """
+
+    number: int
+    route: Route
+    num_ranks: int
+    num_nodes: int
+    wire: str
+    matrices: tuple[Matrices, ...]
+    held: int
+    foreign: int = 0
+    idle: int = 0
+    sent: Sides = _NO_SIDES
+    received: Sides = _NO_SIDES
+    gathers: bool = False
+    relays: bool = False
+    sums: int = 0
+    batches: int = 0
+    stepped: tuple[int, int] = (0, 0)
+    applied: tuple[int, int] = (0, 0)
+
+    @property
+    def exchanges(self) -> int:
+        """all-to-all calls."""
+        return 2 * self.gathers + self.relays + self.sums
+
+    @property
+    def flops(self) -> int:
+        """Floating point operations of orthogonalizing on this rank."""
+        return sum(m.num * m.flops for m in self.matrices)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Bytes that one rank keeps between steps: of tensors as they are shaped, or of the flat buffers that they lie in,
+    with the engine's padding. No allocator's rounding.
+
+    Attributes:
+        weights: Parameters.
+        gradients: As they stand at `step()`.
+        momentum: Muon's.
+        moments: AdamW's two.
+        masters: fp32 copies of the weights, of engines that keep them (ZeRO, Megatron).
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    momentum: int = 0
+    moments: int = 0
+    masters: int = 0
+
+    def __add__(self, other: Stored) -> Stored:
+        """The sum of both, kind by kind."""
+        return Stored(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True, slots=True)
+class RankClass:
+    """Ranks that hold and do the same.
+
+    Attributes:
+        ranks: All of them, ascending.
+        stage: Its pipeline stage.
+        stored: Bytes between steps.
+        peak: Bytes beyond `stored` at the highest point of a step.
+        buckets: Buckets in the order in which they run.
+        muon_elements: Elements whose momentum and weights this rank updates (replicas count on each rank).
+        adamw_elements: Elements that AdamW updates on this rank.
+        votes: Votes before a step.
+    """
+
+    ranks: tuple[int, ...]
+    stage: int
+    stored: Stored
+    peak: int
+    buckets: tuple[BucketCount, ...]
+    muon_elements: int
+    adamw_elements: int
+    votes: int
+
+    @property
+    def count(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def example(self) -> int:
+        """The lowest of them."""
+        return self.ranks[0]
+
+    @property
+    def flops(self) -> int:
+        """Floating point operations of orthogonalizing."""
+        return sum(bucket.flops for bucket in self.buckets)
+
+    @property
+    def sent(self) -> Sent:
+        """All that leaves a rank in exchanges; its bytes are `Traffic.bytes_sent` of one step."""
+        return _total(side for bucket in self.buckets for side in bucket.sent)
+
+    @property
+    def exchanges(self) -> int:
+        """all-to-all calls of a step."""
+        return sum(bucket.exchanges for bucket in self.buckets)
+
+    @property
+    def orthogonalized(self) -> int:
+        """Matrices per step; `Traffic.orthogonalized`."""
+        return sum(m.num for bucket in self.buckets for m in bucket.matrices)
+
+
+# ----------------------------------------------------------------------------------------------------------- counting
 
 
 def count_plan(plan: Plan, node_of: Callable[[int], int]) -> dict[int, tuple[BucketCount, ...]]:
@@ -181,7 +384,7 @@ class _Tally:
         num_nodes = len(set(map(node_of, exchanging)))
         limit = PORTION if bucket.kind == "cpu" else PORTION_ELSEWHERE
         sides = [_sides(self.messages[side], ranks, nodes) for side in ("gather", "scatter", "relay")]
-        summed = [_sides(found, ranks, nodes)[0] for side, found in self.messages.items() if isinstance(side, int)]
+        summed = [_sides(found, ranks, nodes) for side, found in self.messages.items() if isinstance(side, int)]
         own_tiles, foreign_tiles = self.stored["own"], self.stored["foreign"]
         (own, filled), (foreign, packed), (idle, finished), (_, applied) = (
             _stepped(side, ranks, limit)
@@ -189,7 +392,10 @@ class _Tally:
             for side in (own_tiles, foreign_tiles, self.stored["idle"], own_tiles + foreign_tiles)
         )
         for at, rank in enumerate(bucket.ranks):
-            (gather, gathered), (scatter, scattered), (relay, relayed) = ((out[at], came[at]) for out, came in sides)
+            sent, received = (
+                Sides._make([*(side[way][at] for side in sides), _total(side[way][at] for side in summed)])
+                for way in (0, 1)
+            )
             yield (
                 rank,
                 BucketCount(
@@ -203,23 +409,22 @@ class _Tally:
                         for (rows, cols, how, cost, parts), num in sorted(self.owned[rank].items())
                     ),
                     held=own[at] + foreign[at] + idle[at],
-                    gather=gather,
-                    gather_received=gathered,
-                    scatter=scatter,
-                    scatter_received=scattered,
-                    relay=relay,
-                    relay_received=relayed,
-                    gathers=bucket.gathers,
-                    relays=self.relays,
                     foreign=foreign[at],
                     idle=idle[at],
+                    sent=sent,
+                    received=received,
+                    gathers=bucket.gathers,
+                    relays=self.relays,
+                    sums=len(summed),
                     batches=self.batches[rank],
                     stepped=(packed[at], filled[at]),
                     applied=(applied[at], finished[at]),
-                    sums=len(summed),
-                    summed=Sent(*map(sum, zip(Sent(), *(side[at] for side in summed), strict=True))),
                 ),
             )
+
+
+def _total(sides: Iterable[Sent]) -> Sent:
+    return Sent(*map(sum, zip(Sent(), *sides, strict=True)))
 
 
 def _ints(numbers: Iterable[Any]) -> Ints:

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardmuon.foresight.types import Time
 from shardmuon.orthogonalize import batch_size, default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.machines import SIDES, Machine
@@ -43,15 +42,15 @@ _NANOSECONDS = ("latency_inside", "latency_across", "latency_peer", "host_bucket
 #   apply: scale (read W, write W), widen (read the wire, write U), add (read U, read W, write W).
 #   adamw: the fused kernel reads p, g, m, v and writes p, m, v.
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
-PASSES = ("pack", "apply", "adamw")  # those that a file may have a table for
 _BATCHED = ("standard", "gram")
 # Operations of five steps that are no views, counted under a TorchDispatchMode: of a batch, or of a matrix where there
 # are none. Where matrices are small they bound the time from below.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
-
-# name -> what it is, in SI units. Files must have all of them.
-SCALARS = {
+# Name of a number in a file, or its first words if there are several -> what it is, in SI units. Sizes of tables in
+# brackets.
+_NUMBERS = {
+    "peak": "FLOP/s of dense matrix products of one rank, by dtype",
     "memory_bytes": "memory of one device",
     "memory_bandwidth": "its bytes/s",
     "memory_efficiency": "share of that which passes over memory reach",
@@ -71,22 +70,73 @@ SCALARS = {
     "launch": "seconds of a kernel that has nothing to do; 0 on a CPU",
     "overlap": "share of an exchange that goes on while products run",
     "mfu": "share of the peak that forward and backward reach in training",
+    "efficiency of": 'share of the peak (short side), by what is multiplied: "METHOD DTYPE", a dtype, or "any"',
 }
-
-_TIMES = ("latency", "agreement", "host", "launch")  # names of those that begin so: less is better
+# Those that a file may have; all are times.
+_OPTIONAL = {
+    "all-to-all": "seconds (bytes that a rank sends), by ranks of one node",
+    "pass pack": "seconds an element (elements of a fragment)",
+    "pass apply": "the same",
+    "pass adamw": "the same",
+    "ranks at once": "factor on the time of products and passes (ranks that compute on a node)",
+}
+_TIMES = ("latency", "agreement", "host", "launch", *_OPTIONAL)  # less is better
+_GROWING = ("all-to-all", "ranks at once")  # in proportion beyond the last size; others keep their value
 
 _Row = tuple[float, float, float, float]  # size; the least, the middle and the largest value that was measured there
 
 
+class Time(NamedTuple):
+    """Seconds that something takes, or another number that is uncertain.
+
+    Attributes:
+        lo: If all that is uncertain turns out well.
+        mid: What to expect; of measured times the median.
+        hi: If it turns out badly.
+    """
+
+    lo: float
+    mid: float
+    hi: float
+
+    def __str__(self) -> str:
+        """Text like "1.2 .. 3.4 ms"."""
+        return scaled((1e6 * self.lo, 1e6 * self.hi), 1000, _SECONDS)
+
+
+_SECONDS = ("us", "ms", "s")
+
+
+def seconds(value: float) -> str:
+    """Text like "3.4 ms"."""
+    return scaled((1e6 * value,), 1000, _SECONDS)
+
+
+def scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
+    """Text of numbers in three digits, or whole, in the largest of these units in which the last one is 1 or more.
+
+    Args:
+        values: Numbers in the first unit.
+        step: Number of units that make one of the next.
+        units: Names, ascending.
+    """
+    at = 0
+    while abs(values[-1]) >= step ** (at + 1) and at + 1 < len(units):
+        at += 1
+    parts = (value / step**at for value in values)
+    texts = (f"{part:,.0f}" if abs(part) >= 100 or part == 0 else f"{part:.3g}" for part in parts)
+    return f"{' .. '.join(texts)} {units[at]}"
+
+
 @dataclass(frozen=True)
-class Known:
+class _Known:
     """A number, or measured values over sizes, and how it is known.
 
     Attributes:
         source: An address, a datasheet, a command.
         verified: True if it was read in the source itself; else it was derived, or is second-hand.
         rows: Aspect (long side over short; 1 where there is none) -> values over sizes, between neighbours straight in
-            logarithms of both. A number has one row.
+            logarithms of both. A number has one row, of size 1.
         slope: Beyond the last size: 0 keeps the value (a rate), 1 grows in proportion (a time).
     """
 
@@ -95,7 +145,7 @@ class Known:
     rows: Mapping[float, Sequence[_Row]]
     slope: float = 0.0
 
-    def at(self, size: float, aspect: float = 1.0) -> tuple[Time, bool]:
+    def at(self, size: float = 1.0, aspect: float = 1.0) -> tuple[Time, bool]:
         """The value at a size > 0 and an aspect: along both neighbouring aspects, then between them; and whether that
         lies beyond the table."""
         aspects = sorted(self.rows)
@@ -109,11 +159,6 @@ class Known:
         beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first a time keeps its value: it is all latency
         value = Time(*(beyond * _between(size, sizes, [row[i] for row in rows]) for i in (1, 2, 3)))
         return value, size > sizes[-1] or (size < sizes[0] and not self.slope)
-
-    @property
-    def first(self) -> Time:
-        """The number, or the value at the smallest size of a table without aspects."""
-        return Time(*self.rows[1.0][0][1:])
 
 
 def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
@@ -131,80 +176,62 @@ class Hardware:
 
     Attributes:
         name: Name in commands.
-        title: Name for people.
+        title: Title for people.
         device: "cuda", "cpu", ..: the kind of torch device whose defaults the plan takes.
-        flops: dtype -> peak of dense matrix products, FLOP/s of one rank.
-        facts: Scalars by name, see `SCALARS`.
-        products: What is multiplied (a `Choice`, "METHOD DTYPE", a dtype, or "any") -> share of the peak, over the
-            short side of the matrix and its aspect. FLOPs are the planner's count.
-        exchanges: Ranks of one node -> seconds of an all-to-all over the bytes that a rank sends.
-        passes: A name of `PASSES` -> seconds an element, over the elements of one fragment.
-        together: Ranks that compute on a node at once -> factor on their time, more than were measured share what
-            there is; None: no factor.
+        numbers: By name, see `_NUMBERS` and `_OPTIONAL`: "link", "peak bfloat16", "all-to-all 4".
         notes: Remarks that are printed with prices.
     """
 
     name: str
     title: str
     device: str
-    flops: Mapping[str, Known]
-    facts: Mapping[str, Known]
-    products: Mapping[str, Known] = field(default_factory=dict)
-    exchanges: Mapping[int, Known] = field(default_factory=dict)
-    passes: Mapping[str, Known] = field(default_factory=dict)
-    together: Known | None = None
+    numbers: Mapping[str, _Known]
     notes: str = ""
+
+    def __getitem__(self, name: str) -> _Known:
+        """A number by its name.
+
+        Raises:
+            ValueError: The file has none.
+        """
+        if name not in self.numbers:
+            alike = (other for other in self.numbers if other.split()[0] == name.split()[0])
+            raise ValueError(f"{self.name}: no {name}, only {', '.join(alike) or 'others'}. Add it under numbers:")
+        return self.numbers[name]
+
+    def middle(self, name: str) -> float:
+        """The middle value of a number."""
+        return self[name].at()[0].mid
 
     @property
     def gpus_per_node(self) -> int:
         """Ranks that the fast links join."""
-        return int(self.facts["gpus_per_node"].first.hi)
+        return int(self.middle("gpus_per_node"))
 
     @property
     def machine(self) -> Machine:
         """The numbers by which the optimizer itself chooses between plans on this machine: middle values, as whole
         numbers."""
-        facts = {name: known.first.mid for name, known in self.facts.items()}
-        network = facts["nic"] * min(1.0, facts["nics_per_node"] / facts["gpus_per_node"]) * facts["nic_efficiency"]
+        of = self.middle
+        network = of("nic") * min(1.0, of("nics_per_node") / of("gpus_per_node")) * of("nic_efficiency")
         rates = (
-            *(self.peak(dtype).first.mid / 1e9 for dtype in ("bfloat16", "float32", "float64")),
-            facts["memory_bandwidth"] * facts["memory_efficiency"] / 1e6,
-            facts["link"] * facts["link_efficiency"] / 1e6,
+            *(of(f"peak {dtype}") / 1e9 for dtype in ("bfloat16", "float32", "float64")),
+            of("memory_bandwidth") * of("memory_efficiency") / 1e6,
+            of("link") * of("link_efficiency") / 1e6,
             network / 1e6,
             self.gpus_per_node,
-            *(1e9 * facts[name] for name in _NANOSECONDS),
+            *(1e9 * of(name) for name in _NANOSECONDS),
         )
-        _, table = self.table("standard bfloat16", "bfloat16")
+        table = self[self.efficiency("standard bfloat16", "bfloat16")]
         shares = tuple(round(1000 * table.at(side)[0].mid) for side in SIDES)
         return Machine(self.name, shares, *map(round, rates))
 
-    def peak(self, dtype: str) -> Known:
-        """FLOP/s of dense products in a dtype.
-
-        Raises:
-            ValueError: The file says nothing of it.
-        """
-        if dtype not in self.flops:
-            raise ValueError(
-                f"{self.name}: no peak for products in {dtype}, only {', '.join(self.flops)}. Add it under flops:"
-            )
-        return self.flops[dtype]
-
-    def table(self, how: str, dtype: str) -> tuple[str, Known]:
-        """Name and values of the table that is nearest to a choice with products in a dtype.
-
-        Raises:
-            ValueError: The file has none.
-        """
+    def efficiency(self, how: str, dtype: str) -> str:
+        """Name of the table that is nearest to a choice with products in a dtype; "efficiency of any" if none is."""
         exact = (how, f"{Choice.of(how).method} {dtype}", dtype, "any")
-        others = (key for key in sorted(self.products) if dtype in key.split())
-        found = next((key for key in (*exact, *others) if key in self.products), None)
-        if found is None:
-            raise ValueError(
-                f"{self.name}: no table says how fast {how!r} is, only {', '.join(self.products)}. Add one under "
-                "products:"
-            )
-        return found, self.products[found]
+        others = (key for key in sorted(self.numbers) if key.startswith("efficiency") and dtype in key.split())
+        names = (*(f"efficiency of {key}" for key in exact), *others)
+        return next((name for name in names if name in self.numbers), names[3])
 
 
 # ------------------------------------------------------------------------------------------------------------- seconds
@@ -236,13 +263,12 @@ class Rates(NamedTuple):
     which: int
     uses: Uses
 
-    def fact(self, name: str) -> float:
-        """A number of `SCALARS`."""
-        return self._read(name, self.hardware.facts[name], not name.startswith(_TIMES))
-
-    def peak(self, dtype: str) -> float:
-        """FLOP/s of dense products in a dtype."""
-        return self._read(f"peak {dtype}", self.hardware.peak(dtype), is_rate=True)
+    def of(self, name: str, size: float = 1.0, where: str = "") -> float:
+        """A number, or a table's value at a size; `where`: what to say if that is beyond its end."""
+        known = self.hardware[name]
+        found, outside = known.at(size)
+        self._note(name, known, where if outside else "")
+        return found[self.which if name.startswith(_TIMES) else 2 - self.which]
 
     def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> float:
         """Seconds of orthogonalizing `count` matrices alike on one rank, see [Note: batches].
@@ -255,22 +281,22 @@ class Rates(NamedTuple):
         """
         if not flops or not count:
             return 0.0
-        hardware, choice, short = self.hardware, Choice.of(how), min(rows, cols)
-        device = torch.device(hardware.device)
+        choice, short, device = Choice.of(how), min(rows, cols), torch.device(self.hardware.device)
         dtype = str(choice.dtype or default_dtype(choice.method, device)).removeprefix("torch.")
-        peak, aspect = self.peak(dtype), max(rows, cols) / short
-        name, table = hardware.table(how, dtype)
+        peak, aspect = self.of(f"peak {dtype}"), max(rows, cols) / short
+        name = self.hardware.efficiency(how, dtype)
+        table = self.hardware[name]
         in_batches = choice.method in _BATCHED
         size = batch_size(rows, cols, device) if in_batches else 1
         alone, outside = table.at(short, aspect)
         # A batch that fills more than the largest matrix of the table does is as good as that one: no extrapolation.
         filled, _ = table.at(short * size ** (1 / 3), aspect)
-        self._note(f"efficiency of {name}", table, f"{rows}x{cols}" if outside else "")
+        self._note(name, table, f"{rows}x{cols}" if outside else "")
         best, worst = max(alone.hi, filled.hi), min(alone.lo, filled.lo)
         share = (best, math.sqrt(alone.mid * filled.mid), worst)[self.which]
         num_batches = -(-count // size)
         launches = _LAUNCHES.get(choice.method, _OTHER_LAUNCHES) * num_batches
-        return max(num_batches * size * flops / (share * peak), launches * self.fact("launch"))
+        return max(num_batches * size * flops / (share * peak), launches * self.of("launch"))
 
     def exchange(
         self,
@@ -281,54 +307,43 @@ class Rates(NamedTuple):
         spans_nodes: bool,
     ) -> dict[str, float]:
         """Latency, and time on the wire, of one all-to-all, see [Note: how an exchange is timed]."""
-        exchanges = self.hardware.exchanges
         if num_ranks <= 1:
             return {"latency": 0.0, "wire": 0.0}
-        if exchanges and not spans_nodes:
-            nearest = min(exchanges, key=lambda ranks: (abs(math.log(ranks / num_ranks)), ranks))
-            table, size = exchanges[nearest], inside + across
+        tables = [int(name.split()[1]) for name in self.hardware.numbers if name.startswith("all-to-all")]
+        if tables and not spans_nodes:
+            nearest = min(tables, key=lambda ranks: (abs(math.log(ranks / num_ranks)), ranks))
+            name, size = f"all-to-all {nearest}", inside + across
             where = f"{size} bytes on {num_ranks} ranks"
             if nearest != num_ranks:
-                self._note("all-to-all", table, where)
-            latency = table.first[self.which]
-            return {"latency": latency, "wire": max(0.0, self._at("all-to-all", table, max(size, 1), where) - latency)}
-        latency = self.fact("latency_across" if spans_nodes else "latency_inside")
-        wire = inside / (self.fact("link") * self.fact("link_efficiency")) if inside else 0.0
+                self._note(name, self.hardware[name], where)
+            latency = self.of(name)
+            return {"latency": latency, "wire": max(0.0, self.of(name, max(size, 1), where) - latency)}
+        latency = self.of("latency_across" if spans_nodes else "latency_inside")
+        wire = inside / (self.of("link") * self.of("link_efficiency")) if inside else 0.0
         if across:
-            share = min(1.0, self.fact("nics_per_node") / self.hardware.gpus_per_node)
-            wire = max(wire, across / (self.fact("nic") * share * self.fact("nic_efficiency")))
-        return {"latency": latency + self.fact("latency_peer") * num_peers, "wire": wire}
+            share = min(1.0, self.of("nics_per_node") / self.hardware.gpus_per_node)
+            wire = max(wire, across / (self.of("nic") * share * self.of("nic_efficiency")))
+        return {"latency": latency + self.of("latency_peer") * num_peers, "wire": wire}
 
     def passed(self, what: str, elements: int, fragment: float, wire_bytes: int) -> float:
         """Seconds of a pass (a key of `_BYTES_MOVED`) over so many elements in fragments of so many."""
-        table = self.hardware.passes.get(what)
         if not elements:
             return 0.0
-        if table is not None:
-            return self._at(f"pass {what}", table, max(fragment, 1.0)) * elements
+        if f"pass {what}" in self.hardware.numbers:
+            return self.of(f"pass {what}", max(fragment, 1.0)) * elements
         of_wire = {"pack": wire_bytes, "apply": wire_bytes + 4 if wire_bytes < 4 else 0}
         return self.memory(elements * (_BYTES_MOVED[what] + of_wire.get(what, 0)))
 
     def memory(self, size: int) -> float:
         """Seconds of reading and writing so many bytes."""
-        return size / (self.fact("memory_bandwidth") * self.fact("memory_efficiency"))
+        return size / (self.of("memory_bandwidth") * self.of("memory_efficiency"))
 
-    def slowdown(self, ranks_on_node: int) -> float:
+    def slowdown(self, num_ranks: int) -> float:
         """Factor by which computing takes longer if this many ranks of a node compute at once."""
-        table = self.hardware.together
-        return 1.0 if table is None else self._at("ranks at once", table, ranks_on_node, str(ranks_on_node))
+        name = "ranks at once"
+        return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else 1.0
 
-    def _at(self, name: str, table: Known, size: float, where: str = "") -> float:
-        """The value of a table of times at a size; `where`: what to say if that is beyond its end."""
-        found, outside = table.at(size)
-        self._note(name, table, where if outside else "")
-        return found[self.which]
-
-    def _read(self, name: str, known: Known, is_rate: bool) -> float:
-        self._note(name, known)
-        return known.first[2 - self.which if is_rate else self.which]
-
-    def _note(self, name: str, known: Known, beyond: str = "") -> None:
+    def _note(self, name: str, known: _Known, beyond: str = "") -> None:
         """Note that something is used, and where it was read beyond its end."""
         if not known.verified:
             self.uses.unverified.setdefault(name, known.source)
@@ -343,13 +358,13 @@ def interval(hardware: Hardware, uses: Uses, seconds: Callable[[Rates], float]) 
 
 # --------------------------------------------------------------------------------------------------------------- files
 
-FOLDER = Path(__file__).parent / "data" / "hardware"
-_OWN = f"For a machine of your own, copy {FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
+_FOLDER = Path(__file__).parent / "data" / "hardware"
+_OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
 
 
 def names() -> tuple[str, ...]:
     """Names of the hardware files that come with the package."""
-    return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
 def load(name: str | Path) -> Hardware:
@@ -360,11 +375,10 @@ def load(name: str | Path) -> Hardware:
         ValueError: There is none, or the file lacks something; the message says what to write.
     """
     text = str(name)
-    path = Path(text) if text.endswith((".yaml", ".yml")) else FOLDER / f"{text.lower()}.yaml"
+    path = Path(text) if text.endswith((".yaml", ".yml")) else _FOLDER / f"{text.lower()}.yaml"
     if not path.is_file():
-        if path.parent != FOLDER:
-            raise ValueError(f"{text}: there is no such file. {_OWN}")
-        raise ValueError(f"--gpu {text!r} is none of {', '.join(names())}, and no .yaml file. {_OWN}")
+        known = f"it is none of {', '.join(names())}, and no .yaml file"
+        raise ValueError(f"--gpu {text!r}: {known if path.parent == _FOLDER else 'there is no such file'}. {_OWN}")
     try:
         import yaml
     except ImportError as error:
@@ -374,67 +388,49 @@ def load(name: str | Path) -> Hardware:
     except (yaml.YAMLError, UnicodeDecodeError) as wrong:
         line = " ".join(str(wrong).split())
         raise ValueError(f"{text}: it is no YAML ({line}). {_OWN}") from None
-    return parse(found, text)
+    return _parse(found, text)
 
 
-def parse(data: Any, where: str) -> Hardware:
+def _parse(data: Any, where: str) -> Hardware:
     """A hardware file's content, checked.
 
     Raises:
         ValueError: See `load`.
     """
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{where}: a hardware file is a mapping, found {type(data).__name__}")
-    given, together = data.get("facts", {}), [data["together"]] if "together" in data else []
-    missing = [key for key in ("name", "title", "device", "flops", "facts", "products") if key not in data]
-    missing += [f"facts.{key} ({text})" for key, text in SCALARS.items() if key not in given]
-    unknown = [f"facts.{key}" for key in given if key not in SCALARS]
-    unknown += [f"pass {row.get('of')}" for row in data.get("passes", ()) if row.get("of") not in PASSES]
+    given = data.get("numbers") if isinstance(data, Mapping) else None
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where}: a hardware file is a mapping with numbers:, found {data!r:.80}")
+    words = {**_NUMBERS, **_OPTIONAL}
+    kinds = {str(name): next((w for w in words if f"{name} ".startswith(f"{w} ")), None) for name in given}
+    missing = [key for key in ("name", "title", "device") if key not in data]
+    missing += [f"{word} ({text})" for word, text in _NUMBERS.items() if word not in kinds.values()]
+    unknown = [name for name, kind in kinds.items() if kind is None]
     if missing or unknown:
         faults = {"lacks": missing, "has the unknown": unknown}
         raise ValueError(f"{where}: " + "; ".join(f"{what} {', '.join(keys)}" for what, keys in faults.items() if keys))
-    try:
-        return Hardware(
-            name=str(data["name"]),
-            title=str(data["title"]),
-            device=str(data["device"]),
-            flops={dtype: _number(found, f"flops.{dtype}") for dtype, found in data["flops"].items()},
-            facts={key: _number(found, f"facts.{key}") for key, found in given.items()},
-            products=_tables(data["products"], "of"),
-            exchanges=_tables(data.get("exchanges", ()), "ranks", slope=1.0),
-            passes=_tables(data.get("passes", ()), "of"),
-            together=_tables([{**row, "of": "together"} for row in together], "of", slope=1.0).get("together"),
-            notes=str(data.get("notes", "")),
-        )
-    except (KeyError, TypeError, AttributeError, ValueError) as wrong:
-        detail = f"a table lacks {wrong}" if isinstance(wrong, KeyError) else str(wrong)
-        raise ValueError(f"{where}: {detail}") from wrong
+    numbers = {}
+    for (name, kind), found in zip(kinds.items(), given.values(), strict=True):
+        try:
+            numbers[name] = _known(found, 1.0 if kind in _GROWING else 0.0)
+        except (KeyError, TypeError, ValueError) as wrong:
+            raise ValueError(f"{where}: {name}: {'lacks ' * isinstance(wrong, KeyError)}{wrong}") from wrong
+    return Hardware(str(data["name"]), str(data["title"]), str(data["device"]), numbers, str(data.get("notes", "")))
 
 
-def _number(data: Any, name: str) -> Known:
-    """A number."""
-    if not isinstance(data, Mapping) or "source" not in data or "verified" not in data:
-        raise ValueError(f"{name} must be {{value: .., source: .., verified: true|false}}, found {data!r}")
-    row = _row([1.0, *(data["value" if "value" in data else end] for end in ("low", "high"))])
-    return Known(str(data["source"]), data["verified"] is True, {1.0: [row]})
+def _known(data: Any, slope: float) -> _Known:
+    """An entry: a value, its ends, or the rows of a table, by aspect if there are several."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"it must be {{value: .., source: .., verified: true|false}}, found {data!r}")
+    source, verified = str(data["source"]), data["verified"] is True
+    if "rows" in data:
+        rows = data["rows"]
+        tables = rows if rows and isinstance(rows, Mapping) else {1.0: rows}
+        return _Known(source, verified, {float(aspect): _measured(of) for aspect, of in tables.items()}, slope)
+    ends = (data["value" if "value" in data else end] for end in ("low", "high"))
+    return _Known(source, verified, {1.0: [_row([1.0, *ends])]}, slope)
 
 
-def _tables(rows: Sequence[Mapping[str, Any]], key: str, slope: float = 0.0) -> dict[Any, Known]:
-    """One table for each value of a key; several aspects of one stand in several rows."""
-    groups: dict[Any, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row[key], []).append(row)
-    found = {}
-    for of, group in groups.items():
-        by_aspect = {float(row.get("aspect", 1.0)): measured(row["rows"]) for row in group}
-        if len(by_aspect) < len(group):
-            raise ValueError(f"{key}: {of} with one aspect stands there twice. Write one of them")
-        source = "; ".join(dict.fromkeys(str(row["source"]) for row in group))
-        found[of] = Known(source, all(row["verified"] is True for row in group), by_aspect, slope)
-    return found
-
-
-def measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
+def _measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
     """Rows of a table, ascending, of (size, lo, mid, hi) or (size, lo, hi).
 
     Raises:

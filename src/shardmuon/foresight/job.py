@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from shardmuon.errors import ranks_text
-from shardmuon.foresight.counting import count_plan
-from shardmuon.foresight.layouts import Placed, Unit, make_units, uneven_experts
+from shardmuon.foresight.counting import BucketCount, RankClass, Stored, count_plan
+from shardmuon.foresight.layouts import Mesh, Placed, Unit, check_divides, make_units, parse_mesh
 from shardmuon.foresight.memory import peak_bytes
 from shardmuon.foresight.models import Model, Param, in_megatrons_order, load_model, parameters_of
-from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored, check_divides, parse_mesh
 from shardmuon.layout.table import ParamLayout, kept_layout
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
@@ -28,6 +27,45 @@ from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.step.binding import check_blocks, make_spec
 from shardmuon.step.options import OptionsReader
 from shardmuon.variants import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Everything that the planner counts of one model on one mesh.
+
+    Attributes:
+        model: Its name, as the user gave it.
+        source: Where its shapes come from (an address, a file, a function).
+        muon_params, adamw_params: Trainable elements that Muon and AdamW step; tied ones count once.
+        mesh: The arrangement of ranks.
+        classes: Ranks that are alike, by example rank.
+        digests: "number of the plan: ranks" of each group that exchanges anything -> hex digest of its part of the
+            plan, which is in `Plan.digests` of the live job.
+        options: What the plan hangs on beside model and mesh: dtypes, route, bucket size, as text by name.
+        tokens_flops: Floating point operations of forward and backward per token, 6 x active parameters; 0: unknown.
+        active: Where the number of active parameters is from, for people; "": there are no experts.
+    """
+
+    model: str
+    source: str
+    muon_params: int
+    adamw_params: int
+    mesh: Mesh
+    classes: tuple[RankClass, ...]
+    digests: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+    tokens_flops: int = 0
+    active: str = ""
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job."""
+        return self.mesh.world
+
+    @property
+    def largest(self) -> RankClass:
+        """The ranks that need most memory at the peak."""
+        return max(self.classes, key=lambda c: c.stored.total + c.peak)
 
 
 def count(
@@ -49,7 +87,7 @@ def count(
 
     Args:
         model: See `models.load_model`.
-        mesh, engine: See `types.parse_mesh`.
+        mesh, engine: See `layouts.parse_mesh`.
         gpus_per_node: Ranks of a node.
         device: Kind of device: "cuda" or "cpu".
         weights: dtype of the model's parameters; gradients have it too, as `fully_shard` and DDP leave them.
@@ -113,7 +151,7 @@ class _Planned:
         policy = Policy(exchange.bucket_bytes, exchange.machine or machine, split_k)
         units = make_units(params, mesh, self._view_of)
         plans = [make_plan([self._spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
-        shares: dict[int, list[Share]] = {}
+        shares: dict[int, list[_Share]] = {}
         for unit, plan in zip(units, plans, strict=True):
             for rank, share in zip(unit.ranks, self._shares(unit, plan), strict=True):
                 shares.setdefault(rank, []).append(share)
@@ -121,12 +159,10 @@ class _Planned:
         return Exact(
             model.name,
             model.source,
-            muon + adamw,
             muon,
             adamw,
             mesh,
-            classes_of(shares, self._peak),
-            kinds_of(plans),
+            _classes_of(shares, self._peak),
             {
                 f"{number}: {ranks_text(ranks)}": plan.digests[ranks].hex()
                 for number, plan in enumerate(plans)
@@ -142,7 +178,6 @@ class _Planned:
             },
             6 * model.active[0],
             model.active[1],
-            uneven_experts(params, mesh),
         )
 
     def _view_of(self, param: Param) -> MatrixView:
@@ -172,12 +207,12 @@ class _Planned:
             self._coefficients.update(dict.fromkeys(shapes, settings.coefficients))
         return self._specs[key]._replace(name=param.name)
 
-    def _shares(self, unit: Unit, plan: Plan) -> Iterable[Share]:
+    def _shares(self, unit: Unit, plan: Plan) -> Iterable[_Share]:
         buckets = count_plan(plan, lambda rank: rank // self._mesh.gpus_per_node)
-        voting = {rank for ranks in plan.digests if len(ranks) > 1 for rank in ranks}
+        voting = _voting(plan)
         for rank, (muon, adamw, weights, scales) in zip(unit.ranks, unit.elements().T.tolist(), strict=True):
             stored = self._stored(muon, adamw, weights, scales)
-            yield Share(unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
+            yield _Share(unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
 
     def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> Stored:
         """Bytes that a rank keeps of so many elements, and scales of 8-bit momentum."""
@@ -196,7 +231,7 @@ class _Planned:
         return peak_bytes(buckets, weights=weights, device=self._device, coefficients=self._coefficients)
 
 
-class Share(NamedTuple):
+class _Share(NamedTuple):
     """One unit on one rank. Attributes are those of `RankClass`."""
 
     stage: int
@@ -207,8 +242,12 @@ class Share(NamedTuple):
     votes: int
 
 
-def classes_of(
-    shares: Mapping[int, Sequence[Share]], peak: Callable[[Sequence[BucketCount]], int]
+def _voting(plan: Plan) -> set[int]:
+    return {rank for ranks in plan.digests if len(ranks) > 1 for rank in ranks}
+
+
+def _classes_of(
+    shares: Mapping[int, Sequence[_Share]], peak: Callable[[Sequence[BucketCount]], int]
 ) -> tuple[RankClass, ...]:
     """Ranks that are alike in all units that they are in.
 
@@ -216,38 +255,32 @@ def classes_of(
         shares: Rank -> what it has of each of its units.
         peak: Bytes that the buckets of one unit take beyond what is stored.
     """
-    members: dict[tuple[Share, ...], list[int]] = {}
+    members: dict[tuple[_Share, ...], list[int]] = {}
     for rank in sorted(shares):
         members.setdefault(tuple(shares[rank]), []).append(rank)
     found = []
     for alike, ranks in members.items():
         stages, stored, buckets, muon, adamw, votes = zip(*alike, strict=True)
         every = tuple(bucket for of_unit in buckets for bucket in of_unit)
-        found.append(
-            RankClass(
-                tuple(ranks),
-                stages[0],
-                sum(stored, Stored()),
-                max(map(peak, buckets)),  # units are stepped one after the other
-                every,
-                sum(muon),
-                sum(adamw),
-                sum(bucket.exchanges for bucket in every),
-                sum(votes),
-            )
-        )
+        most = max(map(peak, buckets))  # units are stepped one after the other
+        kept = sum(stored, Stored())
+        found.append(RankClass(tuple(ranks), stages[0], kept, most, every, sum(muon), sum(adamw), sum(votes)))
     return tuple(found)
 
 
-def kinds_of(plans: Iterable[Plan]) -> tuple[MatrixKind, ...]:
-    """The matrices of all units by kind, the dearest first."""
-    found: dict[tuple[Any, ...], list[str]] = {}  # with the names of all
-    for plan in plans:
-        for item in (item for item in plan.items if not item.part):
-            key = (item.rows, item.cols, item.how, item.route, item.reason, item.cost * item.parts)
-            found.setdefault(key, []).append(plan.specs[item.param].name)
-    kinds = [
-        MatrixKind(names[0], rows, cols, how, route, reason, len(names), flops)
-        for (rows, cols, how, route, reason, flops), names in found.items()
-    ]
-    return tuple(sorted(kinds, key=lambda kind: -kind.flops))
+def exact_of(plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Exact:
+    """Counts of a plan, without AdamW and bytes between steps: a plan does not know what else there is.
+
+    Args:
+        plan: Plan of a live optimizer, or made by hand.
+        gpus_per_node: Ranks of a node: rank // gpus_per_node is a rank's node.
+        world: Ranks of the job. Default: as many as the plan names.
+    """
+    voting = _voting(plan)
+    shares = {
+        rank: [_Share(0, Stored(), found, sum(b.held for b in found), 0, int(rank in voting))]
+        for rank, found in count_plan(plan, lambda rank: rank // gpus_per_node).items()
+    }
+    mesh = Mesh(dp=max(1, max(shares, default=-1) + 1 if world is None else world), gpus_per_node=gpus_per_node)
+    elements = sum(item.numel for item in plan.items)
+    return Exact("the plan given", "a live plan", elements, 0, mesh, _classes_of(shares, lambda buckets: 0))

@@ -1,4 +1,4 @@
-"""Layouts that a live job's tensors would have, from a model's parameters and a mesh alone.
+"""Meshes as users write them, and layouts that a live job's tensors would have, from a model's parameters and a mesh.
 
 [Note: units]
     What is planned together is a unit: the parameters of one pipeline stage, of one ZeRO group, of Megatron's dense
@@ -10,23 +10,28 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from shardmuon.foresight.counting import Ints
 from shardmuon.foresight.models import AFTER, Param
-from shardmuon.foresight.types import Mesh, check_divides
 from shardmuon.layout.grid import Grid, union
 from shardmuon.layout.mesh import Cut, OnMesh, Shard, flat_part, parts_of, reading
 from shardmuon.layout.pieces import Box
 from shardmuon.layout.table import ParamLayout, Ranks, replicated
 from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import scale_shape
+from shardmuon.texts import did_you_mean
 
+_Engine = Literal["fsdp2", "ddp", "zero1", "zero2", "zero3", "megatron"]
+_AXES = ("dp", "shard", "tp", "ep", "pp")
+_AXIS = re.compile(rf"({'|'.join(_AXES)})=[1-9][0-9]*")
+_MOST_RANKS = 10_240
 _Ranges = tuple[tuple[int, int], ...]  # elements [start, stop) of a flat parameter on each rank
 # parameter, what makes its layout of its view, and with what else; tensors that lie alike get one object
 _Lay = Callable[..., ParamLayout]
@@ -34,6 +39,151 @@ _Lay = Callable[..., ParamLayout]
 # elements; megatron.core.distributed.DistributedDataParallel's default, for up to 40 ranks
 _MEGATRON_BUCKET = 40_000_000
 _ZERO3_SUB_GROUP = 1_000_000_000  # elements of a rank; DeepSpeed's default "sub_group_size"
+
+
+# ----------------------------------------------------------------------------------------------------------- the mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The arrangement of a job's ranks. They count as (pp, dp, shard, tp), the last axis fastest.
+
+    Attributes:
+        dp: Replicas: DDP's ranks, HSDP's outer axis, the data-parallel ranks of ZeRO and Megatron.
+        shard: Ranks that parameters are cut over (FSDP).
+        tp: Tensor-parallel ranks.
+        ep: Expert-parallel ranks. They are taken from dp x shard, so they do not count in `world`.
+        pp: Pipeline stages.
+        gpus_per_node: Ranks of one node.
+        engine: What cuts parameters up.
+    """
+
+    dp: int = 1
+    shard: int = 1
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    gpus_per_node: int = 8
+    engine: _Engine = "fsdp2"
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job."""
+        return self.dp * self.shard * self.tp * self.pp
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the last perhaps not full."""
+        return -(-self.world // self.gpus_per_node)
+
+    @property
+    def masters(self) -> bool:
+        """True if the engine keeps fp32 weights and momentum itself."""
+        return self.engine == "megatron" or self.engine.startswith("zero")
+
+    def __str__(self) -> str:
+        """The mesh as a user writes it."""
+        sizes = ((name, getattr(self, name)) for name in _AXES)
+        return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "dp=1"
+
+
+def parse_mesh(text: str | Mesh, engine: str | None = None, gpus_per_node: int | None = None) -> Mesh:
+    """A mesh from text such as "dp=8 shard=64 tp=8".
+
+    Args:
+        text: ``axis=size`` pairs with spaces or commas between them; axes left out have size 1. Or a mesh as it is,
+            with the other arguments put in where they are given.
+        engine: What cuts parameters up. Default: "ddp" if there is `dp` and neither `shard`, `tp` nor `ep`; else
+            "fsdp2".
+        gpus_per_node: Ranks of a node. Default: 8.
+
+    Raises:
+        ValueError: The text is no mesh, or one that the engine does not make; says what to write.
+
+    Examples:
+        >>> parse_mesh("dp=2 shard=64 tp=8").world
+        1024
+    """
+    if isinstance(text, Mesh):
+        mesh = text
+    else:
+        sizes: dict[str, Any] = _sizes(text)
+        mesh = Mesh(**sizes, engine="ddp" if set(sizes) == {"dp"} and sizes["dp"] > 1 else "fsdp2")
+    given: dict[str, Any] = {"engine": engine, "gpus_per_node": gpus_per_node}
+    mesh = replace(mesh, **{key: value for key, value in given.items() if value is not None})
+    _check(mesh)
+    return mesh
+
+
+def _sizes(text: str) -> dict[str, int]:
+    words = text.replace(",", " ").split()
+    wrong = next((word for word in words if not _AXIS.fullmatch(word)), None if words else "")
+    if wrong is not None:
+        raise ValueError(
+            f"mesh {text!r}: {wrong!r} is no axis=size. Axes are {', '.join(_AXES)}, sizes whole numbers of at least "
+            '1: write for example "dp=2 shard=64 tp=8", or "dp=1" for one rank'
+        )
+    found = {axis: int(size) for axis, size in (word.split("=") for word in words)}
+    if len(found) < len(words):
+        raise ValueError(f"mesh {text!r}: an axis stands there twice. Write it once")
+    return found
+
+
+def _check(mesh: Mesh) -> None:
+    """Raise ValueError for the first thing that is wrong with a mesh."""
+    engine, engines = mesh.engine, get_args(_Engine)
+    zero, lent = engine.startswith("zero"), mesh.dp if engine == "megatron" else mesh.shard * mesh.tp
+    what = f"dp={mesh.dp}" if engine == "megatron" else f"shard x tp = {lent}"
+    faults = (
+        (
+            engine not in engines,
+            f"engine={engine!r} is not one of {', '.join(engines)}{did_you_mean(engine, engines)}. HSDP is fsdp2 with "
+            "dp > 1, tensor parallelism alone is fsdp2 with tp > 1",
+        ),
+        (mesh.gpus_per_node < 1, f"gpus_per_node={mesh.gpus_per_node} must be at least 1"),
+        (
+            mesh.world > _MOST_RANKS,
+            f"mesh {mesh} has {mesh.world:,} ranks, {_MOST_RANKS:,} are the most that are planned for",
+        ),
+        (
+            (zero or engine in ("ddp", "megatron")) and mesh.shard > 1,
+            f"mesh {mesh}: engine {engine} has no axis shard (it shares its state out over dp). Write "
+            f"dp={mesh.dp * mesh.shard} instead of dp={mesh.dp} shard={mesh.shard}, or engine fsdp2",
+        ),
+        (
+            zero and (mesh.tp > 1 or mesh.ep > 1),
+            f"mesh {mesh}: {engine} with tp or ep is not supported by shardmuon. Write tp=1 ep=1",
+        ),
+        (
+            engine == "ddp" and mesh.ep > 1,
+            f"mesh {mesh}: engine ddp has no experts of its own. Write engine fsdp2 or megatron",
+        ),
+        (
+            bool(lent % mesh.ep),
+            f"mesh {mesh}: ep={mesh.ep} does not divide {what}, from which expert-parallel ranks are taken. Write an "
+            f"ep that does, for example ep={_largest_divisor(lent, mesh.ep)}",
+        ),
+    )
+    wrong = next((message for is_wrong, message in faults if is_wrong), None)
+    if wrong:
+        raise ValueError(wrong)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
+
+
+def check_divides(mesh: Mesh, what: str, size: int, name: str, axis: Literal["tp", "ep"] = "tp") -> None:
+    """Raise ValueError if an axis does not divide something; it says which size would."""
+    given = mesh.tp if axis == "tp" else mesh.ep
+    if size % given:
+        good = _largest_divisor(size, given) if axis == "tp" else math.gcd(size, given)  # that still divides its ranks
+        raise ValueError(
+            f"mesh {mesh}: {axis}={given} does not divide the {size} {what} of {name}. Write {axis}={good}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- units
 
 
 class Placed(NamedTuple):
@@ -103,7 +253,7 @@ def make_units(params: Sequence[Param], mesh: Mesh, view_of: Callable[[Param], M
     build = {"megatron": _megatron, "ddp": _plain, "fsdp2": _dtensor}.get(mesh.engine, _zero)
     made = cache(lambda make, *given: make(*given))
     size, alike, found = mesh.world // mesh.pp, dict[object, int](), list[Unit]()
-    for stage, members in enumerate(stages_of(params, mesh)):
+    for stage, members in enumerate(_stages_of(params, mesh)):
         first = alike.setdefault(tuple((p.shape, view_of(p), p.group, p.cut, p.expert) for p in members), stage)
         ranks = tuple(range(stage * size, (stage + 1) * size))
         units = build(members, mesh, ranks, lambda param, make, *given: made(make, view_of(param), *given))
@@ -111,7 +261,7 @@ def make_units(params: Sequence[Param], mesh: Mesh, view_of: Callable[[Param], M
     return found
 
 
-def stages_of(params: Sequence[Param], mesh: Mesh) -> list[list[Param]]:
+def _stages_of(params: Sequence[Param], mesh: Mesh) -> list[list[Param]]:
     """The parameters of each pipeline stage: equal numbers of layers, the first stages one more if they do not divide;
     what comes before the layers goes to the first, what comes after to the last."""
     if mesh.pp == 1:
@@ -151,7 +301,7 @@ def _dtensor(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> It
         if p.expert:
             check_divides(mesh, "experts", p.shape[0], p.name, "ep")
         place = _dtensor_place(p, mesh, ranks)
-        found.append(Placed(p, lay(p, on_mesh, place), place))
+        found.append(Placed(p, lay(p, _on_mesh, place), place))
     yield Unit(ranks, found)
 
 
@@ -174,32 +324,10 @@ def _dtensor_place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
     return OnMesh(tuple(size for size, _ in axes), ranks, tuple(placement for _, placement in axes))
 
 
-def on_mesh(view: MatrixView, place: OnMesh) -> ParamLayout:
+def _on_mesh(view: MatrixView, place: OnMesh) -> ParamLayout:
     """The layout of a DTensor."""
     held, _ = zip(*reading(view.shape, place.mesh, place.placements), strict=True)
     return ParamLayout(view, place.ranks, held)
-
-
-def uneven_experts(params: Sequence[Param], mesh: Mesh) -> str:
-    """A sentence on ranks with unequal numbers of experts under FSDP2, and a mesh on which they are equal; else ""."""
-    most = max((p.shape[0] for p in params if p.expert and len(p.shape) == 3), default=0)
-    ranks = _expert_ranks(mesh)
-    if mesh.engine != "fsdp2" or most % ranks == 0 or (mesh.ep > 1 and ranks > most):  # then rows are cut
-        return ""
-    share, own = ranks // mesh.ep, most // mesh.ep
-    chunk = -(-own // share)
-    least = max(0, own - chunk * (share - 1))  # torch.chunk's last
-    text = f"{most} experts do not divide over {ranks} ranks, which hold {least} to {chunk} of a layer"
-    for shard in range(mesh.shard - 1, 1, -1):
-        other = replace(mesh, dp=mesh.dp * mesh.shard // shard, shard=shard)
-        if mesh.shard % shard == 0 and most % _expert_ranks(other) == 0 and shard * mesh.tp % mesh.ep == 0:
-            return f'{text}. They do with --mesh "{other}"'
-    return text
-
-
-def _expert_ranks(mesh: Mesh) -> int:
-    """Ranks over which stacks of experts are cut along their first dim."""
-    return mesh.shard * mesh.tp if mesh.ep > 1 else mesh.shard
 
 
 # ------------------------------------------------------------------------------------------------------ DDP, DDP x TP
@@ -207,14 +335,14 @@ def _expert_ranks(mesh: Mesh) -> int:
 
 def _plain(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> Iterator[Unit]:
     """Plain tensors: replicas over dp that share the work (`process_group`), shards over tp (`tp_group`)."""
-    grid, found = grid_of(ranks, mesh.tp), []
+    grid, found = _grid_of(ranks, mesh.tp), []
     for p in params:
         cut = _equal_cut_of(p, mesh)
-        found.append(Placed(p, lay(p, parts, grid, cut) if cut else lay(p, replicated, ranks)))
+        found.append(Placed(p, lay(p, _parts, grid, cut) if cut else lay(p, replicated, ranks)))
     yield Unit(ranks, found)
 
 
-def parts(view: MatrixView, grid: Grid, cut: Cut) -> ParamLayout:
+def _parts(view: MatrixView, grid: Grid, cut: Cut) -> ParamLayout:
     """A layout of equal tensor-parallel parts, one replica a row of the grid."""
     num = len(grid[0])
     of_row = parts_of(view.shape, cut, (view.shape[cut.dim] // num,) * num)
@@ -222,7 +350,7 @@ def parts(view: MatrixView, grid: Grid, cut: Cut) -> ParamLayout:
     return ParamLayout(view, union(grid), tuple(held[rank] for rank in union(grid)))
 
 
-def grid_of(ranks: Ranks, tp: int) -> Grid:
+def _grid_of(ranks: Ranks, tp: int) -> Grid:
     """The tensor-parallel groups of all replicas."""
     return tuple(ranks[i : i + tp] for i in range(0, len(ranks), tp))
 
@@ -230,7 +358,7 @@ def grid_of(ranks: Ranks, tp: int) -> Grid:
 # ------------------------------------------------------------------------------- flat buffers: ZeRO, Megatron
 
 
-def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: _Ranges) -> ParamLayout:
+def _flat(view: MatrixView, grid: Grid, cut: Cut | None, held: _Ranges) -> ParamLayout:
     """A layout of flat ranges. `held`: elements [start, stop) on each rank of the grid, ascending."""
     ranks, num = union(grid), len(grid[0])
     part_of = {rank: part for row in grid for part, rank in enumerate(row)}
@@ -242,7 +370,7 @@ def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: _Ranges) -> ParamL
 
 def _zero(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> Iterator[Unit]:
     """One unit for each of the optimizer's groups, of ZeRO 3 for each of its sub-groups."""
-    number, num, grid = int(mesh.engine[-1]), len(ranks), grid_of(ranks, 1)
+    number, num, grid = int(mesh.engine[-1]), len(ranks), _grid_of(ranks, 1)
     for _, of_group in itertools.groupby(params, key=lambda p: p.group):
         groups: list[list[Param]] = [[]]
         for p in of_group:
@@ -250,8 +378,8 @@ def _zero(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> Itera
             if number == 3 and sum(-(-one.numel // num) for one in groups[-1]) >= _ZERO3_SUB_GROUP:
                 groups.append([])
         for members in filter(None, groups):
-            table, length = zero_ranges([p.numel for p in members], num, number)
-            placed = [Placed(p, lay(p, flat, grid, None, held)) for p, held in zip(members, table, strict=True)]
+            table, length = _zero_ranges([p.numel for p in members], num, number)
+            placed = [Placed(p, lay(p, _flat, grid, None, held)) for p, held in zip(members, table, strict=True)]
             yield Unit(ranks, placed, length, length if number == 3 else length * num)
 
 
@@ -259,7 +387,7 @@ def _megatron(params: Sequence[Param], mesh: Mesh, ranks: Ranks, lay: _Lay) -> I
     """Dense weights over dp x tp; experts, whole ones on each expert-parallel rank, over dp / ep x tp."""
     experts = [p for p in params if p.expert and len(p.shape) == 3]
     dense = [p for p in params if not (p.expert and len(p.shape) == 3)]
-    groups = grid_of(ranks, mesh.tp)
+    groups = _grid_of(ranks, mesh.tp)
     if dense:
         yield _buffers(dense, mesh, groups, lay)
     for p in experts:
@@ -282,11 +410,11 @@ def _buffers(params: Sequence[Param], mesh: Mesh, grid: Grid, lay: _Lay) -> Unit
         i: tuple(of_replica for of_replica in ranges for _ in range(mesh.tp))
         for i, ranges in zip(order, table, strict=True)
     }
-    placed = [Placed(p, lay(p, flat, grid, cuts[i], held[i])) for i, p in enumerate(params)]
+    placed = [Placed(p, lay(p, _flat, grid, cuts[i], held[i])) for i, p in enumerate(params)]
     return Unit(union(grid), placed, stored=total)  # parameters lie in the buffer, gaps and all
 
 
-def zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[_Ranges], int]:
+def _zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[_Ranges], int]:
     """_Ranges that DeepSpeed gives each rank of the parameters of one group, and the length of a flat.
 
     Stages 1 and 2: the parameters one after the other, padded at the end to a multiple of 2 x ranks, in equal parts

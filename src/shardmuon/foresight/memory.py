@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardmuon.foresight.types import BucketCount
+from shardmuon.foresight.counting import BucketCount
 from shardmuon.orthogonalize import Summing, batch_size, empty_batch, orthogonalize, sliced
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.gram import FiniteWatch
@@ -68,14 +68,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 @lru_cache(maxsize=4096)
-def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device: str, coefficients: Triples) -> int:
+def _work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device: str, coefficients: Triples) -> int:
     """Bytes that orthogonalizing a batch takes beside it at most, its result among them."""
     choice = Choice.of(how)
     num, rows, cols = shape
     size = batch_size(rows, cols, torch.device(device))
     few = 2 * size + (num % size or size)  # with the last part of a batch, if there is one
     if num > few + size:  # from here on each batch adds what it leaves: thousands of experts need not be run
-        first, more = (work_space((n, rows, cols), how, wire, device, coefficients) for n in (few, few + size))
+        first, more = (_work_space((n, rows, cols), how, wire, device, coefficients) for n in (few, few + size))
         return first + (num - few) // size * (more - first)
     with FakeTensorMode():
         batch = empty_batch(shape, wire, torch.device(device))
@@ -93,7 +93,7 @@ def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device:
 
 
 @lru_cache(maxsize=1024)
-def slice_space(
+def _slice_space(
     shape: tuple[int, int], parts: int, how: str, wire: torch.dtype, device: str, coefficients: Triples
 ) -> int:
     """Bytes that one slice of a matrix of this shape takes beside it at most, with what its owner is sent."""
@@ -144,27 +144,33 @@ class _Moves(NamedTuple):
 
     def begin(self, b: BucketCount) -> list[int]:
         packed, filled = (self._stepped(b, portion) for portion in b.stepped)
-        return [b.gather.bytes, packed, -packed, b.gather_received.bytes, b.batches, filled, -filled]
+        return [b.sent.gather.bytes, packed, -packed, b.received.gather.bytes, b.batches, filled, -filled]
 
     def compute(self, b: BucketCount) -> list[int]:
         taken, slices = list[int](), 0
         for m in b.matrices:
             settings = m.how, getattr(torch, b.wire), self.device, self.coefficients[m[:2]]
             if m.owners > 1:  # in step with each other
-                slices += m.num * slice_space(m[:2], m.owners, *settings)
+                slices += m.num * _slice_space(m[:2], m.owners, *settings)
             else:
-                taken.append(work_space((m.num, *m[:2]), *settings))
+                taken.append(_work_space((m.num, *m[:2]), *settings))
         most = max([*taken, slices], default=0)  # one after the other
-        return [-b.gather.bytes - b.gather_received.bytes, most, -most, b.scatter.bytes, b.scatter_received.bytes]
+        return [
+            -b.sent.gather.bytes - b.received.gather.bytes,
+            most,
+            -most,
+            b.sent.scatter.bytes,
+            b.received.scatter.bytes,
+        ]
 
     def apply(self, b: BucketCount) -> list[int]:
         made = self._applied(b, b.applied[0])
-        done = b.batches + b.scatter_received.bytes
-        return [b.relay.bytes - b.scatter.bytes, made, -made, b.relay_received.bytes - done]
+        done = b.batches + b.received.scatter.bytes
+        return [b.sent.relay.bytes - b.sent.scatter.bytes, made, -made, b.received.relay.bytes - done]
 
     def finish(self, b: BucketCount) -> list[int]:
         made = self._applied(b, b.applied[1])
-        return [-b.relay.bytes, made, -made, -b.relay_received.bytes]
+        return [-b.sent.relay.bytes, made, -made, -b.received.relay.bytes]
 
     def _stepped(self, b: BucketCount, portion: int) -> int:
         """The new momentum of a portion; on CPUs nothing if the buffer has the weights' dtype, as it is made there."""

@@ -1,4 +1,4 @@
-"""Models as data: the names, shapes and numbers of a preset or a configuration; or somebody's module.
+"""Models: the names, shapes and numbers of a preset; or somebody's module, or what a configuration makes.
 
 [Note: what works on a token]
     Training takes 6 FLOPs of forward and backward for each token and each parameter that works on it: all but tables
@@ -32,7 +32,7 @@ from shardmuon.texts import did_you_mean
 
 _PRESETS = Path(__file__).parent / "data" / "models"
 _Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
-Active = tuple[int, str]  # elements that work on one token, and who says so; "": there are no experts
+_Active = tuple[int, str]  # elements that work on one token, and who says so; "": there are no experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class Model:
     """A module on the meta device and what is known of it.
 
     Attributes:
-        name, source: As in `Exact`.
+        name: Name, as the user gave it.
+        source: Where its shapes come from (an address, a file, a function).
         module: The module, with every parameter on the meta device.
         active: See [Note: what works on a token].
         num_heads, num_kv_heads: Heads of attention, 0 if unknown.
@@ -49,7 +50,7 @@ class Model:
     name: str
     source: str
     module: nn.Module
-    active: Active
+    active: _Active
     num_heads: int
     num_kv_heads: int
 
@@ -69,26 +70,27 @@ def load_model(model: str | nn.Module) -> Model:
     """
     if isinstance(model, nn.Module):
         return _model(type(model).__name__, "the module given", model)
-    if model in preset_names():
-        data = preset(model)
+    known = _preset_names()
+    if model in known:
+        data = _preset(model)
         return _model(str(data["title"]), str(data["source"]), build(data["config"]))
     if is_config(model):
-        return _of_config(model)
+        path = (Path(model) if model.endswith(".json") else Path(model) / "config.json").resolve()
+        return _model(path.parent.name, str(path), model_from_config(model), json.loads(path.read_text()))
     if ":" in model:
         return _model(model, model, model_from_function(model, meta=True))
-    known = preset_names()
     raise ValueError(
         f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, known)}"
         "; the path of a Hugging Face config.json, or of its folder; or MODULE:FUNCTION that builds the model"
     )
 
 
-def preset_names() -> list[str]:
+def _preset_names() -> list[str]:
     """Names of the models that are shipped as data."""
     return sorted(path.stem for path in _PRESETS.glob("*.json"))
 
 
-def preset(name: str) -> dict[str, Any]:
+def _preset(name: str) -> dict[str, Any]:
     """A preset's data: title, source, published_parameters, published_at, config (see `build`)."""
     found: dict[str, Any] = json.loads((_PRESETS / f"{name}.json").read_text())
     return found
@@ -96,34 +98,9 @@ def preset(name: str) -> dict[str, Any]:
 
 def _model(name: str, source: str, module: nn.Module, beside: Mapping[str, Any] | None = None) -> Model:
     """A module with what its configuration, and the file that it was made of, say of it."""
-    config = getattr(module, "config", None)
-    said = {**flattened(_entries(config)), **flattened(beside or {})}
+    said = {**flattened(_entries(getattr(module, "config", None))), **flattened(beside or {})}
     heads, kv_heads = (int(said.get(f"num_{of}_heads") or 0) for of in ("attention", "key_value"))
-    return Model(name, source, module, active_of(module, said), heads, kv_heads or heads)
-
-
-def _of_config(text: str) -> Model:
-    path = Path(text) if text.endswith(".json") else Path(text) / "config.json"
-    if not path.exists():
-        raise ValueError(f"{text}: there is no such file. Give the path of a config.json, or a preset's name")
-    try:
-        given = json.loads(path.read_text())
-    except json.JSONDecodeError as wrong:
-        raise ValueError(f"{path}: it is no JSON ({wrong})") from None
-    if not isinstance(given, dict) or not ({"model_type", "architectures"} & set(given)):
-        raise ValueError(f"{path}: it says neither model_type nor architectures, so its shapes are unknown")
-    sizes = flattened(given)
-    for key in (*_NEEDED, "intermediate_size"):
-        size = sizes.get(key)
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ValueError(f"{path}: {key} is {size!r}. Write a whole number of at least 1")
-    try:
-        module = model_from_config(text)
-    except (ImportError, ValueError) as wrong:  # there is no transformers, or it does not know the type
-        if isinstance(wrong, ValueError) and given.get("model_type") not in _MODEL_TYPES:
-            raise
-        module = build(_decoder_sizes(given, text))
-    return _model(str(given.get("_name_or_path") or path.parent.name or path.name), str(path), module, given)
+    return Model(name, source, module, _active_of(module, said), heads, kv_heads or heads)
 
 
 def is_config(text: str) -> bool:
@@ -234,7 +211,7 @@ _DECODER: Mapping[str, Any] = {
     "intermediate_size": 0,  # of dense feed-forward layers
     "tie_word_embeddings": False,
     "attention_bias": False,  # True: of q, k and v; "all": of o, too
-    "qk_norm": False,  # True: of each head's q and k; "all": of all heads together
+    "qk_norm": False,  # of each head's q and k
     # "gated": gate, up and down. "plain": two layers with biases, and LayerNorm with biases (GPT-2, whose linear layers
     # are stored transposed and whose positions are learned).
     "mlp": "gated",
@@ -243,17 +220,13 @@ _DECODER: Mapping[str, Any] = {
     "num_experts_per_tok": 0,
     "moe_intermediate_size": 0,
     "num_shared_experts": 0,  # always active ones, in one dense layer
-    "shared_intermediate_size": 0,  # of that layer; 0: of so many experts
     "first_k_dense": 0,  # layers before those with experts
-    "sparse_step": 1,  # of the layers after them every so many-th has experts, counted from the model's first
-    "dense_layers": (),  # others that have none
     "router_bias": False,  # an entry for each expert
     "expert_bias": False,  # biases in experts, and gate and up in one stack, inputs first (gpt-oss)
     "attention_sinks": False,  # an entry for each head (gpt-oss)
     # of latent attention (DeepSeek); 0: grouped-query attention, and no compressed q
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
 }
-_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 # Parameters in a decoder's order: conditions, name, dims; all in words of `_words`. Those of a layer stand under
@@ -284,8 +257,8 @@ _LAYER = (
     ("grouped bias", "self_attn.v_proj.bias", "kv"),
     ("grouped", "self_attn.o_proj.weight", "width q"),
     ("grouped bias_of_o", "self_attn.o_proj.bias", "width"),
-    ("grouped qk_norm", "self_attn.q_norm.weight", "q_norm"),
-    ("grouped qk_norm", "self_attn.k_norm.weight", "k_norm"),
+    ("grouped qk_norm", "self_attn.q_norm.weight", "head"),
+    ("grouped qk_norm", "self_attn.k_norm.weight", "head"),
     # DeepSeek's latent attention, with fused weights that routing splits
     ("latent whole_q", "self_attn.q_proj.weight", "latent_q width"),
     ("latent q_rank", "self_attn.q_a_proj.weight", "q_rank width"),
@@ -323,10 +296,8 @@ _LAST = (
 def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
     """Dims and conditions (not 0) of a decoder's parameters, and of one of its layers."""
     width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
-    head, plain, all_heads = c.head_dim or width // heads, c.mlp == "plain", c.qk_norm == "all"
-    q, kv, each = heads * head, (c.num_key_value_heads or heads) * head, c.moe_intermediate_size
-    others = layer < c.first_k_dense or layer in c.dense_layers or (layer + 1) % c.sparse_step
-    experts = 0 if others else c.num_experts
+    head, plain, each = c.head_dim or width // heads, c.mlp == "plain", c.moe_intermediate_size
+    experts = 0 if layer < c.first_k_dense else c.num_experts
     return {
         "vocab": c.vocab_size,
         "width": width,
@@ -338,11 +309,10 @@ def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
         "3width": 3 * width,
         "grouped": not plain and not c.kv_lora_rank,
         "heads": heads,
-        "q": q,
-        "kv": kv,
-        "q_norm": q if all_heads else head,
-        "k_norm": kv if all_heads else head,
-        "qk_norm": bool(c.qk_norm),
+        "q": heads * head,
+        "kv": (c.num_key_value_heads or heads) * head,
+        "head": head,
+        "qk_norm": c.qk_norm,
         "sinks": c.attention_sinks,
         "bias": bool(c.attention_bias),
         "bias_of_o": c.attention_bias == "all",
@@ -359,7 +329,7 @@ def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
         "2each": 2 * each,
         "biased": c.expert_bias,
         "unbiased": not c.expert_bias,
-        "shared": c.shared_intermediate_size or c.num_shared_experts * each,
+        "shared": c.num_shared_experts * each,
     }
 
 
@@ -405,56 +375,11 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
 
 # ------------------------------------------------------------------------------------------------- configurations
 
-# What Hugging Face's configurations call these fields. An alias comes before the field itself, as Llama 4 has both
-# `intermediate_size`, which is that of its experts, and `intermediate_size_mlp`.
-_ALIASES = {
-    **dict.fromkeys(("n_embd", "d_model"), "hidden_size"),
-    **dict.fromkeys(("n_layer", "n_layers"), "num_hidden_layers"),
-    **dict.fromkeys(("n_head", "n_heads"), "num_attention_heads"),
-    "kv_n_heads": "num_key_value_heads",
-    "n_positions": "max_position_embeddings",
-    **dict.fromkeys(("n_inner", "ffn_hidden_size", "intermediate_size_mlp"), "intermediate_size"),
-    **dict.fromkeys(("num_local_experts", "n_routed_experts", "moe_num_experts"), "num_experts"),
-    **dict.fromkeys(("n_shared_experts", "num_shared_expert", "moe_num_shared_experts"), "num_shared_experts"),
-    "shared_expert_intermediate_size": "shared_intermediate_size",
-    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), "first_k_dense"),
-    **dict.fromkeys(
-        ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "moe_layer_freq"), "sparse_step"
-    ),
-    "mlp_only_layers": "dense_layers",
-    "use_qk_norm": "qk_norm",
-    "use_bias": "attention_bias",
-}
 # configurations inside of one
 _INNER = (
     *("text_config", "llm_config", "language_config", "thinker_config", "attn_config"),
     *("ffn_config", "moe_config", "moe_args", "moe"),
 )
-_MODEL_TYPES: dict[str, dict[str, Any]] = {  # model_type -> what its configuration does not say
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"attention_bias": True},
-    "qwen3": {"qk_norm": True},
-    "qwen2_moe": {"attention_bias": True},
-    "qwen3_moe": {"qk_norm": True},
-    "mixtral": {},
-    "deepseek_v2": {},
-    "deepseek_v3": {"router_bias": True},
-    "kimi_k2": {"router_bias": True},
-    "dbrx": {},
-    "dots1": {"qk_norm": True},
-    "ernie4_5_moe": {},
-    "glm4_moe": {"attention_bias": True},
-    "gpt_oss": {"attention_bias": "all", "attention_sinks": True, "router_bias": True, "expert_bias": True},
-    "granitemoe": {},
-    "granitemoeshared": {},
-    "hunyuan_v1_moe": {},
-    "llama4": {"num_shared_experts": 1},  # its text model
-    "minimax_m2": {"qk_norm": "all"},
-    "olmoe": {"qk_norm": "all"},
-    "phimoe": {"attention_bias": "all"},
-    "gpt2": {"mlp": "plain", "tie_word_embeddings": True},
-}
 
 
 def _entries(config: Any) -> Mapping[str, Any]:
@@ -468,44 +393,6 @@ def flattened(given: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration together with the entries of configurations inside it."""
     inner = (flattened(given[key]) for key in _INNER if isinstance(given.get(key), Mapping))
     return dict(given) | {key: value for one in inner for key, value in one.items()}
-
-
-def _decoder_sizes(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The sizes of a Hugging Face configuration of a known `model_type`.
-
-    Args:
-        given: The contents of config.json.
-        where: For messages.
-
-    Raises:
-        ValueError: The type is unknown, or a size is missing or differs from layer to layer.
-    """
-    kind = given.get("model_type")
-    if kind not in _MODEL_TYPES:
-        raise ValueError(
-            f"{where}: model_type {kind!r} is not one that is known without transformers ({', '.join(_MODEL_TYPES)}). "
-            "Install it (pip install transformers), or give MODULE:FUNCTION that builds the model"
-        )
-    said = {key: value for key, value in flattened(given).items() if value is not None}
-    found = {key: value for key, value in said.items() if key in (*_NEEDED, *_DECODER)}
-    found |= {_ALIASES[key]: value for key, value in said.items() if key in _ALIASES}
-    found["dense_layers"] = tuple(found.get("dense_layers", ()))
-    found.setdefault("moe_intermediate_size", said.get("intermediate_size", found.get("intermediate_size", 0)))
-    for key, value in found.items():
-        if isinstance(value, list):  # a value for each layer
-            if len(set(value)) != 1:
-                raise ValueError(
-                    f"{where}: {key}={value} differs from layer to layer. Install transformers to plan that"
-                )
-            found[key] = value[0]
-    if found.get("attention_bias"):
-        found["attention_bias"] = "all"
-    missing = [key for key in _NEEDED if key not in found]
-    if missing:
-        raise ValueError(
-            f"{where}: {', '.join(missing)} is missing, so the shapes are unknown. Write it into config.json"
-        )
-    return found | _MODEL_TYPES[kind]
 
 
 # ------------------------------------------------------------------------------------------ what works on one token
@@ -522,7 +409,7 @@ _BY_TYPE = {"switch_transformers": 1, "nllb-moe": 2}  # model_type -> experts of
 _EXPERTS = re.compile(r"(^|\.)(routed_|local_|moe_)?experts(\.|$)")
 
 
-def active_of(module: nn.Module, config: Mapping[str, Any]) -> Active:
+def _active_of(module: nn.Module, config: Mapping[str, Any]) -> _Active:
     """Elements that work on one token, and who says so, see [Note: what works on a token].
 
     Args:

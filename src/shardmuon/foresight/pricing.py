@@ -1,9 +1,9 @@
 """Price of a plan's counts on a machine: seconds as an interval, what makes it wide, and a timeline of the buckets.
 
-Exact counts come in (`types.Exact`), hardware comes in as data; both are given, so everything here is arithmetic.
+Exact counts come in (`job.Exact`), hardware comes in as data; both are given, so everything here is arithmetic.
 
 [Note: the width of an interval]
-    Each uncertain thing (`FACTORS`) has a least, a middle and a worst value. The interval's ends take all of them at
+    Each uncertain thing (`_FACTORS`) has a least, a middle and a worst value. The interval's ends take all of them at
     their ends. How much of its width each one makes is found by moving that one alone; the largest is its reason.
 """
 
@@ -12,13 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from shardmuon.foresight.hardware import Hardware, Rates, Uses, interval
-from shardmuon.foresight.types import BucketCount, Exact, RankClass, Sent, Time
+from shardmuon.errors import ranks_text
+from shardmuon.foresight.counting import BucketCount, RankClass, Sent
+from shardmuon.foresight.hardware import Hardware, Rates, Time, Uses, interval, load, names
+from shardmuon.foresight.job import Exact, exact_of
 from shardmuon.plan import pipeline
 from shardmuon.plan.pipeline import BucketTimes, Course, Event
+from shardmuon.plan.plan import Plan
 
-FACTORS = {
+_FACTORS = {
     "products": "how much of the peak the matrix products reach",
     "memory": "how fast momentum, copies and weights pass through memory",
     "wire": "how fast exchanges are",
@@ -30,7 +35,7 @@ _EXCHANGES = ("gather", "scatter", "relay")
 _WIRE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _Pick = Mapping[str, int]  # factor -> 0, 1 or 2: at its best, in the middle, at its worst
 _Seconds = dict[str, float]  # by factor
-_MIDDLE = dict.fromkeys(FACTORS, 1)
+_MIDDLE = dict.fromkeys(_FACTORS, 1)
 _Key = tuple[object, ...]  # tells buckets of different groups of ranks apart; equal on all ranks of a group
 _Held = tuple[_Key, BucketCount]  # a bucket as the ranks of one class carry it out
 
@@ -97,10 +102,10 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
         raise ValueError(f"tokens={tokens} must be a number above 0. Write the tokens of one step, e.g. 4e6")
     uses = Uses()
     pricer = _Pricer(exact, hardware, uses)
-    best, middle, worst = (pricer.run(dict.fromkeys(FACTORS, which)) for which in range(3))
+    best, middle, worst = (pricer.run(dict.fromkeys(_FACTORS, which)) for which in range(3))
     slowest = max(range(len(middle)), key=lambda i: (middle[i].end, -i))
     step = Time(*sorted(max(course.end for course in courses) for courses in (best, middle, worst)))
-    training = None if tokens is None else training_seconds(exact, hardware, tokens, uses)
+    training = None if tokens is None else _training_seconds(exact, hardware, tokens, uses)
     found = exact.classes[slowest]
     return Price(
         hardware=hardware.name,
@@ -117,7 +122,7 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
     )
 
 
-def training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Uses) -> Time:
+def _training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Uses) -> Time:
     """Seconds of forward and backward: 6 x active parameters x tokens over ranks, peak and the share of it reached."""
     if not exact.tokens_flops:
         raise ValueError(
@@ -125,14 +130,14 @@ def training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Uses
             "Leave --tokens-per-step out"
         )
     work = exact.tokens_flops * tokens / exact.world
-    return interval(hardware, uses, lambda rates: work / (rates.peak("bfloat16") * rates.fact("mfu")))
+    return interval(hardware, uses, lambda rates: work / (rates.of("peak bfloat16") * rates.of("mfu")))
 
 
 def adamw_step(exact: Exact, hardware: Hardware) -> Time:
     """Seconds of a step of AdamW on all parameters, of the rank that holds most."""
     most = max(c.muon_elements + c.adamw_elements for c in exact.classes)
     return interval(
-        hardware, Uses(), lambda rates: rates.fact("host_step") + rates.passed("adamw", most, max(1, most / 64), 4)
+        hardware, Uses(), lambda rates: rates.of("host_step") + rates.passed("adamw", most, max(1, most / 64), 4)
     )
 
 
@@ -159,17 +164,16 @@ class _Pricer:
 
     def _times(self, number: int, pick: _Pick) -> BucketTimes:
         key, phases = self._parts[1].phases[number]
-        found: dict[str, float | None] = {}
-        for phase, seconds in phases.items():
-            picked = ((self._parts[pick[f]].phases[number][1][phase] or {})[f] for f in seconds or ())
-            found[phase] = None if seconds is None else sum(picked)
-        return BucketTimes(key, **found)  # type: ignore[arg-type]
+        found: dict[str, Any] = dict.fromkeys(_EXCHANGES)
+        for phase, factors in phases.items():
+            found[phase] = sum(self._parts[pick[factor]].phases[number][1][phase][factor] for factor in factors)
+        return BucketTimes(key, **found)
 
     def reasons(self, step: Time, stage: int) -> tuple[tuple[str, str, float], ...]:
         """Each uncertain factor with a text and its share of the interval's width, found in the stage that takes
         longest."""
         found = []
-        for factor, text in FACTORS.items():
+        for factor, text in _FACTORS.items():
             low, high = (max(course.end for course in self.run({**_MIDDLE, factor: which}, stage)) for which in (0, 2))
             found.append((factor, text, max(0.0, high - low) / (step.hi - step.lo) if step.hi > step.lo else 0.0))
         return tuple(sorted(found, key=lambda row: -row[2]))
@@ -178,13 +182,8 @@ class _Pricer:
         """Seconds of one class of ranks, by what they are spent on."""
 
         def spent(parts: _Parts, factor: str) -> float:
-            of_buckets = (parts.phases[n][1].items() for n in self._held[number])
-            return sum(
-                (seconds or {}).get(factor, 0.0)
-                for phases in of_buckets
-                for phase, seconds in phases
-                if phase not in _EXCHANGES
-            )
+            phases = (item for n in self._held[number] for item in parts.phases[n][1].items())
+            return sum(seconds.get(factor, 0.0) for phase, seconds in phases if phase not in _EXCHANGES)
 
         return {
             "products": Time(*(spent(parts, "products") for parts in self._parts)),
@@ -202,27 +201,28 @@ class _Parts:
     Attributes:
         overlap: Share of an exchange that passes beside products.
         first: Before the first bucket.
-        phases: Of each bucket the key of its exchanges, None if nothing moves, and phase -> factor -> seconds; None for
-            an exchange that there is not.
+        phases: Of each bucket the key of its exchanges, None if nothing moves, and phase -> factor -> seconds, without
+            exchanges that there are not.
         adamw: Of each class of ranks.
     """
 
     def __init__(self, exact: Exact, held: Sequence[_Held], fragments: Mapping[_Key, int], rates: Rates) -> None:
         self._rates, mesh = rates, exact.mesh
         self._slower = rates.slowdown(min(exact.world, rates.hardware.gpus_per_node, mesh.gpus_per_node))
-        self.overlap = rates.fact("overlap")
+        self.overlap = rates.of("overlap")
         votes = max((c.votes for c in exact.classes), default=0)
         hops = math.log2(max(2, exact.world)) * votes if exact.world > 1 else 0.0
-        self.first = {"host": rates.fact("host_step"), "latency": rates.fact("agreement") * hops}
+        self.first = {"host": rates.of("host_step"), "latency": rates.of("agreement") * hops}
         self.phases = [
-            (group if bucket.exchange else None, self._phases(bucket, fragments[group])) for group, bucket in held
+            (None if bucket.route == "local" else group, self._phases(bucket, fragments[group]))
+            for group, bucket in held
         ]
         self._slowest_of_each_exchange()
         self.adamw = [self._pass("adamw", c.adamw_elements, c.adamw_elements / 2, 4) for c in exact.classes]
 
-    def _phases(self, bucket: BucketCount, fragments: int) -> dict[str, _Seconds | None]:
+    def _phases(self, bucket: BucketCount, fragments: int) -> dict[str, _Seconds]:
         rates, foreign, idle = self._rates, bucket.foreign, bucket.idle
-        each, calls, held = rates.fact("host_matrix"), rates.fact("host_bucket"), max(1, bucket.held)
+        each, calls, held = rates.of("host_matrix"), rates.of("host_bucket"), max(1, bucket.held)
 
         def passed(what: str, elements: int, num_calls: float = 0.0, copied: int = 0) -> _Seconds:
             memory = self._pass(what, elements, bucket.held / max(1, fragments), _WIRE_BYTES[bucket.wire])
@@ -232,29 +232,28 @@ class _Parts:
             }
 
         fill, momentum = passed("pack", bucket.held - foreign - idle), passed("momentum", idle)
-        copied = bucket.gather_received.bytes + bucket.scatter.bytes  # from the wire to the batches, and back
+        copied = bucket.received.gather.bytes + bucket.sent.scatter.bytes  # from the wire to the batches, and back
         products = sum(self._slower * rates.product(m.rows, m.cols, m.how, m.num, m.flops) for m in bucket.matrices)
-        phases: dict[str, _Seconds | None] = {
+        phases: dict[str, _Seconds] = {
             "pack": passed("pack", foreign, 0.5),
             "fill": {"memory": fill["memory"] + momentum["memory"], "host": fill["host"] + momentum["host"]},
             "orthogonalize": {"products": products, "memory": rates.memory(2 * copied), **self._summed(bucket)},
-            "apply": passed("apply", bucket.held - idle, 0.5, bucket.relay.bytes),
+            "apply": passed("apply", bucket.held - idle, 0.5, bucket.sent.relay.bytes),
             "finish": passed("apply", idle, 0.5 * bucket.relays),
         }
         there_are = (bucket.gathers, bucket.gathers, bucket.relays)
-        for at, (phase, there_is) in enumerate(zip(_EXCHANGES, there_are, strict=True)):
-            phases[phase] = self._exchange(bucket, bucket.sides[at], bucket.sides[at + 4]) if there_is else None
-        return phases
+        exchanges = zip(_EXCHANGES, there_are, bucket.sent, bucket.received, strict=False)
+        return phases | {phase: self._exchange(bucket, *sides) for phase, there_is, *sides in exchanges if there_is}
 
     def _exchange(self, bucket: BucketCount, sent: Sent, received: Sent) -> _Seconds:
-        peers = (side.peers_inside + side.peers_across for side in (sent, received))
+        peers = max(side.peers_inside + side.peers_across for side in (sent, received))
         inside, across = (max(sent[way], received[way]) for way in (0, 1))
-        return self._rates.exchange(bucket.num_ranks, inside, across, max(peers), bucket.num_nodes > 1)
+        return self._rates.exchange(bucket.num_ranks, inside, across, peers, bucket.num_nodes > 1)
 
     def _summed(self, bucket: BucketCount) -> _Seconds:
         """Seconds of the exchanges in which owners of slices add up, one like the other; none for who has no slice."""
-        inside, across, *peers = (value // max(1, bucket.sums) for value in bucket.summed)
-        num = 1 + sum(peers) if bucket.summed.bytes else 1
+        inside, across, *peers = (value // max(1, bucket.sums) for value in bucket.sent.summed)
+        num = 1 + sum(peers) if bucket.sent.summed.bytes else 1
         one = self._rates.exchange(num, inside, across, sum(peers), bool(across))
         return {factor: seconds * bucket.sums for factor, seconds in one.items()}
 
@@ -264,13 +263,12 @@ class _Parts:
     def _slowest_of_each_exchange(self) -> None:
         """Set each exchange's time to that of the rank that sends or receives most, on all of its ranks."""
         most: dict[tuple[_Key | None, str], _Seconds] = {}
-        exchanges = [(key, phase, phases) for key, phases in self.phases for phase in _EXCHANGES if key is not None]
+        exchanges = [(key, phase, phases) for key, phases in self.phases for phase in _EXCHANGES if phase in phases]
         for key, phase, phases in exchanges:
             known = most.setdefault((key, phase), {"latency": 0.0, "wire": 0.0})
-            for factor, seconds in (phases[phase] or {}).items():
+            for factor, seconds in phases[phase].items():
                 known[factor] = max(known[factor], seconds)
-            if phases[phase] is not None:
-                phases[phase] = known
+            phases[phase] = known
 
 
 def _group(rank: RankClass, bucket: BucketCount) -> _Key:
@@ -287,3 +285,49 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
             owned[key] = owned.get(key, 0.0) + rank.count * matrices
             members[key] = members.get(key, 0.0) + rank.count / bucket.num_ranks
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
+
+
+# --------------------------------------------------------------------------------------------------------- a live plan
+
+
+def price_plan(plan: Plan, gpu: str | Path | Hardware, *, gpus_per_node: int | None = None) -> Price:
+    """Say what a step of a plan takes on a machine: an interval of seconds, with a timeline. AdamW is not in it.
+
+    Args:
+        plan: Plan of a live optimizer, or made by hand.
+        gpu: A hardware file's name ("h100") or path, or a `Hardware`.
+        gpus_per_node: Ranks that the fast links join. Default: the hardware's.
+
+    Raises:
+        ValueError: There is no such hardware.
+    """
+    hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
+    return price(exact_of(plan, hardware.gpus_per_node if gpus_per_node is None else gpus_per_node), hardware)
+
+
+def summary(plan: Plan) -> list[str]:
+    """Lines for the printed plan: what travels, what a step takes, what was chosen and what else there was.
+
+    Seconds are of matrices alone, on the plan's machine. Without a hardware file for it that has their rates, or
+    PyYAML, none are told.
+    """
+    machine, lines = plan.policy.machine, list[str]()
+    exact = exact_of(plan, machine.per_node)
+    most = max(exact.classes, key=lambda c: c.sent.bytes, default=None)
+    if most is None or not most.sent.bytes:
+        return lines
+    inside, across, *peers = most.sent
+    lines.append(
+        f"rank {most.example} sends most: {inside / 2**20:.4g} MiB inside its node, {across / 2**20:.4g} MiB between "
+        f"nodes of {machine.per_node} ranks, in {sum(peers)} messages of {most.exchanges} exchanges"
+    )
+    known = machine.name.rpartition(" ")[2]
+    if known in names():
+        try:
+            found = price(exact, load(known))
+        except (ImportError, ValueError):  # no PyYAML; or the file has no rate of these products
+            pass
+        else:
+            waiting = found.parts["waiting for exchanges"].mid / found.step.mid
+            lines.append(f"a step on {machine.name}: {found.step}, of which {waiting:.0%} waits for exchanges")
+    return [*lines, *(f"ranks {ranks_text(choice.ranks)}: {choice.text}" for choice in plan.choices)]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardmuon.foresight.hardware import Hardware, load
-from shardmuon.foresight.job import count
+from shardmuon.foresight.hardware import Hardware, Time, load, scaled, seconds
+from shardmuon.foresight.job import Exact, count
+from shardmuon.foresight.layouts import Mesh, parse_mesh
 from shardmuon.foresight.pricing import Price, adamw_step, price
-from shardmuon.foresight.types import Exact, Mesh, RankClass, Time, parse_mesh, scaled, seconds
 from shardmuon.options import Exchange, Orthogonalizer
 from shardmuon.plan.pipeline import Event
 
@@ -74,8 +73,7 @@ def plan(
     report = Report(exact, hardware, found, (), adamw_step(exact, hardware))
     if not advice:
         return report
-    changes = candidates(exact, options.get("exchange", Exchange()), options.get("orthogonalizer", Orthogonalizer()))
-    return replace(report, advice=advise(report, changes, lambda changed: count(model, **{**given, **changed})))
+    return replace(report, advice=_advise(report, options, lambda changed: count(model, **{**given, **changed})))
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Report:
     exact: Exact
     hardware: Hardware
     price: Price
-    advice: tuple[Advice, ...]
+    advice: tuple[_Advice, ...]
     adamw: Time
 
     @property
@@ -111,23 +109,6 @@ class Report:
             (ours.hi - theirs.hi) / (whole.lo + theirs.hi),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: everything but the hardware's tables."""
-        found = asdict(self.price)
-        found["step"] = self.price.step._asdict()
-        found["training"] = self.price.training and self.price.training._asdict()
-        found["share"] = self.price.share._asdict()
-        found["parts"] = {name: time._asdict() for name, time in self.price.parts.items()}
-        found["timeline"] = [event._asdict() for event in self.price.timeline]
-        return {
-            "hardware": {"name": self.hardware.name, "title": self.hardware.title},
-            "exact": asdict(self.exact),
-            "price": found,
-            "adamw": self.adamw._asdict(),
-            "overhead_over_adamw": None if self.price.training is None else list(self.overhead),
-            "advice": [asdict(one) for one in self.advice],
-        }
-
     def html(self) -> str:
         """One HTML page that needs nothing from elsewhere; light or dark as the reader's system is."""
         from jinja2 import Environment  # which torch requires
@@ -138,8 +119,8 @@ class Report:
         return environment.from_string(page.read_text(encoding="utf-8")).render(
             report=self,
             price=self.price,
-            sections=sections(self),
-            events=list(zip(events, lanes(events), strict=True)),
+            sections=_sections(self),
+            events=list(zip(events, _lanes(events), strict=True)),
             phases=_PHASES,
         )
 
@@ -147,28 +128,35 @@ class Report:
         """Write the page of `html` to a file."""
         path.write_text(self.html(), encoding="utf-8")
 
-    def show(self) -> None:
-        """Print the tables, on a terminal as wide as that is."""
-        if sys.stdout.isatty():
-            _draw(sections(self))
-        else:
-            print(self)
-
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = 150) -> str:
+        """The tables, in lines of so many characters."""
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError as error:
+            raise ImportError(f"tables need rich ({error}): pip install 'shardmuon[plan]'") from None
         file = io.StringIO()
-        _draw(sections(self), file=file, width=150, color_system=None)
+        out = Console(file=file, width=width, color_system=None, highlight=False, markup=False, emoji=False)
+        for section in _sections(self):
+            table = Table(*section.header or ("", ""), box=None, pad_edge=False, padding=(0, 2, 0, 0))
+            table.show_header = bool(section.header)
+            for row in section.rows:
+                table.add_row(*row)
+            out.print(section.title, table, *section.notes, "", sep="\n")
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
 
 
 # ------------------------------------------------------------------------------------------------------------- advice
 
-SPLIT = "matrices above the mean load split among {} owners each, within rounding"
 _WORTH = 0.97  # of the step as it is: smaller gains are within what a plan can tell
 _Change = tuple[str, str, Mapping[str, Any]]  # in words, what the user writes for it, arguments of `count`
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class _Advice:
     """One change that only the user can make, and what it would do: planned in earnest, and priced.
 
     Attributes:
@@ -188,50 +176,52 @@ class Advice:
     refused: str = ""
 
 
-def candidates(exact: Exact, exchange: Exchange, orthogonalizer: Orthogonalizer) -> list[_Change]:
-    """Changes to try, the smallest first. `exchange`, `orthogonalizer`: options of the plan as it is."""
+def _changes(exact: Exact, options: Mapping[str, Any]) -> list[_Change]:
+    """Changes to try, the smallest first. `options`: of the plan as it is."""
+    exchange, orthogonalizer = options.get("exchange", Exchange()), options.get("orthogonalizer", Orthogonalizer())
     found: list[_Change] = []
-    exchanged = any(bucket.exchange for c in exact.classes for bucket in c.buckets)
+    exchanged = any(c.exchanges for c in exact.classes)
     if exchanged:
         bound = {"exchange": replace(exchange, bucket_bytes=512 * 2**20)}
         found.append(("memory for speed: buckets of 512 MiB", "Exchange(bucket_bytes=512 * 2**20)", bound))
         for num in (2, 4):
-            split = {"orthogonalizer": replace(orthogonalizer, split_k=num)}
-            found.append((SPLIT.format(num), f"Orthogonalizer(split_k={num})", split))
+            split = f"matrices above the mean load split among {num} owners each, within rounding"
+            write = f"Orthogonalizer(split_k={num})"
+            found.append((split, write, {"orthogonalizer": replace(orthogonalizer, split_k=num)}))
     mesh = exact.mesh
-    inner = mesh.gpus_per_node // mesh.tp
+    inner, ranks = mesh.gpus_per_node // mesh.tp, mesh.dp * mesh.shard
     if mesh.engine == "fsdp2" and mesh.shard > inner >= 2 and mesh.shard % inner == 0:
-        hsdp = replace(mesh, dp=mesh.dp * (mesh.shard // inner), shard=inner)
+        hsdp = replace(mesh, dp=ranks // inner, shard=inner)
         found.append(("HSDP: shards inside a node, replicas across", f'--mesh "{hsdp}"', {"mesh": hsdp}))
-    if mesh.engine == "fsdp2" and mesh.dp > 1 and mesh.shard > 1:
-        flat = replace(mesh, dp=1, shard=mesh.dp * mesh.shard)
+    if mesh.engine == "fsdp2" and min(mesh.dp, mesh.shard) > 1:
+        flat = replace(mesh, dp=1, shard=ranks)
         found.append(("FSDP over all ranks, no replicas", f'--mesh "{flat}"', {"mesh": flat}))
     return found
 
 
-def advise(
-    report: Report, changes: Sequence[_Change], replan: Callable[[Mapping[str, Any]], Exact]
-) -> tuple[Advice, ...]:
-    """Plan and price changes, each by itself.
+def _advise(
+    report: Report, options: Mapping[str, Any], replan: Callable[[Mapping[str, Any]], Exact]
+) -> tuple[_Advice, ...]:
+    """Plan and price changes that might help, each by itself.
 
     Args:
         report: The plan as it is.
-        changes: See `candidates`.
+        options: Its options of `Muon`.
         replan: Makes a plan with changed arguments.
 
     Returns:
         The effect of each, those that help most first.
     """
     before, found = report.price.step, []
-    for what, write, changed in changes:
+    for what, write, changed in _changes(report.exact, options):
         try:
             other = replan(changed)
         except ValueError as wrong:
-            found.append(Advice(what, write, refused=str(wrong)))
+            found.append(_Advice(what, write, refused=str(wrong)))
             continue
         step = price(other, report.hardware).step
         gain = before.mid - step.mid if step.mid < _WORTH * before.mid else min(0.0, before.mid - step.mid)
-        found.append(Advice(what, write, step, gain, _peak(other) - _peak(report.exact)))
+        found.append(_Advice(what, write, step, gain, _peak(other) - _peak(report.exact)))
     return tuple(sorted(found, key=lambda a: (bool(a.refused), -a.gain)))
 
 
@@ -247,10 +237,9 @@ _KEY = (
     "gradients, state."
 )
 _MANY = 12  # rows of a table; the rest is counted
-Rows = Sequence[tuple[str, ...]]
 
 
-class Section(NamedTuple):
+class _Section(NamedTuple):
     """A table with a title and remarks.
 
     Attributes:
@@ -261,72 +250,55 @@ class Section(NamedTuple):
     """
 
     title: str
-    rows: Rows
+    rows: Sequence[tuple[str, ...]]
     header: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def _draw(found: Sequence[Section], **console: Any) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError as error:
-        raise ImportError(f"tables need rich ({error}): pip install 'shardmuon[plan]'") from None
-    out = Console(highlight=False, **console)
-    for section in found:
-        table = Table(*section.header or ("", ""), box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.show_header = bool(section.header)
-        for row in section.rows:
-            table.add_row(*map(Text, row))
-        notes = (Text(note, style="dim") for note in section.notes)
-        out.print(Text(section.title, style="bold underline"), table, *notes, "", sep="\n")
-
-
-def size(value: float) -> str:
+def _size(value: float) -> str:
     """Text of a number of bytes, in binary units and three digits."""
     return scaled((value,), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-def number(value: float) -> str:
+def _number(value: float) -> str:
     """A count in words that people read: 70.6 B."""
     return f"{value:,.0f}" if value < 1e6 else scaled((value / 1e6,), 1000, ("M", "B", "T", "P"))
 
 
-def operations(value: float) -> str:
+def _operations(value: float) -> str:
     """Text of a number of floating point operations."""
     return scaled((value / 1e6,), 1000, ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
-def percent(value: float) -> str:
+def _percent(value: float) -> str:
     """Text of a fraction in percent, with as many digits as it needs."""
     return f"{100 * value:.3g} %"
 
 
-def sections(report: Report) -> list[Section]:
+def _sections(report: Report) -> list[_Section]:
     """All tables of a report, in the order in which they are read."""
-    found = [_summary(report), _answers(report), _ranks(report.exact), _matrices(report.exact), _parts(report)]
+    found = [_summary(report), _answers(report), _ranks(report.exact), _parts(report)]
     return [*found, *([_advice(report)] if report.advice else []), _grounds(report)]
 
 
-def _summary(report: Report) -> Section:
+def _summary(report: Report) -> _Section:
     exact, mesh = report.exact, report.exact.mesh
     digests = [f"{digest} (ranks {ranks})" for ranks, digest in list(exact.digests.items())[:3]]
     more = len(exact.digests) - len(digests)
-    params, in_matrices = number(exact.num_params), number(exact.muon_params)
+    params, in_matrices = _number(exact.muon_params + exact.adamw_params), _number(exact.muon_params)
     rows = {
         "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
-        "active": f"{number(exact.tokens_flops / 6)} parameters: {exact.active}" if exact.active else "",
+        "active": f"{_number(exact.tokens_flops / 6)} parameters: {exact.active}" if exact.active else "",
         "source": exact.source,
         "mesh": f"{mesh} ({mesh.engine}), {exact.world:,} ranks on {mesh.num_nodes:,} nodes of {mesh.gpus_per_node}",
         "hardware": report.hardware.title,
         "options": ", ".join(f"{key} {value}" for key, value in exact.options.items()),
         "digest": "; ".join([*digests, f"{more:,} more"] if more > 0 else digests),
     }
-    return Section("Plan", [row for row in rows.items() if row[1]])
+    return _Section("Plan", [row for row in rows.items() if row[1]])
 
 
-def _answers(report: Report) -> Section:
+def _answers(report: Report) -> _Section:
     price = report.price
     rows = {
         "optimizer step": f"{price.step}, most likely {seconds(price.step.mid)}",
@@ -337,23 +309,23 @@ def _answers(report: Report) -> Section:
         "straggler": _straggler(report),
     }
     if price.training is not None:
-        low, middle, high = map(percent, price.share)
+        low, middle, high = map(_percent, price.share)
         rows["share of a training step"] = (
-            f"{low} .. {high}, most likely {middle}; forward and backward of {number(price.tokens or 0)} tokens "
+            f"{low} .. {high}, most likely {middle}; forward and backward of {_number(price.tokens or 0)} tokens "
             f"take {price.training}"
         )
-        low, middle, high = map(percent, report.overhead)
+        low, middle, high = map(_percent, report.overhead)
         longer = f"a training step is {middle} longer than with AdamW ({low} .. {high})"
         rows["over AdamW"] = f"{longer}; {rows['over AdamW']}"
-    return Section("Answers", [row for row in rows.items() if row[1]])
+    return _Section("Answers", [row for row in rows.items() if row[1]])
 
 
 def _memory(report: Report) -> str:
-    largest, need, have = report.exact.largest, _peak(report.exact), report.hardware.facts["memory_bytes"].first.hi
+    largest, need, have = report.exact.largest, _peak(report.exact), report.hardware.middle("memory_bytes")
     fits = "does not fit" if need > have else "tight" if need > _TIGHT * have else "fits"
-    peak = f"{size(largest.peak)} more at the peak of a step" if largest.peak else "the peak of a step is not counted"
-    kept = f"{size(largest.stored.total)} between steps"
-    return f"{fits}: {size(need)} of {size(have)}; {kept}, {peak}. Activations are not in it"
+    peak = f"{_size(largest.peak)} more at the peak of a step" if largest.peak else "the peak of a step is not counted"
+    kept = f"{_size(largest.stored.total)} between steps"
+    return f"{fits}: {_size(need)} of {_size(have)}; {kept}, {peak}. Activations are not in it"
 
 
 def _straggler(report: Report) -> str:
@@ -367,24 +339,22 @@ def _straggler(report: Report) -> str:
     return (
         f"rank {price.rank}; the last rank is done after {seconds(late[0][1])}, the first after "
         f"{seconds(late[-1][1])}. Most matmul FLOPs: rank {busiest.example}, {busiest.flops / mean if mean else 1:.2f} "
-        "of the mean"
-        + (f"; {idle:,} of {exact.world:,} ranks orthogonalize nothing" if idle else "")
-        + (f". {exact.uneven}" if exact.uneven else "")
+        "of the mean" + (f"; {idle:,} of {exact.world:,} ranks orthogonalize nothing" if idle else "")
     )
 
 
-def _ranks(exact: Exact) -> Section:
+def _ranks(exact: Exact) -> _Section:
     classes = sorted(exact.classes, key=lambda c: (-c.flops, c.example))
     rows = [
         (
             f"{c.example:,}" + (f" and {c.count - 1:,} like it" if c.count > 1 else ""),
             str(c.stage),
             str(c.orthogonalized),
-            operations(c.flops) if c.flops else "none",
-            size(c.stored.total),
-            size(c.peak),
-            size(_inside(c)),
-            size(c.sent - _inside(c)),
+            _operations(c.flops) if c.flops else "none",
+            _size(c.stored.total),
+            _size(c.peak),
+            _size(c.sent.inside),
+            _size(c.sent.across),
             f"{c.exchanges} + {c.votes}",
         )
         for c in classes[:_MANY]
@@ -392,49 +362,35 @@ def _ranks(exact: Exact) -> Section:
     rest = sum(c.count for c in classes[_MANY:])
     notes = (f"{rest:,} ranks of {len(classes) - _MANY:,} other kinds are left out.", _KEY) if rest else (_KEY,)
     first = ("rank", "stage", "matrices", "matmul FLOPs", "kept", "peak")
-    return Section("Ranks", rows, (*first, "sent in node", "sent between", "collectives"), notes)
+    return _Section("Ranks", rows, (*first, "sent in node", "sent between", "collectives"), notes)
 
 
-def _inside(rank: RankClass) -> int:
-    return sum(side.inside for bucket in rank.buckets for side in bucket.sides[:4])
-
-
-def _matrices(exact: Exact) -> Section:
-    rows = [
-        (m.example, f"{m.rows}x{m.cols}", f"{m.count:,}", m.route, m.how, operations(m.flops), m.reason)
-        for m in exact.matrices[:_MANY]
-    ]
-    rest = len(exact.matrices) - _MANY
-    notes = (f"{rest} other kinds are left out.",) if rest > 0 else ()
-    return Section("Matrices", rows, ("first of them", "shape", "how many", "route", "method", "each", "why"), notes)
-
-
-def _parts(report: Report) -> Section:
+def _parts(report: Report) -> _Section:
     rows = [(name, str(time)) for name, time in report.price.parts.items() if time.hi > 0.0]
-    return Section(f"Where rank {report.price.rank}'s time goes", rows, ("part", "seconds"))
+    return _Section(f"Where rank {report.price.rank}'s time goes", rows, ("part", "seconds"))
 
 
-def _advice(report: Report) -> Section:
+def _advice(report: Report) -> _Section:
     rows = [(a.change, a.write, _effect(a)) for a in report.advice]
     best = next((a for a in report.advice if a.gain > 0.0), None)
     note = "None of these makes the step shorter." if best is None else f"Smallest change that helps: {best.write}"
-    return Section("What would help", rows, ("change", "write", "step"), (note,))
+    return _Section("What would help", rows, ("change", "write", "step"), (note,))
 
 
-def _effect(advice: Advice) -> str:
+def _effect(advice: _Advice) -> str:
     if advice.step is None:
         return f"cannot be: {advice.refused}"
     gain = f"{seconds(abs(advice.gain))} {'shorter' if advice.gain > 0 else 'longer'}"
     gain = gain if advice.gain else "no difference that a plan can tell"
-    return f"{advice.step}: {gain}, memory {'+' if advice.memory >= 0 else ''}{size(advice.memory)}"
+    return f"{advice.step}: {gain}, memory {'+' if advice.memory >= 0 else ''}{_size(advice.memory)}"
 
 
-def _grounds(report: Report) -> Section:
+def _grounds(report: Report) -> _Section:
     rows = [("computed", "by the planner that the job itself uses: bytes, collectives, matrices, operations, memory")]
     rows += [("extrapolated", text) for text in report.price.extrapolated[:_MANY]]
     rows += [("unverified", f"{name}: {source}") for name, source in report.price.unverified.items()]
     rows += [("note", report.hardware.notes)] if report.hardware.notes else []
-    return Section("Assumptions", rows)
+    return _Section("Assumptions", rows)
 
 
 # -------------------------------------------------------------------------------------------------- the page's picture
@@ -453,7 +409,7 @@ _PHASES = {
 }
 
 
-def lanes(events: Sequence[Event]) -> list[int]:
+def _lanes(events: Sequence[Event]) -> list[int]:
     """The lane of each event in the picture: 0 is what the rank computes, those below are what its links carry,
     side by side where several exchanges are in flight."""
     free: list[float] = []  # when each lane of the links is

@@ -46,16 +46,16 @@ import math
 import warnings
 from collections import deque
 from functools import cache, lru_cache, partial
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shardmuon._torch import Later, is_capturing
 from shardmuon.orthogonalize.schedules import Triples
 
-_Array = npt.NDArray[np.float64]
+_Array = np.ndarray[Any, np.dtype[np.float64]]
 
 # dtype -> most negative eigenvalue that rounding leaves in R (4e-4 seen by Dao-AILab in fp16; the others have the
 # same error in units of their own epsilon), and how large it may grow.
@@ -156,7 +156,7 @@ def _condition(coefficients: Triples, restarts: tuple[int, ...], noise: float) -
 # ------------------------------------------------------------------------------------------------------- amplification
 
 # Singular values as fractions of the norm. Denser grids change no bound by more than a few percent.
-_GRID: _Array = np.unique(np.concatenate([[0.0], np.geomspace(1e-5, 1.0, 32), np.linspace(0.05, 1.0, 20)]))
+_GRID: _Array = np.array(sorted({0.0, *np.geomspace(1e-5, 1.0, 32), *np.linspace(0.05, 1.0, 20)}))
 
 
 def _amplification(coefficients: Triples, start: int, stop: int) -> float:
