@@ -9,7 +9,6 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -217,7 +216,7 @@ def test_a_matrix_of_one_element_of_any_stride_is_audited_by_its_value() -> None
 
 def _cases() -> Iterator[Any]:
     """Every fault once in the default arithmetic and once in fp16, half of them in large matrices, and some by torch's
-    own orthogonalizer, or where matrices are orthogonalized elsewhere; benchmarks/audit_sharpness.py takes all pairs.
+    own orthogonalizer; benchmarks/audit_sharpness.py takes all pairs.
     """
     for name, fault in FAULTS.items():
         yield _row({}, None, (name,), numeric=not fault.exact)
@@ -230,11 +229,6 @@ def _cases() -> Iterator[Any]:
         ("torch", 32, tuple(name for name in FAULTS if not name.startswith("orthogonalizer"))[1::4]),
     ):
         yield pytest.param(PRODUCTS[products], rows, names, id=f"{products} {rows}")
-    for device in ("cpu", "cuda"):
-        options = {"orthogonalizer": replace(PRODUCTS["bf16"]["orthogonalizer"], device=device)}
-        lacks = pytest.mark.skipif(device == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device")
-        names = ("half a matrix", "scale of the shard")
-        yield pytest.param(options, None, names, id=f"on {device}", marks=lacks)
 
 
 @pytest.mark.parametrize(("options", "rows", "names"), [*_cases()])

@@ -122,7 +122,7 @@ def test_a_choice_is_its_text(choice: Choice) -> None:
             "standard (bfloat16, .* of standard on CPUs with|float32, .* on CPUs without) bfloat16 products",
         ),
         (Orthogonalizer(method="gram"), "gram float32, products in float32, the default of gram on CPUs"),
-        (Orthogonalizer("gram", "float16"), "gram float16, products in float16, by Orthogonalizer.dtype"),
+        (Orthogonalizer("gram", torch.float16), "gram float16, products in float16, by Orthogonalizer.dtype"),
         (Orthogonalizer(method="torch"), "torch, products in bfloat16, as in torch.optim.Muon"),
         (Orthogonalizer(), "by rule: .*; products in (bfloat16|float32), the default of (standard|gram) on CPUs"),
     ],

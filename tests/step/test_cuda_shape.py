@@ -29,7 +29,7 @@ import shardmuon.layout.bind as binding
 import shardmuon.step.bucket as buckets
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
 from shardmuon.comm import vote as votes
-from shardmuon.orthogonalize import Method
+from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded, assert_same_update
@@ -321,13 +321,12 @@ def _spoiled(out: Tensor) -> Tensor:
 def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    package = importlib.import_module("shardmuon.orthogonalize")
-    sound = package.BACKENDS["gram"].iteration
+    sound = ITERATIONS["gram"]
 
     def iteration(y: Tensor, **named: Any) -> Tensor:
         return _spoiled(sound(y, **named))
 
-    monkeypatch.setitem(package.BACKENDS, "gram", Method(iteration, fast=True))
+    monkeypatch.setitem(ITERATIONS, "gram", iteration)
     with CudaShape() as mode, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         params = [nn.Parameter(_there(_normal(8, 24, seed=i))) for i in range(3)]
@@ -613,7 +612,7 @@ def test_the_stand_in_refuses_and_counts_what_it_says() -> None:
 
 # ------------------------------------------------------------------------------------------------- planted faults
 
-real_start, real_tensor = buckets.start, votes._tensor
+real_start, real_packed = buckets.start, votes._packed
 
 
 def _applies(spoil: Callable[[Tensor], Any]) -> Any:
@@ -642,14 +641,14 @@ def _in(module: str, name: str, value: Any) -> Any:
     return mock.patch.object(importlib.import_module(module), name, value)
 
 
-def _over_the_device(data: bytes) -> Tensor:
-    return real_tensor(data).to("cuda:0", non_blocking=True).cpu()
+def _over_the_device(message: Any) -> Tensor:
+    return real_packed(message).to("cuda:0", non_blocking=True).cpu()
 
 
 # name -> (the fault, options, ranks, what the stand-in must say: "waits", "uploads", "launches" or a refusal)
 FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
     "the vote goes over the device": (
-        lambda: mock.patch.object(votes, "_tensor", _over_the_device),
+        lambda: mock.patch.object(votes, "_packed", _over_the_device),
         CONFIGS["standard"],
         8,
         "waits",
