@@ -69,14 +69,19 @@ def made_public() -> Iterator[None]:
 
 @contextmanager
 def naming(where: Callable[[], str], damage: str) -> Iterator[None]:
-    """Raise any exception from inside as an ExchangeError that begins with `where()` and ends with the remedy."""
+    """Raise any exception from inside as `named` has it, with the place `where()`."""
     try:
         yield
     except ExchangeError:
         raise
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}".rstrip(". \n")
-        raise ExchangeError(f"{where()}: {cause}. {damage}. {REMEDY}") from error
+        raise named(error, where(), damage) from error
+
+
+def named(error: Exception, where: str, damage: str) -> ExchangeError:
+    """An exception as an ExchangeError that begins with its place and ends with the remedy."""
+    cause = f"{type(error).__name__}: {error}".rstrip(". \n")
+    return ExchangeError(f"{where}: {cause}. {damage}. {REMEDY}")
 
 
 def raised_at(error: BaseException, name: str) -> None:

@@ -8,7 +8,6 @@ ranks and simulated ones run the same lines.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from shardmuon._torch import exact_products
 from shardmuon.comm.groups import Pending, Traffic, group_for, start
-from shardmuon.errors import HALF_DONE, naming, ranks_text
+from shardmuon.errors import HALF_DONE, ExchangeError, named, ranks_text
 from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import Summing, default_dtype, orthogonalize, sliced
 from shardmuon.orthogonalize.choice import Choice
@@ -61,6 +60,7 @@ class Bound:
     Attributes:
         dtype: Of what travels, and of batches.
         num_owned: Matrices that are orthogonalized here.
+        moves: True if anything travels.
         choices: How each batch is orthogonalized.
         like_torch: See `apply_results`.
         own, gathered, scattered, late: Tiles of matrices owned here, that the gather sends, that the scatter brings,
@@ -74,6 +74,7 @@ class Bound:
     def __init__(self, plan: Plan, program: Program, shapes: Sequence[Ints], device: torch.device = _CPU) -> None:
         self.plan, self.program, self.device = plan, program, device
         self.dtype, self.num_owned = _WIRES[program.bucket.itemsize], program.num_owned
+        self.moves = program.bucket.exchange
         self.choices = [Choice.of(plan.items[batch.items[0]].how) for batch in program.batches]
         self.like_torch = Choice.of(plan.items[program.bucket.items[0]].how).method == "torch"
         scatter, relay = program.scatter, program.relay or Wire((), (), (), ())
@@ -115,7 +116,7 @@ class Buckets:
 
     def __init__(self, bounds: list[Bound]) -> None:
         relays = [bound.program.relay is not None for bound in bounds]
-        self.bounds, self.moves = bounds, any(bound.program.bucket.exchange for bound in bounds)
+        self.bounds, self.moves = bounds, any(bound.moves for bound in bounds)
         self.order = list(turns(relays, [bound.program.bucket.ranks for bound in bounds]))
 
 
@@ -133,15 +134,21 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
     """
     runs: dict[int, Iterator[None]] = {}
     bounds = buckets.bounds
-    with naming(lambda: f"{bounds[i]}, {turn}", HALF_DONE) if buckets.moves else nullcontext():
-        for turn, i in buckets.order:
+    for turn, i in buckets.order:
+        bound = bounds[i]
+        try:
             if turn == "begin":
-                bound, bucket = bounds[i], bounds[i].program.bucket
-                exchange = partial(start, group_for(bucket.ranks) if bucket.exchange else None, traffic)
-                runs[i] = run_owners(bound, work, kernel, exchange)
+                group = group_for(bound.program.bucket.ranks) if bound.moves else None
+                runs[i] = run_owners(bound, work, kernel, partial(start, group, traffic))
                 traffic.orthogonalized += bound.num_owned
-            for _ in range(1 + bounds[i].program.sums if turn == "compute" else 1):
+            for _ in range(1 + bound.program.sums if turn == "compute" else 1):
                 next(runs[i], None)  # its last turn ends it
+        except ExchangeError:
+            raise
+        except Exception as error:
+            if not buckets.moves:
+                raise
+            raise named(error, f"{bound}, {turn}", HALF_DONE) from error
 
 
 def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
@@ -170,7 +177,8 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     yield
     came = pending.pop().wait() if gathers else None
     if came is not None:
-        bound.heard.hear(came, work.kept)
+        if scatter.heard:
+            bound.heard.hear(came, work.kept)
         own += bound.scattered.on(came)
     passed = None if relay is None else _results(bound, relay, bound.told_on, work, batches, came)
     apply_results(bound.held, work, own, like_torch=bound.like_torch)
@@ -181,7 +189,8 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     del passed
     yield
     came = pending.pop().wait()
-    bound.heard_late.hear(came, work.kept)
+    if relay.heard:
+        bound.heard_late.hear(came, work.kept)
     apply_results(bound.late, work, bound.late.on(came), like_torch=bound.like_torch)
 
 
@@ -205,7 +214,8 @@ def _results(
     _copy(wire.copies, send, batches, back=True)
     if came is not None:
         _copy(wire.passed, came, send)
-    told.tell(work.kept, send)
+    if wire.told:
+        told.tell(work.kept, send)
     return send
 
 
@@ -228,10 +238,13 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
         if item.parts > 1:
             continue
         settings, x = work.settings[item.param], _matrices(batch, batches)
-        stages = BatchStages(settings.stages, sides, work.kept, x)
-        products = choice.dtype or default_dtype(choice.method, x.device)
-        fed, unit = stages.before(None if choice.method == "torch" else products)
-        stages.out = orthogonalize(
+        stages, fed, unit, overwrite = None, x, False, True
+        if settings.stages:
+            stages = BatchStages(settings.stages, sides, work.kept, x)
+            products = choice.dtype or default_dtype(choice.method, x.device)
+            fed, unit = stages.before(None if choice.method == "torch" else products)
+            overwrite = stages.may_take(fed.dtype, products)
+        out = orthogonalize(
             fed,
             settings.coefficients,
             method=choice.method,
@@ -239,13 +252,17 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
             split_k=choice.split_k,
             watch=kernel.watch,
             graphs=kernel.graphs,
-            overwrite=stages.may_take(fed.dtype, products),
+            overwrite=overwrite,
             unit=unit,
         )
-        waiting.append(stages)
-        if x.device.type == "cpu" or not stages.after:
-            finish([waiting.pop()])
-        del fed, stages  # what is wider than the wire: the next batch needs room
+        if stages is not None:
+            stages.out = out
+            waiting.append(stages)
+            if x.device.type == "cpu" or not stages.after:
+                finish([waiting.pop()])
+        elif out is not x:
+            x.copy_(out)
+        del stages, fed, out  # may be wider than the wire, and the next batch needs room
     if waiting:
         finish(waiting)  # elsewhere a launch for all costs less than one for each
 

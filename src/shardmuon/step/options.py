@@ -178,6 +178,7 @@ class OptionsReader:
             ValueError: An option has no meaning; with the group's number.
         """
         kept: list[tuple[tuple[object, ...], Settings | None]] = []
+        found: list[Settings | None] = []
         for index, group in enumerate(groups):
             said = tuple(map(group.get, _READ))
             if list in map(type, said):
@@ -187,8 +188,9 @@ class OptionsReader:
                 kept.append((said, _checked(index, group)))
             else:
                 kept.append(self._kept[index])
+            found.append(kept[-1][1])
         self._kept = kept
-        return [settings for _, settings in kept]
+        return found
 
 
 def _copied(values: Sequence[Any]) -> tuple[object, ...]:

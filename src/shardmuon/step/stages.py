@@ -58,19 +58,17 @@ class KeptSide:
 
     def tell(self, stored: Stored, wire: Tensor) -> None:
         """Write the kept numbers to the wire, bit for bit."""
-        if self._loads:
-            targets = [wire.narrow(0, load.start, load.size) for load in self._loads]
-            foreach_copy_(targets, [_as_elements(numbers, wire) for numbers in self.of(stored)])
+        targets = [wire.narrow(0, load.start, load.size) for load in self._loads]
+        foreach_copy_(targets, [_as_elements(numbers, wire) for numbers in self.of(stored)])
 
     def hear(self, wire: Tensor, stored: Stored) -> None:
         """Store the numbers that came on the wire."""
-        if self._loads:
-            # one copy into memory of its own, for a slot may begin where no fp32 number may
-            came = torch.cat([wire.narrow(0, load.start, load.size) for load in self._loads]).view(torch.float32)
-            sizes = [load.size * wire.element_size() // came.element_size() for load in self._loads]
-            targets = self.of(stored)
-            numbers = zip(came.split(sizes), targets, strict=True)
-            foreach_copy_(targets, [one.narrow(0, 0, len(target)) for one, target in numbers])
+        # one copy into memory of its own, for a slot may begin where no fp32 number may
+        came = torch.cat([wire.narrow(0, load.start, load.size) for load in self._loads]).view(torch.float32)
+        sizes = [load.size * wire.element_size() // came.element_size() for load in self._loads]
+        targets = self.of(stored)
+        numbers = zip(came.split(sizes), targets, strict=True)
+        foreach_copy_(targets, [one.narrow(0, 0, len(target)) for one, target in numbers])
 
 
 def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of the wire's dtype
