@@ -291,6 +291,16 @@ def check_param_group(
                 f"{name}: {meaningless} are options of matrices, but the group says use_muon=False, which is AdamW. "
                 "Leave them out"
             )
+    named = bool(names) or "param_names" in group
+    if known and named != ("param_names" in known[0]):
+        raise ValueError(
+            f"group {index}: its parameters have no names, those of the other groups have. Give (name, parameter) "
+            "pairs, or the groups of a module: for g in shardmuon.param_groups(part, lr=...): "
+            "optimizer.add_param_group(g)"
+            if not named
+            else f"group {index}: its parameters have names ({names[0] if names else 'none'}, ..), those of the other "
+            "groups have none. Leave the names out (group.pop('param_names')), or give every group names"
+        )
 
 
 def _check_matrix(name: str, p: Tensor, group: Mapping[str, Any], given: Collection[str]) -> None:
