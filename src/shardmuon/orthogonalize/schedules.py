@@ -10,7 +10,7 @@ the Frobenius norm keeps singular values at or below 1, rounding can lift them a
     3. Tests, in tests/orthogonalize: rows of `test_schedules_are_the_published_ones` (test_schedules.py), of `EXACT`
        (test_errors.py, rounded up), of `test_restarts_are_as_many_as_the_dtype_needs` and of `ALL` (test_gram.py).
        Other tests that name schedules chose them for a reason; tests/healthy_steps.py pins its draws.
-    4. A row of `SCHEDULES` in benchmarks/orthogonalize.py, whose results stay until all are measured anew, and a line in
+    4. A row of `SCHEDULES` in benchmarks/orthogonalize.py, whose results stay until all are measured anew; a line in
        CHANGELOG.md. A new row is no change to the numerics: it needs no training curve.
 
     Steps 2 and 3 need numbers, which this prints (PYTHONPATH=src:tests:tests/orthogonalize, some seconds):
