@@ -68,8 +68,8 @@ class Claim(NamedTuple):
 class Engine:
     """One way to keep a parameter. Stateless: it looks, and decides nothing.
 
-    Its errors (ValueError) lack the parameter's name. Of `claim` they reach users as "rank R: NAME: ...", of `stored` as
-    "NAME: ranks .. store shapes ..: ..."; say neither.
+    Its errors (ValueError) lack the parameter's name. Of `claim` they reach users as "rank R: NAME: ...", of `stored`
+    as "NAME: ranks .. store shapes ..: ..."; say neither.
 
     As it is, a plain tensor. Without a process group it is orthogonalized on every rank that has it: right for DDP and
     for experts that differ by rank alike. With one its ranks are taken for replicas, which is checked when a plan is
@@ -94,9 +94,9 @@ class Engine:
         """Say who shares the tensor. Reads no more than that takes, so that others hear of what is wrong with it.
 
         Parts that are numbered by rank, one for each, are `parts`: `Ties(<ranks in the order of parts>, (my_rank(),))`,
-        or `mates_of(group)` in the second place if a `process_group` joins replicas of a part. Ranks of a group that cut
-        a tensor anywhere, each saying in its claim where its part begins, are `mates`: `Ties((my_rank(),), <ranks of
-        the group>)`. Where ranks name unlike groups, some wait until the time-out: no rank alone can tell.
+        or `mates_of(group)` in the second place if a `process_group` joins replicas of a part. Ranks of a group that
+        cut a tensor anywhere, each saying in its claim where its part begins, are `mates`: `Ties((my_rank(),), <ranks
+        of the group>)`. Where ranks name unlike groups, some wait until the time-out: no rank alone can tell.
         """
         return Ties((my_rank(),), mates_of(group))
 
