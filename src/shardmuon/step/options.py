@@ -183,7 +183,8 @@ class OptionsReader:
             said = tuple(map(group.get, _READ))
             if list in map(type, said):
                 said = _copied(said)
-            anew = isinstance(group.get("lr"), Tensor) or callable(group.get("adjust_lr_fn"))
+            # tensors change in place, and what a function says may
+            anew = any(isinstance(value, Tensor) for value in said) or callable(group.get("adjust_lr_fn"))
             if anew or index >= len(self._kept) or self._kept[index][0] != said:
                 kept.append((said, _checked(index, group)))
             else:
@@ -270,7 +271,7 @@ def check_param_group(
     check_hyperparameters(f"group {index}: ", group)
     listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
     meaningless = {key: group[key] for key in given if key in ONLY_MUON and group[key] != defaults[key]}
-    if ADAMW_DEFAULTS.keys() <= set(given):  # another optimizer's group, which carries every option
+    if ONLY_MUON.issubset(given):  # another optimizer's group, which carries every option
         meaningless = {}
     unset = {key for key in ("tp_group", "process_group") if key not in given}
     for position, p in enumerate(params):

@@ -76,8 +76,8 @@ class Engine:
     made, and share the work.
 
     Attributes:
-        believes_placements: Placements say what ranks store, as far as storage bears them out: what stages keep of a
-            stack (see `kept_shape`) is placed alike. The form of claims is then (shape, *`OnMesh`).
+        believes_placements: Placements say what ranks store, or the tensor is refused: what stages keep of a stack (see
+            `kept_shape`) is placed alike. The form of claims is then (shape, *`OnMesh`).
         plain_shards: Its tensors are plain, and parts of larger ones: checkpoints cut and join them by the table.
     """
 
