@@ -16,10 +16,11 @@ from torch.optim import lr_scheduler
 
 from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
 from shardmuon.options import ADAMW_DEFAULTS, GROUP_DEFAULTS, MUON_OPTIONS, ONLY_MUON, OPTION_OBJECTS
+from shardmuon.plan.machines import MACHINES, Machine
 
 OTHERS: dict[str, Any] = {
     "orthogonalizer": Orthogonalizer("gram", torch.float32, cuda_graphs=True),
-    "exchange": Exchange(torch.float64, 1 << 20, "owner"),
+    "exchange": Exchange(torch.float64, 1 << 20, MACHINES["h100"]),
     "storage": Storage("int8", "cpu", stochastic_rounding=True),
     "audit": Audit(100, samples=4, action="warn"),
 }
@@ -37,7 +38,11 @@ def _two_groups(**options: Any) -> Muon:
 def test_an_object_prints_what_differs_from_its_defaults_and_does_not_change(key: str) -> None:
     kind, other = OPTION_OBJECTS[key], OTHERS[key]
     assert repr(kind()) == f"{kind.__name__}()"
-    assert eval(repr(other), {"torch": torch, kind.__name__: kind}) == pickle.loads(pickle.dumps(other)) == other
+    assert (
+        eval(repr(other), {"torch": torch, "Machine": Machine, kind.__name__: kind})
+        == pickle.loads(pickle.dumps(other))
+        == other
+    )
     assert hash(other) == hash(copy.deepcopy(other))
     for field in fields(kind):
         assert (f"{field.name}=" in repr(other)) == (getattr(other, field.name) != field.default)
@@ -127,6 +132,7 @@ def test_an_adamw_group_may_say_the_optimizers_own_option_of_matrices() -> None:
 @pytest.mark.parametrize("key", sorted(ONLY_MUON))
 def test_an_adamw_group_given_an_option_of_matrices_is_refused(key: str) -> None:
     value = {"momentum": 0.5, "beta2": 0.5, "adjust_lr_fn": "none", "weight_decay_mode": "cautious"}
+    value |= {"nesterov": False, "transposed": True}
     group = {"params": [("b", nn.Parameter(torch.ones(4)))], "use_muon": False, key: value.get(key, 7)}
     group.update(betas=(0.9, 0.95), eps=1e-8)
     with pytest.raises(

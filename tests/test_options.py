@@ -629,6 +629,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"ns_coefficients": None}, "ns_coefficients=None must be the name of a schedule"),
     ({"ns_coefficients": [(1.0, 2.0)]}, "ns_coefficients=[(1.0, 2.0)] must be the name of a schedule"),
     ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms' is not one of None, 'original'"),
+    ({"nesterov": "no"}, "nesterov='no' is not one of True, False"),
     ({"weight_decay_mode": "L2"}, "weight_decay_mode='L2' is not one of 'decoupled', 'independent', 'cautious'"),
 ]
 
@@ -640,11 +641,43 @@ BAD_OBJECTS: list[tuple[Callable[[], object], str]] = [
     (lambda: Orthogonalizer("gram", torch.bfloat16), "method='gram' needs products in torch.float16, torch.float32"),
     (lambda: Exchange(dtype=torch.float16), "Exchange.dtype=torch.float16 is not one of None, torch.bfloat16"),
     (lambda: Exchange(bucket_bytes=0), "Exchange.bucket_bytes=0 must be None or a whole number from 1 on"),
+    (lambda: Orthogonalizer(cuda_graphs=1), "Orthogonalizer.cuda_graphs=1 is not one of True, False"),
+    (lambda: Exchange(machine="h100"), "Exchange.machine='h100' must be None or a Machine, as shardmuon.plan.machines"),
+    (lambda: Storage(stochastic_rounding="yes"), "Storage.stochastic_rounding='yes' is not one of True, False"),
     (lambda: Storage("float16"), "Storage.momentum_dtype='float16' is not one of None, torch.float32"),
 ]
 
 BAD_GROUPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: {"params": [("w", _w(4, 4))], "lr": -1.0}, ValueError, "group 1: lr=-1.0 must be finite"),
+    *(
+        (
+            lambda key=key: {"params": [("w", _w(4, 4))], key: "no"},
+            ValueError,
+            f"group 1: {key}='no' is not one of True",
+        )
+        for key in ("use_muon", "transposed", "rank_local")
+    ),
+    (
+        lambda: {"params": [("w", _w(4, 4))], "split_dim": 1},
+        ValueError,
+        "group 1: split_dim is told by transposed=True",
+    ),
+    *(
+        (
+            lambda key=key: {"params": [("w", _w(4, 4))], key: 0},
+            ValueError,
+            f"group 1: {key} belongs to the tensor: write",
+        )
+        for key in ("partition_dim", "partition_stride")
+    ),
+    *(
+        (
+            lambda key=key, value=value: {"params": [("w", _w(4, 4))], "use_muon": False, key: value},
+            ValueError,
+            f"group 1: {key}={value} cannot be taken over: ",
+        )
+        for key, value in (("maximize", True), ("amsgrad", True), ("decoupled_weight_decay", False))
+    ),
     (lambda: {"params": [("w", _w(12, 4))], "split_sizes": (8, 3)}, ValueError, "w: split_sizes=(8, 3) sum to 11, but"),
     (
         lambda: {"params": [("w", _w(12, 4))], "split_sizes": (2, 2), "split_groups": 2},

@@ -71,15 +71,27 @@ def _betas_fault(value: Any) -> str:
     return "must be two numbers in [0, 1)"
 
 
+def _machine_fault(value: object) -> str:
+    fits = value is None or isinstance(value, Machine)
+    return "" if fits else "must be None or a Machine, as shardmuon.plan.machines.MACHINES['h100']"
+
+
+def _only(wanted: bool, why: str) -> _FaultOf:
+    return lambda value: "" if value is wanted else f"cannot be taken over: {why}. Start it with fresh state"
+
+
 # Options of the whole optimizer, and those of a group.
 _CHECKS: dict[str, _FaultOf] = {
     "Orthogonalizer.method": _one_of(*get_args(MethodName)),
     "Orthogonalizer.dtype": _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
     "Orthogonalizer.split_k": _one_of(1, 2, 4, 8),
+    "Orthogonalizer.cuda_graphs": _one_of(True, False),
     "Exchange.dtype": _one_of(None, torch.bfloat16, torch.float32, torch.float64),
     "Exchange.bucket_bytes": _whole_number(),
+    "Exchange.machine": _machine_fault,
     "Storage.momentum_dtype": _one_of(None, torch.float32, torch.bfloat16, "int8"),
     "Storage.momentum_device": _one_of(None, "cpu"),
+    "Storage.stochastic_rounding": _one_of(True, False),
     "Audit.every": _whole_number(),
     "Audit.samples": _whole_number(optional=False),
     "Audit.action": _one_of(*get_args(AuditAction)),
@@ -94,6 +106,11 @@ _GROUP_CHECKS: dict[str, _FaultOf] = {
     "weight_decay_mode": _one_of(*get_args(WeightDecayMode)),
     "adjust_lr_fn": _scale_fault,
     "ns_steps": _whole_number(99),
+    **dict.fromkeys(("use_muon", "nesterov", "rank_local", "transposed"), _one_of(True, False)),
+    # of a torch optimizer's group, added or loaded: what its name does not say
+    "maximize": _only(False, "this optimizer minimizes"),
+    "amsgrad": _only(False, "AdamW here keeps no largest second moment"),
+    "decoupled_weight_decay": _only(True, "AdamW here is no Adam whose decay goes through the moments"),
 }
 _NEEDED = ("lr", "weight_decay")  # of either kind: AdamW would miss them when matrices have changed
 
@@ -294,6 +311,14 @@ MUON_OPTIONS = (
 )
 ONLY_MUON = {*MUON_OPTIONS, *VIEW_OPTIONS}
 GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
+# What belongs elsewhere, though it reads like an option of a group -> where.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("partition_dim", "partition_stride"),
+        "belongs to the tensor: write param.tensor_model_parallel = True and param.partition_dim = ...",
+    ),
+    "split_dim": "is told by transposed=True: splits are of outputs, which are columns then",
+}
 # What other programs keep in a group: torch's schedulers and averaging, timm's layer-wise decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
 
@@ -316,6 +341,8 @@ def check_keys(where: str, given: Iterable[str]) -> None:
                 f"{where}{key} applies to the whole optimizer. Write Muon(..., {place}); where another class makes the "
                 f"optimizer, as torch's ZeroRedundancyOptimizer, give it functools.partial(Muon, {place})"
             )
+        if key in _ELSEWHERE:
+            raise ValueError(f"{where}{key} {_ELSEWHERE[key]}")
         near = nearest(key, GROUP_OPTIONS, cutoff=0.8)
         if near is not None:
             raise ValueError(f"{where}there is no option {key!r}. Did you mean {near!r}?")

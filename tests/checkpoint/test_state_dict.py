@@ -379,6 +379,11 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         "group 1: the checkpoint's group is Muon's (use_muon=True), the optimizer's AdamW's (use_muon=False)",
     ),
     "an option without a meaning": (group(0, lr=float("nan")), "group 0: lr=nan must be finite and at least 0"),
+    "torch's AdamW that maximizes": (group(1, maximize=True), "group 1: maximize=True cannot be taken over: "),
+    "Adam's, with the same state keys": (
+        group(1, decoupled_weight_decay=False),
+        "group 1: decoupled_weight_decay=False cannot be taken over: ",
+    ),
     "a view that does not fit": (group(0, num_heads=3), "w: num_heads=3 does not divide the 4 rows"),
     "a count that is none": (
         state(1, step=torch.tensor(float("nan"))),

@@ -50,7 +50,7 @@ _READ = (
     "lr",
     "weight_decay",
     *MUON_OPTIONS,
-    "betas",
+    *ADAMW_DEFAULTS,
 )
 
 

@@ -31,8 +31,8 @@
        every matrix needs this kind of lines first. In norms.py `NumberLayout` (sides, lines, sizes, `shaped`) and
        `measured` choose by rows >= cols; and as norms of lines of one kind do not follow from those of the other, let
        `scaled_` below read and scale once for each run of stages whose lines are of one kind.
-    2. A row in `VARIANTS` (variants/__init__.py): the name that users write, and a function from a group's options to
-       the stages. A variant may have several (scale the update at the owner, then the weights).
+    2. A row at the end of `VARIANTS` (variants/__init__.py): the name that users write, and a function from a group's
+       options to the stages. A variant may have several (scale the update at the owner, then the weights).
     3. An option that it reads: a row in `VARIANT_OPTIONS` there, its default, which all variants share; its check in
        `_GROUP_CHECKS` of options.py; an argument of `Muon` (signature, defaults, docstring), a row of docs/options.md
        and one of `OPTIONS` in tests/commands/test_plan_command.py.
@@ -46,11 +46,13 @@
        - tests/variants/test_variants.py: its formula, with a row of zeros (and the line in tests/CLAIMS.md); its name
          at `test_zeros_stay_zeros..` and, if after, at `test_a_matrix_has_the_same_bits_alone_and_among_others`. That
          one has a matrix of a single row, which some rules leave as it is.
-       - `FAULTS` of tests/planted.py: `_of_variant(name, _running(Stage, lambda self, x, kept: x.float()), fault)` is
-         a step without it. What audits call it: "variant_wrong" before; after, "wrong_matrix" where lines are off,
-         "variant_wrong" where norms are, "scale_wrong" (`factor` times 1.25); "kept_wrong" if it keeps numbers.
-       - rows of `VARIANTS` in tests/auditing/test_audit.py, of `ADDED` in tests/step/test_cuda_shape.py (launches; a
-         row that is too small prints what it found), of `OPTIONS` in tests/golden/table.py.
+       - `FAULTS` of tests/planted.py, at its end (tests deal out products by a row's number): `_of_variant(name,
+         _running(Stage, lambda self, x, kept: x.float()), fault)` is a step without it. What audits call it:
+         "variant_wrong" before; after, "wrong_matrix" where lines are off, "variant_wrong" where norms are,
+         "scale_wrong" (`factor` times 1.25); "kept_wrong" if it keeps numbers.
+       - rows of `VARIANTS` in tests/healthy_steps.py, of `ON_LAYOUTS` and `OPTIONS` in tests/auditing/test_audit.py,
+         of `ADDED` in tests/step/test_cuda_shape.py (launches; a row that is too small prints what it found), of
+         `OPTIONS` in tests/golden/table.py.
        - real ranks: a row in tests/variants/test_variants_layouts.py.
        - only if it keeps numbers: `KEEPING` of tests/variants/test_hostile_variants.py, `VARIANTS` of
          tests/checkpoint/test_resume.py (how groups resume), tests/step/test_memory_between_steps.py (its bytes).
