@@ -128,6 +128,7 @@ def test_an_adamw_group_may_say_the_optimizers_own_option_of_matrices() -> None:
 def test_an_adamw_group_given_an_option_of_matrices_is_refused(key: str) -> None:
     value = {"momentum": 0.5, "beta2": 0.5, "adjust_lr_fn": "none", "weight_decay_mode": "cautious"}
     group = {"params": [("b", nn.Parameter(torch.ones(4)))], "use_muon": False, key: value.get(key, 7)}
+    group.update(betas=(0.9, 0.95), eps=1e-8)
     with pytest.raises(
         ValueError, match=rf"b: .'{key}': .* are options of matrices, but the group says use_muon=False"
     ):

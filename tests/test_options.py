@@ -146,6 +146,7 @@ def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
     ours.load_state_dict(saved)
     first, second = ours.param_groups
     assert (first["num_heads"], second["use_muon"], second["betas"]) == (4, False, (0.5, 0.6))
+    assert [g["eps"] for g in ours.param_groups] == [1e-8, 1e-8]  # torch.optim.Muon's means something else
     assert [g["lr"] for g in ours.param_groups] == [0.1, 0.1]
     run(ours, mine, [2])
     assert "exp_avg" in ours.state[mine[1]]
@@ -441,7 +442,10 @@ def test_memory_layout_changes_no_bit(which: str, how: str, dtype: torch.dtype, 
 
 def test_fp64_stays_fp64_where_it_is_asked_for() -> None:
     p, grad = nn.Parameter(normal(6, 9).double()), normal(6, 9, seed=1).double()
-    how: dict[str, Any] = {"orthogonalizer": Orthogonalizer("standard", "float64"), "exchange": Exchange(torch.float64)}
+    how: dict[str, Any] = {
+        "orthogonalizer": Orthogonalizer("standard", torch.float64),
+        "exchange": Exchange(torch.float64),
+    }
     optimizer = Muon([p], lr=1.0, weight_decay=0.0, adjust_lr_fn="none", **how)
     before, p.grad = p.detach().clone(), grad
     optimizer.step()
@@ -582,6 +586,20 @@ def test_options_of_a_group_may_change_between_steps(variant: str | None, change
     assert_equal(mine, fresh)
 
 
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum"])
+def test_a_number_that_is_a_tensor_may_change_in_place(key: str) -> None:
+    mine, fresh = matrices(shapes=[(6, 9)]), matrices(shapes=[(6, 9)])
+    number = torch.tensor(0.25)
+    ours, plain = Muon(mine, **{"lr": 0.5, key: number}), Muon(fresh, **{"lr": 0.5, key: 0.25})
+    run(ours, mine, [1])
+    run(plain, fresh, [1])
+    number.fill_(0.75)
+    plain.param_groups[0][key] = 0.75
+    run(ours, mine, [2])
+    run(plain, fresh, [2])
+    assert_equal(mine, fresh)
+
+
 # --------------------------------------------------------------------------------------------------- bad options
 
 
@@ -684,7 +702,7 @@ BAD_GROUPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: {"params": [("w", "weights.pt")]}, TypeError, "w: an optimizer takes tensors, found str"),
     (lambda: {"params": {_w(4, 4)}}, TypeError, "give a list, not a set"),
-    (lambda: {"params": [_w(4, 4)]}, ValueError, "all optimizer param groups should be with/without names"),
+    (lambda: {"params": [_w(4, 4)]}, ValueError, "its parameters have no names, those of the other groups have"),
     (lambda: {"params": [("w", _w(4, 4) * 2)]}, ValueError, "can't optimize a non-leaf Tensor"),
     (lambda: [("params", [_w(2, 2)])], TypeError, "a param group must be a dict, found list"),
     (
@@ -766,6 +784,8 @@ BAD_STEPS: list[tuple[Callable[[Muon], None], str]] = [
     (_option(0, ns_coefficients=(1.0, 2.0)), "group 0: ns_coefficients=(1.0, 2.0) must be the name of a schedule"),
     (_option(0, weight_decay_mode="none"), "group 0: weight_decay_mode='none' is not one of 'decoupled'"),
     (_option(1, weight_decay_mode="none"), "group 1: weight_decay_mode='none' is not one of 'decoupled'"),
+    (lambda optimizer: optimizer.param_groups[1].pop("lr"), "group 1: lacks the option 'lr'"),
+    (lambda optimizer: optimizer.param_groups[1].pop("weight_decay"), "group 1: lacks the option 'weight_decay'"),
     (_option(0, num_heads=4), "good: num_heads=4 does not divide the 6 rows"),
     (_option(0, adjust_lr_fn=lambda rows, cols: 1 / 0), "adjust_lr_fn(6, 9) raised ZeroDivisionError"),
     (_option(0, adjust_lr_fn=lambda rows, cols: math.inf), "adjust_lr_fn(6, 9) returned inf, which is not finite"),

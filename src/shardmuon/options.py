@@ -66,7 +66,9 @@ def _beta_fault(value: Any) -> str:
 
 def _betas_fault(value: Any) -> str:
     is_pair = isinstance(value, (tuple, list)) and len(value) == 2
-    return "" if is_pair and not any(map(_beta_fault, value)) else "must be two numbers in [0, 1)"
+    if is_pair and not any(map(_number(1.0), value)) and all(beta < 1.0 for beta in value):
+        return ""
+    return "must be two numbers in [0, 1)"
 
 
 # Options of the whole optimizer, and those of a group.
@@ -93,6 +95,7 @@ _GROUP_CHECKS: dict[str, _FaultOf] = {
     "adjust_lr_fn": _scale_fault,
     "ns_steps": _whole_number(99),
 }
+_NEEDED = ("lr", "weight_decay")  # of either kind: AdamW would miss them when matrices have changed
 
 
 class _Options:
@@ -384,7 +387,7 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError, beginning with `where`, for the first option of a group that has no meaning. Options of either
     kind are checked in any group: its `use_muon` may change."""
     for key, fault_of in _GROUP_CHECKS.items():
-        fault = fault_of(group[key]) if key in group else ""
+        fault = fault_of(group[key]) if key in group or key in _NEEDED else ""
         if fault:
             raise ValueError(f"{where}{key}={group[key]!r} {fault}")
     if not group.get("use_muon", True):

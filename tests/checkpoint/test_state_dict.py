@@ -150,6 +150,7 @@ def test_numbers_that_require_grad_are_numbers() -> None:
     (old, params), (new, others) = pair(), pair()
     for group in old.param_groups:
         group.update(lr=torch.tensor(0.05, requires_grad=True), weight_decay=torch.tensor(0.5, requires_grad=True))
+        group.update(betas=(torch.tensor(0.5), 0.75), eps=torch.tensor(0.5))
     new.load_state_dict(old.state_dict())
     for optimizer, of in ((old, params), (new, others)):
         train(optimizer, of, range(2))

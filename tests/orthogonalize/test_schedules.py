@@ -187,7 +187,7 @@ def test_each_group_steps_by_its_own_schedule_and_a_name_is_its_triples() -> Non
 
 def test_names_survive_a_checkpoint_and_a_routing_table() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
-    optimizer = Muon(param_groups(model, lr=1e-3, ns_coefficients="polar_express", ns_steps=6), lr=1e-3)
+    optimizer = Muon(param_groups(model, lr=1e-3), lr=1e-3, ns_coefficients="polar_express", ns_steps=6)
     other = Muon(param_groups(model, lr=1e-3), lr=1e-3)
     other.load_state_dict(optimizer.state_dict())
     muon = [g for g in other.param_groups if g["use_muon"]]

@@ -1,4 +1,4 @@
-"""What is odd, but right, changes no bit; what ranks claim of their storage is believed where it fits together."""
+"""What is odd, but right, changes no bit; storage that placements do not explain is refused."""
 
 from __future__ import annotations
 
@@ -174,35 +174,12 @@ def test_odd_events_change_no_bit(layout: str, world4: RankPool) -> None:
 # ----------------------------------------------------------------------------------------------- beside one process
 
 
-def _dealt(sizes: Sequence[int], dim: int, mesh_shape: tuple[int, ...]) -> Cut:
-    """Rows (or columns) as an engine might deal them."""
-    mesh = mesh_of(mesh_shape)
-    line = dist.get_rank() % mesh_shape[-1]
-    placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(dim)]
-
-    def cut(t: Tensor) -> Tensor:
-        local = t.narrow(dim, sum(sizes[:line]), sizes[line]).clone()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=t.shape, stride=t.stride())
-
-    return cut
-
-
 def _rows(cut: Callable[[], Cut], *shapes: tuple[int, int]) -> Callable[[], list[dict[str, Any]]]:
     return lambda: [{"params": [Spec(f"w{n}", shape, cut()) for n, shape in enumerate(shapes)]}]
 
 
 EVERY_STAGE = {"variant": "muon_eq+normuon+hyperball", "weight_decay": 0.0}
 CUTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    **{
-        f"dealt {sizes} of dim {dim}": _rows(lambda s=sizes, d=dim, m=mesh: _dealt(s, d, m), (9, 9), (9, 9))  # type: ignore[misc]
-        for sizes, dim, mesh in (
-            ((5, 0, 3, 1), 0, (4,)),
-            ((0, 0, 9, 0), 1, (4,)),
-            ((1, 1, 1, 6), 0, (4,)),
-            ((5, 0, 3, 1), 1, (4,)),
-            ((7, 2), 0, (2, 2)),
-        )
-    },
     "ranks of a mesh in any order": _rows(lambda: rows_on(DeviceMesh("cpu", [3, 1, 0, 2])), (9, 8), (7, 6)),
     "ranks that hold nothing": _rows(lambda: as_in("fsdp2"), (1, 8), (2, 8)),
     "rank_local": lambda: [*replicas(FAMILIES["all"], frozen=False), *alone()],
@@ -320,9 +297,8 @@ LIES: dict[str, tuple[tuple[int, ...], list[Any], list[Any], Sequence[tuple[int,
         ((0, 5), (5, 2), (7, 1), (8, 1)),
         "cannot tell which elements a rank holds",
     ),
-    "replicas cut differently": ((2, 2), ROWS, ROWS, ((0, 7), (7, 2), (0, 6), (6, 3)), "pieces overlap"),
-    "too few rows": ((4,), [Shard(0)], [Shard(0)], ((0, 5), (5, 0), (5, 2), (8, 1)), "pieces leave a gap"),
-    "too many rows": ((4,), [Shard(0)], [Shard(0)], ((0, 5), (5, 2), (6, 3), (8, 1)), "out of bounds"),
+    "replicas cut differently": ((2, 2), ROWS, ROWS, ((0, 7), (7, 2), (0, 6), (6, 3)), "cannot tell which elements"),
+    "too many rows": ((4,), [Shard(0)], [Shard(0)], ((0, 5), (5, 2), (6, 3), (8, 1)), "cannot tell which elements"),
     "replicas of part": (
         (4,),
         [Replicate()],
@@ -330,7 +306,6 @@ LIES: dict[str, tuple[tuple[int, ...], list[Any], list[Any], Sequence[tuple[int,
         ((0, 5), (5, 0), (5, 3), (8, 1)),
         "cannot tell which elements a rank holds",
     ),
-    "one rank lies": ((4,), [Shard(0)], [Shard(0)], ((0, 3), (3, 3), (6, 3), (5, 4)), "out of bounds"),
     "another replica axis": (
         (2, 2),
         ROWS,
@@ -382,20 +357,6 @@ def _lie(name: str) -> str:
 def test_storage_that_no_layout_explains_is_refused_on_all_ranks(name: str, world4: RankPool) -> None:
     for text in world4.run(_lie, name):
         assert LIES[name][-1] in text and "liar: " in text
-
-
-def _cannot_follow() -> str:
-    """Arbitrary rows with a gradient that has to be redistributed."""
-    rank, mesh, sizes = dist.get_rank(), mesh_of((4,)), (3, 3, 2, 1)  # 0, 1 hold what Shard(0) implies, 2, 3 do not
-    start = sum(sizes[:rank])
-    p = _parameter(normal(9, 6, seed=0)[start : start + sizes[rank]], mesh, [Shard(0)], (9, 6))
-    p.grad = DTensor.from_local(normal(9, 6, seed=1), mesh, [Partial()], run_check=False)
-    return _refused_at_first([{"params": [("p", p)]}])
-
-
-def test_a_gradient_that_cannot_follow_the_rows_of_a_parameter_is_refused_on_all_ranks(world4: RankPool) -> None:
-    says = "p: its gradient is placed unlike the parameter, which stores shape ("
-    assert all(says in text for text in world4.run(_cannot_follow))
 
 
 # ------------------------------------------------------------------------------------- machines, prices, routes, order

@@ -297,7 +297,7 @@ def test_slices_in_several_buckets_and_of_each_replica_have_the_bits_of_one_owne
 
 @pytest.mark.parametrize("value", [0, 3, 16, -2, True, 2.0, 2.5, "2", None, torch.tensor(2)])
 def test_a_number_of_slices_that_cannot_be_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"Orthogonalizer\.split_k=.* is not one of 1, 2, 4, 8: write 1 for whole"):
+    with pytest.raises(ValueError, match=r"Orthogonalizer\.split_k=.* is not one of 1, 2, 4, 8"):
         Orthogonalizer(split_k=value)
 
 

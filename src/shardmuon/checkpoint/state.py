@@ -170,6 +170,8 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
         )
     own = {key: value for key, value in mine.items() if key != "param_names"}
     kept = {"params", CARRIED, *PLACE_OPTIONS}
+    if "use_muon" not in theirs and "ns_coefficients" in theirs:
+        kept.add("eps")  # torch.optim.Muon's, which no AdamW is to have
     group = loaded_over(own, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
     group["params"] = mine["params"]
     if "param_names" in mine:  # ours may come without what torch.compile puts into names, or with it

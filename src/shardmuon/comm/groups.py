@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardmuon._torch import default_group, is_alive, new_group_among
 
-Ranks = tuple[int, ...]  # global, ascending
+Ranks = tuple[int, ...]  # global, ascending where nothing else is said
 
 
 @dataclass

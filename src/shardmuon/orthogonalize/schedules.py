@@ -10,7 +10,8 @@ the Frobenius norm keeps singular values at or below 1, rounding can lift them a
     3. Tests, in tests/orthogonalize: rows of `test_schedules_are_the_published_ones` (test_schedules.py), of `EXACT`
        (test_errors.py, rounded up), of `test_restarts_are_as_many_as_the_dtype_needs` and of `ALL` (test_gram.py).
        Other tests that name schedules chose them for a reason; tests/healthy_steps.py pins its draws.
-    4. A row of `SCHEDULES` in benchmarks/orthogonalize.py, and the name in CHANGELOG.md beside "schedules by name".
+    4. A row of `SCHEDULES` in benchmarks/orthogonalize.py, whose results stay until all are measured anew; a line in
+       CHANGELOG.md. A new row is no change to the numerics: it needs no training curve.
 
     Steps 2 and 3 need numbers, which this prints (PYTHONPATH=src:tests:tests/orthogonalize, some seconds):
 
@@ -103,12 +104,13 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """A published set. `tail`: the triple of further steps, by default up to five; None: their number is fixed."""
+    """A published set. `tail`: the triple of further steps, by default up to five; None: their number is fixed. Its
+    source says who published it, or that it is ours."""
 
     triples: Triples
     source: str
     tail: Coefficients | None = None
-    safety: float = 1.0  # divisor of s: (a / f, b / f^3, c / f^5)
+    safety: float = 1.0  # divisor f of s: (a / f, b / f^3, c / f^5); above 1 only as published, or if refused at 1
 
 
 _KELLER: Coefficients = (3.4445, -4.7750, 2.0315)

@@ -63,7 +63,7 @@ def step_adamw(
                 row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
             of_devices.setdefault(device, []).append(row)
         for device, alike in of_devices.items():
-            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # a group may have been Muon's before
+            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # a group may have lost some
 
 
 def _completed(

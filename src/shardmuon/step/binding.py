@@ -329,9 +329,6 @@ def make_spec(
         chooser: The optimizer's chooser.
         wire: What was asked of its wires.
         kept_of: A stage that keeps anything -> who keeps what.
-
-    Raises:
-        ValueError: A choice cannot run on the device.
     """
     made: dict[tuple[int, int], tuple[Any, ...]] = {}
     shapes = [(m.rows, m.cols) for m in layout.view.matrices]

@@ -183,7 +183,8 @@ class OptionsReader:
             said = tuple(map(group.get, _READ))
             if list in map(type, said):
                 said = _copied(said)
-            anew = isinstance(group.get("lr"), Tensor) or callable(group.get("adjust_lr_fn"))
+            # tensors change in place, and what a function says may
+            anew = any(isinstance(value, Tensor) for value in said) or callable(group.get("adjust_lr_fn"))
             if anew or index >= len(self._kept) or self._kept[index][0] != said:
                 kept.append((said, _checked(index, group)))
             else:
@@ -270,7 +271,7 @@ def check_param_group(
     check_hyperparameters(f"group {index}: ", group)
     listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
     meaningless = {key: group[key] for key in given if key in ONLY_MUON and group[key] != defaults[key]}
-    if ADAMW_DEFAULTS.keys() <= set(given):  # another optimizer's group, which carries every option
+    if ONLY_MUON.issubset(given):  # another optimizer's group, which carries every option
         meaningless = {}
     unset = {key for key in ("tp_group", "process_group") if key not in given}
     for position, p in enumerate(params):
@@ -291,6 +292,16 @@ def check_param_group(
                 f"{name}: {meaningless} are options of matrices, but the group says use_muon=False, which is AdamW. "
                 "Leave them out"
             )
+    named = bool(names) or "param_names" in group
+    if known and named != ("param_names" in known[0]):
+        raise ValueError(
+            f"group {index}: its parameters have no names, those of the other groups have. Give (name, parameter) "
+            "pairs, or the groups of a module: for g in shardmuon.param_groups(part, lr=...): "
+            "optimizer.add_param_group(g)"
+            if not named
+            else f"group {index}: its parameters have names ({names[0] if names else 'none'}, ..), those of the other "
+            "groups have none. Leave the names out (group.pop('param_names')), or give every group names"
+        )
 
 
 def _check_matrix(name: str, p: Tensor, group: Mapping[str, Any], given: Collection[str]) -> None:

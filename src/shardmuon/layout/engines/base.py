@@ -53,7 +53,8 @@ class Claim(NamedTuple):
         form: The tensor's layout: the same on all ranks that share it, which refuse each other otherwise.
         text: The form in words, for messages.
         extent: This rank's storage, of which the others do not know.
-        empty_lacks_gradient: A rank that stores nothing of it may have no gradient where others have theirs.
+        empty_lacks_gradient: A rank that stores nothing of it may have no gradient where others have theirs: set it if
+            the framework leaves `grad` None there.
         uncounted: Reason why a norm over ranks would count it several times though its layout is known; None: none.
     """
 
@@ -67,15 +68,16 @@ class Claim(NamedTuple):
 class Engine:
     """One way to keep a parameter. Stateless: it looks, and decides nothing.
 
-    Its errors (ValueError) lack the parameter's name, which whoever asks puts before them.
+    Its errors (ValueError) lack the parameter's name. Of `claim` they reach users as "rank R: NAME: ...", of `stored`
+    as "NAME: ranks .. store shapes ..: ..."; say neither.
 
     As it is, a plain tensor. Without a process group it is orthogonalized on every rank that has it: right for DDP and
     for experts that differ by rank alike. With one its ranks are taken for replicas, which is checked when a plan is
     made, and share the work.
 
     Attributes:
-        believes_placements: Placements say what ranks store, as far as storage bears them out: what stages keep of a
-            stack (see `kept_shape`) is placed alike. The form of claims is then (shape, *`OnMesh`).
+        believes_placements: Placements say what ranks store, or the tensor is refused: what stages keep of a stack (see
+            `kept_shape`) is placed alike. The form of claims is then (shape, *`OnMesh`).
         plain_shards: Its tensors are plain, and parts of larger ones: checkpoints cut and join them by the table.
     """
 
@@ -91,8 +93,10 @@ class Engine:
     def ties(self, param: Tensor, group: Group) -> Ties:
         """Say who shares the tensor. Reads no more than that takes, so that others hear of what is wrong with it.
 
-        Parts that are numbered by rank, one for each, are `parts`. Ranks of a group that cut a tensor anywhere, each
-        saying in its claim where its part begins, are `mates`: `Ties((my_rank(),), <ranks of the group>)`.
+        Parts that are numbered by rank, one for each, are `parts`: `Ties(<ranks in the order of parts>, (my_rank(),))`,
+        or `mates_of(group)` in the second place if a `process_group` joins replicas of a part. Ranks of a group that
+        cut a tensor anywhere, each saying in its claim where its part begins, are `mates`: `Ties((my_rank(),), <ranks
+        of the group>)`. Where ranks name unlike groups, some wait until the time-out: no rank alone can tell.
         """
         return Ties((my_rank(),), mates_of(group))
 
