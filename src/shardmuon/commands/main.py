@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(metavar="command", required=True)
     asked = next((word for word in words if not word.startswith("-")), None)
     for name, (module_name, summary) in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        subparser = subparsers.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == asked:
             module = import_module(module_name)
             module.add_arguments(subparser)

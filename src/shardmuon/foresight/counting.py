@@ -34,7 +34,7 @@ class Matrices(NamedTuple):
 
     Attributes:
         rows, cols: Shape of each.
-        how: Text of a `Choice`: method, dtype of products, kernel.
+        how: Text of a `Choice`: method, dtype of products, slices.
         num: Number of these matrices.
         flops: Floating point operations of one, as the planner counts them.
         owners: How many owners each has, each of a slice; `flops` are one's.
@@ -94,7 +94,7 @@ class BucketCount:
 
     Attributes:
         number: Number of the bucket in the plan; ranks that exchange it have the same. -1: nothing moves.
-        route: See plan/plan.py.
+        route: See plan/items.py.
         num_ranks: Ranks that take part in its exchanges; 1 if nothing moves.
         num_nodes: Nodes that these ranks lie on.
         wire: dtype of batches and of what travels.

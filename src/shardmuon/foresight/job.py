@@ -41,7 +41,7 @@ class Exact:
         classes: Ranks that are alike, by example rank.
         digests: "number of the plan: ranks" of each group that exchanges anything -> hex digest of its part of the
             plan, which is in `Plan.digests` of the live job.
-        options: What the plan hangs on beside model and mesh: dtypes, route, bucket size, as text by name.
+        options: What the plan hangs on beside model and mesh, as text by name.
         tokens_flops: Floating point operations of forward and backward per token, 6 x active parameters; 0: unknown.
         active: Where the number of active parameters is from, for people; "": there are no experts.
     """
