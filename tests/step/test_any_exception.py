@@ -1,8 +1,8 @@
 """Whatever is raised on one rank before the ranks have agreed is raised on all of them at once, with its cause.
 
-No list of guarded places: the functions are found by watching a healthy call (`injection`), and exceptions of two kinds
-are raised in each of them on one rank. A rank that hears of it late would wait for the time-out, which is longer than
-the promise (`PROMPT`). Ranks share all, or parameters with some ranks only; which, is drawn, too.
+No list of guarded places: the functions are found by watching a healthy call (`injection`), and an exception is raised
+in each of them on one rank, of every kind in turn. A rank that hears of it late would wait for the time-out, which
+is longer than the promise (`PROMPT`). Ranks share all, or parameters with some ranks only; which, is drawn, too.
 """
 
 from __future__ import annotations
