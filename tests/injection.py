@@ -283,7 +283,7 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
     def plant(*args: Any, **options: Any) -> Any:
         del optimizer.step
         for at, place in enumerate(known[::stride]):
-            for kind in {0, at % len(KINDS)}:
+            for kind in (at % len(KINDS),):
                 groups = [(group, list(group["params"])) for group in optimizer.param_groups]
                 before = _copies(optimizer)
                 victim = (at + kind) % dist.get_world_size()

@@ -37,14 +37,18 @@ def test_one_process_has_the_bits_of_fp64_without_shardmuon(options: str) -> Non
     assert_bitwise(exact.assembled([exact.run("single", options)]), expected(options))
 
 
-@pytest.mark.parametrize(("layout", "world"), [(name, world) for world in WORLDS for name in LAYOUTS])
+# On 3 ranks, whose sizes do not divide, all; test_equality.py has all on 4 and every second on 2.
+ROWS = [(name, world) for world, names in ((2, [*LAYOUTS][::6]), (3, LAYOUTS), (4, [*LAYOUTS][::2])) for name in names]
+
+
+@pytest.mark.parametrize(("layout", "world"), ROWS)
 def test_every_layout_has_these_bits(layout: str, world: int) -> None:
     options = dealt(layout, world)
     assert_bitwise(exact.assembled(get_pool(world).run(exact.run, layout, options)), expected(options), options)
 
 
 def test_every_option_meets_sharded_layouts() -> None:
-    met = {dealt(layout, world) for world in WORLDS for layout in LAYOUTS}
+    met = {dealt(layout, world) for layout, world in ROWS}
     assert met == set(exact.OPTIONS)
 
 

@@ -1,8 +1,8 @@
 """Whatever is raised on one rank before the ranks have agreed is raised on all of them at once, with its cause.
 
-No list of guarded places: the functions are found by watching a healthy call (`injection`), and exceptions of two kinds
-are raised in each of them on one rank. A rank that hears of it late would wait for the time-out, which is longer than
-the promise (`PROMPT`). Ranks share all, or parameters with some ranks only; which, is drawn, too.
+No list of guarded places: the functions are found by watching a healthy call (`injection`), and an exception is raised
+in each of them on one rank, of every kind in turn. A rank that hears of it late would wait for the time-out, which
+is longer than the promise (`PROMPT`). Ranks share all, or parameters with some ranks only; which, is drawn, too.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ CPU = partial(
 AUDITED = partial(INT8, audit=Audit(every=1))  # not in first steps: it would find that the state goes away
 SAVED = partial(_made, _saved, storage=Storage(momentum_dtype="int8"))
 STRIDE = int(os.environ.get("PLANT_STRIDE", "18"))  # 1 plants in every function of the large jobs, which takes minutes
-HEALTHY = 5  # after so many functions a call that must succeed: what a refusal left behind would break it, or the next
+HEALTHY = 8  # after so many functions a call that must succeed: what a refusal left behind would break it, or the next
 
 
 class Case(NamedTuple):
@@ -124,11 +124,11 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "step": Case(2, (PLAIN, AUDITED), "step", 120),
-    "first step": Case(2, (INT8, CPU), "first step", 120),
+    "step": Case(2, (PLAIN, AUDITED), "step", 80),
+    "first step": Case(2, (INT8, CPU), "first step", 80),
     "plan": Case(2, (PLAIN, AUDITED), "plan", 75),
     "clip": Case(2, (PLAIN,), "clip", 40),
-    "clip twice": Case(2, (PLAIN,), "clip twice", 20),
+    "clip twice": Case(2, (PLAIN,), "clip twice", 15),
     "unscale": Case(2, (PLAIN,), "unscale", 6),
     "save": Case(2, (SAVED,), "save", 10, 2),
     "load": Case(2, (SAVED,), "load", 10, 2),
@@ -218,7 +218,7 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         known = [place for place in dict.fromkeys((*known, *known_places(call, begin, last))) if place not in done]
         done += known
         for at, place in enumerate(known[len(name) % stride :: stride]):
-            kinds = [at % len(KINDS), (at + 3) % len(KINDS)][: 1 + at % 2]
+            kinds = [at % len(KINDS), *([(at + 3) % len(KINDS)] if what == "plan" and at % 4 == 1 else [])]
             if what in ("save", "load"):  # DCP makes its own of any, also of interrupts
                 kinds = [kind for kind in kinds if not isinstance(KINDS[kind], STAYS)][:1]
             for turn, kind in enumerate(kinds):

@@ -10,14 +10,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from every_layout import compared
+from every_layout import ROWS, compared
 from simulated import APART
 from torch.distributed.tensor import DTensor
 
 from shardmuon import Audit, Exchange, Muon, Orthogonalizer, audit
 from shardmuon.orthogonalize import Products
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
-from shardmuon.testing.frameworks import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, parameters
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_same_update
@@ -67,16 +66,6 @@ def test_an_option_has_the_bits_of_one_process(
     for found in world4.run(compare, layout, lr=0.02, steps=2, **options):
         assert found.bitwise
         assert found.max_difference == 0.0
-
-
-# meshes of 2 x 2 x 2, 2 x 4 and 4 x 2
-EIGHT = ("hsdp", "hsdp+tp", "fsdp2+tp", "mixed meshes", "megatron-fsdp hfsdp", "mcore buffers+tp")
-ROWS = {
-    8: EIGHT,
-    3: [*LAYOUTS, *FSDP1_ROWS][1::3],  # in exact arithmetic all on 3: test_golden.py
-    2: [*LAYOUTS, *FSDP1_ROWS][::2],
-    4: [*LAYOUTS, *FSDP1_ROWS],
-}
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ ALL = "muon_eq+normuon+hyperball"
 
 
 def _compared(layout: str, variant: str) -> tuple[bool, float, str]:
-    """Compare two steps or three: in the second one stages find what the first one kept."""
-    steps = 3 if dist.get_world_size() == 4 else 2
+    """Compare two steps, on 3 ranks three: in the second one stages find what the first one kept."""
+    steps = 3 if dist.get_world_size() == 3 else 2
     given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0 if "hyperball" in variant else 0.1, "beta2": 0.9}
     found = compare_with_dense(layout, variant=variant, steps=steps, remember=True, **given)
     return found.bitwise, found.max_difference, found.worst
@@ -31,9 +31,9 @@ def _compared(layout: str, variant: str) -> tuple[bool, float, str]:
 @pytest.mark.parametrize(
     ("world", "variant", "layout"),
     [
-        *((3, "hyperball", name) for name in list(LAYOUTS)[::3]),
+        *((3, "hyperball", name) for name in list(LAYOUTS)[::6]),
         *((4, ALL, name) for name in LAYOUTS),
-        *((4, "normuon", name) for name in ("ddp", "hsdp+tp", "ep+fsdp", "mcore buffers+tp")),
+        *((4, "normuon", name) for name in ("hsdp+tp", "ep+fsdp")),
         *((4, variant, name) for variant, name in zip((ALL, "normuon") * 2, FSDP1_ROWS, strict=True)),
     ],
 )
@@ -43,7 +43,7 @@ def test_stages_have_the_bits_of_one_process_on_every_layout(world: int, variant
 
 @pytest.mark.parametrize(
     ("layout", "variant"),
-    [("zero0", "normuon"), ("zero1", ALL), ("zero2", "normuon"), ("zero2+offload", ALL), ("zero3", ALL)],
+    [("zero0", "normuon"), ("zero2+offload", ALL), ("zero3", ALL)],
 )
 def test_stages_have_the_bits_of_one_process_under_deepspeed(
     layout: str, variant: str, deepspeed_pools: dict[int, RankPool]
