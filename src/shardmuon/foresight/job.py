@@ -151,7 +151,7 @@ class _Planned:
         policy = Policy(exchange.bucket_bytes, exchange.machine or machine, split_k)
         units = make_units(params, mesh, self._view_of)
         plans = [make_plan([self._spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
-        shares: dict[int, list[_Share]] = {}
+        shares: dict[int, list[_UnitOfRank]] = {}
         for unit, plan in zip(units, plans, strict=True):
             for rank, share in zip(unit.ranks, self._shares(unit, plan), strict=True):
                 shares.setdefault(rank, []).append(share)
@@ -207,12 +207,12 @@ class _Planned:
             self._coefficients.update(dict.fromkeys(shapes, settings.coefficients))
         return self._specs[key]._replace(name=param.name)
 
-    def _shares(self, unit: Unit, plan: Plan) -> Iterable[_Share]:
+    def _shares(self, unit: Unit, plan: Plan) -> Iterable[_UnitOfRank]:
         buckets = count_plan(plan, lambda rank: rank // self._mesh.gpus_per_node)
         voting = _voting(plan)
         for rank, (muon, adamw, weights, scales) in zip(unit.ranks, unit.elements().T.tolist(), strict=True):
             stored = self._stored(muon, adamw, weights, scales)
-            yield _Share(unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
+            yield _UnitOfRank(unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
 
     def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> Stored:
         """Bytes that a rank keeps of so many elements, and scales of 8-bit momentum."""
@@ -231,7 +231,7 @@ class _Planned:
         return peak_bytes(buckets, weights=weights, device=self._device, coefficients=self._coefficients)
 
 
-class _Share(NamedTuple):
+class _UnitOfRank(NamedTuple):
     """One unit on one rank. Attributes are those of `RankClass`."""
 
     stage: int
@@ -247,7 +247,7 @@ def _voting(plan: Plan) -> set[int]:
 
 
 def _classes_of(
-    shares: Mapping[int, Sequence[_Share]], peak: Callable[[Sequence[BucketCount]], int]
+    shares: Mapping[int, Sequence[_UnitOfRank]], peak: Callable[[Sequence[BucketCount]], int]
 ) -> tuple[RankClass, ...]:
     """Ranks that are alike in all units that they are in.
 
@@ -255,7 +255,7 @@ def _classes_of(
         shares: Rank -> what it has of each of its units.
         peak: Bytes that the buckets of one unit take beyond what is stored.
     """
-    members: dict[tuple[_Share, ...], list[int]] = {}
+    members: dict[tuple[_UnitOfRank, ...], list[int]] = {}
     for rank in sorted(shares):
         members.setdefault(tuple(shares[rank]), []).append(rank)
     found = []
@@ -278,7 +278,7 @@ def exact_of(plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Ex
     """
     voting = _voting(plan)
     shares = {
-        rank: [_Share(0, Stored(), found, sum(b.held for b in found), 0, int(rank in voting))]
+        rank: [_UnitOfRank(0, Stored(), found, sum(b.held for b in found), 0, int(rank in voting))]
         for rank, found in count_plan(plan, lambda rank: rank // gpus_per_node).items()
     }
     mesh = Mesh(dp=max(1, max(shares, default=-1) + 1 if world is None else world), gpus_per_node=gpus_per_node)

@@ -54,6 +54,10 @@ _READ = (
 )
 
 
+# Types of values that stay as they are as long as a group has them.
+_LASTING = {type(None), bool, int, float, str, tuple, GroupRef}
+
+
 class Scales(dict[tuple[int, int], float]):
     """Factor on the learning rate of matrices of each shape (rows, cols), asked of the options when first needed.
 
@@ -184,7 +188,7 @@ class OptionsReader:
             if list in map(type, said):
                 said = _copied(said)
             # tensors change in place, and what a function says may
-            anew = any(isinstance(value, Tensor) for value in said) or callable(group.get("adjust_lr_fn"))
+            anew = not _LASTING.issuperset(map(type, said))
             if anew or index >= len(self._kept) or self._kept[index][0] != said:
                 kept.append((said, _checked(index, group)))
             else:
