@@ -65,7 +65,7 @@ _Cuts = tuple[tuple[int, int], ...]  # the mesh axes that cut a dim, first cut f
 
 
 def reading(shape: Ints, mesh: Ints, placements: Placements) -> tuple[OfRank, ...]:
-    """What each place of a mesh stores of a tensor, in row-major order of places.
+    """The pieces of a tensor and the shape of storage of each place of a mesh, in row-major order of places.
 
     Args:
         shape: Shape of the tensor.

@@ -76,7 +76,7 @@ class Spec(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What is given about a plan beside its parameters.
+    """Bounds and rates by which a plan is made, beside its parameters.
 
     Attributes:
         bucket_bytes: Most bytes (of the wire) of whole matrices that one owner has in a bucket. A larger matrix makes

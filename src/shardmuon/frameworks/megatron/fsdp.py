@@ -40,7 +40,7 @@ _PACKAGES = ("megatron_fsdp", "megatron")
 
 
 class MegatronFSDPCopy(Engine):
-    """What is refused: the copy that Megatron-FSDP computes with, and parameters of its version 2."""
+    """Refuses the copy that Megatron-FSDP computes with, and parameters of its version 2."""
 
     def recognizes(self, param: Tensor) -> bool:
         own = param.__dict__
