@@ -70,9 +70,6 @@ class ParamGroups(list[dict[str, Any]]):
         matched: AdamW's lr as a multiple of Muon's, if it was matched because none was given; else None.
     """
 
-    rows: tuple[RoutingRow, ...]
-    matched: float | None
-
     def __init__(
         self, groups: Iterable[dict[str, Any]] = (), rows: Iterable[RoutingRow] = (), matched: float | None = None
     ) -> None:
@@ -141,7 +138,7 @@ def param_groups(
         model: The model. Parameters alone do not say what they are.
         lr: Learning rate of the matrices. Required.
         adamw_lr: Learning rate of the rest. Default: what makes AdamW's updates as large as the matrices', see
-            `matched_lr`; the table says how large that is.
+            docs/learning_rate.md on learning rates; the table says how large that is.
         weight_decay: Of matrices, embeddings and heads. For others it is 0; set it in the groups.
         adjust_lr_fn: Of the matrices, see `shardmuon.Muon`, as all their other options.
             None: the optimizer's.
@@ -199,7 +196,7 @@ def param_groups(
         warnings.warn(f"param_groups: {doubt}", stacklevel=2)
     matched = None
     if adamw_lr is None:
-        matched = matched_lr(
+        matched = _matched_lr(
             (*size, lr_scale(w.options.get("adjust_lr_fn"), *size)) for w in trained for size in w.matrices
         )
         adamw_lr = both["lr"] if matched == 1.0 else both["lr"] * matched
@@ -216,7 +213,7 @@ def param_groups(
     return ParamGroups(sorted(groups.values(), key=lambda group: not group["use_muon"]), rows, matched)
 
 
-def matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
+def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
     """AdamW's lr, as a multiple of Muon's, at which updates of both have the same root mean square.
 
     Args:
@@ -395,19 +392,12 @@ def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_
 
 
 def _check_usable(w: RoutedParam) -> None:
-    """Refuse what no optimizer here takes, what cannot be known, and overrides meant for the other optimizer."""
-    adamw = f'overrides={{"{w.name}": "adamw"}}'
-    if w.param.is_complex():
-        raise ValueError(
-            f"{w.name}: complex parameters ({w.param.dtype}) are not supported. Keep a real parameter with a "
-            f"last dim of 2, send it to AdamW by {adamw}, and call torch.view_as_complex "
-            "in forward; or freeze it while the groups are built"
-        )
+    """Refuse what cannot be known, and overrides meant for the other optimizer."""
     unclear = w.role.kind == "unclear"
     says_how = unclear and w.settled and "view" in w.given
     if w.role.kind in ("unknown", "unclear") and w.settled is not False and not says_how:
         flatten = f', or {{"{w.name}": {{"use_muon": True, "view": "flatten"}}}} for one matrix' if unclear else ""
-        raise ValueError(f"{w.name} {w.role.reason}. Or choose: {adamw}{flatten}")
+        raise ValueError(f'{w.name} {w.role.reason}. Or choose: overrides={{"{w.name}": "adamw"}}{flatten}')
     wrong = sorted(w.given.keys() & (ADAMW_DEFAULTS.keys() if w.use_muon else ONLY_MUON))
     if wrong:
         here, there = ("Muon", "AdamW") if w.use_muon else ("AdamW", "Muon")
@@ -420,7 +410,7 @@ def _check_usable(w: RoutedParam) -> None:
 
 def _muon_options(w: RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
     """The group options of a matrix parameter, and the sizes of its matrices. Raises with the parameter's name."""
-    view = {**VIEW_DEFAULTS, **w.role.view}
+    view, defaults = {**VIEW_DEFAULTS, **w.role.view}, VIEW_DEFAULTS.items()
     splits = ("split_sizes", "split_groups", "num_heads")
     if any(key in w.given for key in splits):  # they replace the splits that the module's type has by default
         view |= {key: VIEW_DEFAULTS[key] for key in splits}
@@ -430,6 +420,5 @@ def _muon_options(w: RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, An
     except ValueError as wrong:
         raise ValueError(f"{w.name} ({w.reason}): {wrong}") from None
     view["split_sizes"] = view["split_sizes"] and tuple(view["split_sizes"])
-    given = {key: value for key, value in w.given.items() if key not in VIEW_DEFAULTS}
-    changed = {key: value for key, value in view.items() if value != VIEW_DEFAULTS[key]}
-    return {**muon, **given, **changed}, tuple((matrix.rows, matrix.cols) for matrix in matrices)
+    options = {key: value for key, value in {**muon, **w.given, **view}.items() if (key, value) not in defaults}
+    return options, tuple((matrix.rows, matrix.cols) for matrix in matrices)

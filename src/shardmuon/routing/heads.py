@@ -8,13 +8,12 @@
        number (Hugging Face's classifiers).
     2. Let V be the number of rows of an embedding (where `get_input_embeddings()` names them, of those: a table of
        positions or token types is no vocabulary), and let nothing in the model read V features (no layer with V
-       inputs, no norm or embedding of width V). A matrix with V rows then ends in logits, and is a head. Within a
+       inputs, no norm or embedding of width V). A linear layer with V rows then ends in logits, and is a head. Within a
        repeated block that holds for the block's last matrix only: in a model of bytes, 4 key-value heads of 64
        make 256 rows, too.
-    3. If V is also a width of the model (256 bytes, width 256), shapes cannot tell a head from a hidden layer. If
-       neither 1 nor 2 found a head, it is the last matrix with V rows outside the repeated blocks.
-    4. If the model names none and there is none yet, it is the last module with weights, if that is a linear layer
-       behind repeated blocks: a classifier, whatever its number of labels.
+    3. If the model names none and there is none yet, V may also be a width of the model (256 bytes, width 256): then it
+       is the last linear layer with V rows outside of the repeated blocks. Without such a layer it is that of the last
+       module, if that stands behind repeated blocks: a classifier, whatever its number of labels.
     Where that may be wrong, a doubt is returned that says what was chosen and which override settles it.
 """
 
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from shardmuon.layout.views import Ints
 from shardmuon.routing.presets import Role, numbers_out
 from shardmuon.routing.roles import Place, by, is_table
+from shardmuon.texts import listed
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -63,6 +63,10 @@ class RoutedParam:
         return self.places[0].name
 
     @property
+    def module(self) -> nn.Module:
+        return self.places[0].module
+
+    @property
     def optimizer(self) -> Literal["Muon", "AdamW", "frozen"]:
         return "frozen" if not self.param.requires_grad else "Muon" if self.use_muon else "AdamW"
 
@@ -85,76 +89,70 @@ def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[s
     Returns:
         name -> reason for each head, and a text for each choice that may be wrong.
     """
-    answers = [_parameters_of(model, hook) for hook in ("get_output_embeddings", "get_classifier")]
-    offered = any(answer is not None for answer in answers)
-    named = {key: hook for answer in answers if answer is not None for key, hook in answer.items()}
-    heads = {w.name: f"output head: {named[id(w.param)]}" for w in weights if id(w.param) in named and _is_2d(w)}
-    blocks = _Blocks(weights)
-    heads |= _with_labels(weights, blocks)
+    blocks, doubts = _Blocks(weights), list[str]()
+    named = _answers(model, "get_output_embeddings", "get_classifier")
+    matrices = [w for w in weights if w.role.kind in ("linear", "bare") and len(w.shape) == 2]
+    heads = {w.name: f"output head: {named[id(w.param)]}()" for w in matrices if id(w.param) in named}
+    linear = [w for w in matrices if w.role.kind == "linear" and w.settled is not True]
+    heads |= _with_labels(linear, blocks)
     tables = _vocabularies(model, weights)
-    known = {w.shape[0] for w in weights if w.name in heads} & {w.shape[0] for w in tables}
-    known |= {w.shape[0] for w in tables if id(w.param) in named or _is_tied(w)}  # vocabularies that surely have a head
-    needs_guess = not known and not offered and not heads
-    ambiguous, doubts = list[tuple[int, list[RoutedParam]]](), list[str]()
-    for size in dict.fromkeys(w.shape[0] for w in tables):
+    sizes = dict.fromkeys(w.shape[0] for w in tables)
+    known = {w.shape[0] for w in matrices if w.name in heads}  # numbers of rows of all heads so far
+    known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}  # the user has named it
+    known |= {w.shape[0] for w in tables if id(w.param) in named or _is_tied(w)}
+    read = {size for w in weights for size in w.role.reads}
+    for size in [size for size in sizes if size not in read]:
         places = [place for w in tables if w.shape[0] == size for place in w.places]
-        candidates = [w for w in weights if _may_have_rows(w, size)]
-        outside = [w for w in candidates if blocks.around(w, places) is None]
-        # a bare matrix reads one of its dims, but which is unknown, so it is no evidence about itself
-        if any(size in w.role.reads for c in candidates for w in weights if w is not c or w.role.kind == "linear"):
-            ambiguous.append((size, outside))
-            continue
-        found = [w for w in candidates if w in outside or blocks.last.get(blocks.around(w, places) or "") is w]
+        found = [w for w in linear if w.shape[0] == size and blocks.is_end(w, places)]
         new = [w for w in found if w.name not in heads]
-        side = {w.name: "rows" if w.shape[0] == size else "columns" for w in new}
-        heads |= {name: f"output head: {which} equal a vocabulary ({size})" for name, which in side.items()}
-        open_ones = [w.name for w in new if w.is_open]
-        if open_ones and (len(found) > 1 or known - {size}):
-            why = "the model has a head for another vocabulary" if known - {size} else "most models have one"
-            doubts.append(
-                f"{_few(open_ones)} went to AdamW as output heads, having as many rows as an embedding ({size}), "
-                f"though {why}. If right, write {_override(open_ones, 'adamw')}; "
-                '"muon" for those that are hidden layers'
-            )
-        needs_guess &= not found
-    for size, outside in ambiguous if needs_guess else ():
-        if outside and all(w.settled is None for w in outside):  # else the user has named a head among them
-            chosen, hidden = outside[-1], [w.name for w in outside[:-1] if w.is_open]
-            heads[chosen.name] = f"output head: last matrix with as many rows as a vocabulary ({size})"
-            if chosen.is_open and (hidden or chosen is not blocks.last_outside):
-                rest = f", and {_few(hidden)} to Muon as hidden layers" if hidden else ""
-                doubts.append(
-                    f"{size} is the size of a vocabulary and a width of the model, so shapes do not tell an output "
-                    f"head from a hidden layer. {chosen.name} went to AdamW as the head{rest}. If right, write "
-                    f'{_override([chosen.name], "adamw")}; "muon" if it is a hidden layer'
-                )
-    if not heads and not offered and not known:
-        heads |= _last_of_all(weights, blocks)
+        heads |= {w.name: f"output head: rows equal a vocabulary ({size})" for w in new}
+        doubts += _doubt_of_heads(new) if len(found) > 1 or not known <= {size} else []
+        known |= {size for _ in new}
+    if not named and not known:
+        places = [place for w in tables for place in w.places]
+        wide = [w for w in linear if w.shape[0] in sizes and not blocks.around(w, places)]
+        heads |= {
+            w.name: f"output head: last matrix with as many rows as a vocabulary ({w.shape[0]})" for w in wide[-1:]
+        }
+        doubts += _doubt_of_heads(wide[-1:]) if len(wide) > 1 or not any(map(blocks.is_last, wide)) else []
+        last = [w for w in linear if w.settled is None and blocks.is_last(w)] if blocks.paths and not wide else []
+        heads |= {w.name: "output head: the last layer, behind all blocks" for w in last}
     return heads, doubts
 
 
-def _parameters_of(model: nn.Module, hook: str) -> dict[int, str] | None:
-    """id of each parameter in the answers of all modules that have a method -> its name; None: none answers."""
-    found: dict[int, str] | None = None
-    for method in (getattr(module, hook, None) for module in model.modules()):
-        try:
-            answer = method() if callable(method) else NotImplemented
-        except (NotImplementedError, AttributeError, TypeError):  # not for this model; or another method of that name
-            continue
-        if answer is not NotImplemented:
-            parts = answer if isinstance(answer, (tuple, list)) else [answer]
-            params = (p for part in parts for p in (part.parameters() if isinstance(part, nn.Module) else [part]))
-            found = (found or {}) | {id(p): f"{hook}()" for p in params}
+def _doubt_of_heads(found: Sequence[RoutedParam]) -> list[str]:
+    """A text on heads that may be hidden layers, as far as the user has not settled them."""
+    names = [w.name for w in found if w.is_open]
+    return [
+        f"{listed(names)} went to AdamW as output heads, having as many rows as an embedding ({w.shape[0]}), though "
+        "the model has another head, or others have as many: shapes alone do not tell. If right, write "
+        f'{_override(names, "adamw")}; "muon" for those that are hidden layers'
+        for w in found[:1]
+        if names
+    ]
+
+
+def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
+    """id of each parameter in the answers of all modules that have one of these methods -> its name. None is an answer,
+    too, that there is no such parameter: only where nobody answers is this empty."""
+    found: dict[int, str] = {}
+    for module in model.modules():
+        for hook in hooks:
+            try:
+                answer: Any = getattr(module, hook)()
+            except (NotImplementedError, AttributeError, TypeError):  # not there, not for this model, or another method
+                continue
+            for part in answer if isinstance(answer, (tuple, list)) else [answer]:
+                found |= {id(p): hook for p in (part.parameters() if isinstance(part, nn.Module) else [part])}
     return found
 
 
 def _vocabularies(model: nn.Module, weights: Sequence[RoutedParam]) -> list[RoutedParam]:
     """Embeddings whose entries may be outputs, too: those that the model names, if it does, else all."""
     tables = [w for w in weights if w.role.kind == "embedding" and len(w.shape) == 2]
-    named = _parameters_of(model, "get_input_embeddings") or {}
-    if not any(id(w.param) in named for w in tables):
-        return tables
-    return [w for w in tables if id(w.param) in named or _is_tied(w)]
+    named = _answers(model, "get_input_embeddings")
+    is_named = any(id(w.param) in named for w in tables)
+    return [w for w in tables if not is_named or id(w.param) in named or _is_tied(w)]
 
 
 def _is_tied(table: RoutedParam) -> bool:
@@ -162,35 +160,12 @@ def _is_tied(table: RoutedParam) -> bool:
     return not all(is_table(place.module) for place in table.places)
 
 
-def _with_labels(weights: Sequence[RoutedParam], blocks: _Blocks) -> dict[str, str]:
+def _with_labels(linear: Sequence[RoutedParam], blocks: _Blocks) -> dict[str, str]:
     """The classifiers of modules that have a `num_labels`: the last linear layer with so many rows below each."""
-    apart = [w for w in weights if w.role.kind == "linear" and w.settled is not True and not blocks.around(w, ())]
+    apart = [w for w in linear if not blocks.around(w)]
     owners = ((w, module) for w in apart for place in w.places for _, module in place.owners)
-    found = {id(m): w for w, m in owners if (labels := vars(m).get("num_labels")) is not True and labels == w.shape[0]}
+    found = {id(module): w for w, module in owners if vars(module).get("num_labels") == w.shape[0]}
     return {w.name: f"classifier: num_labels ({w.shape[0]})" for w in found.values()}
-
-
-def _last_of_all(weights: Sequence[RoutedParam], blocks: _Blocks) -> dict[str, str]:
-    """The last module with weights, if it is a linear layer behind repeated blocks."""
-    places = [(place, w) for w in weights for place in w.places]
-    listed = [pair for pair in places if pair[0].leaf != "bias"]
-    if not blocks.paths or not listed:
-        return {}
-    last, weight = max(listed, key=lambda pair: pair[0].order)
-    behind = all(place.order <= last.order for place, _ in places if place.module is not last.module)
-    if not behind or weight.role.kind != "linear" or weight.settled is not None or blocks.around(weight, ()):
-        return {}
-    return {weight.name: "output head: the last layer, behind all blocks"}
-
-
-def _is_2d(weight: RoutedParam) -> bool:
-    return weight.role.kind in ("linear", "bare") and len(weight.shape) == 2
-
-
-def _may_have_rows(weight: RoutedParam, size: int) -> bool:
-    """True if a matrix may give `size` outputs: by its rows, or by either dim where nothing says which are inputs."""
-    dims = weight.shape[: 2 if weight.role.kind == "bare" else 1]
-    return _is_2d(weight) and weight.settled is not True and size in dims
 
 
 class _Blocks:
@@ -200,35 +175,41 @@ class _Blocks:
 
     Attributes:
         paths: Their names.
-        last: The last matrix of each module.
-        last_outside: The last matrix that is in no block.
     """
 
     def __init__(self, weights: Sequence[RoutedParam]) -> None:
-        matrices = [(p, w) for w in weights for p in w.places if len(w.shape) > 1 and w.role.kind != "embedding"]
-        matrices.sort(key=lambda pair: pair[0].order)
+        places = sorted(((p, w) for w in weights for p in w.places), key=lambda pair: pair[0].order)
+        matrices = [(p, w) for p, w in places if len(w.shape) > 1 and w.role.kind != "embedding"]
         around = {path: module for place, _ in matrices for path, module in [("", place.owners[-1][1]), *place.paths]}
-        self.last = {path: weight for place, weight in matrices for path, _ in place.paths}
         num_matrices = Counter(path for place, _ in matrices for path, _ in place.paths)
         types = {path: (path.rpartition(".")[0], type(m)) for path, m in around.items() if num_matrices[path] > 1}
         counts = Counter(one for one in types.values() if one[1] not in _CONTAINERS)
         self.paths = {
             path for path, one in types.items() if counts[one] > 1 or isinstance(around.get(one[0]), nn.ModuleList)
         }
-        outside = [weight for place, weight in matrices if self.paths.isdisjoint(path for path, _ in place.paths)]
-        self.last_outside = outside[-1] if outside else None
+        self._last_matrix = {path: weight for place, weight in matrices for path, _ in place.paths}  # of each module
+        self._last_module = places[-1][0].module if places else None
 
-    def around(self, weight: RoutedParam, tables: Iterable[Place]) -> str | None:
+    def around(self, weight: RoutedParam, tables: Iterable[Place] = ()) -> str | None:
         """The outermost block around a matrix. One that also holds the embedding is a model in itself, no block."""
         models = {path for table in tables for path, _ in table.paths}
         return next((p for p, _ in weight.places[0].paths if p in self.paths and p not in models), None)
+
+    def is_end(self, weight: RoutedParam, tables: Iterable[Place]) -> bool:
+        """True for a matrix that is in no block, or the last one of its block."""
+        block = self.around(weight, tables)
+        return block is None or self._last_matrix[block] is weight
+
+    def is_last(self, weight: RoutedParam) -> bool:
+        """True for a parameter of the last module of all that have any, if that is in no block."""
+        return any(place.module is self._last_module for place in weight.places) and not self.around(weight)
 
 
 # ------------------------------------------------------------------------------------------------ routers and experts
 
 
 def find_experts(weights: Sequence[RoutedParam]) -> dict[str, str]:
-    """Make routers of the matrices that choose among experts, and biases of the rows that lie beside them.
+    """Make routers of the matrices that choose among experts.
 
     A router has as many rows as there are experts, stands beside them or in the module around, and reads what they
     read. Experts are a stack (E, M, N), or a list of E modules of linear layers alone: a list of a model's blocks has
@@ -238,28 +219,24 @@ def find_experts(weights: Sequence[RoutedParam]) -> dict[str, str]:
         name -> reason, of each stack that only its shape speaks for and a router confirms: it reads as many features as
         the first of the stacks that has so many on one side, which are inputs then.
     """
-    stacks: dict[int, list[RoutedParam]] = {}
+    stacks: dict[nn.Module, list[RoutedParam]] = {}
     for w in weights:
-        if w.role.kind in ("bare", "matrices") and w.role.view.get("view") == "stack":
+        if w.role.use_muon and w.role.view.get("view") == "stack":
             for place in w.places:
-                stacks.setdefault(id(place.module), []).append(w)
+                stacks.setdefault(place.module, []).append(w)
     found: dict[str, str] = {}
     for w in weights:
         if len(w.shape) != 2 or w.shape[0] < 2 or w.role.kind not in ("linear", "bare", "router"):
             continue
         num, width = w.shape
         for module in _beside(w):
-            experts = [stack for stack in stacks.get(id(module), ()) if stack.shape[0] == num]
+            experts = [stack for stack in stacks.get(module, ()) if stack.shape[0] == num]
             first = next((stack for stack in experts if width in stack.shape[1:]), None)
             if w.role.kind != "router" and (first is not None or _is_list_of(module, w.shape)):
                 w.role = Role("router", f"router: its rows choose among {num} experts", reads=w.shape[1:])
             if first is not None and first.shape[2] == width:
                 reason = f"stack of {num} experts, chosen by {w.name}"
-                found |= {stack.name: reason for stack in experts if stack.role.kind == "bare"}
-        own = [stack.shape for place in w.places for stack in stacks.get(id(place.module), ())]
-        if w.role.kind != "router" and any(shape[0] == num and width in shape[1:] for shape in own):
-            reason = f"a row for each of {num} experts: biases, or a router"
-            w.role = Role("entries", reason, reads=w.shape, decays=False)
+                found |= {stack.name: reason for stack in experts if stack.role.kind == "stack"}
     return found
 
 
@@ -282,6 +259,33 @@ def _is_list_of(module: nn.Module, shape: Ints) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------- doubts
 
+_UNKNOWN = ", of which no rule knows what it is. It went to Muon as"
+_TURNED = '{"transposed": True} if its inputs come first (x @ W), "adamw" if it is'
+# Kind of what only its shape speaks for -> what that says and where it went, how it is settled, what else to write.
+_DOUBTS = {
+    "broadcast": (
+        " with a leading dim of 1: a table for all of a batch (positions), or a stack of one expert. It went to AdamW "
+        "as a table",
+        "adamw",
+        '{"use_muon": True, "view": "stack"} for a stack',
+    ),
+    "pairs": (
+        " with a last dim of 2, as torch.view_as_real leaves complex numbers. It went to AdamW",
+        "adamw",
+        '"muon" if it holds matrices of two inputs',
+    ),
+    "bare": (
+        f"{_UNKNOWN} one matrix of (outputs, inputs)",
+        "muon",
+        f"{_TURNED} a table, a set of biases or scales",
+    ),
+    "stack": (
+        f"{_UNKNOWN} a stack of matrices, each of (outputs, inputs)",
+        "muon",
+        f"{_TURNED} a table (positions, codes, biases)",
+    ),
+}
+
 
 def doubts_of(weights: Sequence[RoutedParam], known: Collection[str]) -> list[str]:
     """A text for each kind of parameters that only their shape speaks for.
@@ -290,53 +294,32 @@ def doubts_of(weights: Sequence[RoutedParam], known: Collection[str]) -> list[st
         weights: All parameters of the model.
         known: Names of those that are settled.
     """
-    tables = [w.name for w in weights if w.role.kind == "broadcast" and w.is_open and not _is_positions(w, weights)]
-    texts = [
-        f"{', '.join(tables)}: a (1, M, N) parameter is a table for all of a batch (positions) or a stack of one "
-        f"expert. It went to AdamW as a table. If right, write {_override([name], 'adamw')}; "
-        '{"use_muon": True, "view": "stack"} for a stack'
-        for name in tables[:1]
-    ]
     alike: dict[tuple[object, ...], list[RoutedParam]] = {}
     for w in weights:
-        if w.is_open and w.name not in known and len(w.shape) in (2, 3) and w.role.kind in ("pairs", "bare"):
-            alike.setdefault((type(w.places[0].module), w.places[0].leaf, len(w.shape)), []).append(w)
-    return texts + [_doubt(found) for found in alike.values()]
-
-
-def _doubt(found: Sequence[RoutedParam]) -> str:
-    """Text on parameters that are alike in what speaks for them."""
-    w, more = found[0], f"; {len(found) - 1} more like it" if len(found) > 1 else ""
-    text = f"{w.name} ({by(w.shape)}{more}) is a parameter of {type(w.places[0].module).__name__}"
-    names = [w.name] if len(found) == 1 else list(dict.fromkeys(numbers_out(one.name) for one in found))
-    if w.role.kind == "pairs":
-        return (
-            f"{text} with a last dim of 2, as torch.view_as_real leaves complex numbers. It went to AdamW. If right, "
-            f'write {_override(names, "adamw")}; "muon" if it holds matrices of two inputs'
+        if w.is_open and w.name not in known and w.role.kind in _DOUBTS and not _is_positions(w, weights):
+            alike.setdefault((type(w.module), w.places[0].leaf, w.role.kind), []).append(w)
+    texts = []
+    for w, *more in alike.values():
+        what, choice, otherwise = _DOUBTS[w.role.kind]
+        others = f"; {len(more)} more like it" if more else ""
+        names = dict.fromkeys(numbers_out(one.name) for one in (w, *more)) if more else [w.name]
+        texts.append(
+            f"{w.name} ({by(w.shape)}{others}) is a parameter of {type(w.module).__name__}{what}. If right, write "
+            f"{_override(names, choice)}; {otherwise}"
         )
-    went, table = "one matrix", "a table, a set of biases or scales"
-    if len(w.shape) == 3:
-        went, table = f"a stack of {w.shape[0]} matrices, each", "a table (positions, codes, biases)"
-    return (
-        f"{text}, of which no rule knows what it is. It went to Muon as {went} of (outputs, inputs). If right, write "
-        f'{_override(names, "muon")}; {{"transposed": True}} if its inputs come first (x @ W), "adamw" if it is {table}'
-    )
+    return texts
 
 
 def _is_positions(weight: RoutedParam, weights: Sequence[RoutedParam]) -> bool:
     """True if a (1, M, N) parameter is surely a table, as positions are: its rows are as wide as a norm, and no other
     in its module takes what it gives, or gives what it takes, as the two matrices of a stack of one expert do."""
-    _, rows, cols = weight.shape
-    held = (p for place in weight.places for p in place.module._parameters.values() if p is not weight.param)
-    others = [tuple(p.shape) for p in held if p is not None and p.ndim == 3 and p.shape[0] == 1]
-    widths = {w.shape[-1] for w in weights if w.role.kind == "norm"}
-    return cols in widths and not any(rows == other[2] or cols == other[1] for other in others)
+    widths = [w.shape[-1:] for w in weights if w.role.kind == "norm"]
+    if weight.role.kind != "broadcast" or weight.shape[-1:] not in widths:
+        return False
+    others = [w.shape for w in weights if w.role.kind == "broadcast" and w is not weight and w.module is weight.module]
+    return not any(weight.shape[1] == other[2] or weight.shape[2] == other[1] for other in others)
 
 
 def _override(names: Iterable[str], choice: str) -> str:
     """The line that a user may write to settle how these parameters are routed."""
     return "overrides={" + ", ".join(f'"{name}": "{choice}"' for name in names) + "}"
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

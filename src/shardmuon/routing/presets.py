@@ -27,7 +27,8 @@ _View = Mapping[str, Any]  # options of `matrix_view`
 _Kind = Literal[
     "linear",  # one matrix, of which rows are outputs
     "matrices",  # one or more, read as the module's type says
-    "bare",  # matrices by their shape alone, of a module that nothing knows
+    "bare",  # a matrix by its shape alone, of a module that nothing knows
+    "stack",  # several, likewise
     "embedding",
     "router",  # rows choose experts
     "norm",
@@ -47,7 +48,7 @@ class Role:
         kind: See `_Kind`.
         reason: Why it goes where it goes; for "unclear" and "unknown" what is wrong and what to do.
         view: Options of `matrix_view` that read it as matrices. Also set where AdamW is the better default.
-        reads: Numbers of features that it takes as inputs (of a matrix whose orientation is unknown, both dims).
+        reads: Numbers of features that it is known to take as inputs.
         decays: True if it decays with AdamW; 1-D parameters never do.
         remark: For the table, where it stays one matrix.
     """
@@ -62,7 +63,7 @@ class Role:
     @property
     def use_muon(self) -> bool:
         """True for a matrix, or several."""
-        return self.kind in ("linear", "matrices", "bare")
+        return self.kind in ("linear", "matrices", "bare", "stack")
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,6 @@ def _split(sizes: Sequence[Any], repeats: Any = 1, **view: Any) -> _View:
 def _rows(num: int) -> Callable[[Any, Ints], _View]:
     """The view of this many equal parts."""
     return lambda _, shape: _split((shape[0] // num,) * num)
-
-
-def _in_columns(*sizes: int) -> _View:
-    return _split(sizes, transposed=True)
 
 
 def _conv1d(layer: Any, shape: Ints) -> _View:
@@ -162,7 +159,7 @@ _PRESETS: tuple[_Preset, ...] = (
         ("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"),
         "c_attn.weight",
         "fused q, k, v in columns",
-        lambda m, _: _in_columns(*(m.split_size,) * (2 if m.is_cross_attention else 3)),
+        lambda m, _: _split((m.split_size,) * (2 if m.is_cross_attention else 3), transposed=True),
     ),
     _Preset(("Conv1D",), "weight", "linear, stored transposed", _conv1d, has=("nx", "nf")),
     _Preset(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -28,8 +28,7 @@ _NORMS = (
     nn.GroupNorm,
     nn.modules.batchnorm._NormBase,  # BatchNorm1d to 3d, SyncBatchNorm, InstanceNorm1d to 3d
 )
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+_Convolution = nn.modules.conv._ConvNd  # also transposed ones
 # What modules call the number of rows of a linear layer's weight: torch's and Transformer Engine's, Megatron's.
 _NUM_OUTPUTS = ("out_features", "output_size", "output_size_per_partition")
 # Names that wrappers put between a module and its parameters: torch.compile, FSDP1, activation checkpointing.
@@ -166,7 +165,7 @@ def role_of(
             reason = f"embedding, tied to {others}" if others else "embedding"
         return Role("embedding", reason, reads=shape[1:])
     # A module that torch knows says more than one that happens to keep a reference to the same parameter.
-    known = [role for role in roles if role.kind not in ("bare", "broadcast", "unclear")] or roles
+    known = [role for role in roles if role.kind not in ("bare", "stack", "broadcast", "unclear")] or roles
     first = known[0]
     if any((role.use_muon, role.view) != (first.use_muon, first.view) for role in known):
         found = ", ".join(f"{place.name} ({role.reason})" for place, role in zip(places, roles, strict=True))
@@ -180,8 +179,9 @@ def _role_at(place: Place, shape: Ints) -> Role:
     module = place.module
     if isinstance(module, _NORMS):
         return Role("norm", "norm", reads=shape[-1:], decays=False)
-    num_dims = _num_dims(module)
-    if num_dims and place.name.rpartition(".")[2] == "weight" and len(shape) != num_dims:
+    num_dims = 2 + len(module.kernel_size) if isinstance(module, _Convolution) else 2
+    always = is_table(module) or isinstance(module, (nn.Linear, _Convolution))
+    if always and place.name.rpartition(".")[2] == "weight" and len(shape) != num_dims:
         return Role(
             "unknown",
             f"has shape {shape}, but the weight of a {type(module).__name__} has {num_dims} dims: an engine keeps "
@@ -196,27 +196,12 @@ def _role_at(place: Place, shape: Ints) -> Role:
     known = find_preset(place.owners, shape)
     if known is not None:
         return known
-    if isinstance(module, _CONVOLUTIONS):
-        return _convolution(place, shape)
-    if isinstance(module, nn.Linear):
-        return Role("linear", "linear", reads=shape[1:], remark=fused_hint(place.name, shape))
-    return _bare(place, shape)
-
-
-def _num_dims(module: nn.Module) -> int:
-    """The number of dims of the weight of a module, if that is always the same; else 0."""
-    if isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag)):
-        return 2
-    if isinstance(module, _CONVOLUTIONS):
-        return 2 + len(module.kernel_size)
-    return 0
+    return _convolution(place, shape) if isinstance(module, _Convolution) else _by_shape(place, shape)
 
 
 def is_table(module: nn.Module) -> bool:
-    """True if the rows of a module's weight are looked up: torch's embeddings, and what has both their sizes
-    (vocabulary-parallel embeddings, codebooks)."""
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return True
+    """True if the rows of a module's weight are looked up: it has both sizes of an embedding, as torch's have,
+    vocabulary-parallel ones and codebooks."""
     return all(isinstance(getattr(module, size, None), int) for size in ("num_embeddings", "embedding_dim"))
 
 
@@ -227,9 +212,9 @@ def _convolution(place: Place, shape: Ints) -> Role:
     to the patch it writes. Orthogonalization commutes with transposition; only a scale that tells rows from columns
     sees a difference, and users may write `transposed=True`.
     """
-    module = place.module
-    groups = int(cast(Any, module.groups))
-    num_inputs = shape[0] // groups if isinstance(module, _TRANSPOSED) else shape[1]  # of each group
+    module: Any = place.module
+    groups: int = module.groups
+    num_inputs = shape[0] // groups if module.transposed else shape[1]  # of each group
     if groups > 1 and num_inputs == 1:
         return Role("entries", "depthwise convolution", {"view": "flatten"})
     # channels of two groups never meet: each group is a map of its own
@@ -237,38 +222,37 @@ def _convolution(place: Place, shape: Ints) -> Role:
     matrix = matrix_view(shape, **view).matrices[0]
     if min(matrix.rows, matrix.cols) == 1:
         return Role("entries", f"{num_text(groups, 'vector')} ({matrix.rows}x{matrix.cols})", view)
-    pointwise = groups == 1 and math.prod(shape[2:]) == 1 and not isinstance(module, _TRANSPOSED)
+    pointwise = groups == 1 and math.prod(shape[2:]) == 1 and not module.transposed
     remark = fused_hint(place.name, shape[:2]) if pointwise else ""
     return Role("matrices", f"convolution, {num_text(groups, 'group')}", view, remark=remark)
 
 
-def _bare(place: Place, shape: Ints) -> Role:
-    """The role of a parameter with two dims or more, of a module we know nothing of."""
-    module, stack = place.module, {"view": "stack"} if len(shape) == 3 else {}
-    if len(shape) > 3 and shape[0] > 1:
+def _by_shape(place: Place, shape: Ints) -> Role:
+    """The role of a parameter with two dims or more that holds no kernel, of a linear layer or a module we know nothing
+    of."""
+    module, stack, hint = place.module, {"view": "stack"}, fused_hint(place.name, shape)
+    if len(shape) == 2:
+        if shape[0] in (vars(module).get(name) for name in _NUM_OUTPUTS):
+            known = "" if isinstance(module, nn.Linear) else f" ({type(module).__name__})"
+            return Role("linear", f"linear{known}", reads=shape[1:], remark=hint)
+        if shape[1] != 2:
+            return Role("bare", "2-D parameter", remark=hint)
+    elif shape[0] == 1:
+        reason = "leading dim of 1: a table for all of a batch"
+        return Role("broadcast", reason, stack) if len(shape) == 3 else Role("entries", reason)
+    elif len(shape) > 3:
         return Role(
             "unclear",
             f"has shape {shape} and is not the kernel of a torch convolution: which dims form matrices is unknown",
         )
-    if len(shape) > 2 and shape[0] == 1:
-        kind: Any = "broadcast" if stack else "entries"
-        return Role(kind, "leading dim of 1: a table for all of a batch", stack, shape[1:] if stack else ())
-    if stack and min(shape[1:]) == 1:
+    elif min(shape[1:]) == 1:
         return Role("entries", f"{num_text(shape[0], 'vector')} ({by(shape[1:])})", stack)
-    if stack and isinstance(module, nn.Bilinear):
+    elif isinstance(module, nn.Bilinear):
         return Role("matrices", f"stack of {shape[0]} matrices", stack, shape[1:])
-    if not stack and shape[0] in (vars(module).get(name) for name in _NUM_OUTPUTS):
-        return Role(
-            "linear",
-            f"linear ({type(module).__name__})",
-            reads=shape[1:],
-            remark=fused_hint(place.name, shape),
-        )
-    reads = shape[1:] if stack else shape
-    if shape[-1] == 2:
-        return Role("pairs", "last dim of 2: pairs of numbers, as complex ones are kept", stack, reads)
-    reason = f"stack of {shape[0]} matrices, by its shape alone" if stack else "2-D parameter"
-    return Role("bare", reason, stack, reads, remark=fused_hint(place.name, shape))
+    elif shape[2] != 2:
+        return Role("stack", f"stack of {shape[0]} matrices, by its shape alone", stack, remark=hint)
+    reason = "last dim of 2: pairs of numbers, as complex ones are kept"
+    return Role("pairs", reason, stack if len(shape) == 3 else {})
 
 
 def num_text(count: int, what: str) -> str:
