@@ -16,7 +16,6 @@ import io
 import math
 import os
 import pickle
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -79,12 +78,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
         table = _describe_shards(model, optimizer)
         saved = run_together(partial(_as_global, weights, state, table))
     saved["optimizer"]["param_groups"] = groups
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_ALONE)
-        dcp.save(saved, checkpoint_id=path)
-
-
-_ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # DCP warns of it, where it works as well
+    dcp.save(saved, checkpoint_id=path)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
@@ -106,24 +100,17 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     with made_public():
         table = _describe_shards(model, optimizer)
         reader, planner = run_together(lambda: (_Reader(path), _Planner()))
-    _read(saved, reader, planner)
+    dcp.load(saved, storage_reader=reader, planner=planner)
     with made_public():
         groups = run_together(lambda: _paired(optimizer.param_groups, saved["optimizer"]["param_groups"], model))
         room = run_together(lambda: _room_for(reader.items, optimizer, groups))
         weights = run_together(lambda: _copied(get_model_state_dict(model)))
         targets = run_together(lambda: _as_global(weights, room, table))
-    _read(targets, reader, planner)
+    dcp.load(targets, storage_reader=reader, planner=planner)
     with made_public():
         found = {"state": room, "param_groups": groups}
         state, merged = run_together(lambda: read_state(optimizer.param_groups, found, optimizer.keeper))
         _take_over(weights, state, merged, model, optimizer)
-
-
-def _read(targets: dict[str, Any], reader: _Reader, planner: _Planner) -> None:
-    """Let DCP read a checkpoint into these tensors. Collective."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_ALONE)
-        dcp.load(targets, storage_reader=reader, planner=planner)
 
 
 def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
@@ -201,16 +188,16 @@ def _take_over(
     optimizer: Muon,
 ) -> None:
     """Let model and optimizer take what was read, on all ranks or on none. Collective."""
-    strict, old = StateDictOptions(strict=True), dict[str, Any]()
-    before = optimizer.state, optimizer.param_groups, optimizer.broken
+    old, before = dict[str, Any](), (optimizer.state, optimizer.param_groups, optimizer.broken)
+    set_weights = partial(set_model_state_dict, model, options=StateDictOptions(strict=True))
     try:
         run_together(lambda: optimizer.take_loaded(state, groups))
         run_together(lambda: old.update(_copied(get_model_state_dict(model))))
-        run_together(lambda: set_model_state_dict(model, weights, options=strict))
+        run_together(lambda: set_weights(weights))
     except BaseException as wrong:
         optimizer.state, optimizer.param_groups, optimizer.broken = before
         try:
-            run_together(lambda: set_model_state_dict(model, old, options=strict) if old else None)
+            run_together(lambda: set_weights(old) if old else None)
         except BaseException:
             optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {HALF_LOADED}"
         raise
@@ -351,19 +338,16 @@ _ALLOWED = {
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
-_METADATA_MODULE = Metadata.__module__
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module == _METADATA_MODULE and "." not in name:
+        if module in ("torch", Metadata.__module__) and "." not in name:
             found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:  # not what that module imports
-                return found
+            if isinstance(found, torch.dtype) or getattr(found, "__module__", "") == Metadata.__module__:
+                return found  # not what that module imports
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 

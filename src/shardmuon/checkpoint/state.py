@@ -54,16 +54,13 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
     """Give a parameter the state it starts from: zeros."""
     if not group["use_muon"]:
         init_state(param, param, state)
-        return
-    if BUFFER in state and all(key in state for key in _kept_keys(group)):
-        return
-    view = view_of("", param, group)
-    if BUFFER not in state:
-        keeper.start(param, view.num_row_dims, state)
-    if not view.matrices:  # shards that have not met: a step makes it
-        return
-    shapes = state_shapes(stages_of(group), view)
-    state.update(start_kept(shapes, engine_for(param, group), param, state, stacked=view.num_row_dims == 2))
+    elif not {BUFFER, *_kept_keys(group)} <= state.keys():
+        view = view_of("", param, group)
+        if BUFFER not in state:
+            keeper.start(param, view.num_row_dims, state)
+        if view.matrices:  # else they are shards that have not met: a step makes it
+            shapes = state_shapes(stages_of(group), view)
+            state.update(start_kept(shapes, engine_for(param, group), param, state, stacked=view.num_row_dims == 2))
 
 
 def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> None:
@@ -115,7 +112,10 @@ def read_state(
             if unsaved and not lies_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
             elif found or (unsaved and _kept_keys(group)):  # which ranks that store nothing of it have, too
-                state[p] = _read_param(name, p, found or {}, group, their_group, keeper)
+                try:
+                    state[p] = _read_param(p, found or {}, group, their_group, keeper)
+                except ValueError as fault:
+                    raise ValueError(f"{name}: {fault}") from None
     if lacking:
         raise ValueError(
             f"{lacking[0]}, although it has for {len(state)} other parameters ({len(lacking)} of them lack it). The "
@@ -191,24 +191,20 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     return group
 
 
-def _clean_name(name: str) -> str:
-    """A name that is the same however the model is wrapped."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Names must stand in the same order: state goes by position, and equal shapes would hide a swap."""
     pairs = zip(mine.get("param_names") or (), theirs.get("param_names") or (), strict=False)
-    for position, (a, b) in enumerate(pairs):
-        if _clean_name(str(a)) != _clean_name(str(b)):
+    for position, names in enumerate(pairs):
+        own, other = ([part for part in str(name).split(".") if part not in _WRAPPERS] for name in names)
+        if own != other:
             raise ValueError(
-                f"{a}: parameter {position} of {where[:-2]} is called {b!r} in the state dict. Give the optimizer its "
-                "parameters in the saved order"
+                f"{names[0]}: parameter {position} of {where[:-2]} is called {names[1]!r} in the state dict. Give the "
+                "optimizer its parameters in the saved order"
             )
 
 
 def _read_param(
-    name: str, p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any], keeper: Keeper
+    p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any], keeper: Keeper
 ) -> dict[str, Any]:
     """A parameter's state, checked. `group`: its own; `theirs`: the saved one.
 
@@ -216,19 +212,23 @@ def _read_param(
     the zeros that FSDP1's form has of the other kind (frameworks/fsdp1.py).
 
     Raises:
-        ValueError: The state does not fit; says the parameter's name.
+        ValueError: The state does not fit; the message lacks the name.
     """
-    try:
-        _check_keys(p, found, group, theirs)
-        own: tuple[str, ...] = ADAMW_KEYS
-        if group["use_muon"]:
-            own = (BUFFER, SCALE, *KEPT_KEYS, *((STEP,) if keeper.rounds else ()))
-            wrong = coded_fault(engine_of(p), p, view_of(name, p, group).num_row_dims, found)
-            if wrong is not None:
-                raise ValueError(wrong)
-        return {key: _read_value(p, key, value, group, keeper) for key, value in found.items() if key in own}
-    except ValueError as wrong:
-        raise ValueError(f"{name}: {wrong}") from None
+    _check_keys(p, found, group, theirs)
+    engine, own, state = engine_for(p, group), ADAMW_KEYS, dict[str, Any]()
+    device = engine.storage(p).device
+    if group["use_muon"]:
+        own, view = (BUFFER, SCALE, *((STEP,) if keeper.rounds else ())), view_of("", p, group)
+        stacked, shapes = view.num_row_dims == 2, state_shapes(stages_of(group), view)
+        wrong = coded_fault(engine_of(p), p, view.num_row_dims, found)
+        for key in (key for key in KEPT_KEYS if key in found):
+            kept = engine.kept_storage(found[key], p, shapes[key], stacked=stacked) if key in shapes else None
+            wrong = f"its {key} in the checkpoint is {kept}" if isinstance(kept, str) else wrong
+            state[key] = found[key]
+        if wrong is not None:
+            raise ValueError(wrong)
+        state = {key: value.to(device=device, dtype=KEPT_DTYPE) for key, value in state.items()}
+    return state | {key: _read_value(p, key, found[key], keeper, device) for key in own if key in found}
 
 
 def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
@@ -259,19 +259,13 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
         )
 
 
-def _read_value(p: Tensor, key: str, value: Any, group: Mapping[str, Any], keeper: Keeper) -> Tensor:
+def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.device) -> Tensor:
     """One tensor of a parameter's state in the dtype and place that the optimizer works with."""
-    engine = engine_for(p, group)
-    device = engine.storage(p).device
-    if key in KEPT_KEYS:
-        view = view_of("", p, group)
-        shape = state_shapes(stages_of(group), view).get(key)  # None: of another variant, or not known yet
-        wrong = None if shape is None else engine.kept_storage(value, p, shape, stacked=view.num_row_dims == 2)
-        if isinstance(wrong, str):
-            raise ValueError(f"its {key} in the checkpoint is {wrong}")
-        return value.to(device=device, dtype=KEPT_DTYPE)  # type: ignore[no-any-return]
     if key == STEP:  # as torch's AdamW keeps it
-        return torch.tensor(_count_of(value), dtype=torch.float32, device=device)
+        count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if type(count) not in (int, float) or not 0 <= count < math.inf or count != int(count):
+            raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")
+        return torch.tensor(float(count), dtype=torch.float32, device=device)
     if key == SCALE or (key == BUFFER and isinstance(value, Tensor) and value.dtype == torch.int8):
         return keeper.take(p, key, value)
     if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -279,12 +273,3 @@ def _read_value(p: Tensor, key: str, value: Any, group: Mapping[str, Any], keepe
         raise ValueError(f"its {key} in the checkpoint is {found}, not a floating-point tensor")
     check_buffer(p, value, key)
     return keeper.take(p, key, value) if key == BUFFER else value.to(device=p.device, dtype=p.dtype)
-
-
-def _count_of(value: Any) -> float:
-    """A counter from a number or a tensor. Raises ValueError (without the name) if it is not a count."""
-    count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    number = isinstance(count, (int, float)) and not isinstance(count, bool)
-    if not number or not 0 <= count < math.inf or count != int(count):
-        raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")
-    return float(count)

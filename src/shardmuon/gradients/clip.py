@@ -3,9 +3,9 @@ one error.
 
 [Note: who sums with whom]
     All ranks that parameters or a `process_group` connect sum one norm. Of the ranks that keep the same data one counts
-    it. Of a plain tensor nobody may have said what it is: a replica, as under DDP, or a rank's own. Such gradients
-    are replicas if their norms are equal, and count once. Where ranks share other parameters they must be equal, unless
-    all of these ranks are in one `process_group`: replicas that differ were not averaged.
+    it. Of a plain tensor nobody may have said what it is: a replica, as under DDP, or a rank's own. Such gradients,
+    here called loose, are replicas if their norms are equal, and count once. Where ranks share other parameters they
+    must be equal, unless all of these ranks are in one `process_group`: replicas that differ were not averaged.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, 
 from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree
-from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, named_params
+from shardmuon.layout.engines import engine_for
+from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, names_of
 from shardmuon.layout.grid import union
 from shardmuon.layout.table import ParamLayout
 from shardmuon.options import SETS, refuse_sets
@@ -94,7 +94,7 @@ def clip_grad_norm_(
     fault.add(None if norm_type > 0.0 else f"norm_type={norm_type} must be above 0")
     fault.add(None if max_norm >= 0.0 else f"max_norm={max_norm} must be at least 0")
     text = f"norm_type={norm_type} max_norm={max_norm} error_if_nonfinite={error_if_nonfinite}"
-    call = Clipping(listed, norm_type, text, fault, ranks if len(ranks) > 1 else None)
+    call = _Clipping(listed, norm_type, text, fault, ranks if len(ranks) > 1 else None)
     with made_public(), _or_dropped(listed):
         total = call.norm()
     if error_if_nonfinite and not math.isfinite(total):
@@ -106,7 +106,7 @@ def clip_grad_norm_(
         norm = torch.tensor(total, dtype=torch.float32, device="cpu")
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # torch's formula, in its dtypes
         if float(factor) != 1.0:
-            for (device, _), alike in by_kind(local for _, local in call.held).items():
+            for (device, _), alike in by_kind(call.held.values()).items():
                 foreach_mul_(alike, factor.to(device))
         return norm.to(local_if_any(listed[0].param).device) if listed else norm
 
@@ -139,61 +139,37 @@ _OPTIONS = ("rank_local", "process_group", "tp_group")
 
 def _listed_of(source: Source, fault: Fault) -> list[Listed]:
     """The parameters of a source, in the user's order."""
-    if isinstance(source, nn.Module):
-        source = source.named_parameters()
-    found, whole = [], source.param_groups if isinstance(source, Optimizer) else source
-    for at, entry in enumerate([source] if isinstance(source, Tensor) else whole):
-        group: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
-        named = [entry if isinstance(entry, tuple) and len(entry) == 2 else (f"parameter {at}", entry)]
+    if isinstance(source, (nn.Module, Tensor)):
+        source = source.named_parameters() if isinstance(source, nn.Module) else [source]
+    found = []
+    for at, entry in enumerate(source.param_groups if isinstance(source, Optimizer) else source):
+        group: Mapping[str, Any] = entry if isinstance(entry, dict) else {"params": [entry]}
         options = {**{key: group.get(key) for key in _OPTIONS}, "use_muon": False}  # no matrices are read
-        for name, param in named_params(group, at) if group else named:
-            identity = "" if str(name).startswith("parameter ") else str(name)  # else the user gave it
+        names, of_group = names_of(group), f" of group {at}" if group is entry else ""
+        for position, given in enumerate(group["params"]):
+            named = isinstance(given, tuple) and len(given) == 2
+            identity, param = given if named else (names[position] if names else "", given)
+            name = str(identity) or f"parameter {position if of_group else at}{of_group}"
             if isinstance(param, Tensor):
-                found.append(Listed(str(name), identity, param, options, None))
+                found.append(Listed(name, str(identity), param, options, None))
             else:
                 fault.add(f"{name}: a parameter is a tensor, found {type(param).__name__}")
     return found
 
 
-class _Share(NamedTuple):
-    """One parameter's gradient on this rank, as far as it is the same in every call.
-
-    Attributes:
-        engine: The engine that reaches its storage.
-        counted: True if, of the ranks that keep this data, this one counts it.
-        loose: True if nobody has said whether other ranks hold the same plain tensor, or tensors of their own.
-        compared: True if either all ranks that share it must have a gradient, or none.
-        line: Text that every rank that shares it has alike, without its gradient.
-    """
-
-    engine: Engine
-    counted: bool
-    loose: bool
-    compared: bool
-    line: str
-
-    def read(self, param: Tensor) -> tuple[int, Tensor | None]:
-        """NONE, READY or MISPLACED, and the gradient's local storage if it is ready.
-
-        Raises:
-            ValueError: The gradient is unusable; the message lacks the name.
-        """
-        if param.grad is None:
-            return NONE, None
-        weight = self.engine.storage(param)
-        local = gradient_storage(param, param.grad, self.engine, weight)
-        if local is None:
-            check_can_align(param, weight)
-        return (MISPLACED if local is None else READY), local
-
-
 class _BoundGradients(KeptTable):
-    """The layout table of some parameters, as far as their gradients need it, made by all ranks of a component.
+    """The layout table of some parameters, as far as their gradients need it, made by all ranks of a component. It
+    keeps no tensor alive.
 
     Attributes:
+        beyond: See `_Clipping`.
+        engines: The engine that reaches the storage of each parameter.
         key: Value that changes with parameters, layouts and options.
-        beyond: See `Clipping`.
-        shares: Share of each parameter.
+        counted: Numbers of the parameters of whose data, of the ranks that keep the same, this one counts its own.
+        loose: Numbers of those of which nobody has said whether other ranks hold the same plain tensor, or tensors of
+            their own.
+        lines: Text about each parameter that every rank that shares it has alike.
+        compared: True for each parameter of which either all ranks that share it must have a gradient, or none.
         in_order: The parameters' numbers in the order in which ranks talk: small sets first, then as listed.
         together: Ranks with which this one shares parameters, unless `beyond` contains them.
         replicas: The sets of ranks, of all that are `together`, whose loose gradients must be equal.
@@ -203,30 +179,33 @@ class _BoundGradients(KeptTable):
 
     def __init__(self, table: Table, beyond: Ranks | None) -> None:
         super().__init__(table)
-        self.key, self.beyond, self.shares = _key_of(table.params), beyond, list[_Share]()
+        params, self.beyond = table.params, beyond
+        self.engines = [engine_for(one.param, one.group) for one in params]
+        self.key = self.key_of(params)
         self.in_order = [number for numbers in table.sets.values() for number in numbers]
         counts = {layout: _counts(layout) for layout in dict.fromkeys(table.layouts)}
-        for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
-            alone, own = len(layout.ranks) == 1, bool(one.group["rank_local"])
-            if alone and own and beyond is None and len(table.component) < num_ranks():
+        self.counted = {number for number, layout in enumerate(table.layouts) if counts[layout]}
+        alone = {number for number, layout in enumerate(table.layouts) if len(layout.ranks) == 1}
+        self.loose = {number for number in alone if not params[number].group["rank_local"]}
+        self.lines = [f"{p.identity} {layout.view.shape}" for p, layout in zip(params, table.layouts, strict=True)]
+        self.compared = [not claim.empty_lacks_gradient for claim in table.claims]
+        for number in sorted(alone - self.loose):
+            if beyond is None and len(table.component) < num_ranks():
                 raise ValueError(
-                    f"{one.name}: rank_local=True says that each rank has its own, so the norm must be summed over "
-                    "ranks. Pass clip_grad_norm_(..., process_group=) the group of all ranks that have some"
+                    f"{params[number].name}: rank_local=True says that each rank has its own, so the norm must be "
+                    "summed over ranks. Pass clip_grad_norm_(..., process_group=) the group of all ranks that have some"
                 )
+        for one, claim in zip(params, table.claims, strict=True):
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
-            engine, compared = engine_for(one.param, one.group), not claim.empty_lacks_gradient
-            line = f"{one.identity} {layout.view.shape}"
-            self.shares.append(_Share(engine, counts[layout], alone and not own, compared, line))
         sharers = union(self.sets)
         self.together = () if set(sharers) <= set(beyond or ()) else sharers
 
-
-def _key_of(listed: Sequence[Listed]) -> list[object]:
-    """Key under which a table for these parameters is kept, by ids: if an id is used again by a tensor that lies in the
-    same way, the table fits that one as well."""
-    known = [(one, engine_for(one.param, one.group)) for one in listed]
-    return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
+    def key_of(self, params: Sequence[Listed]) -> list[object]:
+        """The key that a table for these parameters would have, by ids: if an id is used again by a tensor that lies in
+        the same way, the table fits that one as well."""
+        pairs = zip(params, self.engines, strict=False)
+        return [len(params), *((p.name, id(p.param), p.group, engine.signature(p.param)) for p, engine in pairs)]
 
 
 def _counts(layout: ParamLayout) -> bool:
@@ -245,12 +224,12 @@ def _counts(layout: ParamLayout) -> bool:
     return True in first
 
 
-class Counted(NamedTuple):
+class _Counted(NamedTuple):
     """Norms of what a rank counts.
 
     Attributes:
         own: Norm of elements that no other rank counts.
-        loose: Norm of tensors that are `_Share.loose`.
+        loose: Norm of the loose tensors.
         print: Equal on two ranks whose loose tensors are replicas; empty if there are none.
     """
 
@@ -264,7 +243,7 @@ _BOUND: Any = WeakTensorKeyDictionary()
 
 
 @dataclass
-class Clipping(Call[_BoundGradients]):
+class _Clipping(Call[_BoundGradients]):
     """Call of one rank for the norm of all gradients, by which it then clips its own.
 
     Attributes:
@@ -273,7 +252,7 @@ class Clipping(Call[_BoundGradients]):
         text: The caller's arguments, which must be equal on all ranks.
         fault: Faults found on this rank so far.
         beyond: The ranks of `process_group`, ascending; None if it has no other than this one.
-        held: This rank's gradients that are there, with the storage of each.
+        held: Number of a parameter -> the storage of its gradient, of those that are there.
         states, counted: NONE, READY or MISPLACED for each gradient; norms that this rank counts.
     """
 
@@ -282,9 +261,9 @@ class Clipping(Call[_BoundGradients]):
     text: str
     fault: Fault
     beyond: Ranks | None
-    held: list[tuple[_Share, Tensor]] = field(default_factory=list)
+    held: dict[int, Tensor] = field(default_factory=dict)
     states: list[int] = field(default_factory=list)
-    counted: Counted = field(default_factory=Counted)
+    counted: _Counted = _Counted()
 
     phase = Phase.CLIP
     doing = "clip"
@@ -295,7 +274,7 @@ class Clipping(Call[_BoundGradients]):
         return found if found is not None and found.beyond == self.beyond else None  # the same ranks vote
 
     def is_current(self, kept: _BoundGradients) -> bool:
-        return kept.key == _key_of(self.params)
+        return kept.key == kept.key_of(self.params)
 
     def listed(self) -> list[Listed]:
         return list(self.params)
@@ -311,39 +290,47 @@ class Clipping(Call[_BoundGradients]):
 
     def read(self, kept: _BoundGradients) -> Ballot:
         """Read gradients and count what this rank counts."""
-        self.states, self.held = [], []
-        for share, one in zip(kept.shares, self.params, strict=True):
+        self.states, self.held = [NONE] * len(self.params), {}
+        for number, one in enumerate(self.params):
             try:
-                state, local = share.read(one.param)
+                self._read_one(number, kept)
             except OUT_OF_MEMORY as wrong:
                 raised_at(wrong, one.name)
                 raise
             except Exception as wrong:
                 raise ValueError(f"{one.name}: {fault_text(wrong)}") from wrong
-            self.states.append(state)
-            if local is not None and local.numel():
-                self.held.append((share, local))
         if self.fault.text is None and MISPLACED not in self.states:
-            self.counted = self._count(len(kept.component) > 1)
+            loose = kept.loose if len(kept.component) > 1 else set()  # which other ranks compare with theirs
+            own = [local for number, local in self.held.items() if number in kept.counted and number not in loose]
+            norms = [norm_of([local], self.norm_type) for number, local in self.held.items() if number in loose]
+            code = digest_of(norms) if any(norms) else b""
+            self.counted = _Counted(norm_of(own, self.norm_type), combine(norms, self.norm_type), code)
         sets = kept.sets if kept.beyond is None else {kept.beyond: (), **kept.sets}
         said = {ranks: digest_of((kept.token, self.text, self._compared(kept, ranks))) for ranks in sets}
         return Ballot(self.phase, Flag.NONE, said, _ALIGN if MISPLACED in self.states else 0, num_bits=1)
 
-    def _count(self, compared: bool) -> Counted:
-        """Norms of the gradients that this rank counts. `compared`: other ranks compare loose gradients with theirs."""
-        own = [local for share, local in self.held if share.counted and not (share.loose and compared)]
-        norms = [norm_of([local], self.norm_type) for share, local in self.held if share.loose and compared]
-        code = digest_of(norms) if any(norms) else b""
-        return Counted(norm_of(own, self.norm_type), combine(norms, self.norm_type), code)
+    def _read_one(self, number: int, kept: _BoundGradients) -> None:
+        """Note the state of a gradient, and its storage. Raises ValueError (without the name) for one that is
+        unusable."""
+        param, engine = self.params[number].param, kept.engines[number]
+        if param.grad is None:
+            return
+        weight = engine.storage(param)
+        local = gradient_storage(param, param.grad, engine, weight)
+        self.states[number] = MISPLACED if local is None else READY
+        if local is None:
+            check_can_align(param, weight)
+        elif local.numel():
+            self.held[number] = local
 
     def _compared(self, kept: _BoundGradients, ranks: Ranks) -> bytes:
         """States of the gradients that are there on all of these ranks or on none."""
-        return bytes([self.states[number] for number in kept.sets.get(ranks, ()) if kept.shares[number].compared])
+        return bytes([self.states[number] for number in kept.sets.get(ranks, ()) if kept.compared[number]])
 
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
         """The arguments; and each parameter that the ranks share, with what its gradient is."""
-        shares = [(kept.shares[number], self.states[number]) for number in kept.sets.get(ranks, ())]
-        return [self.text, *(f"{s.line} {STATES[state]}" if s.compared else s.line for s, state in shares)]
+        words = {n: STATES[self.states[n]] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
+        return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
 
     def _align(self, bound: _BoundGradients) -> None:
         """Redistribute gradients to their parameters' placements, in one order on all ranks that share any of them.
@@ -352,7 +339,7 @@ class Clipping(Call[_BoundGradients]):
             param = self.params[number].param
             if self.states[number] == MISPLACED:
                 assert param.grad is not None
-                param.grad = bound.shares[number].engine.align(param.grad, param)
+                param.grad = bound.engines[number].align(param.grad, param)
 
     def norm(self) -> float:
         """The norm over all ranks. Collective over the component.
@@ -367,23 +354,14 @@ class Clipping(Call[_BoundGradients]):
             bound, verdict = agree(self, self.fault, bound)
             assert not verdict.presence & _ALIGN, "a redistributed gradient is still placed unlike its parameter"
         everyone = dict(zip(bound.component, gather(self.counted, bound.component), strict=True))
-        loose = [one.name for one, share in zip(self.params, bound.shares, strict=True) if share.loose]
-        return _total(bound, self.norm_type, everyone, loose)
-
-
-def _total(bound: _BoundGradients, norm_type: float, everyone: Mapping[int, Counted], loose: Sequence[str]) -> float:
-    """The norm, from what every rank of the component counts. `loose`: names of such parameters here.
-
-    Raises:
-        Refused: Replicas differ. On every rank.
-    """
-    for ranks in sorted(bound.replicas):
-        if len({everyone[rank].print for rank in ranks}) > 1:
-            named = f"{loose[0]} and {len(loose) - 1} others" if len(loose) > 1 else "".join(loose) or "none here"
-            raise Refused(
-                f"the gradients of plain tensors ({named}) differ between ranks {ranks}. If they are replicas, average "
-                "the gradients first; if each rank has its own (experts), say rank_local=True in their group, or pass "
-                "clip_grad_norm_(..., process_group=) a group that contains all of these ranks"
-            )
-    replicas = {theirs.print: theirs.loose for theirs in everyone.values()}
-    return combine([*(theirs.own for theirs in everyone.values()), *replicas.values()], norm_type)
+        loose = [self.params[number].name for number in sorted(bound.loose)]
+        for ranks in sorted(bound.replicas):
+            if len({everyone[rank].print for rank in ranks}) > 1:
+                named = f"{loose[0]} and {len(loose) - 1} others" if len(loose) > 1 else "".join(loose) or "none here"
+                raise Refused(
+                    f"the gradients of plain tensors ({named}) differ between ranks {ranks}. If they are replicas, "
+                    "average the gradients first; if each rank has its own (experts), say rank_local=True in their "
+                    "group, or pass clip_grad_norm_(..., process_group=) a group that contains all of these ranks"
+                )
+        replicas = {theirs.print: theirs.loose for theirs in everyone.values()}
+        return combine([*(theirs.own for theirs in everyone.values()), *replicas.values()], self.norm_type)
