@@ -15,47 +15,28 @@ from typing import Any
 
 import pytest
 import torch
+from routing_models import (
+    but,
+    config,
+    conv1d,
+    gpt2_attention,
+    gpt_oss_experts,
+    known_types,
+    linear,
+    mlp,
+    routed,
+    table,
+    timm_attention,
+    typed,
+)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from shardmuon import param_groups
 from shardmuon.commands.main import main
 from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
-from shardmuon.routing.groups import RoutingRow
-from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import cut_matrices
-
-
-def typed(name: str, package: str = "transformers.models.any", **attributes: Any) -> nn.Module:
-    """A module of a class of this name: attributes that are modules or parameters are registered."""
-    kind = type(name, (nn.Module,), {"__module__": package})
-    module: nn.Module = kind()
-    for key, value in attributes.items():
-        setattr(module, key, value)
-    return module
-
-
-def config(**values: Any) -> types.SimpleNamespace:
-    return types.SimpleNamespace(**values)
-
-
-def table(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(*shape))
-
-
-def linear(inputs: int, outputs: int) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias=False)
-
-
-def conv1d(outputs: int, inputs: int) -> nn.Module:
-    return typed("Conv1D", nf=outputs, nx=inputs, weight=table(inputs, outputs), bias=table(outputs))
-
-
-def routed(model: nn.Module, **options: Any) -> dict[str, RoutingRow]:
-    return {row.name: row for row in param_groups(model, **{"lr": 1e-3, **options}).rows}
 
 
 def matrices(model: nn.Module, name: str, **options: Any) -> list[torch.Tensor]:
@@ -64,30 +45,6 @@ def matrices(model: nn.Module, name: str, **options: Any) -> list[torch.Tensor]:
     param = dict(model.named_parameters())[name]
     view = matrix_view(param.shape, **{key: group[key] for key in VIEW_DEFAULTS if key in group})
     return cut_matrices(view, torch.arange(param.numel()).view(param.shape))
-
-
-def gpt2_attention(width: int = 8, *, cross: bool = False) -> nn.Module:
-    return typed(
-        "GPT2Attention",
-        split_size=width,
-        is_cross_attention=cross,
-        c_attn=conv1d((2 if cross else 3) * width, width),
-        c_proj=conv1d(width, width),
-    )
-
-
-def timm_attention(package: str = "timm.layers.attention") -> nn.Module:
-    return typed("Attention", package, qkv=linear(8, 24), proj=linear(8, 8))
-
-
-def gpt_oss_experts() -> nn.Module:
-    return typed(
-        "GptOssExperts",
-        gate_up_proj=table(3, 8, 20),
-        gate_up_proj_bias=table(3, 20),
-        down_proj=table(3, 10, 8),
-        down_proj_bias=table(3, 8),
-    )
 
 
 # A module, its parameter, and how its parts are cut out of it by hand; None: AdamW.
@@ -187,12 +144,15 @@ def test_a_known_type_reads_as_its_parts(case: str) -> None:
     assert row.optimizer == "Muon" and [m.tolist() for m in found] == [m.tolist() for m in expected]
 
 
-def test_entries_that_are_no_map_do_not_decay_and_routers_do() -> None:
-    model = nn.ModuleDict({"e": gpt_oss_experts(), "r": typed("GptOssTopKRouter", weight=table(3, 8))})
+def test_norms_and_entries_that_are_no_map_do_not_decay_and_routers_do() -> None:
+    router, norm = typed("GptOssTopKRouter", weight=table(3, 8)), nn.LayerNorm((3, 4))
+    model = nn.ModuleDict({"e": gpt_oss_experts(), "r": router, "n": norm})
     decays = {
         name: g["weight_decay"] for g in param_groups(model, lr=1e-3, weight_decay=0.1) for name in g["param_names"]
     }
-    assert (decays["e.gate_up_proj_bias"], decays["e.down_proj_bias"], decays["r.weight"]) == (0.0, 0.0, 0.1)
+    assert {name for name, decay in decays.items() if not decay} == {
+        *("e.gate_up_proj_bias", "e.down_proj_bias", "n.weight", "n.bias")
+    }
 
 
 @pytest.mark.parametrize(
@@ -227,7 +187,7 @@ def test_names_that_often_mean_fused_parts_are_marked(name: str, rows: int, cols
 
 def test_placeholders_count_by_the_shapes_they_stand_for() -> None:
     """DeepSpeed's zero.Init leaves parameters without elements."""
-    models = [nn.ModuleDict({"e": gpt_oss_experts(), "a": gpt2_attention(), "t": timm_attention()}) for _ in range(2)]
+    models = [known_types(), known_types()]
     for module in models[1].modules():
         for name, p in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty(0)))
@@ -264,35 +224,14 @@ def test_a_type_is_known_below_wrappers_and_by_its_subclasses() -> None:
     assert [r.matrices for n, r in routed(model).items() if "c_attn.weight" in n] == [((8, 8),) * 3] * 4
 
 
-def _sharded() -> tuple[str, str]:
-    model = nn.Sequential(gpt2_attention(), gpt_oss_experts(), nn.Sequential(conv1d(12, 8)))
-    before = str(param_groups(model, lr=1e-3))
-    for module in (*model, model):
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    return before, str(param_groups(model, lr=1e-3))
-
-
-def test_sharding_changes_nothing(world2: RankPool) -> None:
-    for before, after in world2.run(_sharded):
-        assert before == after
-
-
 # -------------------------------------------------------------------------------------------- routers, by structure
 
 
-class Mlp(nn.Module):
-    def __init__(self, width: int = 8, hidden: int = 12) -> None:
-        super().__init__()
-        self.up, self.down = linear(width, hidden), linear(hidden, width)
+def stacks(experts: int = 4) -> nn.Module:
+    return typed("Stacks", up=table(experts, 12, 8), down=table(experts, 8, 12))
 
 
-class Stacks(nn.Module):
-    def __init__(self, experts: int = 4) -> None:
-        super().__init__()
-        self.up, self.down = table(experts, 12, 8), table(experts, 8, 12)
-
-
-@pytest.mark.parametrize("experts", [lambda: nn.ModuleList(Mlp() for _ in range(4)), Stacks])
+@pytest.mark.parametrize("experts", [lambda: nn.ModuleList(mlp() for _ in range(4)), stacks])
 @pytest.mark.parametrize("router", [lambda: linear(8, 4), lambda: typed("Gate", weight=table(4, 8))])
 def test_rows_that_choose_among_the_experts_beside_them_are_a_router(
     experts: Callable[[], nn.Module], router: Callable[[], nn.Module]
@@ -306,36 +245,24 @@ def test_rows_that_choose_among_the_experts_beside_them_are_a_router(
 # ------------------------------------------------------------------------------------------------------------ heads
 
 
-class Classifier(nn.Module):
-    def __init__(self, labels: int, *, tables: bool = False, says: bool = False) -> None:
-        super().__init__()
-        if tables:
-            self.words, self.types, self.positions = (nn.Embedding(n, 8) for n in (50, 2, 16))
-        else:
-            self.stem = linear(5, 8)
-        self.blocks = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": Mlp()}) for _ in range(2))
-        self.pool = linear(8, 8)
-        self.classify = nn.Linear(8, labels)
-        if says:
-            self.num_labels = labels
-            self.get_input_embeddings = lambda: self.words
+def blocks(num: int = 2) -> nn.ModuleList:
+    return nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": mlp()}) for _ in range(num))
+
+
+def classifier(labels: int, *, says: bool = False) -> nn.Module:
+    tables = {"words": nn.Embedding(50, 8), "types": nn.Embedding(2, 8), "positions": nn.Embedding(16, 8)}
+    first: dict[str, Any] = tables if says else {"stem": linear(5, 8)}
+    model = typed("Classifier", **first, blocks=blocks(), pool=linear(8, 8), classify=nn.Linear(8, labels))
+    return but(model, num_labels=labels, get_input_embeddings=lambda: model.words) if says else model  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("labels", [1, 2, 3, 8, 12, 16, 50])
-@pytest.mark.parametrize("options", [{}, {"tables": True, "says": True}])
-def test_a_classifier_is_one_whatever_its_number_of_labels(labels: int, options: dict[str, bool]) -> None:
-    rows = routed(Classifier(labels, **options))
+@pytest.mark.parametrize("says", [False, True])
+def test_a_classifier_is_one_whatever_its_number_of_labels(labels: int, says: bool) -> None:
+    rows = routed(classifier(labels, says=says))
     assert rows["classify.weight"].optimizer == "AdamW"
     hidden = [row.optimizer for name, row in rows.items() if "mlp" in name or name == "pool.weight"]
     assert hidden == ["Muon"] * 5
-
-
-# ----------------------------------------------------------------------------------------------------- what is said
-
-
-def test_a_stack_of_one_expert_beside_its_partner_is_said() -> None:
-    with pytest.warns(UserWarning, match=r"experts\.up, experts\.down: a \(1, M, N\) parameter"):
-        routed(nn.ModuleDict({"experts": Stacks(1), "norm": nn.LayerNorm(8), "w": linear(8, 8)}))
 
 
 # ------------------------------------------------------------------------------------------------------ the command
@@ -392,11 +319,10 @@ def test_route_prints_the_table_of_any_model_or_what_is_wrong(
     assert says in (printed.err if code else printed.out)
 
 
-class LlamaForCausalLM(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.w = linear(config.hidden_size, config.hidden_size)
-        assert self.w.weight.is_meta
+def llama_of(read: Any) -> nn.Module:
+    model = nn.ModuleDict({"w": linear(read.hidden_size, read.hidden_size)})
+    assert model.get_parameter("w.weight").is_meta
+    return model
 
 
 def test_route_builds_the_model_of_a_config_on_the_meta_device(
@@ -404,9 +330,9 @@ def test_route_builds_the_model_of_a_config_on_the_meta_device(
 ) -> None:
     read = config(hidden_size=8, architectures=["LlamaForCausalLM"])
     hub: Any = types.ModuleType("transformers")
-    hub.LlamaForCausalLM = LlamaForCausalLM
+    hub.LlamaForCausalLM = llama_of
     hub.AutoConfig = config(from_pretrained=lambda path: read)
-    hub.AutoModelForCausalLM = config(from_config=LlamaForCausalLM)
+    hub.AutoModelForCausalLM = config(from_config=llama_of)
     monkeypatch.setitem(sys.modules, "transformers", hub)
     (file.parent / "config.json").write_text("{}")
     for path, kind in (("config.json", "LlamaForCausalLM"), (".", "LlamaForCausalLM"), ("config.json", "Somebodys")):
@@ -418,13 +344,6 @@ def test_route_builds_the_model_of_a_config_on_the_meta_device(
     assert "it takes transformers" in capsys.readouterr().err
 
 
-def but(module: nn.Module, **attributes: Any) -> Any:
-    """A module with these attributes, too."""
-    for key, value in attributes.items():
-        setattr(module, key, value)
-    return module
-
-
 def timms() -> nn.Module:
     model = nn.Sequential(linear(5, 8), nn.ModuleDict({"a": linear(8, 3), "b": nn.LayerNorm(8)}))
     return but(model, get_classifier=lambda: model[1]["a"])  # type: ignore[index]
@@ -432,13 +351,8 @@ def timms() -> nn.Module:
 
 def named_words() -> nn.Module:
     """Two projections with as many rows as there are positions, as in CLIP."""
-    model = Classifier(16, tables=True, says=True)
+    model = classifier(16, says=True)
     return but(model, num_labels=0, project=linear(8, 16), get_output_embeddings=lambda: None)
-
-
-def blocks(**others: nn.Module) -> nn.Module:
-    listed = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": Mlp()}) for _ in range(4))
-    return nn.ModuleDict({**others, "blocks": listed, "norm": nn.LayerNorm(8)})
 
 
 _QKV = 'linear, fused? if q, then k, then v: "m.qkv.weight": {"split_sizes": (8, 8, 8)}'
@@ -478,15 +392,12 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[tuple[tuple[in
         lambda: typed("TELinear", _ENGINE, weight=table(6, 4), output_size_per_partition=6),
         {"weight": (((6, 4),), "linear (TELinear)")},
     ),
-    "a router, and biases, in the module that holds the stacks": (
-        lambda: but(Stacks(), choose=linear(8, 4), bare=table(4, 8)),
-        {
-            "choose.weight": ((), "router: its rows choose among 4 experts"),
-            "bare": ((), "a row for each of 4 experts: biases, or a router"),
-        },
+    "a router in the module that holds the stacks": (
+        lambda: but(stacks(), choose=linear(8, 4)),
+        {"choose.weight": ((), "router: its rows choose among 4 experts")},
     ),
     "a layer with as many rows as a model has blocks is no router": (
-        lambda: blocks(stem=linear(8, 4)),
+        lambda: nn.ModuleDict({"stem": linear(8, 4), "blocks": blocks(4), "norm": nn.LayerNorm(8)}),
         {"stem.weight": (((4, 8),), "linear")},
     ),
     "a model that names its words has no other vocabulary": (
@@ -511,9 +422,3 @@ def test_a_parameter_goes_where_it_belongs_for_this_reason(claim: str) -> None:
     make, wanted = REASONS[claim]
     rows = routed(nn.ModuleDict({"m": make()}))
     assert {name: (rows[f"m.{name}"].matrices, rows[f"m.{name}"].reason) for name in wanted} == wanted
-
-
-def test_a_linear_of_somebody_elses_is_asked_about() -> None:
-    strange = nn.ModuleDict({"conv": typed("Linear", "somewhere.else", weight=table(6, 4))})
-    with pytest.warns(UserWarning, match="conv.weight .* is a parameter of Linear, of which no rule knows what it is"):
-        routed(strange)

@@ -127,7 +127,7 @@ CASES = {
     "step": Case(2, (PLAIN, AUDITED), "step", 80),
     "first step": Case(2, (INT8, CPU), "first step", 80),
     "plan": Case(2, (PLAIN, AUDITED), "plan", 75),
-    "clip": Case(2, (PLAIN,), "clip", 40),
+    "clip": Case(2, (PLAIN,), "clip", 35),
     "clip twice": Case(2, (PLAIN,), "clip twice", 15),
     "unscale": Case(2, (PLAIN,), "unscale", 6),
     "save": Case(2, (SAVED,), "save", 10, 2),

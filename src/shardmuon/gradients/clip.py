@@ -263,7 +263,7 @@ class _Clipping(Call[_BoundGradients]):
     beyond: Ranks | None
     held: dict[int, Tensor] = field(default_factory=dict)
     states: list[int] = field(default_factory=list)
-    counted: _Counted = _Counted()
+    counted: _Counted = field(default_factory=_Counted)
 
     phase = Phase.CLIP
     doing = "clip"

@@ -232,9 +232,10 @@ def _by_shape(place: Place, shape: Ints) -> Role:
     of."""
     module, stack, hint = place.module, {"view": "stack"}, fused_hint(place.name, shape)
     if len(shape) == 2:
-        if shape[0] in (vars(module).get(name) for name in _NUM_OUTPUTS):
-            known = "" if isinstance(module, nn.Linear) else f" ({type(module).__name__})"
-            return Role("linear", f"linear{known}", reads=shape[1:], remark=hint)
+        is_linear = isinstance(module, nn.Linear)
+        if is_linear or shape[0] in (vars(module).get(name) for name in _NUM_OUTPUTS):
+            reason = "linear" if is_linear else f"linear ({type(module).__name__})"
+            return Role("linear", reason, reads=shape[1:], remark=hint)
         if shape[1] != 2:
             return Role("bare", "2-D parameter", remark=hint)
     elif shape[0] == 1:
