@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,17 @@ def options_of(optimizer: Muon) -> list[dict[str, Any]]:
 def kept_by(optimizer: Muon, params: Any) -> list[dict[str, Tensor]]:
     kept = [{"weight": p.detach(), **optimizer.state.get(p, {})} for p in params]
     return [{key: of_one[key].clone() for key in sorted(of_one)} for of_one in kept]
+
+
+@contextmanager
+def unchanged(optimizer: Muon, params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """What is tried inside changes neither options nor weights nor state."""
+    listed = list(params)
+    before, kept = options_of(optimizer), kept_by(optimizer, listed)
+    held = optimizer.state, optimizer.param_groups
+    yield
+    assert optimizer.state is held[0] and optimizer.param_groups is held[1] and options_of(optimizer) == before
+    assert_bitwise(kept_by(optimizer, listed), kept)
 
 
 # ------------------------------------------------------------------------------------------------- momentum's dtype
@@ -96,8 +108,7 @@ def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwis
     old.step()
     new.load_state_dict(old.state_dict())
     assert_bitwise(new.state[v]["momentum_buffer"], old.state[w]["momentum_buffer"])
-    v.grad = torch.randn(4, 3).bfloat16()
-    new.step()
+    train(new, [v], range(1))
     assert new.state[v]["momentum_buffer"].dtype == BF16
 
 
@@ -108,39 +119,36 @@ def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwis
 @pytest.mark.parametrize("how", ["loaded", "copied"])
 def test_a_run_of_torchs_muon_goes_on_here_with_equal_bits(how: str, dtype: torch.dtype) -> None:
     """By its state dict, which brings its options, or by the lines of docs/migration.md."""
-    theirs, ours = ([nn.Parameter(torch.full(s, 0.5, dtype=dtype)) for s in ((4, 3), (6, 9))] for _ in range(2))
+    theirs = [nn.Parameter(torch.full(s, 0.5, dtype=dtype)) for s in ((4, 3), (6, 9))]
     old = torch.optim.Muon(theirs, lr=0.1)
     train(old, theirs, range(3))
-    lr = 9.0 if how == "loaded" else 0.1
-    new = Muon(ours, lr=lr, orthogonalizer=Orthogonalizer(method="torch"))
-    for p, q in zip(theirs, ours, strict=True):
-        q.data.copy_(p.data)
-        new.state[q] = {key: value.clone() for key, value in old.state[p].items()}
+    ours = copy.deepcopy(theirs)
+    new = Muon(ours, lr=9.0 if how == "loaded" else 0.1, orthogonalizer=Orthogonalizer(method="torch"))
     if how == "loaded":
-        new.state.clear()
         new.load_state_dict(copy.deepcopy(old.state_dict()))
-    for optimizer, params in ((old, theirs), (new, ours)):
-        train(optimizer, params, range(3, 6))
+    else:
+        new.state.update({q: copy.deepcopy(old.state[p]) for p, q in zip(theirs, ours, strict=True)})
+    train(old, theirs, range(3, 6))
+    train(new, ours, range(3, 6))
     assert_bitwise([p.detach() for p in ours], [p.detach() for p in theirs])
 
 
 def test_every_option_and_the_schedule_survive() -> None:
     (old, old_params), (new, params) = pair(variant="normuon"), pair()
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 10) for o in (old, new)]
+    old_schedule, schedule = (torch.optim.lr_scheduler.CosineAnnealingLR(o, 10) for o in (old, new))
     old.param_groups[0].update(momentum=0.7, adjust_lr_fn="spectral", ns_coefficients=[(3.0, -4.0, 2.0)] * 2)
     old.param_groups[1].update(betas=(0.1, 0.2), eps=1e-3, weight_decay=torch.tensor(0.5))
     for seed in range(4):
         train(old, old_params, range(seed, seed + 1))
-        schedules[0].step()
+        old_schedule.step()
     new.load_state_dict(copy.deepcopy(old.state_dict()))  # loading shares tensors, by torch's own rule
-    schedules[1].load_state_dict(schedules[0].state_dict())
+    schedule.load_state_dict(old_schedule.state_dict())
     assert options_of(new) == options_of(old)
     with torch.no_grad():
-        for p, q in zip(params, old_params, strict=True):
-            p.copy_(q)
-    for optimizer, ps, schedule in ((old, old_params, schedules[0]), (new, params, schedules[1])):
+        torch._foreach_copy_(params, old_params)
+    for optimizer, ps, of in ((old, old_params, old_schedule), (new, params, schedule)):
         train(optimizer, ps, range(4, 5))
-        schedule.step()
+        of.step()
         train(optimizer, ps, range(5, 6))
     assert_bitwise(kept_by(new, params), kept_by(old, old_params))
 
@@ -201,26 +209,25 @@ def run(model: nn.Module, optimizer: Muon, seeds: range) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_a_file_brings_back_options_and_state_whatever_the_optimizer_was_made_with(file: File, tmp_path: Path) -> None:
-    model, old = two(file, variant="normuon", beta2=0.5, momentum=0.9)
+    (model, old), (other, new) = two(file, variant="normuon", beta2=0.5, momentum=0.9), two(file, **dict(file.options))
     run(model, old, range(2))
-    model[0].requires_grad_(not file.frozen)
+    for of in (model, other):
+        of.get_submodule("0").requires_grad_(not file.frozen)
     checkpoint.save(tmp_path, model, old)
-    other, new = two(file, **dict(file.options))
-    other[0].requires_grad_(not file.frozen)
     new.param_groups.reverse()
     if file.busy is not None:
         other(torch.ones(1, 8)).sum().backward()
         new.broken = file.busy or None
     grads = [p.grad for p in other.parameters()]
     checkpoint.load(tmp_path, other, new)
+    new.param_groups.reverse()
     assert new.broken is None and all(p.grad is g for p, g in zip(other.parameters(), grads, strict=True))
     assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
-    new.param_groups.reverse()
-    assert options_of(new) == options_of(old)
-    assert_bitwise(kept_by(new, other.parameters()), kept_by(old, model.parameters()))
-    run(model, old, range(2, 4))
-    run(other, new, range(2, 4))
-    assert_bitwise(kept_by(new, other.parameters()), kept_by(old, model.parameters()))
+    for steps in (range(0), range(2, 4)):
+        run(model, old, steps)
+        run(other, new, steps)
+        assert options_of(new) == options_of(old)
+        assert_bitwise(kept_by(new, other.parameters()), kept_by(old, model.parameters()))
 
 
 def test_state_that_was_made_before_the_first_step_takes_the_norm_of_that_step() -> None:
@@ -310,14 +317,8 @@ def _sgd(saved: dict[str, Any]) -> None:
     params = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(3))]
     optimizer = torch.optim.SGD([{"params": [p]} for p in params], lr=0.1, momentum=0.9)
     train(optimizer, params, range(1))
-    saved.clear()
-    saved |= optimizer.state_dict()
+    saved.update(optimizer.state_dict())
     saved["state"][0]["second_moment"] = torch.zeros(1, 4)
-
-
-def _dion(saved: dict[str, Any]) -> None:
-    """As dion's Muon, which keeps a sum."""
-    saved["state"][0] = {"momentum": torch.zeros(4, 3)}
 
 
 def _no_variant(saved: dict[str, Any]) -> None:
@@ -368,7 +369,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         "w: the checkpoint's group has no 'ns_coefficients' (it has ['dampening'",
     ),
     "dion's, which is told what to do": (
-        _dion,
+        lambda s: s["state"].update({0: {"momentum": torch.zeros(4, 3)}}),  # a sum
         "w: its state in the checkpoint is ['momentum'], Muon's is ['momentum_buffer', 'second_moment']. It was saved "
         "by another optimizer, or the parameter was routed otherwise. State of other optimizers is not converted: "
         "begin with fresh state and warm lr up over about 50 steps, or copy what means the same, such as "
@@ -425,13 +426,10 @@ def test_a_state_dict_that_does_not_fit_is_refused_whole(case: str) -> None:
     (old, old_params), (new, params) = pair(variant="normuon"), pair(variant="normuon")
     train(old, old_params, range(2))
     train(new, params, range(5, 7))
-    before = options_of(new), kept_by(new, params)
-    saved = copy.deepcopy(old.state_dict())
-    changed = REFUSED[case][0](saved)
-    with pytest.raises(ValueError, match=re.escape(REFUSED[case][1])):
-        new.load_state_dict(changed if case == "no dict at all" else saved)
-    assert options_of(new) == before[0]
-    assert_bitwise(kept_by(new, params), before[1])
+    saved, (edit, says) = copy.deepcopy(old.state_dict()), REFUSED[case]
+    edited = edit(saved)
+    with unchanged(new, params), pytest.raises(ValueError, match=re.escape(says)):
+        new.load_state_dict(edited if isinstance(edited, list) else saved)
     train(new, params, range(7, 8))
 
 
@@ -441,12 +439,9 @@ def test_a_variant_that_the_file_lacks_is_refused_by_name_and_nothing_changes(tm
     checkpoint.save(tmp_path, model, old)
     other, new = two(variant="normuon")
     run(other, new, range(5, 6))
-    kept, groups = new.state, new.param_groups
-    before = options_of(new), kept_by(new, other.parameters())
-    with pytest.raises(ValueError, match=r"group 0: .* variant=None, .* 'normuon'\. Load it with variant=None"):
+    says = r"group 0: .* variant=None, .* 'normuon'\. Load it with variant=None"
+    with unchanged(new, other.parameters()), pytest.raises(ValueError, match=says):
         checkpoint.load(tmp_path, other, new)
-    assert new.state is kept and new.param_groups is groups and options_of(new) == before[0]
-    assert_bitwise(kept_by(new, other.parameters()), before[1])
     old.param_groups[0]["variant"] = "normuon"  # what the message says to do
     run(model, old, range(2, 3))
     assert old.state[model[0].weight]["second_moment"].shape == (1, 8)
@@ -497,12 +492,10 @@ def test_a_checkpoint_folder_with_code_is_refused_and_the_code_never_runs(place:
         metadata = pickle.loads((folder / ".metadata").read_bytes())
         metadata.planner_data = _Malicious(ran)
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    before = options_of(new), kept_by(new, other.parameters())
-    with pytest.raises(CheckpointException, match=r"not read: (it names|Unsupported global: GLOBAL) "):
+    says = r"not read: (it names|Unsupported global: GLOBAL) "
+    with unchanged(new, other.parameters()), pytest.raises(CheckpointException, match=says):
         checkpoint.load(folder, other, new)
     assert not ran.exists()
-    assert options_of(new) == before[0]
-    assert_bitwise(kept_by(new, other.parameters()), before[1])
     if place == "metadata":
         dcp.FileSystemReader(folder).read_metadata()
         assert ran.exists()  # what torch alone runs

@@ -35,8 +35,11 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _bits(tensor: Tensor) -> bytes:
-    return tensor.cpu().numpy().tobytes()
+def _param(like: Tensor, grad: Tensor | None) -> nn.Parameter:
+    """A parameter of zeros that lies as a tensor does, with this gradient."""
+    param = nn.Parameter(torch.zeros_like(like))
+    param.grad = grad
+    return param
 
 
 # --------------------------------------------------------------------------------------------------- every layout
@@ -63,17 +66,9 @@ def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
     return Muon(groups, lr=0.02, **options)
 
 
-class _Clipped(NamedTuple):
-    """Gradients, their norm, and what clipping makes of them."""
-
-    full: dict[str, Tensor]
-    norm: Tensor
-    clipped: dict[str, Tensor]
-
-
 @lru_cache
-def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[_Clipped]:
-    """Norm and gradients that one process clips, the same for every layout."""
+def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple[Any, Tensor, dict[str, Tensor]]]:
+    """Gradients, their norm, and what one process makes of them, the same for every layout."""
     whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
     dense, found = _optimizer(whole), []
     for seed, order in enumerate(orders):
@@ -83,7 +78,7 @@ def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[_Clip
         norm = clip_grad_norm_(dense, 1.0, order)
         clipped = {n: p.grad.clone() for n, p in whole.items() if p.grad is not None}
         assert any(not torch.equal(clipped[n], full[n]) for n in clipped)
-        found.append(_Clipped(full, norm, clipped))
+        found.append((full, norm, clipped))
     return found
 
 
@@ -94,17 +89,15 @@ def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> l
     for dtype, orders in runs.items():
         params = parameters(_build(layout, _model(dtype, 0)))
         sharded = _optimizer(params, **options)
-        for order, wanted in zip(orders, _clipped_by_one(dtype, orders), strict=True):
-            for name, grad in _build(layout, wanted.full).items():
+        for order, (full, norm, whole) in zip(orders, _clipped_by_one(dtype, orders), strict=True):
+            for name, grad in _build(layout, full).items():
                 params[name].grad = grad
             found = clip_grad_norm_(sharded, 1.0, order)
             assert type(found) is Tensor and found.ndim == 0 and found.dtype == torch.float32
-            clipped = _build(layout, wanted.clipped)
-            equal = all(
-                torch.equal(_local(p.grad), _local(clipped[n])) for n, p in params.items() if p.grad is not None
-            )
-            if _bits(found) != _bits(wanted.norm) or not equal:
-                wrong.append(f"{dtype} order {order}: {float(found)} for {float(wanted.norm)}, equal={equal}")
+            pairs = [(params[n].grad, grad) for n, grad in _build(layout, whole).items()]
+            equal = all(grad is None or torch.equal(_local(grad), _local(clipped)) for grad, clipped in pairs)
+            if not torch.equal(found, norm) or not equal:
+                wrong.append(f"{dtype} order {order}: {float(found)} for {float(norm)}, equal={equal}")
     return wrong
 
 
@@ -127,11 +120,10 @@ def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtype: torch.dtype) -> None:
-    ours = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((7, 5), (3,))]
-    theirs = [nn.Parameter(p.detach().double()) for p in ours]  # the oracle sums in fp64
-    for a, b in zip(ours, theirs, strict=True):
-        a.grad = _normal(*a.shape, seed=a.ndim).to(dtype)
-        b.grad = a.grad.to(torch.float64, copy=True)
+    grads = [_normal(*shape, seed=len(shape)).to(dtype) for shape in ((7, 5), (3,))]
+    ours, theirs = (
+        [_param(g, g) for g in of] for of in (grads, [g.double() for g in grads])
+    )  # the oracle sums in fp64
     before = [b.grad.clone() for b in theirs if b.grad is not None]
     exact = torch.nn.utils.clip_grad_norm_(theirs, 0.5, order)
     below = clip_grad_norm_(ours, 1.01 * float(exact), order)
@@ -150,11 +142,10 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite_is_refused_or_spreads_as_in_torch(bad: float) -> None:
-    ours, theirs = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    ours.grad, theirs.grad = torch.tensor([bad, 1.0]), torch.tensor([bad, 1.0])
+    ours, theirs = (_param(torch.zeros(2), torch.tensor([bad, 1.0])) for _ in range(2))
     with pytest.raises(RuntimeError, match=r"norm of order 2.0 is (inf|nan)"):
         clip_grad_norm_(ours, 1.0, error_if_nonfinite=True)
-    assert str(ours.grad.tolist()) == str([bad, 1.0])
+    assert str(ours.grad) == str(theirs.grad)
     assert not math.isfinite(float(clip_grad_norm_(ours, 1.0)))
     torch.nn.utils.clip_grad_norm_(theirs, 1.0)
     assert_rounded(ours.grad, theirs.grad, roundings=0)  # NaN beside NaN, zero beside zero
@@ -163,11 +154,10 @@ def test_a_norm_that_is_not_finite_is_refused_or_spreads_as_in_torch(bad: float)
 @pytest.mark.parametrize("options", [{"norm_type": 0}, {"norm_type": -1}, {"norm_type": math.nan}, {"max_norm": -1.0}])
 def test_arguments_without_meaning_are_refused(options: dict[str, float]) -> None:
     assert float(clip_grad_norm_([], 1.0)) == 0.0
-    param = nn.Parameter(torch.zeros(2))
-    param.grad = torch.ones(2)
+    param = _param(torch.zeros(2), torch.ones(2))
     with pytest.raises(ValueError, match="must be"):
         clip_grad_norm_(param, **{"max_norm": 1.0, **options})
-    assert param.grad.tolist() == [1.0, 1.0]
+    assert param.grad is not None and param.grad.tolist() == [1.0, 1.0]
 
 
 def test_of_some_groups_alone_gradients_are_counted_and_scaled() -> None:
@@ -185,9 +175,7 @@ def test_of_some_groups_alone_gradients_are_counted_and_scaled() -> None:
 def test_large_strided_and_empty_gradients_count_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardmuon.gradients.norms._CHUNK", 16)
     grads = [_normal(9, 7, seed=1), _normal(9, 7, seed=2).T, _normal(1, 50, seed=3)[:, ::2], torch.zeros(0, 3)]
-    params = [nn.Parameter(torch.zeros(g.shape)) for g in grads]
-    for p, g in zip(params, grads, strict=True):
-        p.grad = g
+    params = [_param(torch.zeros(g.shape), g) for g in grads]
     exact = torch.cat([g.double().flatten() for g in grads]).norm()
     assert float(clip_grad_norm_(params, 1e9)) == float(exact.float())
 
@@ -209,29 +197,17 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
 def _sharded(full: Tensor, mesh: Any, *placements: Any, grad: Tensor | None = None) -> nn.Parameter:
     """A parameter whose gradient is `full`, or `grad`."""
     cut = distribute_tensor(full, mesh, list(placements), src_data_rank=None)
-    param = nn.Parameter(torch.zeros_like(cut))
-    param.grad = cut if grad is None else grad
-    return param
-
-
-def _plain(grad: Tensor) -> nn.Parameter:
-    param = nn.Parameter(torch.zeros_like(grad))
-    param.grad = grad.clone()
-    return param
+    return _param(cut, cut if grad is None else grad)
 
 
 def _unused(full: Tensor, mesh: Any) -> nn.Parameter:
-    param = _sharded(full, mesh, Shard(0))
-    param.grad = None
-    return param
+    return _param(_sharded(full, mesh, Shard(0)).detach(), None)
 
 
 def _uneven(part: Tensor, mesh: Any) -> nn.Parameter:
     """A shard of (6, 3) of a size of its own."""
-    lies: Any = {"run_check": False, "shape": (6, 3), "stride": (3, 1)}
-    param = nn.Parameter(DTensor.from_local(torch.zeros_like(part), mesh, [Replicate(), Shard(0)], **lies))
-    param.grad = DTensor.from_local(part.clone(), mesh, [Replicate(), Shard(0)], **lies)
-    return param
+    cut = DTensor.from_local(part, mesh, [Replicate(), Shard(0)], run_check=False, shape=(6, 3), stride=(3, 1))
+    return _param(cut, cut)
 
 
 def _norm_of(*grads: Tensor) -> float:
@@ -268,7 +244,7 @@ class Data:
         self.lone = _sharded(self.other, self.mesh, Replicate(), Shard(1))
 
     def muon(self, plain: Tensor, first: nn.Parameter | None = None, rank_local: bool = False, **options: Any) -> Muon:
-        others = {"params": [("plain", _plain(plain))], "rank_local": rank_local, "use_muon": False}
+        others = {"params": [("plain", _param(plain, plain.clone()))], "rank_local": rank_local, "use_muon": False}
         return Muon([{"params": [("first", self.all_of if first is None else first)]}, others], lr=1e-3, **options)
 
     def chain(self) -> list[tuple[str, nn.Parameter]]:
@@ -402,9 +378,8 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# what a rank passes -> whether the others can go on
-CHANGES = {"nothing": True, "other tensors": True}
-CHANGES |= dict.fromkeys(("missing", "plain", "sparse", "norm_type", "fewer"), False)
+# What a rank passes; with the first two the others go on.
+CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 
 def _storm(name: str) -> None:
@@ -413,22 +388,17 @@ def _storm(name: str) -> None:
     named, norm, group, _ = JOBS[name](Data())
     optimizer = Muon([{"params": [entry]} for entry in named], lr=1e-3)
     grads = [p.grad for _, p in named]
-    for number in range(14):
-        source: Any = [optimizer, named][number % 2]
+    for number, change in enumerate(CHANGES * 2):
+        source, order = [optimizer, named][number % 2], 2.0
         for (_, p), grad in zip(named, grads, strict=True):
             p.grad = grad
-        change, one = [*CHANGES][number % len(CHANGES)], draw.randrange(4)
-        hit, param = draw.choice([(one,), (one, 3 - one)]), named[draw.randrange(2)][1]  # never all that share one
-        order = 2.0
-        if dist.get_rank() in hit:
-            if change == "missing":
-                param.grad = None
-            elif change in ("plain", "sparse"):
-                param.grad = torch.ones(param.shape).to_sparse() if change == "sparse" else torch.ones(param.shape)
-            elif change != "nothing":
-                order = -1.0 if change == "norm_type" else 2.0
-                source = {"fewer": named[:1], "other tensors": JOBS[name](Data()).source}.get(change, source)
-        if CHANGES[change]:
+        one, param = draw.randrange(4), named[draw.randrange(2)][1]
+        if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):  # never all that share one
+            ones = torch.ones(param.shape)
+            bad: dict[str, Any] = {"missing": None, "plain": ones, "sparse": ones.to_sparse()}
+            param.grad, order = bad.get(change, param.grad), -1.0 if change == "norm_type" else 2.0
+            source = {"fewer": named[:1], "other tensors": JOBS[name](Data()).source}.get(change, source)
+        if change in CHANGES[:2]:
             assert float(clip_grad_norm_(source, 1e9, order, process_group=group)) == norm, (number, change)
         else:
             with pytest.raises(ValueError, match="rank"):

@@ -185,19 +185,19 @@ class _BoundGradients(KeptTable):
         self.in_order = [number for numbers in table.sets.values() for number in numbers]
         counts = {layout: _counts(layout) for layout in dict.fromkeys(table.layouts)}
         self.counted = {number for number, layout in enumerate(table.layouts) if counts[layout]}
-        alone = {number for number, layout in enumerate(table.layouts) if len(layout.ranks) == 1}
-        self.loose = {number for number in alone if not params[number].group["rank_local"]}
-        self.lines = [f"{p.identity} {layout.view.shape}" for p, layout in zip(params, table.layouts, strict=True)]
         self.compared = [not claim.empty_lacks_gradient for claim in table.claims]
-        for number in sorted(alone - self.loose):
-            if beyond is None and len(table.component) < num_ranks():
-                raise ValueError(
-                    f"{params[number].name}: rank_local=True says that each rank has its own, so the norm must be "
-                    "summed over ranks. Pass clip_grad_norm_(..., process_group=) the group of all ranks that have some"
-                )
-        for one, claim in zip(params, table.claims, strict=True):
+        self.lines, self.loose = list[str](), set[int]()
+        for number, (one, claim, layout) in enumerate(zip(params, table.claims, table.layouts, strict=True)):
+            self.lines.append(f"{one.identity} {layout.view.shape}")
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
+            if len(layout.ranks) == 1 and not one.group["rank_local"]:
+                self.loose.add(number)
+            elif len(layout.ranks) == 1 and beyond is None and len(table.component) < num_ranks():
+                raise ValueError(
+                    f"{one.name}: rank_local=True says that each rank has its own, so the norm must be summed over "
+                    "ranks. Pass clip_grad_norm_(..., process_group=) the group of all ranks that have some"
+                )
         sharers = union(self.sets)
         self.together = () if set(sharers) <= set(beyond or ()) else sharers
 
