@@ -122,7 +122,7 @@ def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str
 def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtype: torch.dtype) -> None:
     grads = [_normal(*shape, seed=len(shape)).to(dtype) for shape in ((7, 5), (3,))]
     ours, theirs = (
-        [_param(g, g) for g in of] for of in (grads, [g.double() for g in grads])
+        [_param(g, g) for g in of] for of in (grads, [g.to(torch.float64, copy=True) for g in grads])
     )  # the oracle sums in fp64
     before = [b.grad.clone() for b in theirs if b.grad is not None]
     exact = torch.nn.utils.clip_grad_norm_(theirs, 0.5, order)
