@@ -403,7 +403,7 @@ KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
     (nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), "parametrizations.weight.original", ((4, 4),), "linear"),
     (nn.Linear(2, 16), "weight", ((16, 2),), "linear"),  # torch knows that these are inputs
     (nn.Linear(8, 1), "weight", (), "1 vector (1x8)"),
-    (nn.Bilinear(4, 6, 5), "weight", ((4, 6),) * 5, "stack of 5 matrices"),
+    (nn.Bilinear(4, 6, 5), "weight", ((4, 6),) * 5, "a matrix for each output"),
     (nn.Bilinear(4, 2, 5), "weight", ((4, 2),) * 5, ""),
     *((bare(*sizes), "weight", (), "") for sizes in ((1, 5), (5, 1), (1, 1, 5), (4, 1, 5), (1, 4, 5, 6), (7, 1, 1))),
 ]

@@ -248,8 +248,6 @@ def _by_shape(place: Place, shape: Ints) -> Role:
         )
     elif min(shape[1:]) == 1:
         return Role("entries", f"{num_text(shape[0], 'vector')} ({by(shape[1:])})", stack)
-    elif isinstance(module, nn.Bilinear):
-        return Role("matrices", f"stack of {shape[0]} matrices", stack, shape[1:])
     elif shape[2] != 2:
         return Role("stack", f"stack of {shape[0]} matrices, by its shape alone", stack, remark=hint)
     reason = "last dim of 2: pairs of numbers, as complex ones are kept"
