@@ -57,6 +57,8 @@ TRANSPORT = {
     ("frameworks/deepspeed/host.py", "step"),
     ("frameworks/deepspeed/host.py", "_step_flats"),
     ("frameworks/megatron/shards.py", "step"),
+    ("checkpoint/saving.py", "_read"),
+    ("checkpoint/saving.py", "_quiet"),
     ("checkpoint/saving.py", "_take_over"),
     ("checkpoint/saving.py", "_describe_shards"),
     ("../shardmuon_qkclip/scaling.py", "reduce"),

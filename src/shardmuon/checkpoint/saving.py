@@ -16,7 +16,9 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,7 +80,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
         table = _describe_shards(model, optimizer)
         saved = run_together(partial(_as_global, weights, state, table))
     saved["optimizer"]["param_groups"] = groups
-    dcp.save(saved, checkpoint_id=path)
+    with _quiet():
+        dcp.save(saved, checkpoint_id=path)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
@@ -100,17 +103,31 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     with made_public():
         table = _describe_shards(model, optimizer)
         reader, planner = run_together(lambda: (_Reader(path), _Planner()))
-    dcp.load(saved, storage_reader=reader, planner=planner)
+    _read(saved, reader, planner)
     with made_public():
         groups = run_together(lambda: _paired(optimizer.param_groups, saved["optimizer"]["param_groups"], model))
         room = run_together(lambda: _room_for(reader.items, optimizer, groups))
         weights = run_together(lambda: _copied(get_model_state_dict(model)))
         targets = run_together(lambda: _as_global(weights, room, table))
-    dcp.load(targets, storage_reader=reader, planner=planner)
+    _read(targets, reader, planner)
     with made_public():
         found = {"state": room, "param_groups": groups}
         state, merged = run_together(lambda: read_state(optimizer.param_groups, found, optimizer.keeper))
         _take_over(weights, state, merged, model, optimizer)
+
+
+def _read(targets: dict[str, Any], reader: _Reader, planner: _Planner) -> None:
+    """Let DCP read a checkpoint into these tensors. Collective."""
+    with _quiet():
+        dcp.load(targets, storage_reader=reader, planner=planner)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without DCP's warning that there is one process, where it works as well."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
