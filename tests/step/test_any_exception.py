@@ -167,7 +167,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
         return Calls(optimizer.step, "step", None, lambda seed: optimizer.state.clear())  # momentum is made in each
     if what == "plan":
         optimizer.prepare()  # what is cached runs no second time
-        return Calls(optimizer.prepare, "_bind", "_none", lambda seed: None)
+        return Calls(optimizer.prepare, "renew", "_none", lambda seed: None)
     if what in ("save", "load"):
         optimizer.step()
         checkpoint.save(folder, job.model, optimizer)

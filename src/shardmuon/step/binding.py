@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef, wire_device
-from shardmuon.comm.vote import Unlike, in_order
+from shardmuon.comm.vote import Agreed, Unlike, in_order
 from shardmuon.errors import ranks_text
-from shardmuon.layout.bind import KeptTable, Listed, Table
+from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, named_params, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
@@ -58,7 +58,7 @@ class Member(NamedTuple):
     signature: object
 
 
-class Binding(KeptTable):
+class Binding(Agreed):
     """A plan with this rank's part of it. `sets`, `component`, `token` and `world` are its table's.
 
     Args:
@@ -94,7 +94,7 @@ class Binding(KeptTable):
         planned: list[str],
         ns_device: torch.device | None,
     ) -> None:
-        super().__init__(table)
+        super().__init__(table.component, table.token, table.sets)
         self.rank, self.table, self.plan, self.members, self.planned = rank, table, plan, members, planned
         self.ns_device = ns_device
         self.buckets = [bucket for bucket in plan.buckets if rank in bucket.ranks]
