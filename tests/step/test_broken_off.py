@@ -110,7 +110,7 @@ HALF = r"Weights and momentum may be half updated\. Start the ranks again from t
 NOTHING = rf"{UNCHANGED}\. Start the ranks again from the last checkpoint"
 _BUCKET = rf"bucket \d of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\), \w+: .*{HALF}"
 _SMALL = rf"bucket \d of \d \(ranks [\d,]+: (a|b)\d+ .*\), (gather|compute|apply|finish): .*{HALF}"
-_VOTE = rf"a vote \(STEP\): rank 1 does not answer: .*{NOTHING}"
+_VOTE = rf"a vote \(STEP\): rank \d, or one that it waits for, does not answer: .*{NOTHING}"
 _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 # In the second bucket, from where to where in ORDER a survivor may notice: from the oldest exchange that the dead rank

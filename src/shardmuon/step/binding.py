@@ -72,6 +72,7 @@ class Binding(Agreed):
 
     Attributes:
         buckets: Those that this rank takes part in, in the plan's order.
+        alike_members: Group, engine and dtype -> the numbers of such parameters.
         shapes: Shape of this rank's storage of each parameter.
         digests: Set of ranks -> what its ranks plan alike, and that no other plan has.
         on_weights: Number -> stages, of parameters that have one on weights.
@@ -98,6 +99,9 @@ class Binding(Agreed):
         self.rank, self.table, self.plan, self.members, self.planned = rank, table, plan, members, planned
         self.ns_device = ns_device
         self.buckets = [bucket for bucket in plan.buckets if rank in bucket.ranks]
+        self.alike_members: dict[tuple[int, Engine, torch.dtype], list[int]] = {}
+        for number, one in enumerate(members):
+            self.alike_members.setdefault((one.group, one.engine, one.param.dtype), []).append(number)
         self.shapes = [tuple(one.engine.storage(one.param).shape) for one in members]
         self.digests = {ranks: digest + table.token for ranks, digest in plan.digests.items() if len(ranks) > 1}
         stages = {number: of_member.stages for number, of_member in enumerate(settings)}
