@@ -3,10 +3,10 @@ parameter, and all make the same table of it.
 
 [Note: describing together]
     Each rank first describes its parameters alone, and tells the whole component who shares them with it. From that
-    every rank knows all sets of sharers. Then all tell each other their claims, and a digest of what the ranks of each
-    set must have alike; the layout is a pure function of the claims of its set. Last they compare replicas. Whatever
-    goes wrong on a rank is data: it travels in the next message in place of what that would have been, and everybody
-    raises it.
+    every rank knows all sets of sharers. Then all tell each other their claims, fingerprints of what they store, and a
+    digest of what the ranks of each set must have alike; the layout is a pure function of the claims of its set, by
+    which replicas are compared. Whatever goes wrong on a rank is data: it travels in the next message in place of what
+    that would have been, and everybody raises it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from shardmuon._torch import local_if_any
 from shardmuon.comm.groups import Ranks, my_rank
 from shardmuon.comm.vote import _K, Call, Entry, Fault, Unlike, digest_of, discover, first_unlike, gather
-from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text
+from shardmuon.errors import Refused, about
 from shardmuon.layout.engines import Engine, sharing
 from shardmuon.layout.engines.base import Claim, Group
 from shardmuon.layout.grid import Grid, Ties, grids_of, union
@@ -80,12 +80,12 @@ class _Said(NamedTuple):
 
     Attributes:
         digest: Of the lines that all of these ranks must have alike.
-        extents: What may differ: the extent of each claim.
+        held: What may differ: the extent of each claim, and the fingerprint of what is stored.
         group: Name of a process group that it knows over these ranks; "" if there is none.
     """
 
     digest: bytes
-    extents: list[Extent]
+    held: list[tuple[Extent, int]]
     group: str
 
 
@@ -126,13 +126,9 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
     """
     found = []
     for one in listed:
-        try:
+        with about(one.name):
             engine = sharing(one.param, one.group)
             found.append(_Described(one, engine, engine.ties(one.param, one.group), engine.claim(one.param, one.group)))
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as wrong:
-            raise ValueError(f"{one.name}: {fault_text(wrong)}") from wrong
     return found
 
 
@@ -143,11 +139,8 @@ def _sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault
     for _ in range(2):
         with fault:
             for name, param, group in params():
-                with fault:
-                    try:
-                        ties = sharing(param, group).ties(param, group)
-                    except ValueError as wrong:
-                        raise ValueError(f"{name}: {wrong}") from wrong
+                with fault, about(name):
+                    ties = sharing(param, group).ties(param, group)
                     found[ties] = ties.sets
         if fault.text is None:
             break
@@ -183,7 +176,7 @@ def bind(
         Refused: Something is wrong on some rank, or what ranks say does not fit together. On every rank.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
-    fault = fault or Fault()
+    fault, print_of = fault or Fault(), fingerprint or (lambda storage: 0)
     mine, table = list[_Described](), list[Table]()
     sharers = _sharers_of(waiting or (lambda: [(one.name, one.param, one.group) for one in listed]), fault)
     with fault:
@@ -198,7 +191,9 @@ def bind(
         numbers = _numbers(mine, {ties: grids[ties] for ties in sharers})
         lines = {ranks: [_line(mine[n], fingerprint is not None) for n in of_set] for ranks, of_set in numbers.items()}
         for ranks, of_set in numbers.items():
-            said[ranks] = _Said(digest_of(lines[ranks]), [mine[n].claim.extent for n in of_set], groups.get(ranks, ""))
+            shared = [(mine[n].claim.extent, mine[n].listed.param) for n in of_set]
+            held = [(extent, print_of(local_if_any(param)) if len(ranks) > 1 else 0) for extent, param in shared]
+            said[ranks] = _Said(digest_of(lines[ranks]), held, groups.get(ranks, ""))
     everyone = dict(zip(component, gather(said, component, fault), strict=True))
     unlike: Ranks | None = None
     with fault:
@@ -208,17 +203,8 @@ def bind(
     if unlike is not None:
         told = gather(lines.get(unlike, []), component, fault)
         raise Refused(_unlike_lists(unlike, [told[component.index(other)] for other in unlike]))
-    layouts, replicated, prints = list[ParamLayout](), dict[Ranks, list[int]](), dict[Ranks, list[int]]()
     with fault:
         layouts = _layouts(mine, numbers, everyone, grids)
-        if fingerprint is not None:
-            replicated = {ranks: [n for n in of_set if layouts[n].has_replicas] for ranks, of_set in numbers.items()}
-            for ranks, of_set in replicated.items():
-                prints[ranks] = [fingerprint(local_if_any(mine[number].listed.param)) for number in of_set]
-    found = dict(zip(component, gather(prints, component, fault), strict=True))
-    with fault:
-        for ranks, of_set in replicated.items():
-            _compare([(mine[n], layouts[n]) for n in of_set], [found[other][ranks] for other in ranks])
         made = Table(
             component,
             tuple(one.listed for one in mine),
@@ -248,8 +234,8 @@ def _line(one: _Described, compared: bool) -> str:
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
     sizes = f"{shape}".replace("-1", "any")  # along a dim that is cut in parts of any size
-    about = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
-    return "; ".join((about, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
+    title = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
+    return "; ".join((title, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
 
 
 def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
@@ -260,14 +246,14 @@ def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
     if len(first) != len(theirs):
         longer, shorter = sorted((first, theirs), key=len, reverse=True)
         lacking = next((line for line in longer if line not in shorter), longer[-1]).split("; ")[0]
-        about, texts = "", [f"{len(first)} parameters", f"{len(theirs)}; one of them lacks {lacking}"]
+        title, texts = "", [f"{len(first)} parameters", f"{len(theirs)}; one of them lacks {lacking}"]
     else:
         one, other = next((a.split("; "), b.split("; ")) for a, b in zip(first, theirs, strict=True) if a != b)
         pairs = (one, other), (other, one)
         texts = [" ".join(part for part in mine if part not in others) for mine, others in pairs]
-        about = f"{one[0]}: " if one[0] == other[0] else ""
+        title = f"{one[0]}: " if one[0] == other[0] else ""
     return (
-        f"ranks {ranks} share parameters but describe them differently: {about}rank {ranks[0]} lists {texts[0]}, rank "
+        f"ranks {ranks} share parameters but describe them differently: {title}rank {ranks[0]} lists {texts[0]}, rank "
         f"{rank} lists {texts[1]}. Every rank must give the optimizer the same parameters, order and options"
     )
 
@@ -288,12 +274,13 @@ def _layouts(
     known: dict[object, ParamLayout] = {}
     found: dict[int, ParamLayout] = {}
     for ranks, of_set in numbers.items():
-        for number, *told in zip(of_set, *(everyone[rank][ranks].extents for rank in ranks), strict=True):
-            one = mine[number]
-            key = one.engine, one.claim.form, one.ties, tuple(told), repr(one.listed.view)
+        for number, *told in zip(of_set, *(everyone[rank][ranks].held for rank in ranks), strict=True):
+            one, (extents, prints) = mine[number], zip(*told, strict=True)
+            key = one.engine, one.claim.form, one.ties, extents, repr(one.listed.view)
             if key not in known:
-                known[key] = _layout(one, dict(zip(ranks, told, strict=True)), grids[one.ties])
+                known[key] = _layout(one, dict(zip(ranks, extents, strict=True)), grids[one.ties])
             found[number] = known[key]
+            _compare(one, found[number], prints)
     return [found[number] for number in range(len(mine))]
 
 
@@ -308,19 +295,18 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
         raise Unlike(f"{one.listed.name}: {stored if len(told) > 1 else ''}{wrong}") from wrong
 
 
-def _compare(replicated: Sequence[tuple[_Described, ParamLayout]], prints: Sequence[Sequence[int]]) -> None:
-    """Raise Unlike if replicas of some parameters differ. `prints`: of each rank that shares them."""
-    for (one, layout), *of_each in zip(replicated, *prints, strict=True):
-        seen: dict[object, tuple[int, int]] = {}
-        for (rank, pieces), value in zip(layout.pieces.items(), of_each, strict=True):
-            first, wanted = seen.setdefault(pieces, (rank, value))
-            if pieces and value != wanted:
-                raise Unlike(
-                    f"{one.listed.name}: ranks {first} and {rank} should hold replicas ({one.claim.text}) but their "
-                    "values differ. Broadcast the weights first; if each rank has its own (experts), put it in a group "
-                    "with rank_local=True; if they are shards over a tp_group, write param.tensor_model_parallel, "
-                    "param.partition_dim = True, <the dim that is cut>"
-                )
+def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> None:
+    """Raise Unlike if replicas of a parameter differ. `prints`: of what each rank that shares it stores."""
+    seen: dict[object, tuple[int, int]] = {}
+    for (rank, pieces), value in zip(layout.pieces.items(), prints, strict=True):
+        first, wanted = seen.setdefault(pieces, (rank, value))
+        if pieces and value != wanted:
+            raise Unlike(
+                f"{one.listed.name}: ranks {first} and {rank} should hold replicas ({one.claim.text}) but their "
+                "values differ. Broadcast the weights first; if each rank has its own (experts), put it in a group "
+                "with rank_local=True; if they are shards over a tp_group, write param.tensor_model_parallel, "
+                "param.partition_dim = True, <the dim that is cut>"
+            )
 
 
 # --------------------------------------------------------------------------------------------- what a call keeps of it

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef, wire_device
 from shardmuon.comm.vote import Agreed, Unlike, in_order
-from shardmuon.errors import ranks_text
+from shardmuon.errors import about, ranks_text
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, named_params, names_of
@@ -205,18 +205,12 @@ def listed_of(
         named = bool(names_of(group)) or keeper.rounds
         for name, p in named_params(group, index):
             if settings is None:
-                _check_not_flat(name, p)
+                with about(name):
+                    refuse_flat(p)
             elif takes_part(p):
                 text = f"{settings.alike} {whole} weights={p.dtype} products={_products(chooser, p.device)}"
                 found.append(Listed(name, name if named else "", p, group, settings.view, text))
     return found
-
-
-def _check_not_flat(name: str, param: Tensor) -> None:
-    try:
-        refuse_flat(param)
-    except ValueError as wrong:
-        raise ValueError(f"{name}: {wrong}") from None
 
 
 def chooser_of(groups: Sequence[Group], config: MuonConfig) -> Chooser:
@@ -367,15 +361,9 @@ def fingerprint(storage: Tensor) -> int:
     words times weights would not do: neighbours that drift by +1, -1, -1, +1 ulp cancel in any function linear in word
     and place.
     """
-    dense = storage.detach().contiguous()
-    # one element may have any stride and still be contiguous, where a view of other bytes wants 1
-    flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-    pad = -flat.numel() % 8
-    if pad:
-        flat = torch.nn.functional.pad(flat, (0, pad))
-    elif flat.storage_offset() % 8:
-        flat = flat.clone()
-    words = flat.view(torch.int64)
+    flat = storage.detach().reshape(-1)
+    # whole words in memory of their own: a view of other bytes wants both
+    words = torch.cat([flat, flat.new_zeros(-len(flat) % (8 // flat.element_size()))]).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # intermediate results stay in a CPU's cache
     for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):

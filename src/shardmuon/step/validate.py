@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
@@ -21,7 +20,7 @@ from torch import Tensor
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
-from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at, ranks_text
+from shardmuon.errors import about, ranks_text
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_of
 from shardmuon.layout.engines.dtensor import lies_as_placed, placed
@@ -104,7 +103,7 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
         if not (binding.elsewhere or of_group.stages or callable(of_group.adjust_lr_fn)):
             _glance(found, engine, [(n, members[n].param) for n in numbers], of_group, memory)
     for number in [n for n, said in enumerate(found.said) if not said]:
-        with _naming(members[number].name):
+        with about(members[number].name):
             found.said[number] = *_look(found, number, binding, memory), settings[number].text
     for index, of_adamw in enumerate(groups):
         if options[index] is None:
@@ -113,18 +112,6 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
         if found.states[number] != NONE and number not in binding.elsewhere:
             found.presence |= 1 << bit
     return found
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Raise what is raised inside with the name of a parameter."""
-    try:
-        yield
-    except OUT_OF_MEMORY as wrong:
-        raised_at(wrong, name)
-        raise
-    except Exception as wrong:
-        raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
 
 
 def _glance(
@@ -252,7 +239,7 @@ def _adamw_rows(group: Group, index: int, state: State) -> list[Row | None]:
                 for position, of_one in zip(positions[first:], made, strict=False):
                     found[position] = of_one
     for position in [at for at, row in enumerate(found) if row is None]:
-        with _naming(name_of(group, index, position)):
+        with about(name_of(group, index, position)):
             _check_adamw(params[position], state.get(params[position], _NOTHING))
     return found
 
@@ -397,17 +384,6 @@ def _state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weig
     Raises:
         ValueError: It lies otherwise, cannot be written to, or is no such tensor; the message lacks the name.
     """
-    found = _looked_at(param, buffer, key, engine, weight)
-    if found.layout is not torch.strided or found.is_complex() or found.is_meta != weight.is_meta:
-        raise ValueError(
-            f"its {key} is {found.layout}, {found.dtype} on {found.device}, and must be strided, real and not on meta. "
-            f"{_LOAD}"
-        )
-    _check_writable(key, found)
-    return found
-
-
-def _looked_at(param: Tensor, buffer: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
     if not isinstance(buffer, Tensor):
         raise ValueError(f"its {key} is a {type(buffer).__name__}, not a tensor. {_LOAD}")
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
@@ -415,11 +391,17 @@ def _looked_at(param: Tensor, buffer: object, key: str, engine: Engine, weight: 
             f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"
         )
     try:
-        aligned = engine.is_aligned(buffer, param)
+        stored = engine.storage(buffer) if engine.is_aligned(buffer, param) else None
     except ValueError:
-        aligned = False
-    if aligned and same_storage(engine.storage(buffer).shape, weight.shape):
-        return engine.storage(buffer)
+        stored = None
+    if stored is not None and same_storage(stored.shape, weight.shape):
+        if stored.layout is not torch.strided or stored.is_complex() or stored.is_meta != weight.is_meta:
+            raise ValueError(
+                f"its {key} is {stored.layout}, {stored.dtype} on {stored.device}, and must be strided, real and not "
+                f"on meta. {_LOAD}"
+            )
+        _check_writable(key, stored)
+        return stored
     found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
     if is_dtensor(buffer):
         found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
