@@ -40,13 +40,9 @@ TRANSPORT = {
     ("comm/groups.py", "_backends_of"),
     ("comm/vote.py", ""),
     ("layout/bind.py", "bind"),
-    ("layout/bind.py", "settle"),
-    ("layout/bind.py", "agree"),
-    ("layout/bind.py", "renewed"),
-    ("layout/bind.py", "sharers_of"),
-    ("layout/bind.py", "_open"),
-    ("layout/bind.py", "_bind"),
-    ("layout/bind.py", "_refuse_unless_stale"),
+    ("comm/lanes.py", ""),
+    ("layout/bind.py", "_sharers_of"),
+    ("layout/bind.py", "renew"),
     ("core.py", "take_step"),
     ("core.py", "let_host_step"),
     ("core.py", "make_plan"),
@@ -69,7 +65,7 @@ TRANSPORT = {
 }
 # Without DeepSpeed nobody reads these generators; they are only closed, and then what they raise goes nowhere.
 UNREAD = {("frameworks/deepspeed/host.py", "<genexpr>")}
-COLLECTIVES = {("comm/vote.py", name) for name in ("merge", "share")}
+COLLECTIVES = {("comm/lanes.py", name) for name in ("merge", "share")}
 
 
 class Place(NamedTuple):

@@ -18,9 +18,10 @@ class _Lane:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.me = ranks, ranks.index(my_rank())
 
-    def merge(self, message: vote._Message, what: str) -> vote._Message:
+    def merge(self, message: vote._Message, merged: Any, what: str) -> vote._Message:
         """Return the sum of all digests, which are equal and cancel."""
-        return message._replace(total=0)
+        *said, _, presence = message
+        return *said, 0, presence
 
     def share(self, value: bytes, what: str) -> list[Any]:
         return [_said_by(rank, pickle.loads(value)) for rank in self.ranks]
@@ -38,5 +39,5 @@ def _said_by(rank: int, said: Any) -> Any:
 @contextlib.contextmanager
 def mirrored_lanes() -> Iterator[None]:
     """Let whoever talks over a lane hear its own words from all others. For tensors that are not tensor-parallel."""
-    with mock.patch.object(vote, "_lane_of", _Lane):
+    with mock.patch.object(vote, "lane_of", _Lane):
         yield

@@ -20,8 +20,8 @@ from shardmuon import Muon, Orthogonalizer, audit, core
 from shardmuon.auditing import live
 from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import AuditReport
+from shardmuon.comm import vote as votes
 from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict
-from shardmuon.layout import bind
 from shardmuon.layout.engines import engine_of
 from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.step import bucket, stages, update
@@ -249,12 +249,12 @@ def _without_agreement(job: Job) -> Iterator[None]:
     """One holder lost its gradient, and the vote before the step did not see it."""
     if dist.get_rank() == 1:
         job.params["a"].grad = None
-    agreed, real = Verdict(Phase.STEP, Flag.AUDIT, alike=True, presence=0), bind.vote
+    agreed, real = Verdict(Phase.STEP, Flag.AUDIT, alike=True, presence=0), votes.vote
 
     def vote(ballot: Ballot, ranks: Sequence[int]) -> Verdict:
         return agreed if ballot.phase == Phase.STEP else real(ballot, tuple(ranks))
 
-    with mock.patch.object(bind, "vote", vote), mock.patch.object(core, "run_buckets"):
+    with mock.patch.object(votes, "vote", vote), mock.patch.object(core, "run_buckets"):
         yield
 
 

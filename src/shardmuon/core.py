@@ -22,11 +22,12 @@ from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing
 from shardmuon.comm.groups import GroupRef, Ranks, Traffic, group_for, group_ranks, my_rank
-from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, close_lane
+from shardmuon.comm.lanes import close_lane
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, agree, current_world, renewed
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.first_step import FirstStep
 from shardmuon.host import Host, Hosts, Progress
-from shardmuon.layout.bind import Call, Listed, Table, agree, current_world, renewed
+from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.options import MuonConfig
@@ -260,8 +261,8 @@ class Core:
                     drop_others(group, self.state[p])
 
 
-class StepCall(Call[Binding]):
-    """Call of one rank for a step, or for a plan without a step: answers the questions that layout/bind.py asks.
+class StepCall(TableCall[Binding]):
+    """Call of one rank for a step, or for a plan without a step: answers the questions that comm/vote.py asks.
 
     Attributes:
         options: Options of each group.

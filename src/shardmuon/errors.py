@@ -84,6 +84,18 @@ def named(error: Exception, where: str, damage: str) -> ExchangeError:
     return ExchangeError(f"{where}: {cause}. {damage}. {REMEDY}")
 
 
+@contextmanager
+def about(name: str) -> Iterator[None]:
+    """Raise what is raised inside with the name of a parameter: as a ValueError, or of its class if memory ran out."""
+    try:
+        yield
+    except OUT_OF_MEMORY as wrong:
+        raised_at(wrong, name)
+        raise
+    except Exception as wrong:
+        raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
+
+
 def raised_at(error: BaseException, name: str) -> None:
     """Note of which parameter an exception is that keeps its class, for `fault_text`."""
     error.__dict__.setdefault("_shardmuon_at", f"{name}: ")

@@ -36,7 +36,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardmuon.comm.groups import GroupRef, Ranks, group_for, my_rank, num_ranks, talking_device
-from shardmuon.comm.vote import Ballot, Fault, Phase, Unlike, close_lane, digest_of
+from shardmuon.comm.lanes import close_lane
+from shardmuon.comm.vote import Agreed, Ballot, Fault, Phase, Unlike, agree, digest_of, settle
 from shardmuon.errors import (
     RELOAD,
     REMEDY,
@@ -48,7 +49,7 @@ from shardmuon.errors import (
     stays_itself,
 )
 from shardmuon.host import Host, Hosts, Weight
-from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree, settle
+from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.pieces import Tile, spans_of
@@ -114,7 +115,7 @@ class _Target(NamedTuple):
 _Told = dict[str, tuple[int, Ranks]]  # layer -> its heads, and all ranks with which a rank shares or replicates it
 
 
-class _Bound(KeptTable):
+class _Bound(Agreed):
     """A layout table of the weights, which all ranks have.
 
     Attributes:
@@ -124,7 +125,7 @@ class _Bound(KeptTable):
     """
 
     def __init__(self, table: Table, targets: Sequence[_Target]) -> None:
-        super().__init__(table)
+        super().__init__(table.component, table.token, table.sets)
         self.targets, self.layouts = targets, table.layouts
         self.slots = list[tuple[str, int, Ranks]]()
         for target, layout in zip(targets, table.layouts, strict=True):
@@ -148,7 +149,7 @@ class _Bound(KeptTable):
             self.slots += [(name, heads[ranks[0]], tuple(ranks)) for ranks in sorted(map(sorted, connected))]
 
 
-class Scaler(Call[_Bound]):
+class Scaler(TableCall[_Bound]):
     """The weights of some attention layers, where this rank keeps them.
 
     Args:

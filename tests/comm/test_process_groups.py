@@ -89,18 +89,6 @@ def test_a_group_of_some_ranks_is_not_split_off_a_bound_default_group(
     assert world.bound_device_id == torch.device("cuda", 3)
 
 
-@pytest.mark.parametrize(
-    ("group", "says"),
-    [
-        (dist.GroupMember.NON_GROUP_MEMBER, r"-100 is what new_group\(\) gives a rank that it leaves out"),
-        ("world", r"'world' is no process group\. Give one of torch.distributed"),
-    ],
-)
-def test_what_is_no_process_group_of_this_rank_is_named(group: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=f"process_group={says}"):
-        Muon([nn.Parameter(torch.zeros(4, 4))], lr=1e-3, process_group=group)
-
-
 _LIVES = textwrap.dedent(
     """
     import os, sys

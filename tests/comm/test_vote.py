@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from shardmuon.comm import lanes
 from shardmuon.comm import vote as voting
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import (
@@ -131,14 +132,13 @@ def doubled(messages: Sequence[Any], merging: Callable[[Any, Any], Any]) -> list
     boxes: dict[tuple[int, int], list[Any]] = {}
 
     def member(me: int) -> Iterator[int]:
-        for hop in voting._hops_of(me, num):
-            if hop.to is not None:
-                boxes.setdefault((me, hop.to), []).append(results[me])
-            if hop.source is not None:
-                assert hop.source in hop.behind and me not in hop.behind
-                yield hop.source
-                heard = boxes[hop.source, me].pop(0)
-                results[me] = heard if hop.is_result else merging(results[me], heard)
+        for kind, other in lanes._hops_of(me, num):
+            if kind in ("send", "swap"):
+                boxes.setdefault((me, other), []).append(results[me])
+            if kind != "send":
+                yield other
+                heard = boxes[other, me].pop(0)
+                results[me] = heard if kind == "take" else merging(results[me], heard)
 
     runs = [member(me) for me in range(num)]
     waiting = {me: source for me, run in enumerate(runs) if (source := next(run, None)) is not None}
@@ -165,14 +165,10 @@ def digest(text: str) -> bytes:
 def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
     """The message in which a rank of this component sends its ballot."""
     found = list[voting._Message]()
-    lane = SimpleNamespace(me=own.index(rank), merge=lambda message, what: found.append(message) or message)
-    with mock.patch.object(voting, "_lane_of", return_value=lane):
+    lane = SimpleNamespace(me=own.index(rank), merge=lambda message, *_: found.append(message) or message)
+    with mock.patch.object(voting, "lane_of", return_value=lane):
         vote(ballot, own)
-    return voting._unpacked(voting._packed(found[0]))
-
-
-def received(mine: voting._Message, theirs: voting._Message) -> voting._Message:
-    return voting._merged(mine, voting._unpacked(voting._packed(theirs)))
+    return found[0]
 
 
 def voted(ballots: dict[int, Ballot]) -> Verdict:
@@ -180,8 +176,8 @@ def voted(ballots: dict[int, Ballot]) -> Verdict:
     own = tuple(sorted(ballots))
     messages = [sent(ballots[rank], rank, own) for rank in own]
     found = {
-        Verdict(Phase(m.phase), Flag(m.flags), m.total % (1 << 128) == 0, m.presence)
-        for m in doubled(messages, received)
+        Verdict(Phase(phase), Flag(flags), total == 0, presence)
+        for _, phase, flags, _, total, presence in doubled(messages, voting._merged)
     }
     assert len(found) == 1
     return found.pop()
@@ -218,7 +214,7 @@ def test_messages_of_unlike_lengths_and_versions_are_understood(monkeypatch: pyt
     monkeypatch.setattr(voting, "_VERSION", 2)
     theirs = sent(Ballot(Phase.STEP), 1, (0, 1))
     for mine, other, flag in ((ours, theirs, Flag.UNLIKE), (theirs, ours, Flag.UNLIKE), (theirs, theirs, Flag.NONE)):
-        assert received(mine, other).flags == flag
+        assert voting._merged(mine, other)[2] == flag
 
 
 # ------------------------------------------------------------------------------------------------------- on real ranks
@@ -239,10 +235,12 @@ def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Verdict, set[str
     known = discover(rank, Entry(sets_of(family, rank), facts=rank))
     own = tuple(known)
     assert [entry.facts for entry in known.values()] == list(own)
-    fault = f"rank {rank}: planted" if rank == culprit else None
+    noted = voting.Fault()
+    noted.add("planted" if rank == culprit else None)
+    fault = noted.text
     told = {_refusal(lambda: discover(rank, Entry(sets_of(family, rank), fault), before=own))[0]}
     said = vote(Ballot(Phase.STEP, Flag.FAULT if fault else Flag.NONE, {own: digest("plan")}), own)
-    told.add(_refusal(lambda: gather(rank, own, fault))[0])
+    told.add(_refusal(lambda: gather(rank, own, noted))[0])
     assert gather(f"value {rank}", own) == [f"value {other}" for other in own]
     return own, said, told
 
@@ -313,7 +311,7 @@ def _late(closes: bool) -> tuple[str, float]:
     """Rank 3 of four does not vote; the others' time-out is a second, or it closes its lane."""
     ranks = tuple(range(4))
     vote(Ballot(Phase.STEP), ranks)  # all connections are there
-    lane = voting._lane_of(ranks)
+    lane = lanes.lane_of(ranks)
     lane._limit = timedelta(seconds=20 if closes else 1)
     began, text = time.monotonic(), ""
     if dist.get_rank() < 3:
@@ -322,7 +320,7 @@ def _late(closes: bool) -> tuple[str, float]:
         text = str(caught.value)
     elif closes:
         for _ in range(2):  # an exception is told by the core of a group, and again by the optimizer's
-            voting.close_lane(ranks)
+            lanes.close_lane(ranks)
     took = time.monotonic() - began
     dist.barrier()
     lane.close()
@@ -333,7 +331,7 @@ def _late(closes: bool) -> tuple[str, float]:
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_rank_that_does_not_vote_is_named_or_its_block(closes: bool, world4: RankPool) -> None:
     found = world4.run(_late, closes)[:3]
-    assert "rank 3 does not answer" in found[2][0] and "a vote (STEP)" in found[2][0]
+    assert "rank 3, or one that it waits for, does not answer" in found[2][0] and "a vote (STEP)" in found[2][0]
     assert all("nothing on this rank" in text for text, _ in found)
     # whoever waits for a lane that is closed fails at once, and with these those that wait for them
     assert all(took < 10 if closes else 0.7 < took < 15 for _, took in found)

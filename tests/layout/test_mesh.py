@@ -1,4 +1,7 @@
-"""Pieces on meshes: what each rank stores by its placements, beside `torch.chunk` carried out on indices."""
+"""Pieces on meshes: what each rank stores by its placements, beside `torch.chunk` carried out on indices.
+
+How two dims and several axes are read is compared with what torch stores, in test_dtensor.py.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from simulated import stored
 
-from shardmuon.layout.mesh import OfRank, OnMesh, Placements, Shard, believed, reading
+from shardmuon.layout.mesh import Shard, believed, reading
 from shardmuon.layout.pieces import Held
-from shardmuon.layout.table import ParamLayout, kept_layout
-from shardmuon.layout.views import kept_view, matrix_view
-
-MESHES = [(4,), (2, 3), (3, 2), (2, 2, 2)]
-KINDS = [None, Shard(0), Shard(1), Shard(0, 2), Shard(0, 3), Shard(1, 2)]
-SHAPES = [(8, 12), (7, 5), (1, 3), (12, 4)]  # with dims that no mesh divides, and smaller than all of them
-
-
-def cases() -> list[tuple[tuple[int, int], tuple[int, ...], Placements]]:
-    """Every pair of placements on meshes of one and two axes, and some on three."""
-    found = [
-        (shape, mesh, kinds)
-        for mesh in MESHES[:3]
-        for kinds in itertools.product(KINDS, repeat=len(mesh))
-        for shape in SHAPES
-    ]
-    return found + [((9, 10), (2, 2, 2), kinds) for kinds in itertools.product(KINDS[:4], repeat=3)]
 
 
 def places_of(mesh: Sequence[int]) -> list[tuple[int, ...]]:
@@ -41,34 +26,6 @@ def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> 
     """Return what a part of an axis keeps of `before` shards of these indices; `chunk` makes fewer of few."""
     cut = [shard.chunk(num_parts) for shard in indices.chunk(before)]
     return torch.cat([indices[:0], *(parts[part] for parts in cut if part < len(parts))])
-
-
-def numbered(of_rank: OfRank, shape: tuple[int, int]) -> torch.Tensor:
-    """A rank's storage, each element of which is its number in the tensor."""
-    held, size = of_rank
-    return stored(held, torch.arange(math.prod(shape)).view(shape)).view(size)
-
-
-def _cuts_after_another(kinds: Placements) -> bool:
-    """True if some axis counts the shards of another one, so that they do not cut in their order."""
-    dims = [kind.dim for kind in kinds if kind is not None]
-    return any(kind is not None and kind.factor > 1 and dims.count(kind.dim) > 1 for kind in kinds)
-
-
-def test_every_axis_chunks_what_the_one_before_left() -> None:
-    for shape, mesh, kinds in cases():
-        if _cuts_after_another(kinds):
-            continue
-        found = reading(shape, mesh, kinds)
-        whole = torch.arange(math.prod(shape)).view(shape)
-        for place, of_rank in zip(places_of(mesh), found, strict=True):
-            rows, cols = map(torch.arange, shape)
-            for part, num_parts, kind in zip(place, mesh, kinds, strict=True):
-                if kind is not None and kind.dim == 0:
-                    rows = share(rows, num_parts, part, kind.factor)
-                elif kind is not None:
-                    cols = share(cols, num_parts, part, kind.factor)
-            assert torch.equal(numbered(of_rank, shape), whole[rows][:, cols])
 
 
 @given(st.data())
@@ -98,14 +55,6 @@ def _rows(pieces: Iterable[Sequence[Held]]) -> list[list[int]]:
     """The rows that each rank stores, in the order in which it does."""
     boxes = [[held.piece for held in sorted(of_rank, key=lambda held: held.local)] for of_rank in pieces]
     return [[row for box in of_rank for row in range(box[0][0], box[0][0] + box[1][0])] for of_rank in boxes]
-
-
-def test_numbers_that_stages_keep_lie_as_the_experts_do() -> None:
-    view = matrix_view((13, 2, 3), view="stack")
-    place = OnMesh((3, 2), tuple(range(6)), (Shard(0, 2), Shard(0)))
-    held, _ = zip(*reading(view.shape, place.mesh, place.placements), strict=True)
-    layout = ParamLayout(view, place.ranks, held)
-    assert _rows(kept_layout(layout, kept_view(view, [5] * 13), place).held) == _rows(layout.held)
 
 
 def test_storages_of_nothing_correspond_whatever_their_shape() -> None:

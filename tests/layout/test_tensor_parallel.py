@@ -200,6 +200,8 @@ def test_a_tensor_that_is_marked_as_whole_is_whole(marks: dict[str, Any]) -> Non
         ({"tp_group": (1, 2)}, {}, r"tp_group has ranks \(1, 2\), and rank 0 is not among them"),
         ({"tp_group": "tp"}, {}, "tp_group='tp' is no process group"),
         ({"tp_group": -100}, {}, r"tp_group=-100 is what new_group\(\) gives a rank that it leaves out, here rank 0"),
+        ({"process_group": -100}, {}, r"process_group=-100 is what new_group\(\) gives a rank that it leaves out"),
+        ({"process_group": "world"}, {}, r"process_group='world' is no process group\. Give one of torch.distributed"),
         ({"tp_group": (0, 0)}, {}, r"tp_group=\(0, 0\) must be a process group or different global ranks"),
     ],
 )

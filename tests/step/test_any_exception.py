@@ -167,7 +167,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
         return Calls(optimizer.step, "step", None, lambda seed: optimizer.state.clear())  # momentum is made in each
     if what == "plan":
         optimizer.prepare()  # what is cached runs no second time
-        return Calls(optimizer.prepare, "_bind", "_none", lambda seed: None)
+        return Calls(optimizer.prepare, "renew", "_none", lambda seed: None)
     if what in ("save", "load"):
         optimizer.step()
         checkpoint.save(folder, job.model, optimizer)
@@ -256,7 +256,7 @@ def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all_rank
         assert raised > case.least, raised
         if name in ("step", "first step"):
             assert {"is_current", "signature", "validate", "gradient_storage"} <= {*known}
-            assert {"_make", "fit", "count_of", "settings_of", "__missing__", "digests_of", "_adamw_row"} <= {*known}
+            assert {"_make", "fit", "count_of", "settings_of", "__missing__", "digests_of", "_adamw_rows"} <= {*known}
 
 
 # ------------------------------------------------------------------------------------------------- after the last talk

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer, Storage
 from shardmuon.host import Host
-from shardmuon.step.binding import fingerprint
+from shardmuon.step.binding import fingerprint, number_bits
 
 
 def test_the_plan_is_what_is_known() -> None:
@@ -50,6 +52,24 @@ def test_hooks_of_loading_run_once_also_where_a_host_takes_over() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     Host().take_over(optimizer, optimizer.state_dict())
     assert seen == ["before", "after"] * 2
+
+
+def test_gradients_that_ranks_may_lack_have_bits_of_their_own_and_the_same_on_every_rank() -> None:
+    sets: tuple[tuple[int, ...], ...] = (0, 1), (0, 1, 2)
+    of_two, of_three = sets
+    layouts = {ranks: SimpleNamespace(ranks=ranks, pieces={0: ("some",), 1: (), 2: ()}) for ranks in sets}
+
+    def bits_of(sets: dict[tuple[int, ...], tuple[int, ...]]) -> tuple[dict[int, int], int]:
+        found = [layouts[ranks] for ranks, numbers in sets.items() for _ in numbers]
+        claims = [SimpleNamespace(empty_lacks_gradient=True)] * len(found)
+        binding: Any = SimpleNamespace(
+            table=SimpleNamespace(sets=sets, layouts=found, claims=claims), bits={}, num_bits=0
+        )
+        number_bits(binding, [{of_two: 2, of_three: 1}, {of_two: 2, of_three: 1}, {of_three: 1}])
+        return binding.bits, binding.num_bits
+
+    assert bits_of({of_two: (0, 1), of_three: (2,)}) == ({0: 0, 1: 1, 2: 2}, 3)
+    assert bits_of({of_three: (0,)}) == ({0: 2}, 3)
 
 
 def _drifted(x: Tensor, where: Tensor, by: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from jobs import FAMILIES, Job, Spec, as_in, replicas, unlike
 from processes import run_to_the_end
 from torch import Tensor
 
+import shardmuon.comm.vote
 import shardmuon.core
-import shardmuon.layout.bind
 import shardmuon.step.adamw
 from shardmuon import Exchange, ExchangeError, GradScaler, Muon, Storage
 from shardmuon.comm.groups import MADE
@@ -110,14 +110,14 @@ HALF = r"Weights and momentum may be half updated\. Start the ranks again from t
 NOTHING = rf"{UNCHANGED}\. Start the ranks again from the last checkpoint"
 _BUCKET = rf"bucket \d of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\), \w+: .*{HALF}"
 _SMALL = rf"bucket \d of \d \(ranks [\d,]+: (a|b)\d+ .*\), (gather|compute|apply|finish): .*{HALF}"
-_VOTE = rf"a vote \(STEP\): (rank 1|one of ranks [\d,]+) does not answer: .*{NOTHING}"
+_VOTE = rf"a vote \(STEP\): rank \d, or one that it waits for, does not answer: .*{NOTHING}"
 _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 # In the second bucket, from where to where in ORDER a survivor may notice: from the oldest exchange that the dead rank
 # may have left half sent, or the first that a survivor starts after its death, to the wait for the first that it never
 # started. "relay": it has its own results and has begun to pass none on to the other replica.
 CASES = {
-    "vote": Case("fsdp2", "dies", shardmuon.layout.bind, "vote", 0, _VOTE),
+    "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", bucket, "start", 2, _BUCKET, "", 2, 6),
     "scatter": Case("fsdp2", "dies", bucket, "start", 5, _BUCKET, "", 3, 10),
     "apply": Case("fsdp2", "dies", bucket, "apply_results", 2, _BUCKET, "", 5, 12),

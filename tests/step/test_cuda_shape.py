@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import shardmuon._torch as torch_symbols
 import shardmuon.core as core
-import shardmuon.layout.bind as binding
 import shardmuon.step.bucket as buckets
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
+from shardmuon.comm import lanes
 from shardmuon.comm import vote as votes
 from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.orthogonalize.gram import FiniteWatch
@@ -54,7 +54,7 @@ def _in_fp32(config: str) -> dict[str, Any]:
 
 PHASES = {
     "validate": (core, "validate"),
-    "vote": (binding, "vote"),
+    "vote": (votes, "vote"),
     "momentum": (buckets, "update_momentum"),
     "exchange": (buckets, "start"),
     "assemble": (buckets, "_orthogonalize"),
@@ -612,7 +612,7 @@ def test_the_stand_in_refuses_and_counts_what_it_says() -> None:
 
 # ------------------------------------------------------------------------------------------------- planted faults
 
-real_start, real_packed = buckets.start, votes._packed
+real_start, real_packed = buckets.start, lanes._bytes_of
 
 
 def _applies(spoil: Callable[[Tensor], Any]) -> Any:
@@ -648,7 +648,7 @@ def _over_the_device(message: Any) -> Tensor:
 # name -> (the fault, options, ranks, what the stand-in must say: "waits", "uploads", "launches" or a refusal)
 FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
     "the vote goes over the device": (
-        lambda: mock.patch.object(votes, "_packed", _over_the_device),
+        lambda: mock.patch.object(lanes, "_bytes_of", _over_the_device),
         CONFIGS["standard"],
         8,
         "waits",

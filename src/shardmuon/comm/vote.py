@@ -1,4 +1,8 @@
-"""The vote: how ranks find out who belongs together, and tell each other in one short message what is wrong.
+"""The vote: how ranks find out who belongs together, tell each other in one short message what is wrong, and agree to a
+call that all of them make.
+
+A step, clipping of gradients and QK-clip are such calls. Each says what it depends on (`Call`); `agree` is the one way
+in which ranks find out whether they go on.
 
 [Note: why a component votes together]
     Ranks come in sets: a mesh's axis, a process group, the ranks that share a parameter. A rank in two sets that asks
@@ -9,12 +13,6 @@
     every rank that any entry names. Then it can count, from the entries alone, the round after which the last rank
     knows as much, and everybody stops after that round.
 
-[Note: recursive doubling]
-    How the messages of all ranks become one on every rank. After the hop of reach k a rank has merged the messages of
-    its block of 2k ranks. Ranks beyond the largest power of two hand theirs to a partner first and get the result at
-    the end. Each message is counted once, as a sum must. That is log2(n) hops of one small message, and two more where
-    n is no power of two.
-
 [Note: the message]
     It says the version of its form, in which phase a rank is, flags, a sum of digests and presence bits. Phases, flags
     and bits are merged by "or". Digests must be equal within sets of ranks; that one message tells for all sets at
@@ -22,6 +20,12 @@
     S with the place of r in it and with the next one's. The c of a set add up to 0, so equal digests cancel and unequal
     ones do not, but by an accident of one in 2^128. Ranks in unlike phases, with unlike numbers of bits or of unlike
     versions understand each other's message: whoever merges them sets a flag.
+
+[Note: who votes]
+    All ranks that parameters and process groups connect, the component, vote before they do anything. A rank that keeps
+    nothing of an earlier call says so in a vote of the ranks that it voted with last. If it has never voted, it does
+    not know the component either: it says so in a vote of its largest sets, mostly that very component, where those
+    that keep something hear it. Then all make it anew.
 """
 
 from __future__ import annotations
@@ -29,29 +33,21 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
-import struct
-import time
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from enum import IntFlag
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from shardmuon._torch import default_group, timeout_of
-from shardmuon.comm.groups import MADE, Made, Ranks, my_rank, num_ranks
-from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, Refused, fault_text, ranks_text, told_by
+from shardmuon._torch import default_group
+from shardmuon.comm.groups import Ranks, my_rank, num_ranks
+from shardmuon.comm.lanes import lane_of
+from shardmuon.errors import Refused, fault_text, ranks_text, told_by
 
 _T = TypeVar("_T")
 _VERSION = 1
-_FORM = struct.Struct("<BHBI16s")  # version, phase, flags, number of presence bits, sum of digests
 _MODULUS = 1 << 128
-_LARGEST = 1 << 13  # bytes of a message of a vote: receivers need not know how long it is
-_TAG = 7
-_DEFAULT = timedelta(minutes=30)  # where no backend tells its time-out
 
 
 class Unlike(ValueError):
@@ -157,6 +153,9 @@ class Verdict(NamedTuple):
     presence: int
 
 
+_Message = tuple[int, int, int, int, int, int]  # version, phase, flags, number of presence bits, sum of digests, bits
+
+
 def vote(ballot: Ballot, component: Ranks) -> Verdict:
     """Merge one ballot of each rank into a verdict. Collective over all ranks of the component.
 
@@ -165,38 +164,83 @@ def vote(ballot: Ballot, component: Ranks) -> Verdict:
     """
     if len(component) == 1:
         return Verdict(ballot.phase, ballot.flags, True, ballot.presence)
-    lane, total = _lane_of(component), 0
+    lane, total = lane_of(component), 0
     for ranks, digest in (ballot.digests or {}).items():
         total += _weight_of(ranks, component[lane.me]) * int.from_bytes(digest, "little")
-    mine = _Message(_VERSION, ballot.phase, ballot.flags, ballot.num_bits, total, ballot.presence)
-    said = lane.merge(mine, f"a vote ({ballot.phase.name})")
-    return Verdict(Phase(said.phase), Flag(said.flags), said.total % _MODULUS == 0, said.presence)
+    mine = _VERSION, int(ballot.phase), int(ballot.flags), ballot.num_bits, total % _MODULUS, ballot.presence
+    _, phase, flags, _, total, presence = lane.merge(mine, _merged, f"a vote ({ballot.phase.name})")
+    return Verdict(Phase(phase), Flag(flags), total == 0, presence)
 
 
-def gather(value: _T, ranks: Ranks, fault: str | None = None, cause: BaseException | None = None) -> list[_T]:
+def _merged(a: _Message, b: _Message) -> _Message:
+    version, phase, flags, num_bits, total, presence = b
+    unlike = Flag.UNLIKE.value if (a[0], a[3]) != (version, num_bits) else 0
+    total = (a[4] + total) % _MODULUS
+    return a[0], a[1] | phase, a[2] | flags | unlike, max(a[3], num_bits), total, a[5] | presence
+
+
+def _weight_of(ranks: Ranks, rank: int) -> int:
+    """The factor of a rank's digest in the sum of a vote; those of all ranks of a set add up to 0."""
+    at = ranks.index(rank)
+    own, following = digest_of((ranks, at)), digest_of((ranks, (at + 1) % len(ranks)))
+    return int.from_bytes(own, "little") - int.from_bytes(following, "little")
+
+
+def digest_of(value: object) -> bytes:
+    """16 bytes of the text of plain data, equal in every process."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
+
+
+def gather(value: _T, ranks: Ranks, fault: Fault | None = None) -> list[_T]:
     """Every rank's value, in order of ranks. Collective over `ranks`.
 
     Args:
-        value: Picklable; of no matter where `fault` is given.
+        value: Picklable; of no matter where something is wrong.
         fault: What keeps this rank from having a value.
-        cause: The exception behind it.
 
     Raises:
         Refused: Some rank has a fault. On every rank, with the same text.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
-    mine, everyone = Fault(), [(fault, value)]
-    mine.add(fault, cause, own=False)
+    fault, sent = fault or Fault(), b""
+    everyone = [(fault.text, value)]
     if len(ranks) > 1:
-        sent = b""
-        with mine:
+        with fault:
             sent = pickle.dumps((None, value))
-        if mine.text is not None:
-            sent = pickle.dumps((mine.text, None))
-        everyone = _lane_of(ranks).share(sent, "gathering values")
+        if fault.text is not None:
+            sent = pickle.dumps((fault.text, None))
+        everyone = lane_of(ranks).share(sent, "gathering values")
     if said := told_by(theirs for theirs, _ in everyone):
-        raise Refused("; ".join(said), mine.cause)
+        raise Refused("; ".join(said), fault.cause)
     return [theirs for _, theirs in everyone]
+
+
+def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False) -> bool:
+    """Make all ranks of a component raise, or none. Collective.
+
+    Args:
+        fault: What is wrong on this rank.
+        component: All ranks that call it.
+        phase: What they are about to do.
+        asked: A question to all.
+
+    Returns:
+        True if any rank has asked.
+
+    Raises:
+        Refused: Some rank has a fault, or is about to do something else. On every rank, with the same text.
+        ExchangeError: A rank did not answer in time, or its process has ended.
+    """
+    flags = Flag.NONE if fault.text is None else Flag.FAULT
+    verdict = vote(Ballot(phase, flags, presence=int(asked), num_bits=1), component)
+    if verdict.flags or verdict.phase != phase:
+        gather({}, component, fault)  # what is said in each refusal, whatever call it is of
+        raise _other_call(component, verdict.phase)
+    return bool(verdict.presence)
+
+
+def _other_call(component: Ranks, found: Phase | Flag) -> Refused:
+    return Refused(f"ranks {ranks_text(component)} do not make the same call: {found!r}")
 
 
 def run_together(run: Callable[[], _T], ranks: Ranks | None = None) -> _T:
@@ -209,7 +253,7 @@ def run_together(run: Callable[[], _T], ranks: Ranks | None = None) -> _T:
     fault, found = Fault(), list[_T]()
     with fault:
         found.append(run())
-    gather(None, tuple(range(num_ranks())) if ranks is None else ranks, fault.text, fault.cause)
+    gather(None, tuple(range(num_ranks())) if ranks is None else ranks, fault)
     return found[0]
 
 
@@ -248,11 +292,11 @@ def discover(rank: int, entry: Entry, before: Ranks | None = None, cause: BaseEx
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     if before is not None and len(before) > 1:
-        everyone = _lane_of(before).share(pickle.dumps(entry), "comparing groups")
+        everyone = lane_of(before).share(pickle.dumps(entry), "comparing groups")
         _refuse(dict(zip(before, everyone, strict=True)), cause)
     known = {rank: entry}
     for ranks in _talks(entry.sets, known):
-        for heard in _lane_of(ranks).share(pickle.dumps(known), "finding out who belongs together"):
+        for heard in lane_of(ranks).share(pickle.dumps(known), "finding out who belongs together"):
             known.update(heard)
     known = dict(sorted(known.items()))
     _refuse(known, cause)
@@ -264,7 +308,7 @@ def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
     return sorted({ranks for ranks in sets if len(ranks) > 1}, key=lambda ranks: (len(ranks), ranks))
 
 
-def largest_of(sets: Sequence[Ranks]) -> list[Ranks]:
+def _largest(sets: Sequence[Ranks]) -> list[Ranks]:
     """The sets that no other of these sets contains."""
     return [ranks for ranks in sets if not any(set(ranks) < set(other) for other in sets)]
 
@@ -311,197 +355,170 @@ def _refuse(known: Known, cause: BaseException | None) -> None:
         raise Refused("; ".join(dict.fromkeys(said)), cause)
 
 
-# ------------------------------------------------------------------------------------------------------------ messages
+# ---------------------------------------------------------------------------------------------- before each call
 
 
-class _Message(NamedTuple):
-    version: int
-    phase: int
-    flags: int
-    num_bits: int
-    total: int
-    presence: int
+def current_world() -> object:
+    """The default process group, kept alive by nobody here: in another one ranks have other numbers."""
+    group = default_group()
+    return None if group is None else weakref.ref(group)
 
 
-def digest_of(value: object) -> bytes:
-    """16 bytes of the text of plain data, equal in every process."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
-
-
-def _weight_of(ranks: Ranks, rank: int) -> int:
-    """The factor of a rank's digest in the sum of a vote; those of all ranks of a set add up to 0."""
-    at = ranks.index(rank)
-    own, following = digest_of((ranks, at)), digest_of((ranks, (at + 1) % len(ranks)))
-    return int.from_bytes(own, "little") - int.from_bytes(following, "little")
-
-
-def _packed(message: _Message) -> Tensor:  # uint8
-    head = _FORM.pack(*message[:4], (message.total % _MODULUS).to_bytes(16, "little"))
-    bits = message.presence.to_bytes((message.num_bits + 7) // 8, "little")
-    return torch.frombuffer(bytearray(head + bits), dtype=torch.uint8)
-
-
-def _unpacked(found: Tensor) -> _Message:
-    data = found.numpy().tobytes()
-    version, phase, flags, num_bits, total = _FORM.unpack_from(data)
-    presence = int.from_bytes(data[_FORM.size : _FORM.size + (num_bits + 7) // 8], "little")
-    return _Message(version, phase, flags, num_bits, int.from_bytes(total, "little"), presence)
-
-
-def _merged(a: _Message, b: _Message) -> _Message:
-    unlike = Flag.UNLIKE if (a.version, a.num_bits) != (b.version, b.num_bits) else 0
-    return _Message(
-        a.version,
-        a.phase | b.phase,
-        a.flags | b.flags | unlike,
-        max(a.num_bits, b.num_bits),
-        a.total + b.total,
-        a.presence | b.presence,
-    )
-
-
-# --------------------------------------------------------------------------------------------------------------- lanes
-
-
-class _Hop(NamedTuple):
-    """One move of a member in a vote: a send, a receive, or both. Members are places in the group, not ranks.
+class Agreed:
+    """What ranks have made together for their calls, and keep from one to the next.
 
     Attributes:
-        to: The member that gets this one's message; None: nobody.
-        source: The member that sends this one a message; None: nobody.
-        behind: Members that the received message waits for; any of them may be the one that is late.
-        is_result: True if what is received is the message of all, not one to merge.
+        component: All ranks that vote together.
+        token: Bytes that nothing else that these ranks have made has.
+        sets: Set of ranks that share parameters -> numbers of these, small sets first; without sets of one rank.
+        world: That in which it was made; in another one it is of no use.
     """
 
-    to: int | None
-    source: int | None
-    behind: tuple[int, ...] = ()
-    is_result: bool = False
+    def __init__(self, component: Ranks, token: bytes, sets: Mapping[Ranks, tuple[int, ...]]) -> None:
+        self.component, self.token = component, token
+        self.sets = {ranks: numbers for ranks, numbers in sets.items() if len(ranks) > 1}
+        self.world = current_world()
 
 
-def _hops_of(me: int, num: int) -> list[_Hop]:
-    """The hops of a member of a vote of so many, in order: see [Note: recursive doubling]."""
-    power = 1 << (num.bit_length() - 1)
-    if me >= power:
-        others = tuple(member for member in range(num) if member != me)
-        return [_Hop(me - power, None), _Hop(None, me - power, others, is_result=True)]
-    partner = me + power if me + power < num else None
-    hops = [] if partner is None else [_Hop(None, partner, (partner,))]
-    reach = 1
-    while reach < power:
-        other = me ^ reach
-        first = other // reach * reach
-        block = *range(first, first + reach), *range(first + power, min(first + power + reach, num))
-        hops.append(_Hop(other, other, block))
-        reach *= 2
-    return hops if partner is None else [*hops, _Hop(partner, None)]
+_K = TypeVar("_K", bound=Agreed)
 
 
-class _Lane:
-    """A gloo group over some ranks, beside whatever moves their tensors. It opens a connection when two of them first
-    talk over it.
-
-    A vote of 1,024 ranks needs 10 connections a rank in place of 1,023. torch keeps no record of the group, so it can
-    be closed alone: then whoever waits for this rank fails at once.
+class Call(ABC, Generic[_K]):
+    """One rank's side of a call that ranks make together: a step, clipping of gradients, QK-clip. All that it is asked
+    runs in a guard, and may raise anything.
 
     Attributes:
-        ranks: Global, ascending.
-        me: Place of this rank among them.
-        number: Number of this lane among those of these ranks, the same on each, so that it finds its peers under a
-            name of its own.
-        is_open: False once it has been closed.
+        phase: For the vote.
+        renews: True if ranks that have made different things make them anew; else they are refused.
+        doing, rule: Words for messages: "clip", and what ranks that clip together must do alike.
     """
 
-    def __init__(self, ranks: Ranks, world: Any, number: int) -> None:
-        if not dist.is_gloo_available():
-            raise RuntimeError("ranks vote over gloo, which this build of torch does not have")
-        self.ranks, self.me, self.number = ranks, ranks.index(dist.get_rank()), number
-        self._hops = _hops_of(self.me, len(ranks))
-        self._limit = timeout_of(world) or _DEFAULT
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_default_device(lazy_init=True)]
-        options._timeout = self._limit
-        name = f"shardmuon lane {digest_of(ranks).hex()} {number}"
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        self._group: Any = gloo(store, self.me, len(ranks), options)
-        self.is_open = True
+    phase: Phase
+    renews = True
+    doing: str
+    rule: str
 
-    def merge(self, message: _Message, what: str) -> _Message:
-        """Merge the messages of all ranks. One deadline holds for all hops.
+    @abstractmethod
+    def known(self) -> _K | None:
+        """What the last call has kept, if this one is made by the same ranks."""
 
-        Raises:
-            ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
-        """
-        deadline = time.monotonic() + self._limit.total_seconds()
-        for hop in self._hops:
-            found, pending = torch.empty(_LARGEST, dtype=torch.uint8, device="cpu"), list[Any]()
-            try:
-                if hop.to is not None:
-                    pending.append(self._group.send([_packed(message)], hop.to, _TAG))
-                if hop.source is not None:
-                    pending.append(self._group.recv([found], hop.source, _TAG))
-                self._wait(pending, deadline)
-            except RuntimeError as error:
-                pending.clear()  # the traceback keeps this frame, and a handle would keep the connections open
-                late = tuple(self.ranks[at] for at in hop.behind or (hop.to,) if at is not None)
-                raise self._failed(what, late, error) from error
-            if hop.source is not None:
-                message = _unpacked(found) if hop.is_result else _merged(message, _unpacked(found))
-        return message
+    @abstractmethod
+    def is_current(self, kept: _K) -> bool:
+        """True if it was made for just these parameters, layouts and options."""
 
-    def share(self, value: bytes, what: str) -> list[Any]:
-        """Give a pickled value to every rank; return those of all in order of ranks.
+    def before(self) -> Ranks | None:
+        """The ranks that this one voted with last, if it keeps nothing; None: never, or their numbers are others
+        now."""
+        return None
 
-        Raises:
-            ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
-        """
-        num = len(self.ranks)
-        deadline = time.monotonic() + self._limit.total_seconds()
-        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(num)]
-        try:
-            self._wait([self._group.allgather([sizes], [torch.tensor([len(value)], device="cpu")])], deadline)
-            padded = bytearray(value.ljust(max(map(int, sizes)), b"\0"))
-            mine = torch.frombuffer(padded, dtype=torch.uint8)
-            rows = [torch.empty_like(mine) for _ in range(num)]
-            self._wait([self._group.allgather([rows], [mine])], deadline)
-        except RuntimeError as error:
-            others = tuple(rank for rank in self.ranks if rank != self.ranks[self.me])
-            raise self._failed(what, others, error) from error
-        return [pickle.loads(row.numpy().tobytes()) for row in rows]  # up to its end, whatever follows
+    @abstractmethod
+    def sets(self, fault: Fault) -> list[Ranks]:
+        """The sets whose ranks may wait for this one; notes what cannot be told."""
 
-    def _wait(self, pending: list[Any], deadline: float) -> None:
-        """Wait for messages on their way; gloo forgets one whose handle is dropped."""
-        while pending:
-            pending.pop(0).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    @abstractmethod
+    def renew(self, before: Ranks | None, fault: Fault) -> _K:
+        """Make anew what is kept. Collective over the component, of which `before` has voted together; in no guard."""
 
-    def _failed(self, what: str, late: Ranks, error: RuntimeError) -> ExchangeError:
-        self.close()
-        which = f"rank {late[0]}" if len(late) == 1 else f"one of ranks {ranks_text(late)}"
-        cause = str(error).rstrip(". \n")
-        return ExchangeError(f"{what}: {which} does not answer: {cause}. {UNCHANGED}. {REMEDY}")
+    @abstractmethod
+    def read(self, kept: _K) -> Ballot:
+        """Read all that the call depends on, for the vote; with flags beside what is wrong. Changes nothing."""
 
-    def close(self) -> None:
-        """End all connections: ranks that wait for this one fail at once. The next talk of all makes a new lane."""
-        self._group, self.is_open = None, False
+    @abstractmethod
+    def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
+        """Lines of text for whatever went into the digest of a set: shown where digests differ."""
+
+    def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
+        """Message on the lines of the ranks of a set; None for a rank that has no such set."""
+        told = [lines or ["nothing to say"] for lines in everyone]
+        each = zip(ranks, told, strict=True)
+        pairs = ((rank, *pair) for rank, theirs in each for pair in zip(told[0], theirs, strict=False))
+        rank, one, other = next(pair for pair in pairs if pair[1] != pair[2])
+        return (
+            f"ranks {ranks} {self.doing} together but differ: rank {ranks[0]} has {one!r}, rank {rank} has {other!r}. "
+            f"{self.rule}"
+        )
 
 
-def _lane_of(ranks: Ranks) -> _Lane:
-    """The lane of these ranks (ascending, this one among them), made when they first talk."""
-    world = default_group()
-    if world is None:
-        raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
-    lanes = MADE.setdefault(world, Made()).lanes
-    lane: _Lane | None = lanes.get(ranks)
-    if lane is None or not lane.is_open:
-        lane = lanes[ranks] = _Lane(ranks, world, 1 if lane is None else lane.number + 1)
-    return lane
+def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Verdict]:
+    """What is kept for a call, once all ranks of its component have read what it depends on. Collective over them.
+
+    Args:
+        call: This rank's side.
+        fault: What is wrong on this rank already.
+        fresh: Kept things that all ranks know to be current.
+
+    Returns:
+        What is kept, and what all ranks have heard.
+
+    Raises:
+        Refused: On every rank; nothing has changed.
+        ExchangeError: A rank did not answer in time, or its process has ended.
+    """
+    while True:
+        kept, ballot, flags = fresh, Ballot(call.phase), Flag.NONE
+        with fault:  # between two talks nothing runs outside of a guard: the other ranks wait for this one
+            if kept is None:
+                last = call.known()
+                kept = last if last is not None and last.world == current_world() else None
+                flags = Flag.NONE if kept is None or call.is_current(kept) else Flag.STALE
+            if kept is not None and not flags:
+                ballot = call.read(kept)
+        if kept is None:
+            fresh = renewed(call, fault)
+            continue
+        if fault.text is not None:
+            flags |= Flag.FAULT
+        if flags:
+            ballot = ballot._replace(flags=ballot.flags | flags)
+        verdict = vote(ballot, kept.component)
+        if verdict.flags in (Flag.NONE, Flag.AUDIT) and verdict.alike and verdict.phase == call.phase:
+            return kept, verdict
+        if not verdict.flags & Flag.STALE:
+            _refuse_unless_stale(call, kept, ballot.digests or {}, fault, verdict)
+        fresh = call.renew(None if verdict.flags & Flag.BEYOND else kept.component, fault)
 
 
-def close_lane(ranks: Ranks) -> None:
-    """Close the lane of these ranks, if they have one: to make one only to close it would leave others with another
-    number."""
-    world = default_group()
-    made = None if world is None else MADE.get(world)
-    if made is not None and ranks in made.lanes:
-        made.lanes[ranks].close()
+def renewed(call: Call[_K], fault: Fault) -> _K:
+    """What is kept, made anew whatever this rank knows. Collective over the component: ranks that keep something hear
+    of it in their vote, see [Note: who votes]."""
+    sets, component = list[Ranks](), None
+    for _ in range(2):  # the other ranks wait, so what an interrupt has cut off is asked again
+        with fault:
+            before = call.before()
+            sets = _largest(in_order(call.sets(fault) if before is None else [before]))
+            break
+    flags = Flag.STALE | (Flag.BEYOND if len(sets) > 1 else Flag.NONE)
+    for ranks in sets:
+        verdict = vote(Ballot(Phase.DISCOVER, flags), ranks)
+        component = None if verdict.flags & Flag.BEYOND else ranks
+    return call.renew(component, fault)
+
+
+def _refuse_unless_stale(
+    call: Call[_K], kept: _K, digests: Mapping[Ranks, bytes], fault: Fault, verdict: Verdict
+) -> None:
+    """Find out together what is wrong, and raise it on every rank; or return on every rank, if no more is wrong than
+    that they keep different things: one of them made its own when the others made theirs with what it listed then."""
+    component, token = kept.component, kept.token if call.renews else b""
+    everyone = gather({(): token, **digests}, component, fault)
+    if verdict.phase != call.phase:
+        raise _other_call(component, verdict.phase)
+    if len({theirs[()] for theirs in everyone}) > 1:
+        return
+    unlike, lines = None, None
+    with fault:
+        unlike = first_unlike(dict(zip(component, everyone, strict=True)))
+        if unlike is not None and unlike in digests:
+            lines = call.lines(kept, unlike)
+    told = gather(lines, component, fault)
+    if unlike is None:
+        raise _other_call(component, verdict.flags)
+    raise Refused(call.difference(unlike, [told[component.index(rank)] for rank in unlike if rank in component]))
+
+
+def first_unlike(everyone: Mapping[int, Mapping[Ranks, bytes]]) -> Ranks | None:
+    """The first set, small ones first, of which ranks have unlike digests, or only some have any."""
+    for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
+        if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
+            return ranks
+    return None

@@ -23,11 +23,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._torch import foreach_mul_, local_if_any
 from shardmuon.comm.groups import Ranks, group_ranks, my_rank, num_ranks
-from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, digest_of, gather
+from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, agree, digest_of, gather
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, made_public, raised_at
 from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
-from shardmuon.layout.bind import Call, KeptTable, Listed, Table, agree
+from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines import engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, names_of
 from shardmuon.layout.grid import union
@@ -157,7 +157,7 @@ def _listed_of(source: Source, fault: Fault) -> list[Listed]:
     return found
 
 
-class _BoundGradients(KeptTable):
+class _BoundGradients(Agreed):
     """The layout table of some parameters, as far as their gradients need it, made by all ranks of a component. It
     keeps no tensor alive.
 
@@ -178,7 +178,7 @@ class _BoundGradients(KeptTable):
     replicas: set[Ranks]
 
     def __init__(self, table: Table, beyond: Ranks | None) -> None:
-        super().__init__(table)
+        super().__init__(table.component, table.token, table.sets)
         params, self.beyond = table.params, beyond
         self.engines = [engine_for(one.param, one.group) for one in params]
         self.key = self.key_of(params)
@@ -243,7 +243,7 @@ _BOUND: Any = WeakTensorKeyDictionary()
 
 
 @dataclass
-class _Clipping(Call[_BoundGradients]):
+class _Clipping(TableCall[_BoundGradients]):
     """Call of one rank for the norm of all gradients, by which it then clips its own.
 
     Attributes:

@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 
 from shardmuon._torch import default_group, local_if_any
 from shardmuon.comm.groups import group_ranks, my_rank
-from shardmuon.comm.vote import Fault, Phase
+from shardmuon.comm.vote import Fault, Phase, settle
 from shardmuon.errors import made_public
 from shardmuon.gradients.norms import by_kind
-from shardmuon.layout.bind import settle
 from shardmuon.layout.engines.base import named_params
 
 

@@ -1,54 +1,30 @@
-"""Agreement of ranks: on one layout table of their parameters, and before each call over it that all go on alike.
-
-A step, clipping of gradients and QK-clip are such calls. Each says what it depends on (`Call`); `agree` is the one way
-in which ranks find out whether they go on, and `bind` makes the table: every rank says what it has of each parameter,
-and all make the same table of it.
+"""One layout table of an optimizer's parameters, which all ranks make together: every rank says what it has of each
+parameter, and all make the same table of it.
 
 [Note: describing together]
     Each rank first describes its parameters alone, and tells the whole component who shares them with it. From that
-    every rank knows all sets of sharers. Then all tell each other their claims, and a digest of what the ranks of each
-    set must have alike; the layout is a pure function of the claims of its set. Last they compare replicas. Whatever
-    goes wrong on a rank is data: it travels in the next message in place of what that would have been, and everybody
-    raises it.
-
-[Note: who votes]
-    All ranks that parameters and process groups connect, the component, vote before they do anything. A rank that
-    knows no table of its parameters says so in a vote of the ranks that it voted with last. If it has never voted, it
-    does not know the component either: it says so in a vote of its largest groups, mostly that very component, where
-    those that have a table hear it. Then all make a new one.
+    every rank knows all sets of sharers. Then all tell each other their claims, fingerprints of what they store, and a
+    digest of what the ranks of each set must have alike; the layout is a pure function of the claims of its set, by
+    which replicas are compared. Whatever goes wrong on a rank is data: it travels in the next message in place of what
+    that would have been, and everybody raises it.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardmuon._torch import default_group, local_if_any
+from shardmuon._torch import local_if_any
 from shardmuon.comm.groups import Ranks, my_rank
-from shardmuon.comm.vote import (
-    Ballot,
-    Entry,
-    Fault,
-    Flag,
-    Phase,
-    Unlike,
-    Verdict,
-    digest_of,
-    discover,
-    gather,
-    in_order,
-    largest_of,
-    vote,
-)
-from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, ranks_text
+from shardmuon.comm.vote import _K, Call, Entry, Fault, Unlike, digest_of, discover, first_unlike, gather
+from shardmuon.errors import Refused, about
 from shardmuon.layout.engines import Engine, sharing
 from shardmuon.layout.engines.base import Claim, Group
 from shardmuon.layout.grid import Grid, Ties, grids_of, union
@@ -104,12 +80,12 @@ class _Said(NamedTuple):
 
     Attributes:
         digest: Of the lines that all of these ranks must have alike.
-        extents: What may differ: the extent of each claim.
+        held: What may differ: the extent of each claim, and the fingerprint of what is stored.
         group: Name of a process group that it knows over these ranks; "" if there is none.
     """
 
     digest: bytes
-    extents: list[Extent]
+    held: list[tuple[Extent, int]]
     group: str
 
 
@@ -142,30 +118,6 @@ class Table:
     token: bytes
 
 
-def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False) -> bool:
-    """Make all ranks of a component raise, or none. Collective.
-
-    Args:
-        fault: What is wrong on this rank.
-        component: All ranks that call it.
-        phase: What they are about to do.
-        asked: A question to all.
-
-    Returns:
-        True if any rank has asked.
-
-    Raises:
-        Refused: Some rank has a fault, or is about to do something else. On every rank, with the same text.
-        ExchangeError: A rank did not answer in time, or its process has ended.
-    """
-    flags = Flag.NONE if fault.text is None else Flag.FAULT
-    verdict = vote(Ballot(phase, flags, presence=int(asked), num_bits=1), component)
-    if verdict.flags or verdict.phase != phase:
-        gather({}, component, fault.text, fault.cause)  # what is said in each refusal, whatever call it is of
-        raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")
-    return bool(verdict.presence)
-
-
 def describe(listed: Sequence[Listed]) -> list[_Described]:
     """Ask the engine of each parameter for its ties and its claim.
 
@@ -174,28 +126,21 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
     """
     found = []
     for one in listed:
-        try:
+        with about(one.name):
             engine = sharing(one.param, one.group)
             found.append(_Described(one, engine, engine.ties(one.param, one.group), engine.claim(one.param, one.group)))
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as wrong:
-            raise ValueError(f"{one.name}: {fault_text(wrong)}") from wrong
     return found
 
 
-def sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault) -> _Sharers:
+def _sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault) -> _Sharers:
     """Sets of ranks that share these parameters, without parameters for which they cannot be told. Other ranks wait for
     this one in these sets, so whatever goes wrong is noted, and what an interrupt has cut off is asked again."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
             for name, param, group in params():
-                with fault:
-                    try:
-                        ties = sharing(param, group).ties(param, group)
-                    except ValueError as wrong:
-                        raise ValueError(f"{name}: {wrong}") from wrong
+                with fault, about(name):
+                    ties = sharing(param, group).ties(param, group)
                     found[ties] = ties.sets
         if fault.text is None:
             break
@@ -205,7 +150,7 @@ def sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault:
 def bind(
     rank: int,
     listed: Sequence[Listed],
-    sharers: _Sharers | None = None,
+    waiting: Callable[[], Sequence[tuple[str, Tensor, Group]]] | None = None,
     *,
     beyond: Sequence[Ranks] = (),
     before: Ranks | None = None,
@@ -219,7 +164,7 @@ def bind(
     Args:
         rank: This one.
         listed: Its parameters.
-        sharers: Who may wait for this rank, also with parameters that take no part now. None: those of the listed ones.
+        waiting: Name, tensor and group of all parameters whose sharers may wait for this rank. None: the listed ones.
         beyond: Further sets of ranks that this one belongs to, all of which vote together.
         before: The component so far, if there was one.
         stamp: This machine.
@@ -231,10 +176,9 @@ def bind(
         Refused: Something is wrong on some rank, or what ranks say does not fit together. On every rank.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
-    fault = fault or Fault()
+    fault, print_of = fault or Fault(), fingerprint or (lambda storage: 0)
     mine, table = list[_Described](), list[Table]()
-    if sharers is None:
-        sharers = sharers_of(lambda: [(one.name, one.param, one.group) for one in listed], fault)
+    sharers = _sharers_of(waiting or (lambda: [(one.name, one.param, one.group) for one in listed]), fault)
     with fault:
         mine = describe(listed)
         sharers = {**sharers, **{one.ties: one.ties.sets for one in mine}}
@@ -247,25 +191,20 @@ def bind(
         numbers = _numbers(mine, {ties: grids[ties] for ties in sharers})
         lines = {ranks: [_line(mine[n], fingerprint is not None) for n in of_set] for ranks, of_set in numbers.items()}
         for ranks, of_set in numbers.items():
-            said[ranks] = _Said(digest_of(lines[ranks]), [mine[n].claim.extent for n in of_set], groups.get(ranks, ""))
-    everyone = dict(zip(component, gather(said, component, fault.text, fault.cause), strict=True))
+            shared = [(mine[n].claim.extent, mine[n].listed.param) for n in of_set]
+            held = [(extent, print_of(local_if_any(param)) if len(ranks) > 1 else 0) for extent, param in shared]
+            said[ranks] = _Said(digest_of(lines[ranks]), held, groups.get(ranks, ""))
+    everyone = dict(zip(component, gather(said, component, fault), strict=True))
     unlike: Ranks | None = None
     with fault:
-        unlike = _unlike({of: {ranks: one.digest for ranks, one in theirs.items()} for of, theirs in everyone.items()})
+        unlike = first_unlike(
+            {of: {ranks: one.digest for ranks, one in theirs.items()} for of, theirs in everyone.items()}
+        )
     if unlike is not None:
-        told = gather(lines.get(unlike, []), component, fault.text, fault.cause)
+        told = gather(lines.get(unlike, []), component, fault)
         raise Refused(_unlike_lists(unlike, [told[component.index(other)] for other in unlike]))
-    layouts, replicated, prints = list[ParamLayout](), dict[Ranks, list[int]](), dict[Ranks, list[int]]()
     with fault:
         layouts = _layouts(mine, numbers, everyone, grids)
-        if fingerprint is not None:
-            replicated = {ranks: [n for n in of_set if layouts[n].has_replicas] for ranks, of_set in numbers.items()}
-            for ranks, of_set in replicated.items():
-                prints[ranks] = [fingerprint(local_if_any(mine[number].listed.param)) for number in of_set]
-    found = dict(zip(component, gather(prints, component, fault.text, fault.cause), strict=True))
-    with fault:
-        for ranks, of_set in replicated.items():
-            _compare([(mine[n], layouts[n]) for n in of_set], [found[other][ranks] for other in ranks])
         made = Table(
             component,
             tuple(one.listed for one in mine),
@@ -277,7 +216,7 @@ def bind(
             digest_of([theirs.facts.nonce for theirs in known.values()]),
         )
         table.append(made)
-    gather(None, component, fault.text, fault.cause)
+    gather(None, component, fault)
     return table[0]
 
 
@@ -295,8 +234,8 @@ def _line(one: _Described, compared: bool) -> str:
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
     sizes = f"{shape}".replace("-1", "any")  # along a dim that is cut in parts of any size
-    about = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
-    return "; ".join((about, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
+    title = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
+    return "; ".join((title, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
 
 
 def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
@@ -307,14 +246,14 @@ def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
     if len(first) != len(theirs):
         longer, shorter = sorted((first, theirs), key=len, reverse=True)
         lacking = next((line for line in longer if line not in shorter), longer[-1]).split("; ")[0]
-        about, texts = "", [f"{len(first)} parameters", f"{len(theirs)}; one of them lacks {lacking}"]
+        title, texts = "", [f"{len(first)} parameters", f"{len(theirs)}; one of them lacks {lacking}"]
     else:
         one, other = next((a.split("; "), b.split("; ")) for a, b in zip(first, theirs, strict=True) if a != b)
         pairs = (one, other), (other, one)
         texts = [" ".join(part for part in mine if part not in others) for mine, others in pairs]
-        about = f"{one[0]}: " if one[0] == other[0] else ""
+        title = f"{one[0]}: " if one[0] == other[0] else ""
     return (
-        f"ranks {ranks} share parameters but describe them differently: {about}rank {ranks[0]} lists {texts[0]}, rank "
+        f"ranks {ranks} share parameters but describe them differently: {title}rank {ranks[0]} lists {texts[0]}, rank "
         f"{rank} lists {texts[1]}. Every rank must give the optimizer the same parameters, order and options"
     )
 
@@ -335,12 +274,13 @@ def _layouts(
     known: dict[object, ParamLayout] = {}
     found: dict[int, ParamLayout] = {}
     for ranks, of_set in numbers.items():
-        for number, *told in zip(of_set, *(everyone[rank][ranks].extents for rank in ranks), strict=True):
-            one = mine[number]
-            key = one.engine, one.claim.form, one.ties, tuple(told), repr(one.listed.view)
+        for number, *told in zip(of_set, *(everyone[rank][ranks].held for rank in ranks), strict=True):
+            one, (extents, prints) = mine[number], zip(*told, strict=True)
+            key = one.engine, one.claim.form, one.ties, extents, repr(one.listed.view)
             if key not in known:
-                known[key] = _layout(one, dict(zip(ranks, told, strict=True)), grids[one.ties])
+                known[key] = _layout(one, dict(zip(ranks, extents, strict=True)), grids[one.ties])
             found[number] = known[key]
+            _compare(one, found[number], prints)
     return [found[number] for number in range(len(mine))]
 
 
@@ -355,80 +295,35 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
         raise Unlike(f"{one.listed.name}: {stored if len(told) > 1 else ''}{wrong}") from wrong
 
 
-def _compare(replicated: Sequence[tuple[_Described, ParamLayout]], prints: Sequence[Sequence[int]]) -> None:
-    """Raise Unlike if replicas of some parameters differ. `prints`: of each rank that shares them."""
-    for (one, layout), *of_each in zip(replicated, *prints, strict=True):
-        seen: dict[object, tuple[int, int]] = {}
-        for (rank, pieces), value in zip(layout.pieces.items(), of_each, strict=True):
-            first, wanted = seen.setdefault(pieces, (rank, value))
-            if pieces and value != wanted:
-                raise Unlike(
-                    f"{one.listed.name}: ranks {first} and {rank} should hold replicas ({one.claim.text}) but their "
-                    "values differ. Broadcast the weights first; if each rank has its own (experts), put it in a group "
-                    "with rank_local=True; if they are shards over a tp_group, write param.tensor_model_parallel, "
-                    "param.partition_dim = True, <the dim that is cut>"
-                )
+def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> None:
+    """Raise Unlike if replicas of a parameter differ. `prints`: of what each rank that shares it stores."""
+    seen: dict[object, tuple[int, int]] = {}
+    for (rank, pieces), value in zip(layout.pieces.items(), prints, strict=True):
+        first, wanted = seen.setdefault(pieces, (rank, value))
+        if pieces and value != wanted:
+            raise Unlike(
+                f"{one.listed.name}: ranks {first} and {rank} should hold replicas ({one.claim.text}) but their "
+                "values differ. Broadcast the weights first; if each rank has its own (experts), put it in a group "
+                "with rank_local=True; if they are shards over a tp_group, write param.tensor_model_parallel, "
+                "param.partition_dim = True, <the dim that is cut>"
+            )
 
 
-# ---------------------------------------------------------------------------------------------- before each call
+# --------------------------------------------------------------------------------------------- what a call keeps of it
 
 
-def current_world() -> object:
-    """The default process group, kept alive by nobody here: in another one ranks have other numbers."""
-    group = default_group()
-    return None if group is None else weakref.ref(group)
-
-
-class KeptTable:
-    """The part of a table that outlives a call.
+class TableCall(Call[_K]):
+    """Call over a table of parameters, of which `made` keeps what it needs.
 
     Attributes:
-        component: All ranks that vote together.
-        token: Bytes that no other table of these ranks has.
-        sets: Set of ranks that share parameters -> numbers of these, small sets first; without sets of one rank.
-        world: That in which it was made; in another one it is of no use.
-    """
-
-    def __init__(self, table: Table) -> None:
-        self.component, self.token = table.component, table.token
-        self.sets = {ranks: numbers for ranks, numbers in table.sets.items() if len(ranks) > 1}
-        self.world = current_world()
-
-
-_K = TypeVar("_K", bound=KeptTable)
-
-
-class Call(ABC, Generic[_K]):
-    """One rank's side of a call. All that it is asked runs in a guard, and may raise anything.
-
-    Attributes:
-        phase: For the vote.
         beyond: Ranks that vote with this one, whatever they share with it; None: there are no such.
-        renews: True if ranks that have different tables make a new one; else they are refused.
-        doing, rule: Words for messages: "clip", and what ranks that clip together must do alike.
         stamp, groups, fingerprint: For a new table, see `bind`.
     """
 
-    phase: Phase
     beyond: Ranks | None = None
-    renews = True
-    doing: str
-    rule: str
     stamp = ""
     groups: Mapping[Ranks, str] = MappingProxyType({})
     fingerprint: Callable[[Tensor], int] | None = None
-
-    @abstractmethod
-    def known(self) -> _K | None:
-        """The table of the last call, if this one names the same ranks beyond."""
-
-    @abstractmethod
-    def is_current(self, kept: _K) -> bool:
-        """True if it was made for just these parameters, layouts and options."""
-
-    def before(self) -> Ranks | None:
-        """The ranks that this one voted with last, if it has no table; None: never, or their numbers are others now."""
-        return None
 
     @abstractmethod
     def listed(self) -> list[Listed]:
@@ -445,151 +340,33 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def heard(self, kept: _K, everyone: Sequence[Any]) -> None:
-        """Complete a new table by what each rank of the component tells of it, and keep it."""
+        """Complete it by what each rank of the component tells, and keep it."""
 
-    @abstractmethod
-    def read(self, kept: _K) -> Ballot:
-        """Read all that the call depends on, for the vote; with flags beside what is wrong. Changes nothing."""
+    def sets(self, fault: Fault) -> list[Ranks]:
+        found = _sharers_of(self.waiting, fault).values()
+        return [*itertools.chain(*found), *([] if self.beyond is None else [self.beyond])]
 
-    @abstractmethod
-    def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
-        """Lines of text for whatever went into the digest of a set: shown where digests differ."""
-
-    def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
-        """Message on the lines of the ranks of a set; None for a rank that has no such set."""
-        told = [lines or ["nothing to say"] for lines in everyone]
-        each = zip(ranks, told, strict=True)
-        pairs = ((rank, *pair) for rank, theirs in each for pair in zip(told[0], theirs, strict=False))
-        rank, one, other = next(pair for pair in pairs if pair[1] != pair[2])
-        return (
-            f"ranks {ranks} {self.doing} together but differ: rank {ranks[0]} has {one!r}, rank {rank} has {other!r}. "
-            f"{self.rule}"
-        )
-
-
-def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Verdict]:
-    """The table of a call, once all ranks of its component have read what it depends on. Collective over them.
-
-    Args:
-        call: This rank's side.
-        fault: What is wrong on this rank already.
-        fresh: A table that all ranks know to be current.
-
-    Returns:
-        The table, and what all ranks have heard.
-
-    Raises:
-        Refused: On every rank; nothing has changed.
-        ExchangeError: A rank did not answer in time, or its process has ended.
-    """
-    while True:
-        kept, ballot, current = fresh, Ballot(call.phase), True
-        with fault:  # between two talks nothing runs outside of a guard: the other ranks wait for this one
-            if kept is None:
-                last = call.known()
-                kept = last if last is not None and last.world == current_world() else None
-                current = kept is not None and call.is_current(kept)
-            if kept is not None and current:
-                ballot = call.read(kept)
-        if kept is None:
-            fresh = renewed(call, fault)
-            continue
-        if not current:
-            ballot = ballot._replace(flags=ballot.flags | Flag.STALE)
-        if fault.text is not None:
-            ballot = ballot._replace(flags=ballot.flags | Flag.FAULT)
-        verdict = vote(ballot, kept.component)
-        if verdict.flags in (Flag.NONE, Flag.AUDIT) and verdict.alike and verdict.phase == call.phase:
-            return kept, verdict
-        if not verdict.flags & Flag.STALE:
-            _refuse_unless_stale(call, kept, ballot.digests or {}, fault, verdict)
-        before = None if verdict.flags & Flag.BEYOND else kept.component
-        fresh = _bind(call, sharers_of(call.waiting, fault), before, fault)
-
-
-# ----------------------------------------------------------------------------------------------------- finding a table
-
-
-def renewed(call: Call[_K], fault: Fault) -> _K:
-    """A new table, whatever this rank knows. Collective over the component: ranks that have one hear of it in their
-    vote."""
-    sharers = sharers_of(call.waiting, fault)
-    return _bind(call, sharers, _open(call, sharers, fault), fault)
-
-
-def _open(call: Call[_K], sharers: _Sharers, fault: Fault) -> Ranks | None:
-    """Tell those who may have a table that this rank has none, see [Note: who votes]. Collective over each of its
-    largest sets; returns the component, if all of it has heard."""
-    sets: list[Ranks] = []
-    beyond = () if call.beyond is None else (call.beyond,)
-    for _ in range(2):  # as in `sharers_of`
+    def renew(self, before: Ranks | None, fault: Fault) -> _K:
+        listed: list[Listed] = []
+        kept: _K | None = None
+        told: Any = None
         with fault:
-            before = call.before()
-            sets = in_order(itertools.chain(*sharers.values(), beyond)) if before is None else in_order([before])
-            sets = largest_of(sets)
-            break
-    flags, component = Flag.STALE | (Flag.BEYOND if len(sets) > 1 else Flag.NONE), None
-    for ranks in sets:
-        verdict = vote(Ballot(Phase.DISCOVER, flags), ranks)
-        component = None if verdict.flags & Flag.BEYOND else ranks
-    return component
-
-
-def _bind(call: Call[_K], sharers: _Sharers, before: Ranks | None, fault: Fault) -> _K:
-    """Make a table, and tell each other what else there is to know. Collective over the component."""
-    listed: list[Listed] = []
-    kept: _K | None = None
-    told: Any = None
-    with fault:
-        listed = call.listed()
-    table = bind(
-        my_rank(),
-        listed,
-        sharers,
-        beyond=() if call.beyond is None else (call.beyond,),
-        before=before,
-        stamp=call.stamp,
-        groups=call.groups,
-        fingerprint=call.fingerprint,
-        fault=fault,
-    )
-    with fault:
-        kept, told = call.made(table)
-    everyone = gather(told, table.component, fault.text, fault.cause)
-    assert kept is not None, "all ranks have settled"
-    with fault:
-        call.heard(kept, everyone)
-    return kept
-
-
-# ------------------------------------------------------------------------------------------------------------- refusal
-
-
-def _refuse_unless_stale(
-    call: Call[_K], kept: _K, digests: Mapping[Ranks, bytes], fault: Fault, verdict: Verdict
-) -> None:
-    """Find out together what is wrong, and raise it on every rank; or return on every rank, if no more is wrong than
-    that they have different tables: one of them made its own when the others made theirs with what it listed then."""
-    component, token = kept.component, kept.token if call.renews else b""
-    everyone = gather({(): token, **digests}, component, fault.text, fault.cause)
-    if verdict.phase != call.phase:
-        raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")
-    if len({theirs[()] for theirs in everyone}) > 1:
-        return
-    unlike, lines = None, None
-    with fault:
-        unlike = _unlike(dict(zip(component, everyone, strict=True)))
-        if unlike is not None and unlike in digests:
-            lines = call.lines(kept, unlike)
-    told = gather(lines, component, fault.text, fault.cause)
-    if unlike is None:
-        raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.flags!r}")
-    raise Refused(call.difference(unlike, [told[component.index(rank)] for rank in unlike if rank in component]))
-
-
-def _unlike(everyone: Mapping[int, Mapping[Ranks, bytes]]) -> Ranks | None:
-    """The first set, small ones first, of which ranks have unlike digests, or only some have any."""
-    for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
-        if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
-            return ranks
-    return None
+            listed = self.listed()
+        table = bind(
+            my_rank(),
+            listed,
+            self.waiting,
+            beyond=() if self.beyond is None else (self.beyond,),
+            before=before,
+            stamp=self.stamp,
+            groups=self.groups,
+            fingerprint=self.fingerprint,
+            fault=fault,
+        )
+        with fault:
+            kept, told = self.made(table)
+        everyone = gather(told, table.component, fault)
+        assert kept is not None, "all ranks have settled"
+        with fault:
+            self.heard(kept, everyone)
+        return kept

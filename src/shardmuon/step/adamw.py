@@ -89,7 +89,7 @@ def _completed(
 def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> Row:
     """Tensors of one parameter that AdamW steps; makes its state if it is missing. Collective if its gradient is to be
     aligned."""
-    if engine.storages(param, grad) is None and not engine.is_aligned(grad, param):
+    if not engine.is_aligned(grad, param):
         grad = engine.align(grad, param)
     init_state(param, grad, state)
     weight, local, moment, square = map(engine.storage, (param, grad, *map(state.__getitem__, MOMENTS)))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef, wire_device
-from shardmuon.comm.vote import Unlike, in_order
-from shardmuon.errors import ranks_text
-from shardmuon.layout.bind import KeptTable, Listed, Table
+from shardmuon.comm.vote import Agreed, Unlike, in_order
+from shardmuon.errors import about, ranks_text
+from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, named_params, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
@@ -58,7 +58,7 @@ class Member(NamedTuple):
     signature: object
 
 
-class Binding(KeptTable):
+class Binding(Agreed):
     """A plan with this rank's part of it. `sets`, `component`, `token` and `world` are its table's.
 
     Args:
@@ -72,6 +72,7 @@ class Binding(KeptTable):
 
     Attributes:
         buckets: Those that this rank takes part in, in the plan's order.
+        alike_members: Group, engine and dtype -> the numbers of such parameters.
         shapes: Shape of this rank's storage of each parameter.
         digests: Set of ranks -> what its ranks plan alike, and that no other plan has.
         on_weights: Number -> stages, of parameters that have one on weights.
@@ -94,10 +95,13 @@ class Binding(KeptTable):
         planned: list[str],
         ns_device: torch.device | None,
     ) -> None:
-        super().__init__(table)
+        super().__init__(table.component, table.token, table.sets)
         self.rank, self.table, self.plan, self.members, self.planned = rank, table, plan, members, planned
         self.ns_device = ns_device
         self.buckets = [bucket for bucket in plan.buckets if rank in bucket.ranks]
+        self.alike_members: dict[tuple[int, Engine, torch.dtype], list[int]] = {}
+        for number, one in enumerate(members):
+            self.alike_members.setdefault((one.group, one.engine, one.param.dtype), []).append(number)
         self.shapes = [tuple(one.engine.storage(one.param).shape) for one in members]
         self.digests = {ranks: digest + table.token for ranks, digest in plan.digests.items() if len(ranks) > 1}
         stages = {number: of_member.stages for number, of_member in enumerate(settings)}
@@ -201,18 +205,12 @@ def listed_of(
         named = bool(names_of(group)) or keeper.rounds
         for name, p in named_params(group, index):
             if settings is None:
-                _check_not_flat(name, p)
+                with about(name):
+                    refuse_flat(p)
             elif takes_part(p):
                 text = f"{settings.alike} {whole} weights={p.dtype} products={_products(chooser, p.device)}"
                 found.append(Listed(name, name if named else "", p, group, settings.view, text))
     return found
-
-
-def _check_not_flat(name: str, param: Tensor) -> None:
-    try:
-        refuse_flat(param)
-    except ValueError as wrong:
-        raise ValueError(f"{name}: {wrong}") from None
 
 
 def chooser_of(groups: Sequence[Group], config: MuonConfig) -> Chooser:
@@ -363,15 +361,9 @@ def fingerprint(storage: Tensor) -> int:
     words times weights would not do: neighbours that drift by +1, -1, -1, +1 ulp cancel in any function linear in word
     and place.
     """
-    dense = storage.detach().contiguous()
-    # one element may have any stride and still be contiguous, where a view of other bytes wants 1
-    flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-    pad = -flat.numel() % 8
-    if pad:
-        flat = torch.nn.functional.pad(flat, (0, pad))
-    elif flat.storage_offset() % 8:
-        flat = flat.clone()
-    words = flat.view(torch.int64)
+    flat = storage.detach().reshape(-1)
+    # whole words in memory of their own: a view of other bytes wants both
+    words = torch.cat([flat, flat.new_zeros(-len(flat) % (8 // flat.element_size()))]).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # intermediate results stay in a CPU's cache
     for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):

@@ -8,8 +8,9 @@ is made here, so that a rank without memory for it says so while all can still s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
-from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at, ranks_text
+from shardmuon.errors import about, ranks_text
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_of
 from shardmuon.layout.engines.dtensor import lies_as_placed, placed
@@ -33,6 +34,7 @@ from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS, keeping
 
 State = Mapping[Tensor, MutableMapping[str, Any]]
+_DTYPE = attrgetter("dtype")
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -92,51 +94,58 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
     Raises:
         ValueError: One is unusable; with the parameter's name.
     """
-    (state, keeper, _), members = memory, binding.members
-    num, settings = len(members), list[Settings]()
-    found = Proposal([None] * num, [None] * num, [None] * num, settings, [()] * num, states=[NONE] * num)
-    weights, grads, momenta = found.weights, found.grads, found.momenta
-    plain, stored_in = keeper.as_computed and not binding.elsewhere, keeper.dtype
-    number, of_adamw, rows = 0, -1, list[Row | None]()
-    try:
-        for number, member in enumerate(members):
-            param, of_group = member.param, cast(Settings, options[member.group])
-            settings.append(of_group)
-            grad, kept = param.grad, state.get(param, _NOTHING)
-            looked: Sequence[Tensor] | None = None  # storages, if a glance tells enough
-            if plain and grad is not None and len(kept) == 1 and not of_group.stages:
-                looked = member.engine.storages(param, grad, kept.get(BUFFER))  # whatever a framework has put there
-            dtype = None if looked is None else looked[1].dtype
-            if (
-                looked is not None
-                and dtype is not None
-                and dtype.is_floating_point
-                and looked[2].dtype == (stored_in or dtype)
-            ):
-                found.states[number] = READY
-                weights[number], grads[number], momenta[number] = looked
-                said: tuple[object, ...] = (READY, looked[0].dtype, dtype, looked[2].dtype)
-            else:
-                said = _look(found, number, binding, memory)
-            if callable(of_group.adjust_lr_fn):
-                shapes = dict.fromkeys((m.rows, m.cols) for m in binding.table.layouts[number].view.matrices)
-                said = *said, " ".join(f"adjust_lr_fn{shape}={of_group.scales[shape]!r}" for shape in shapes)
-            found.said.append((*said, of_group.text))
-        for of_adamw, group in enumerate(groups):
-            if options[of_adamw] is None:
-                rows = found.adamw[of_adamw] = []
-                for p in group["params"]:
-                    rows.append(_adamw_row(p, state))
-    except Exception as wrong:
-        name = members[number].name if of_adamw < 0 else name_of(groups[of_adamw], of_adamw, len(rows))
-        if isinstance(wrong, OUT_OF_MEMORY):
-            raised_at(wrong, name)
-            raise
-        raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
+    members, num = binding.members, len(binding.members)
+    settings = [cast(Settings, options[member.group]) for member in members]
+    found = Proposal([None] * num, [None] * num, [None] * num, settings, [()] * num)
+    found.states, found.said = [NONE] * num, [()] * num
+    for (index, engine, _), numbers in binding.alike_members.items() if memory.keeper.as_computed else ():
+        of_group = cast(Settings, options[index])
+        if not (binding.elsewhere or of_group.stages or callable(of_group.adjust_lr_fn)):
+            _glance(found, engine, [(n, members[n].param) for n in numbers], of_group, memory)
+    for number in [n for n, said in enumerate(found.said) if not said]:
+        with about(members[number].name):
+            found.said[number] = *_look(found, number, binding, memory), settings[number].text
+    for index, of_adamw in enumerate(groups):
+        if options[index] is None:
+            found.adamw[index] = _adamw_rows(of_adamw, index, memory.state)
     for number, bit in binding.bits.items():
         if found.states[number] != NONE and number not in binding.elsewhere:
             found.presence |= 1 << bit
     return found
+
+
+def _glance(
+    found: Proposal, engine: Engine, params: Sequence[tuple[int, Tensor]], of_group: Settings, memory: Memory
+) -> None:
+    """Note what this rank has of those parameters of a group that are as most are, and what ranks must have alike."""
+    rows, (state, keeper, _) = [], memory
+    for number, param in params:
+        grad, kept = param.grad, state.get(param, _NOTHING)
+        if grad is not None and len(kept) == 1:
+            rows.append((number, param, grad, kept.get(BUFFER)))  # whatever a framework has put there
+    numbers, *columns = zip(*rows, strict=True) if rows else ((),)
+    for first, (of_weights, dtype, stored), storages in _seen(engine, columns):
+        if dtype.is_floating_point and stored == (keeper.dtype or dtype):
+            said = READY, of_weights, dtype, stored, of_group.text
+            for number, weight, grad, momentum in zip(numbers[first:], *storages, strict=False):
+                found.weights[number], found.grads[number], found.momenta[number] = weight, grad, momentum
+                found.states[number], found.said[number] = READY, said
+
+
+_Columns = Sequence[Sequence[Tensor]]  # parameters, gradients, each kind of state tensors
+
+
+def _seen(engine: Engine, columns: _Columns, first: int = 0) -> Iterator[tuple[int, list[torch.dtype], _Columns]]:
+    """Runs of parameters for which a quick look is enough: at all of them, else at their halves, and the halves of
+    those. Of each run the number of its first one, the dtype of each column, and the storages."""
+    storages = engine.storages(*columns) if columns else None
+    dtypes = [set(map(_DTYPE, column)) for column in storages or ()]
+    half = len(columns[0]) // 2 if columns else 0
+    if storages is not None and max(map(len, dtypes)) == 1:
+        yield first, [dtype for (dtype,) in dtypes], storages
+    elif half:
+        yield from _seen(engine, [column[:half] for column in columns], first)
+        yield from _seen(engine, [column[half:] for column in columns], first + half)
 
 
 def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> tuple[object, ...]:
@@ -161,6 +170,9 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> tup
     said: tuple[object, ...] = (found.states[number], *dtypes)
     if keeper.rounds:
         said = *said, f"{STEP}={count_of(kept)}"
+    if callable(found.settings[number].adjust_lr_fn):
+        shapes = dict.fromkeys((m.rows, m.cols) for m in binding.table.layouts[number].view.matrices)
+        said = *said, *(f"adjust_lr_fn{shape}={found.settings[number].scales[shape]!r}" for shape in shapes)
     if stages:
         found.fresh[number] = unsettled(stages, kept, memory.settled)
         said = *said, f"new={found.fresh[number]}"
@@ -205,27 +217,31 @@ def _check_writable(what: str, tensor: Tensor) -> None:
 _LOAD = "Load the optimizer's state again"
 
 
-def _adamw_row(p: Tensor, state: State) -> Row | None:
-    """Tensors that AdamW steps of a parameter; None: see `Proposal.adamw`.
+def _adamw_rows(group: Group, index: int, state: State) -> list[Row | None]:
+    """Tensors that AdamW steps of each parameter of a group; None: see `Proposal.adamw`.
 
     Raises:
-        ValueError: Gradient or state is unusable; the message lacks the name.
+        ValueError: Gradient or state of one is unusable; with its name.
     """
-    grad, kept = p.grad, state.get(p, _NOTHING)
-    if grad is not None and len(kept) == 3:
-        storages = engine_of(p).storages(p, grad, kept.get(MOMENTS[0]), kept.get(MOMENTS[1]))
-        if storages is not None:
-            weight, grad, moment, square = storages
-            step, dtype = kept.get(STEP), grad.dtype
-            if (
-                moment.dtype == square.dtype == p.dtype == dtype
-                and dtype.is_floating_point
-                and isinstance(step, Tensor)
-                and step.numel() == 1
-            ):
-                return Row(weight, grad, moment, square, state[p])
-    _check_adamw(p, kept)
-    return None
+    params = group["params"]
+    found: list[Row | None] = [None] * len(params)
+    rows: dict[Engine, list[tuple[Any, ...]]] = {}
+    for position, p in enumerate(params):
+        grad, kept = p.grad, state.get(p, _NOTHING)
+        if grad is not None and len(kept) == 3 and isinstance(kept.get(STEP), Tensor) and kept[STEP].numel() == 1:
+            row = position, kept, p, grad, kept.get(MOMENTS[0]), kept.get(MOMENTS[1])
+            rows.setdefault(engine_of(p), []).append(row)
+    for engine, of_engine in rows.items():
+        positions, states, *columns = zip(*of_engine, strict=True)
+        for first, dtypes, storages in _seen(engine, columns):
+            if dtypes[0].is_floating_point and len(set(dtypes)) == 1:
+                made = map(Row._make, zip(*storages, states[first:], strict=False))
+                for position, of_one in zip(positions[first:], made, strict=False):
+                    found[position] = of_one
+    for position in [at for at, row in enumerate(found) if row is None]:
+        with about(name_of(group, index, position)):
+            _check_adamw(params[position], state.get(params[position], _NOTHING))
+    return found
 
 
 def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
@@ -318,9 +334,6 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
     Raises:
         ValueError: The gradient is unusable; the message lacks the name.
     """
-    quick = engine.storages(param, grad)
-    if quick is not None and not quick[1].is_complex():
-        return quick[1]
     if grad.layout != torch.strided:
         raise ValueError(
             f"its gradient is sparse ({grad.layout}), which no update here takes. Use sparse=False, or leave it out "
@@ -371,18 +384,6 @@ def _state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weig
     Raises:
         ValueError: It lies otherwise, cannot be written to, or is no such tensor; the message lacks the name.
     """
-    quick = engine.storages(param, buffer)
-    found = quick[1] if quick is not None else _looked_at(param, buffer, key, engine, weight)
-    if found.layout is not torch.strided or found.is_complex() or found.is_meta != weight.is_meta:
-        raise ValueError(
-            f"its {key} is {found.layout}, {found.dtype} on {found.device}, and must be strided, real and not on meta. "
-            f"{_LOAD}"
-        )
-    _check_writable(key, found)
-    return found
-
-
-def _looked_at(param: Tensor, buffer: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
     if not isinstance(buffer, Tensor):
         raise ValueError(f"its {key} is a {type(buffer).__name__}, not a tensor. {_LOAD}")
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
@@ -390,11 +391,17 @@ def _looked_at(param: Tensor, buffer: object, key: str, engine: Engine, weight: 
             f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"
         )
     try:
-        aligned = engine.is_aligned(buffer, param)
+        stored = engine.storage(buffer) if engine.is_aligned(buffer, param) else None
     except ValueError:
-        aligned = False
-    if aligned and same_storage(engine.storage(buffer).shape, weight.shape):
-        return engine.storage(buffer)
+        stored = None
+    if stored is not None and same_storage(stored.shape, weight.shape):
+        if stored.layout is not torch.strided or stored.is_complex() or stored.is_meta != weight.is_meta:
+            raise ValueError(
+                f"its {key} is {stored.layout}, {stored.dtype} on {stored.device}, and must be strided, real and not "
+                f"on meta. {_LOAD}"
+            )
+        _check_writable(key, stored)
+        return stored
     found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
     if is_dtensor(buffer):
         found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"

@@ -297,7 +297,7 @@ def _aligned(
         kept["params"].extend(group["params"])
         kept["param_names"].extend(group["param_names"])
     empty = {label: {**group, "params": [], "param_names": []} for label, group in mine.items()}
-    everyone = gather((matched, empty), tuple(range(num_ranks())), fault.text, fault.cause)
+    everyone = gather((matched, empty), tuple(range(num_ranks())), fault)
     idle = [rule.label for i, rule in enumerate(rules) if all(i not in theirs for theirs, _ in everyone)]
     if idle:
         raise ValueError(f"overrides[{idle[0]}] matches no parameter on any rank. Correct it or leave it out")

@@ -5,7 +5,9 @@ A plain tensor is whole where it is. `Engine` says so; the other ways are subcla
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,9 @@ from shardmuon.layout.views import Ints
 
 NONE, READY, MISPLACED = 0, 1, 2  # of a parameter's gradient: there is none; it lies as the parameter does; elsewhere
 STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # the same in messages
+
+_SIGNATURE = attrgetter("shape", "dtype", "device")
+_SHAPE, _DEVICE, _LAYOUT = map(attrgetter, ("shape", "device", "layout"))
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]  # global shape, and rank -> the pieces that it stores
@@ -146,7 +151,7 @@ class Engine:
     def signature(self, param: Tensor) -> object:
         """A cheap value that changes whenever layout, wire or device may have changed: compared in each step, it tells
         when to plan anew. It is kept as long as the plan, so it holds a `GroupRef`, not a process group."""
-        return param.shape, param.dtype, param.device
+        return _SIGNATURE(param)
 
     # ---------------------------------------------------------------------------------------------- what is stored
 
@@ -154,17 +159,25 @@ class Engine:
         """The part of a parameter, gradient or state tensor that this rank stores locally; shares memory with it."""
         return tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
-    def storages(self, param: Tensor, *others: Any) -> Sequence[Tensor] | None:
-        """The local storages of a parameter and of its gradient or state tensors if a quick look tells that these lie
-        as it does and can be written to, as nearly all do and can: dense, of its shapes and placements, on its device.
-        None: `is_aligned` looks closer, and has the words. For steps, which compute no gradients."""
-        shape, device = param.shape, param.device
-        for one in others:
-            if type(one) is not Tensor or one.shape != shape or one.layout is not torch.strided:
+    def storages(
+        self, params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any]
+    ) -> Sequence[Sequence[Tensor]] | None:
+        """The local storages of parameters, of their gradients and of each kind of their state tensors, if a quick look
+        at all of them tells that they lie alike, and that parameters and state can be written to, as nearly all do and
+        can. None: who looks at one of them closely (`is_aligned`) has the words, or finds nothing wrong. For steps,
+        which compute no gradients."""
+        shapes, devices = list(map(_SHAPE, params)), list(map(_DEVICE, params))
+        for column in (grads, *states):
+            if set(map(type, column)) != {Tensor} or set(map(_LAYOUT, column)) != {torch.strided}:
                 return None
-            if one.device != device or one.is_inference() or not (one.is_contiguous() or 0 not in one.stride()):
+            if list(map(_SHAPE, column)) != shapes:
                 return None
-        return (param, *others) if param.is_contiguous() or 0 not in param.stride() else None
+        for column in (params, *states):  # of an expanded one several elements lie in one place
+            if list(map(_DEVICE, column)) != devices:
+                return None
+            if not all(map(Tensor.is_contiguous, column)) and any(0 in one.stride() for one in column):
+                return None
+        return None if any(map(Tensor.is_inference, itertools.chain(*states))) else (params, grads, *states)
 
     def wrap(self, storage: Tensor, param: Tensor, shape: Ints | None = None) -> Tensor:
         """A state tensor in the parameter's own form around local storage (the inverse of `storage`), on the storage's

@@ -7,6 +7,7 @@ longer to import than torch itself, so it is imported when the first DTensor is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -27,7 +28,16 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-_LOCAL = attrgetter("_local_tensor")
+_LOCAL, _SPEC = map(attrgetter, ("_local_tensor", "_spec"))
+
+
+def _placed_alike(one: Any, other: Any) -> bool:
+    """True if two specs say the same of whole tensors and of where their parts lie."""
+    if one is other:
+        return True
+    metas = one.tensor_meta, other.tensor_meta
+    alike = one.mesh is other.mesh and one.placements == other.placements and None not in metas
+    return bool(alike and metas[0].shape == metas[1].shape)
 
 
 class DTensorEngine(Engine):
@@ -69,21 +79,17 @@ class DTensorEngine(Engine):
         local: Tensor = tensor._local_tensor  # without the view that `to_local` makes of a Parameter's
         return local.detach() if local.requires_grad and torch.is_grad_enabled() else local
 
-    def storages(self, param: Any, *others: Any) -> Sequence[Tensor] | None:
-        expected = param._spec
-        for tensor in others:
-            if type(tensor) is not type(param):
+    def storages(
+        self, params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any]
+    ) -> Sequence[Sequence[Tensor]] | None:
+        columns = params, grads, *states
+        if set(map(type, itertools.chain(*columns))) != {type(params[0])}:
+            return None
+        expected = [param._spec for param in params]
+        for column in columns[1:]:
+            if not all(map(_placed_alike, expected, map(_SPEC, column))):
                 return None
-            spec = tensor._spec
-            if spec is not expected and (
-                spec.mesh is not expected.mesh
-                or spec.placements != expected.placements
-                or spec.tensor_meta is None
-                or expected.tensor_meta is None
-                or spec.tensor_meta.shape != expected.tensor_meta.shape
-            ):
-                return None
-        return super().storages(param._local_tensor, *map(_LOCAL, others))
+        return super().storages(*(list(map(_LOCAL, column)) for column in columns))
 
     def wrap(self, storage: Tensor, param: Any, shape: Ints | None = None) -> Tensor:
         stride = param.stride() if shape is None else row_major(shape)

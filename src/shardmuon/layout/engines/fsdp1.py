@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -55,24 +54,17 @@ class UnitPlace(NamedTuple):
         return unit is not None and unit._handle.flat_param._params[self.number] is param
 
 
-_PLACES: Any = WeakTensorKeyDictionary()  # parameter -> UnitPlace, or when its model was looked for in vain
-_PATIENCE = 5.0  # seconds until it is looked for again: a search takes 0.1 s
+_PLACES: Any = WeakTensorKeyDictionary()  # parameter -> UnitPlace
 
 
-def know(objects: Iterable[Any], of: Tensor | None = None) -> None:
-    """Remember whose pieces the parameters of FSDP1's units among these objects are.
-
-    Args:
-        objects: Modules, or anything.
-        of: The only parameter whose unit may have had its process group destroyed: such models are left out.
-    """
+def know(objects: Iterable[Any]) -> None:
+    """Remember whose pieces the parameters of FSDP1's units among these objects are, unless a unit's process group has
+    been destroyed."""
     module: Any = sys.modules.get("torch.distributed.fsdp")
     kind = None if module is None else module.FullyShardedDataParallel
     for unit in [one for one in objects if kind is not None and issubclass(type(one), kind)]:
         handle: Any = getattr(unit, "_handle", None)  # None: nothing was left for it to flatten, or it is being made
-        if handle is None or not handle._use_orig_params:
-            continue
-        if of is None or is_alive(handle.process_group) or any(of is one for one in handle.flat_param._params):
+        if handle is not None and handle._use_orig_params and is_alive(handle.process_group):
             _note(unit, handle, handle.flat_param)
 
 
@@ -103,14 +95,12 @@ def place_of(param: Tensor) -> UnitPlace | None:
     """A parameter's place in FSDP1's units; None if it is not FSDP1's, or its model cannot be found."""
     if not is_flattened(param):
         return None
-    found = _PLACES.get(param)
-    if isinstance(found, UnitPlace) and found.holds(param):
-        return found
-    if not isinstance(found, float) or time.monotonic() > found + _PATIENCE:
+    found: UnitPlace | None = _PLACES.get(param)
+    if found is None or not found.holds(param):
         _PLACES.pop(param, None)
-        know(gc.get_objects(), param)  # a parameter does not know its unit
-        found = _PLACES.setdefault(param, time.monotonic())
-    return found if isinstance(found, UnitPlace) else None
+        know(gc.get_objects())  # a parameter does not know its unit
+        found = _PLACES.get(param)
+    return found
 
 
 def _found(param: Tensor) -> UnitPlace:
