@@ -77,7 +77,7 @@ def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops:
 
 
 def _overhead(mesh: str, tokens: float) -> Interval:
-    found = plan("llama3-8b", mesh, gpu="a100", tokens_per_step=tokens, advice=False, gpus_per_node=8).overhead
+    found = plan("llama3-8b", mesh, gpu="a100", tokens_per_step=tokens, gpus_per_node=8).overhead
     return found[0], found[2]
 
 
@@ -95,7 +95,7 @@ def newton_schulz_on_h100() -> Interval:
 
 
 def qwen25_3b_memory() -> Interval:
-    exact = count(build(QWEN_3B), "dp=8", engine="zero2")
+    exact = count(build(QWEN_3B), "dp=8", engine="zero")
     saved = [4 * c.muon_elements / 2**30 for c in exact.classes]  # of two moments in fp32 one is left
     return min(saved), max(saved)
 

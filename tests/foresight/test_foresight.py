@@ -69,7 +69,7 @@ def _live_model(config: dict[str, Any], mesh: Mesh) -> tuple[nn.Module, dict[str
     model: Any = build(config, "cpu")
     for p in model.parameters():
         nn.init.normal_(p)
-    if mesh.engine == "ddp":
+    if mesh.shard == mesh.tp == 1:
         return model, {"process_group": dist.group.WORLD}
     names = [name for name in ("dp", "shard", "tp") if getattr(mesh, name) > 1]
     devices = init_device_mesh("cpu", tuple(getattr(mesh, name) for name in names), mesh_dim_names=tuple(names))

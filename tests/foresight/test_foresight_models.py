@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import time
 import types
@@ -17,7 +16,7 @@ from torch import nn
 
 from shardmuon.foresight import models
 from shardmuon.foresight.job import count
-from shardmuon.foresight.layouts import _stages_of, _zero_ranges, megatron_ranges, parse_mesh
+from shardmuon.foresight.layouts import _stages_of, in_parts, parse_mesh
 from shardmuon.foresight.models import AFTER, Param, _active_of, _preset, _preset_names, build
 
 SMALL = decoder(96, 48, 4, 4, 2, 12, 80)
@@ -158,7 +157,7 @@ _COUNTED = ("muon_elements", "orthogonalized")
 
 def _layers(num: int) -> list[Param]:
     """A parameter of each layer, one before and one after them."""
-    return [Param("p", (2, 2), 0, True, None, False, layer, 0) for layer in (-1, *range(num), AFTER)]
+    return [Param("p", (2, 2), 0, True, None, False, layer) for layer in (-1, *range(num), AFTER)]
 
 
 def test_layers_are_told_from_their_experts() -> None:
@@ -182,28 +181,13 @@ def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
             assert len({m[:2] for m in bucket.matrices}) == len(bucket.matrices) <= 2
 
 
-def test_flat_buffers_share_every_element_out_once() -> None:
-    """What is padded is counted. (test_megatron.py compares Megatron's with its own.)"""
+def test_parts_share_every_element_out_once() -> None:
     draw = random.Random(0)
     for _ in range(100):
-        sizes, num = [draw.randint(1, 700) for _ in range(draw.randint(1, 9))], draw.randint(1, 8)
-        bucket, stage = draw.choice([None, 500, 1000]), draw.choice([1, 2, 3])
-        (flat, total), (table, length) = megatron_ranges(sizes, num, bucket), _zero_ranges(sizes, num, stage)
-        for held in (flat, table):
-            assert [sum(stop - start for start, stop in of_ranks) for of_ranks in held] == sizes
-        assert total >= sum(sizes) and total % math.lcm(num, 128) == 0
-        even = 2 * num  # DeepSpeed aligns flats for NCCL
-        padded = [-(-n // num) * num for n in sizes] if stage == 3 else [-(-sum(sizes) // even) * even]
-        assert num * length == sum(padded)
-
-
-def test_megatron_experts_are_planned_for_each_expert_group() -> None:
-    """Each matrix is orthogonalized once in the job, whatever the groups."""
-    sparse = SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    exact = count(build(sparse), "dp=4 tp=2 ep=2", engine="megatron", gpus_per_node=4)
-    assert list(exact.digests) == ["0: 0-7", "1: 0,1,4,5", "2: 2,3,6,7"] and len(set(exact.digests.values())) == 3
-    assert sum(c.count * c.orthogonalized for c in exact.classes) == SMALL["num_hidden_layers"] * (4 + 4 * 3)
-    assert sum(c.count * c.muon_elements for c in exact.classes) == exact.muon_params
+        at, size, part, num = draw.randint(0, 300), draw.randint(0, 700), draw.randint(1, 400), draw.randint(1, 8)
+        size = min(size, max(0, num * part - at))
+        found = [(r, n) for r, held in enumerate(in_parts(at, size, part, num)) for n in range(*held)]
+        assert [n for _, n in found] == list(range(size)) and all((at + n) // part == r for r, n in found)
 
 
 # ---------------------------------------------------------------------------------------------------- how long it takes

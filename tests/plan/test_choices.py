@@ -51,7 +51,7 @@ PEAKS = {("llama3-8b", "shard=8"): 1.2, ("llama3-8b", "dp=8 shard=8"): 1.9, ("ki
 
 @pytest.mark.parametrize(("model", "mesh"), TABLE)
 def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str) -> None:
-    report = plan(model, mesh, tokens_per_step=4e6, advice=False)
+    report = plan(model, mesh, tokens_per_step=4e6)
     exact = json.loads(json.dumps(dataclasses.asdict(report.exact)))
     promised, stated = TABLE[model, mesh]
     percent = 100 * frozen_share(exact, 4e6, turns)

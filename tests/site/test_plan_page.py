@@ -51,7 +51,7 @@ def test_it_needs_nothing_but_itself(browser: Browser) -> None:
 def test_it_says_what_a_step_takes_and_draws_it(browser: Browser) -> None:
     page, _ = open_page(browser, "light")
     assert re.fullmatch(r"[\d.,]+ \.\. [\d.,]+ (s|ms|us)", page.locator("#step").inner_text())
-    for title in ("Plan", "Answers", "Ranks", "What would help", "Assumptions"):
+    for title in ("Plan", "Answers", "Ranks", "Assumptions"):
         assert page.get_by_role("heading", name=title, exact=True).count() == 1
     bars = page.locator("#timeline rect")
     phases = set(bars.evaluate_all("bars => bars.map(bar => bar.getAttribute('class'))"))

@@ -153,7 +153,7 @@ class Stored:
         gradients: As they stand at `step()`.
         momentum: Muon's.
         moments: AdamW's two.
-        masters: fp32 copies of the weights, of engines that keep them (ZeRO, Megatron).
+        masters: fp32 copies of the weights, which ZeRO keeps.
     """
 
     weights: int = 0

@@ -15,7 +15,7 @@ from shardmuon.errors import ranks_text
 from shardmuon.foresight.counting import BucketCount, RankClass, Stored, count_plan
 from shardmuon.foresight.layouts import Mesh, Placed, Unit, check_divides, make_units, parse_mesh
 from shardmuon.foresight.memory import peak_bytes
-from shardmuon.foresight.models import Model, Param, in_megatrons_order, load_model, parameters_of
+from shardmuon.foresight.models import Model, Param, load_model, parameters_of
 from shardmuon.layout.table import ParamLayout, kept_layout
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
@@ -115,9 +115,9 @@ def _check(model: Model, mesh: Mesh, storage: Storage) -> None:
         for what, number in (("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads)):
             check_divides(mesh, what, number, model.name)
     own_momentum = storage.momentum_dtype not in (None, torch.float32) or storage.momentum_device
-    if mesh.masters and (own_momentum or storage.stochastic_rounding):
+    if mesh.engine == "zero" and (own_momentum or storage.stochastic_rounding):
         raise ValueError(
-            f"engine {mesh.engine} keeps fp32 momentum and weights itself, and refuses {storage!r}. Leave storage out "
+            f"engine zero keeps fp32 momentum and weights itself, and refuses {storage!r}. Leave storage out "
             "(--momentum of the command)"
         )
 
@@ -146,7 +146,6 @@ class _Planned:
         """The counts of the job."""
         model, mesh, exchange = self._model, self._mesh, self._exchange
         params = parameters_of(self._groups, model.module)
-        params = in_megatrons_order(params, self._groups) if mesh.engine == "megatron" else params
         split_k = self._orthogonalizer.split_k
         policy = Policy(exchange.bucket_bytes, exchange.machine or machine, split_k)
         units = make_units(params, mesh, self._view_of)
@@ -216,18 +215,15 @@ class _Planned:
 
     def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> Stored:
         """Bytes that a rank keeps of so many elements, and scales of 8-bit momentum."""
-        size, engine, momentum = self._weights.itemsize, self._mesh.engine, self._storage.momentum_dtype
-        stepped = muon + adamw
-        if self._mesh.masters:
-            masters = 4 * stepped if engine != "megatron" or self._weights != torch.float32 else 0
-            whole = size * weights if engine == "zero1" else 0
-            gradients = 4 * weights if engine == "megatron" else 4 * stepped + whole
-            return Stored(size * weights, gradients, 4 * muon, 8 * adamw, masters)
+        size, momentum = self._weights.itemsize, self._storage.momentum_dtype
+        if self._mesh.engine == "zero":
+            stepped = 4 * (muon + adamw)
+            return Stored(size * weights, stepped, 4 * muon, 8 * adamw, stepped)
         of_momentum = 4 * scales + muon if momentum == "int8" else muon * (momentum or self._weights).itemsize
         return Stored(size * weights, size * weights, of_momentum, 2 * size * adamw)
 
     def _peak(self, buckets: Sequence[BucketCount]) -> int:
-        weights = torch.float32 if self._mesh.masters else self._weights
+        weights = torch.float32 if self._mesh.engine == "zero" else self._weights
         return peak_bytes(buckets, weights=weights, device=self._device, coefficients=self._coefficients)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,66 +128,57 @@ def peak_bytes(
         device: Kind of device.
         coefficients: Shape -> its Newton-Schulz steps.
     """
-    moves = _Moves(weights, device, coefficients)
-    turned: Iterator[list[int]] = (
-        getattr(moves, turn)(buckets[at]) for turn, at in turns([bucket.relays for bucket in buckets])
-    )
+    moves = [_moves(bucket, weights, device, coefficients) for bucket in buckets]
+    turned = (moves[at][turn] for turn, at in turns([bucket.relays for bucket in buckets]))
     return max(itertools.accumulate(itertools.chain.from_iterable(turned), initial=0))
 
 
-class _Moves(NamedTuple):
+def _moves(
+    b: BucketCount, weights: torch.dtype, device: str, coefficients: Mapping[tuple[int, int], Triples]
+) -> dict[str, list[int]]:
     """Bytes that each turn of a bucket takes (above 0) and lets go, in the order of step/bucket.py."""
+    wire, on_cpu, half = getattr(torch, b.wire), device == "cpu", weights.itemsize == 2
+    wide = torch.float32 if half else weights
+    # The new momentum; on CPUs none if the buffer has the weights' dtype, as it is made there.
+    momentum = 0 if on_cpu and wire == weights else weights.itemsize
+    # Results in the dtype in which weights take them, and 16-bit weights as fp32. A CPU's `add` widens 16-bit results
+    # itself, at most 512 KiB at a time, which is not counted.
+    result = wide.itemsize * (half + (wire != wide and not (on_cpu and wire.itemsize == 2)))
 
-    weights: torch.dtype
-    device: str
-    coefficients: Mapping[tuple[int, int], Triples]
-
-    def begin(self, b: BucketCount) -> list[int]:
-        packed, filled = (self._stepped(b, portion) for portion in b.stepped)
-        return [b.sent.gather.bytes, packed, -packed, b.received.gather.bytes, b.batches, filled, -filled]
-
-    def compute(self, b: BucketCount) -> list[int]:
-        taken, slices = list[int](), 0
-        for m in b.matrices:
-            settings = m.how, getattr(torch, b.wire), self.device, self.coefficients[m[:2]]
-            if m.owners > 1:  # in step with each other
-                slices += m.num * _slice_space(m[:2], m.owners, *settings)
-            else:
-                taken.append(_work_space((m.num, *m[:2]), *settings))
-        most = max([*taken, slices], default=0)  # one after the other
-        return [
-            -b.sent.gather.bytes - b.received.gather.bytes,
-            most,
-            -most,
-            b.sent.scatter.bytes,
-            b.received.scatter.bytes,
-        ]
-
-    def apply(self, b: BucketCount) -> list[int]:
-        made = self._applied(b, b.applied[0])
-        done = b.batches + b.received.scatter.bytes
-        return [b.sent.relay.bytes - b.sent.scatter.bytes, made, -made, b.received.relay.bytes - done]
-
-    def finish(self, b: BucketCount) -> list[int]:
-        made = self._applied(b, b.applied[1])
-        return [-b.sent.relay.bytes, made, -made, -b.received.relay.bytes]
-
-    def _stepped(self, b: BucketCount, portion: int) -> int:
-        """The new momentum of a portion; on CPUs nothing if the buffer has the weights' dtype, as it is made there."""
-        made_there = self.device == "cpu" and getattr(torch, b.wire) == self.weights
-        return 0 if made_there else self.weights.itemsize * self._at_once(portion)
-
-    def _applied(self, b: BucketCount, portion: int) -> int:
-        """Results in the dtype in which weights take them, and 16-bit weights as fp32, of what is applied at once.
-
-        A CPU's `add` widens 16-bit results itself, at most 512 KiB at a time, which is not counted.
-        """
-        half: bool = self.weights.itemsize == 2
-        wire: torch.dtype = getattr(torch, b.wire)
-        wide = torch.float32 if half else self.weights
-        made = half + (wire != wide and not (self.device == "cpu" and wire.itemsize == 2))
-        return made * wide.itemsize * self._at_once(portion)
-
-    def _at_once(self, portion: int) -> int:
+    def at_once(portion: int) -> int:
         """Elements, of a portion, that one operation makes: a large tile is cut on CPUs."""
-        return min(portion, PORTION) if self.device == "cpu" else portion
+        return min(portion, PORTION) if on_cpu else portion
+
+    packed, filled = (momentum * at_once(portion) for portion in b.stepped)
+    applied, finished = (result * at_once(portion) for portion in b.applied)
+    work = _work_of(b, wire, device, coefficients)
+    sent, received = b.sent, b.received
+    return {
+        "begin": [sent.gather.bytes, packed, -packed, received.gather.bytes, b.batches, filled, -filled],
+        "compute": [
+            -sent.gather.bytes - received.gather.bytes,
+            work,
+            -work,
+            sent.scatter.bytes,
+            received.scatter.bytes,
+        ],
+        "apply": [
+            sent.relay.bytes - sent.scatter.bytes,
+            applied,
+            -applied,
+            received.relay.bytes - b.batches - received.scatter.bytes,
+        ],
+        "finish": [-sent.relay.bytes, finished, -finished, -received.relay.bytes],
+    }
+
+
+def _work_of(b: BucketCount, wire: torch.dtype, device: str, coefficients: Mapping[tuple[int, int], Triples]) -> int:
+    """Bytes that orthogonalizing a bucket takes at most: one batch after the other, slices in step with each other."""
+    taken, slices = list[int](), 0
+    for m in b.matrices:
+        settings = m.how, wire, device, coefficients[m[:2]]
+        if m.owners > 1:
+            slices += m.num * _slice_space(m[:2], m.owners, *settings)
+        else:
+            taken.append(_work_space((m.num, *m[:2]), *settings))
+    return max([*taken, slices], default=0)

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from shardmuon.layout.views import Ints
-from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.roles import find_places, is_table
 from shardmuon.texts import did_you_mean
 
@@ -470,21 +469,18 @@ class Param:
         shape: Global shape.
         group: Index of its group in the optimizer.
         use_muon: Whether it is a matrix or several.
-        cut: The dim that tensor parallelism cuts, from the end, and the number of blocks along it that are cut alike
-            (Megatron's `partition_stride`: 2 where gate and up are one weight); None: the parameter is replicated.
+        cut: The dim that tensor parallelism cuts, from the end; None: the parameter is replicated.
         expert: Whether its first dim counts experts.
         layer: Its layer, -1 before all of them, `AFTER` after them.
-        order: Its place in the model.
     """
 
     name: str
     shape: Ints
     group: int
     use_muon: bool
-    cut: tuple[int, int] | None
+    cut: int | None
     expert: bool
     layer: int
-    order: int
 
     @property
     def numel(self) -> int:
@@ -494,56 +490,24 @@ class Param:
 
 def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> list[Param]:
     """Every trainable parameter in the order of the optimizer's groups, which have `param_names`."""
-    layers, shapes = _layers(module), {name: tuple(p.shape) for name, p in module.named_parameters()}
-    order = {id(param): i for i, param in enumerate(module.parameters())}
-    found: list[Param] = []
+    layers, found = _layers(module), list[Param]()
     for index, group in enumerate(groups):
         for name, param in zip(group["param_names"], group["params"], strict=True):
             shape, muon = tuple(param.shape), bool(group["use_muon"])
-            shapes.setdefault(name, shape)
-            found.append(
-                Param(
-                    name,
-                    shape,
-                    index,
-                    muon,
-                    _cut(name, shapes, muon and bool(group.get("transposed", False))),
-                    ".experts." in f".{name}." and len(shape) > 1,
-                    layers.get(id(param), AFTER),
-                    order.get(id(param), len(found)),
-                )
-            )
+            cut = _cut(name, len(shape), muon and bool(group.get("transposed", False)))
+            expert = ".experts." in f".{name}." and len(shape) > 1
+            found.append(Param(name, shape, index, muon, cut, expert, layers.get(id(param), AFTER)))
     return found
 
 
-# What Megatron's groups say beside what tells matrices apart; the others are the same in all of them.
-_MEGATRONS = ("adjust_lr_fn", "lr", "momentum", "ns_coefficients", "ns_steps", "weight_decay")
-
-
-def in_megatrons_order(params: Sequence[Param], groups: Sequence[Mapping[str, Any]]) -> list[Param]:
-    """The parameters in the order of the groups that frameworks/megatron makes: Muon's first, then by their options as
-    text."""
-
-    def label(group: Mapping[str, Any]) -> tuple[bool, str]:
-        told = {key: group[key] for key, default in VIEW_DEFAULTS.items() if group.get(key, default) != default}
-        options = {**told, **{key: group[key] for key in _MEGATRONS if key in group}, "use_muon": group["use_muon"]}
-        return not group["use_muon"], repr(sorted(options.items(), key=lambda item: item[0]))
-
-    labels = [label(group) for group in groups]
-    return sorted(params, key=lambda p: labels[p.group])
-
-
-def _cut(name: str, shapes: _Shapes, turned: bool) -> tuple[int, int] | None:
+def _cut(name: str, num_dims: int, turned: bool) -> int | None:
     """The cut of a weight, see `Param.cut`. `turned`: it is stored inputs first."""
-    shape, words = shapes[name], name.split(".")
+    words = name.split(".")
     word = words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else words[-1]
-    gated, _, leaf = name.rpartition("linear_fc1.")  # which has two outputs for each input of linear_fc2
-    other = shapes.get(f"{gated}linear_fc2.weight", ())
-    stride = 2 if leaf and len(other) == 2 and shape[0] == 2 * other[1] else 1
     outputs, inputs = (-1, -2) if turned else (-2, -1)
-    if _COLUMN.fullmatch(word) and (len(shape) > 1 or words[-1] == "bias"):
-        return (outputs if len(shape) > 1 else -1), stride
-    return (inputs, 1) if len(shape) > 1 and _ROW.fullmatch(word) else None
+    if _COLUMN.fullmatch(word) and (num_dims > 1 or words[-1] == "bias"):
+        return outputs if num_dims > 1 else -1
+    return inputs if num_dims > 1 and _ROW.fullmatch(word) else None
 
 
 def _layers(module: nn.Module) -> dict[int, int]:
