@@ -58,7 +58,7 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world
 
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
-FEW = SPARSE | {"num_experts": 2, "num_experts_per_tok": 1}
+FEW = SPARSE | {"num_experts": 2}
 AUTO: dict[str, Any] = {"exchange": Exchange(bucket_bytes=20_000)}  # bytes of the wire, which is bf16 for bf16 products
 OPTIONS: dict[str, Any] = {"orthogonalizer": STANDARD, **AUTO}
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine", help="cuts parameters up: torch (default: DDP, FSDP2, HSDP, TP, EP), zero (ZeRO 1 and 2)"
     )
     parser.add_argument("--tokens-per-step", type=float, help="of a training step on all ranks: 4e6")
-    parser.add_argument("--active-params", type=float, help="that work on a token: 3e9 (default: as config.json says)")
+    parser.add_argument("--active-params", type=float, help="that work on a token, of a model with experts: 3e9")
     parser.add_argument("--gpus-per-node", type=int, help="ranks that the fast links join (default: the GPU's)")
     parser.add_argument("--weights", choices=sorted(_DTYPES), default="float32", help="of parameters (%(default)s)")
     parser.add_argument("--momentum", choices=("float32", "bfloat16", "int8"), help="stored as (default: as gradients)")

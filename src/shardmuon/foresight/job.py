@@ -6,14 +6,14 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardmuon.errors import ranks_text
 from shardmuon.foresight.counting import BucketCount, RankClass, Stored, count_plan
-from shardmuon.foresight.layouts import Mesh, Placed, Unit, check_divides, make_units, parse_mesh
+from shardmuon.foresight.layouts import Mesh, Placed, Unit, make_units, parse_mesh
 from shardmuon.foresight.memory import peak_bytes
 from shardmuon.foresight.models import Model, Param, load_model, parameters_of
 from shardmuon.layout.table import ParamLayout, kept_layout
@@ -43,7 +43,6 @@ class Exact:
             plan, which is in `Plan.digests` of the live job.
         options: What the plan hangs on beside model and mesh, as text by name.
         tokens_flops: Floating point operations of forward and backward per token, 6 x active parameters; 0: unknown.
-        active: Where the number of active parameters is from, for people; "": there are no experts.
     """
 
     model: str
@@ -55,7 +54,6 @@ class Exact:
     digests: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     tokens_flops: int = 0
-    active: str = ""
 
     @property
     def world(self) -> int:
@@ -93,8 +91,8 @@ def count(
         weights: dtype of the model's parameters; gradients have it too, as `fully_shard` and DDP leave them.
         machine: By whose rates buckets are chosen. Default: as a live job on such a device does. `Exchange.machine`
             comes before.
-        active_params: How many parameters work on one token. Default: all but embeddings, and of experts as many as
-            a token takes, if the model or its configuration says that.
+        active_params: How many parameters work on one token. Default: all but embeddings; of models with experts only
+            presets know it.
         **options: Of `Muon`, such as ``exchange``, ``ns_steps`` or ``overrides``.
 
     Raises:
@@ -104,16 +102,13 @@ def count(
         raise ValueError(f"active_params={active_params!r} must be a number of parameters of at least 1, such as 3e9")
     found, arranged = load_model(model), parse_mesh(mesh, engine, gpus_per_node)
     if active_params is not None:
-        found = replace(found, active=(round(active_params), "as given"))
+        found = replace(found, active=round(active_params))
     job = _Planned(found, arranged, device, weights, options)
     return job.exact(machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
 
 
-def _check(model: Model, mesh: Mesh, storage: Storage) -> None:
-    """Raise ValueError for what an engine cannot do with a model."""
-    if mesh.tp > 1:
-        for what, number in (("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads)):
-            check_divides(mesh, what, number, model.name)
+def _check(mesh: Mesh, storage: Storage) -> None:
+    """Raise ValueError for what an engine cannot do."""
     own_momentum = storage.momentum_dtype not in (None, torch.float32) or storage.momentum_device
     if mesh.engine == "zero" and (own_momentum or storage.stochastic_rounding):
         raise ValueError(
@@ -131,7 +126,7 @@ class _Planned:
         self._orthogonalizer: Orthogonalizer = given.pop("orthogonalizer", Orthogonalizer())
         self._exchange: Exchange = given["exchange"]
         self._storage: Storage = given["storage"]
-        _check(model, mesh, self._storage)
+        _check(mesh, self._storage)
         with warnings.catch_warnings():  # routing repeats its doubts when the job is built
             warnings.simplefilter("ignore")
             self._groups = Muon(model.module, orthogonalizer=self._orthogonalizer, **given).param_groups
@@ -150,7 +145,7 @@ class _Planned:
         policy = Policy(exchange.bucket_bytes, exchange.machine or machine, split_k)
         units = make_units(params, mesh, self._view_of)
         plans = [make_plan([self._spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
-        shares: dict[int, list[_UnitOfRank]] = {}
+        shares: dict[int, list[RankClass]] = {}
         for unit, plan in zip(units, plans, strict=True):
             for rank, share in zip(unit.ranks, self._shares(unit, plan), strict=True):
                 shares.setdefault(rank, []).append(share)
@@ -175,8 +170,7 @@ class _Planned:
                 "exchange": repr(exchange),
                 "storage": repr(self._storage),
             },
-            6 * model.active[0],
-            model.active[1],
+            6 * model.active,
         )
 
     def _view_of(self, param: Param) -> MatrixView:
@@ -206,12 +200,12 @@ class _Planned:
             self._coefficients.update(dict.fromkeys(shapes, settings.coefficients))
         return self._specs[key]._replace(name=param.name)
 
-    def _shares(self, unit: Unit, plan: Plan) -> Iterable[_UnitOfRank]:
+    def _shares(self, unit: Unit, plan: Plan) -> Iterable[RankClass]:
         buckets = count_plan(plan, lambda rank: rank // self._mesh.gpus_per_node)
         voting = _voting(plan)
         for rank, (muon, adamw, weights, scales) in zip(unit.ranks, unit.elements().T.tolist(), strict=True):
             stored = self._stored(muon, adamw, weights, scales)
-            yield _UnitOfRank(unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
+            yield RankClass((), unit.stage, stored, 0, buckets.get(rank, ()), muon, adamw, int(rank in voting))
 
     def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> Stored:
         """Bytes that a rank keeps of so many elements, and scales of 8-bit momentum."""
@@ -227,41 +221,35 @@ class _Planned:
         return peak_bytes(buckets, weights=weights, device=self._device, coefficients=self._coefficients)
 
 
-class _UnitOfRank(NamedTuple):
-    """One unit on one rank. Attributes are those of `RankClass`."""
-
-    stage: int
-    stored: Stored
-    buckets: tuple[BucketCount, ...]
-    muon_elements: int
-    adamw_elements: int
-    votes: int
-
-
 def _voting(plan: Plan) -> set[int]:
     return {rank for ranks in plan.digests if len(ranks) > 1 for rank in ranks}
 
 
 def _classes_of(
-    shares: Mapping[int, Sequence[_UnitOfRank]], peak: Callable[[Sequence[BucketCount]], int]
+    shares: Mapping[int, Sequence[RankClass]], peak: Callable[[Sequence[BucketCount]], int]
 ) -> tuple[RankClass, ...]:
     """Ranks that are alike in all units that they are in.
 
     Args:
-        shares: Rank -> what it has of each of its units.
+        shares: Rank -> what it has of each of its units; `ranks` and `peak` are left out.
         peak: Bytes that the buckets of one unit take beyond what is stored.
     """
-    members: dict[tuple[_UnitOfRank, ...], list[int]] = {}
+    members: dict[tuple[RankClass, ...], list[int]] = {}
     for rank in sorted(shares):
         members.setdefault(tuple(shares[rank]), []).append(rank)
-    found = []
-    for alike, ranks in members.items():
-        stages, stored, buckets, muon, adamw, votes = zip(*alike, strict=True)
-        every = tuple(bucket for of_unit in buckets for bucket in of_unit)
-        most = max(map(peak, buckets))  # units are stepped one after the other
-        kept = sum(stored, Stored())
-        found.append(RankClass(tuple(ranks), stages[0], kept, most, every, sum(muon), sum(adamw), sum(votes)))
-    return tuple(found)
+    return tuple(
+        RankClass(
+            ranks=tuple(ranks),
+            stage=units[0].stage,
+            stored=sum((unit.stored for unit in units), Stored()),
+            peak=max(peak(unit.buckets) for unit in units),  # units are stepped one after the other
+            buckets=tuple(bucket for unit in units for bucket in unit.buckets),
+            muon_elements=sum(unit.muon_elements for unit in units),
+            adamw_elements=sum(unit.adamw_elements for unit in units),
+            votes=sum(unit.votes for unit in units),
+        )
+        for units, ranks in members.items()
+    )
 
 
 def exact_of(plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Exact:
@@ -274,7 +262,7 @@ def exact_of(plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Ex
     """
     voting = _voting(plan)
     shares = {
-        rank: [_UnitOfRank(0, Stored(), found, sum(b.held for b in found), 0, int(rank in voting))]
+        rank: [RankClass((), 0, Stored(), 0, found, sum(b.held for b in found), 0, int(rank in voting))]
         for rank, found in count_plan(plan, lambda rank: rank // gpus_per_node).items()
     }
     mesh = Mesh(dp=max(1, max(shares, default=-1) + 1 if world is None else world), gpus_per_node=gpus_per_node)

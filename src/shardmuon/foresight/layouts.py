@@ -146,16 +146,6 @@ def _largest_divisor(number: int, limit: int) -> int:
     return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
 
 
-def check_divides(mesh: Mesh, what: str, size: int, name: str, axis: Literal["tp", "ep"] = "tp") -> None:
-    """Raise ValueError if an axis does not divide something; it says which size would."""
-    given = mesh.tp if axis == "tp" else mesh.ep
-    if size % given:
-        good = _largest_divisor(size, given) if axis == "tp" else math.gcd(size, given)  # that still divides its ranks
-        raise ValueError(
-            f"mesh {mesh}: {axis}={given} does not divide the {size} {what} of {name}. Write {axis}={good}"
-        )
-
-
 # ------------------------------------------------------------------------------------------------------------- units
 
 
@@ -255,8 +245,11 @@ def _stages_of(params: Sequence[Param], mesh: Mesh) -> list[list[Param]]:
 def _on_meshes(params: Sequence[Param], mesh: Mesh, ranks: Ranks, view_of: _ViewOf) -> list[Unit]:
     lay, found = cache(_on_mesh), []
     for p in params:
-        if p.expert:
-            check_divides(mesh, "experts", p.shape[0], p.name, "ep")
+        if p.expert and p.shape[0] % mesh.ep:
+            raise ValueError(
+                f"mesh {mesh}: ep={mesh.ep} does not divide the {p.shape[0]} experts of {p.name}. Write "
+                f"ep={math.gcd(p.shape[0], mesh.ep)}"
+            )
         place = _place(p, mesh, ranks)
         found.append(Placed(p, lay(view_of(p), place), place))
     return [Unit(ranks, found)]

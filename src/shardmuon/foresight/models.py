@@ -2,7 +2,7 @@
 
 [Note: what works on a token]
     Training takes 6 FLOPs of forward and backward for each token and each parameter that works on it: all but tables
-    that are only looked up, and of E routed experts k / E. A configuration says k and E, or the user does.
+    that are only looked up. Of experts only some do: how many, a preset says, or the user.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ import math
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardmuon.layout.views import Ints
 from shardmuon.routing.roles import find_places, is_table
 from shardmuon.texts import did_you_mean
 
 _PRESETS = Path(__file__).parent / "data" / "models"
+_EXPERTS = re.compile(r"(^|\.)(routed_|local_|moe_)?experts(\.|$)")
 _Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
-_Active = tuple[int, str]  # elements that work on one token, and who says so; "": there are no experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +41,14 @@ class Model:
         name: Name, as the user gave it.
         source: Where its shapes come from (an address, a file, a function).
         module: The module, with every parameter on the meta device.
-        active: See [Note: what works on a token].
-        num_heads, num_kv_heads: Heads of attention, 0 if unknown.
+        active: Elements that work on one token, see [Note: what works on a token]; 0: there are experts, and nothing
+            says how many a token takes.
     """
 
     name: str
     source: str
     module: nn.Module
-    active: _Active
-    num_heads: int
-    num_kv_heads: int
+    active: int
 
 
 # ---------------------------------------------------------------------------------------------- which model is meant
@@ -68,16 +65,19 @@ def load_model(model: str | nn.Module) -> Model:
         ValueError: `model` is none of these, or the shapes cannot be known from it.
     """
     if isinstance(model, nn.Module):
-        return _model(type(model).__name__, "the module given", model)
+        return Model(type(model).__name__, "the module given", model, _active_of(model))
     known = _preset_names()
     if model in known:
         data = _preset(model)
-        return _model(str(data["title"]), str(data["source"]), build(data["config"]))
+        made = build(data["config"])
+        return Model(data["title"], data["source"], made, data.get("active_parameters") or _active_of(made))
     if is_config(model):
         path = (Path(model) if model.endswith(".json") else Path(model) / "config.json").resolve()
-        return _model(path.parent.name, str(path), model_from_config(model), json.loads(path.read_text()))
+        made = model_from_config(model)
+        return Model(path.parent.name, str(path), made, _active_of(made))
     if ":" in model:
-        return _model(model, model, model_from_function(model, meta=True))
+        made = model_from_function(model, meta=True)
+        return Model(model, model, made, _active_of(made))
     raise ValueError(
         f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, known)}"
         "; the path of a Hugging Face config.json, or of its folder; or MODULE:FUNCTION that builds the model"
@@ -90,16 +90,17 @@ def _preset_names() -> list[str]:
 
 
 def _preset(name: str) -> dict[str, Any]:
-    """A preset's data: title, source, published_parameters, published_at, config (see `build`)."""
+    """A preset's data: title, source, published_parameters, active_parameters if it has experts, published_at, config
+    (see `build`)."""
     found: dict[str, Any] = json.loads((_PRESETS / f"{name}.json").read_text())
     return found
 
 
-def _model(name: str, source: str, module: nn.Module, beside: Mapping[str, Any] | None = None) -> Model:
-    """A module with what its configuration, and the file that it was made of, say of it."""
-    said = {**flattened(_entries(getattr(module, "config", None))), **flattened(beside or {})}
-    heads, kv_heads = (int(said.get(f"num_{of}_heads") or 0) for of in ("attention", "key_value"))
-    return Model(name, source, module, _active_of(module, said), heads, kv_heads or heads)
+def _active_of(module: nn.Module) -> int:
+    """`Model.active` of a module."""
+    held = [(p, places) for p, places in find_places(module) if not all(is_table(place.module) for place in places)]
+    has_experts = any(p.ndim == 3 or _EXPERTS.search(places[0].name) for p, places in held)  # a stack, or so called
+    return 0 if has_experts else sum(p.numel() for p, _ in held)
 
 
 def is_config(text: str) -> bool:
@@ -216,7 +217,6 @@ _DECODER: Mapping[str, Any] = {
     "mlp": "gated",
     "max_position_embeddings": 0,  # where positions are learned
     "num_experts": 0,
-    "num_experts_per_tok": 0,
     "moe_intermediate_size": 0,
     "num_shared_experts": 0,  # always active ones, in one dense layer
     "first_k_dense": 0,  # layers before those with experts
@@ -366,85 +366,9 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     for layer in range(c.num_hidden_layers):
         shapes |= _shapes(_LAYER, _words(c, layer), f"model.layers.{layer}.")
     made: Any = modules_of(shapes | _shapes(_LAST, _words(c)), kinds, device)
-    made.config = vars(c)
     if c.tie_word_embeddings:
         made.lm_head.weight = made.model.embed_tokens.weight
     return cast(nn.Module, made)
-
-
-# ------------------------------------------------------------------------------------------------- configurations
-
-# configurations inside of one
-_INNER = (
-    *("text_config", "llm_config", "language_config", "thinker_config", "attn_config"),
-    *("ffn_config", "moe_config", "moe_args", "moe"),
-)
-
-
-def _entries(config: Any) -> Mapping[str, Any]:
-    """A configuration as a mapping: config.json, transformers' object, or any object with attributes."""
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-
-
-def flattened(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration together with the entries of configurations inside it."""
-    inner = (flattened(given[key]) for key in _INNER if isinstance(given.get(key), Mapping))
-    return dict(given) | {key: value for one in inner for key, value in one.items()}
-
-
-# ------------------------------------------------------------------------------------------ what works on one token
-
-# What configurations call the experts of one token, and all of them: transformers', Megatron's, torchtitan's,
-# DeepSeek's.
-_PER_TOKEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "num_activated_experts"),
-    *("n_activated_experts", "experts_per_token", "experts_per_tok", "moe_top_k", "moe_topk", "moe_k"),
-    *("top_k_experts", "moe_router_topk", "router_topk", "moe_num_active_experts"),
-)
-_NUM = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts", "n_experts")
-_BY_TYPE = {"switch_transformers": 1, "nllb-moe": 2}  # model_type -> experts of a token, which nothing else says
-_EXPERTS = re.compile(r"(^|\.)(routed_|local_|moe_)?experts(\.|$)")
-
-
-def _active_of(module: nn.Module, config: Mapping[str, Any]) -> _Active:
-    """Elements that work on one token, and who says so, see [Note: what works on a token].
-
-    Args:
-        module: The model.
-        config: What its configurations say, flattened.
-    """
-    num, _ = next(_counts(config, _NUM), (0, ""))
-    by_type = f"model_type {config.get('model_type')}"
-    config = {by_type: _BY_TYPE.get(str(config.get("model_type"))), **config}
-    count, key = next(_counts(config, (*_PER_TOKEN, by_type)), (0, ""))
-    each = dense = 0
-    for param, held in find_places(module):
-        if not all(is_table(place.module) for place in held):
-            routed = _is_routed(held[0].name, param, num)
-            each, dense = each + routed * param.numel(), dense + (not routed) * param.numel()
-    if not each:
-        return dense, ""
-    if 0 < count <= num:
-        return round(dense + each * Fraction(count) / Fraction(num)), f"{count:.3g} of {round(num)} experts ({key})"
-    many = f"all {round(num)} experts" if num else "all experts"
-    why = "no configuration says how many of them a token takes. Give --active-params (active_params=)"
-    return dense + each, f"{many} are counted as active, as {why}"
-
-
-def _counts(config: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[float, str]]:
-    """The numbers of experts that a configuration gives, each with its key; of a list, one for each layer, the mean."""
-    for key in keys:
-        value = config.get(key)
-        values = value if isinstance(value, (list, tuple)) else [value]
-        if values and all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values):
-            yield sum(values) / len(values), key
-
-
-def _is_routed(name: str, param: Tensor, num: float) -> bool:
-    """True for an expert that not every token takes, or a stack of them."""
-    return "shared" not in name and (bool(_EXPERTS.search(name)) or (param.ndim == 3 and param.shape[0] == num > 1))
 
 
 # ----------------------------------------------------------------------------------------------------- parameters

@@ -126,8 +126,8 @@ def _training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Use
     """Seconds of forward and backward: 6 x active parameters x tokens over ranks, peak and the share of it reached."""
     if not exact.tokens_flops:
         raise ValueError(
-            f"{exact.model}: how many FLOPs a token takes is not known, so no share of a training step can be told. "
-            "Leave --tokens-per-step out"
+            f"{exact.model}: how many parameters work on a token is not known (it has experts), so no share of a "
+            "training step can be told. Give --active-params (active_params=), or leave --tokens-per-step out"
         )
     work = exact.tokens_flops * tokens / exact.world
     return interval(hardware, uses, lambda rates: work / (rates.of("peak bfloat16") * rates.of("mfu")))

@@ -39,8 +39,7 @@ def plan(
         engine: What cuts parameters up: "torch" (default: DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
         gpus_per_node: Ranks that the fast links join. Default: the hardware's.
         tokens_per_step: Tokens of a training step on all ranks, to tell the optimizer's share of it.
-        active_params: How many parameters work on one token, if neither the model nor its configuration says how many
-            experts a token takes.
+        active_params: How many parameters work on one token, of a model with experts that is no preset.
         weights: dtype of the model's parameters and gradients.
         **options: Of `Muon`, such as ``exchange``, ``storage`` or ``ns_steps``.
 
@@ -198,7 +197,7 @@ def _summary(report: Report) -> _Section:
     params, in_matrices = _number(exact.muon_params + exact.adamw_params), _number(exact.muon_params)
     rows = {
         "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
-        "active": f"{_number(exact.tokens_flops / 6)} parameters: {exact.active}" if exact.active else "",
+        "active": f"{_number(exact.tokens_flops / 6)} parameters work on a token" if exact.tokens_flops else "",
         "source": exact.source,
         "mesh": f"{mesh} ({mesh.engine}), {exact.world:,} ranks on {mesh.num_nodes:,} nodes of {mesh.gpus_per_node}",
         "hardware": report.hardware.title,
