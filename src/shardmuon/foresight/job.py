@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,15 +12,13 @@ import torch
 from torch import nn
 
 from shardmuon.errors import ranks_text
-from shardmuon.foresight.counting import BucketCount, RankClass, Stored, count_plan
+from shardmuon.foresight.counting import RankClass, Stored, count_plan
 from shardmuon.foresight.layouts import Mesh, Placed, Unit, make_units, parse_mesh
-from shardmuon.foresight.memory import peak_bytes
 from shardmuon.foresight.models import Model, Param, load_model, parameters_of
 from shardmuon.layout.table import ParamLayout, kept_layout
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import Exchange, Orthogonalizer, Storage
-from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.plan.items import Policy, Spec
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 from shardmuon.plan.plan import Plan, make_plan
@@ -134,7 +132,6 @@ class _Planned:
         self._chooser = self._orthogonalizer.chooser()
         self._wire = self._exchange.dtype, weights == torch.float64
         self._views: dict[tuple[int, Ints], MatrixView] = {}
-        self._coefficients: dict[tuple[int, int], Triples] = {}
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # by group and layout
 
     def exact(self, machine: Machine) -> Exact:
@@ -156,7 +153,7 @@ class _Planned:
             muon,
             adamw,
             mesh,
-            _classes_of(shares, self._peak),
+            _classes_of(shares),
             {
                 f"{number}: {ranks_text(ranks)}": plan.digests[ranks].hex()
                 for number, plan in enumerate(plans)
@@ -196,8 +193,6 @@ class _Planned:
             device = torch.device(self._device)
             made = make_spec(param.name, layout, settings, device, self._chooser, self._wire, kept_of)
             self._specs[key] = made._replace(slicings=()) if int8 else made
-            shapes = ((m.rows, m.cols) for m in layout.view.matrices)
-            self._coefficients.update(dict.fromkeys(shapes, settings.coefficients))
         return self._specs[key]._replace(name=param.name)
 
     def _shares(self, unit: Unit, plan: Plan) -> Iterable[RankClass]:
@@ -205,7 +200,7 @@ class _Planned:
         voting = _voting(plan)
         for rank, (muon, adamw, weights, scales) in zip(unit.ranks, unit.elements().T.tolist(), strict=True):
             stored = self._stored(muon, adamw, weights, scales)
-            yield RankClass((), unit.stage, stored, 0, buckets.get(rank, ()), muon, adamw, int(rank in voting))
+            yield RankClass((), unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
 
     def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> Stored:
         """Bytes that a rank keeps of so many elements, and scales of 8-bit momentum."""
@@ -216,23 +211,16 @@ class _Planned:
         of_momentum = 4 * scales + muon if momentum == "int8" else muon * (momentum or self._weights).itemsize
         return Stored(size * weights, size * weights, of_momentum, 2 * size * adamw)
 
-    def _peak(self, buckets: Sequence[BucketCount]) -> int:
-        weights = torch.float32 if self._mesh.engine == "zero" else self._weights
-        return peak_bytes(buckets, weights=weights, device=self._device, coefficients=self._coefficients)
-
 
 def _voting(plan: Plan) -> set[int]:
     return {rank for ranks in plan.digests if len(ranks) > 1 for rank in ranks}
 
 
-def _classes_of(
-    shares: Mapping[int, Sequence[RankClass]], peak: Callable[[Sequence[BucketCount]], int]
-) -> tuple[RankClass, ...]:
+def _classes_of(shares: Mapping[int, Sequence[RankClass]]) -> tuple[RankClass, ...]:
     """Ranks that are alike in all units that they are in.
 
     Args:
-        shares: Rank -> what it has of each of its units; `ranks` and `peak` are left out.
-        peak: Bytes that the buckets of one unit take beyond what is stored.
+        shares: Rank -> what it has of each of its units, without `ranks`.
     """
     members: dict[tuple[RankClass, ...], list[int]] = {}
     for rank in sorted(shares):
@@ -242,7 +230,6 @@ def _classes_of(
             ranks=tuple(ranks),
             stage=units[0].stage,
             stored=sum((unit.stored for unit in units), Stored()),
-            peak=max(peak(unit.buckets) for unit in units),  # units are stepped one after the other
             buckets=tuple(bucket for unit in units for bucket in unit.buckets),
             muon_elements=sum(unit.muon_elements for unit in units),
             adamw_elements=sum(unit.adamw_elements for unit in units),
@@ -262,9 +249,9 @@ def exact_of(plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Ex
     """
     voting = _voting(plan)
     shares = {
-        rank: [RankClass((), 0, Stored(), 0, found, sum(b.held for b in found), 0, int(rank in voting))]
+        rank: [RankClass((), 0, Stored(), found, sum(b.held for b in found), 0, int(rank in voting))]
         for rank, found in count_plan(plan, lambda rank: rank // gpus_per_node).items()
     }
     mesh = Mesh(dp=max(1, max(shares, default=-1) + 1 if world is None else world), gpus_per_node=gpus_per_node)
     elements = sum(item.numel for item in plan.items)
-    return Exact("the plan given", "a live plan", elements, 0, mesh, _classes_of(shares, lambda buckets: 0))
+    return Exact("the plan given", "a live plan", elements, 0, mesh, _classes_of(shares))

@@ -233,9 +233,10 @@ def _memory(report: Report) -> str:
     largest, have = report.exact.largest, report.hardware.middle("memory_bytes")
     need = largest.stored.total + largest.peak
     fits = "does not fit" if need > have else "tight" if need > _TIGHT * have else "fits"
-    peak = f"{_size(largest.peak)} more at the peak of a step" if largest.peak else "the peak of a step is not counted"
-    kept = f"{_size(largest.stored.total)} between steps"
-    return f"{fits}: {_size(need)} of {_size(have)}; {kept}, {peak}. Activations are not in it"
+    kept, more = _size(largest.stored.total), _size(largest.peak)
+    return (
+        f"{fits}: {_size(need)} of {_size(have)}; {kept} between steps, at most {more} more in one, without activations"
+    )
 
 
 def _straggler(report: Report) -> str:
@@ -271,7 +272,7 @@ def _ranks(exact: Exact) -> _Section:
     ]
     rest = sum(c.count for c in classes[_MANY:])
     notes = (f"{rest:,} ranks of {len(classes) - _MANY:,} other kinds are left out.", _KEY) if rest else (_KEY,)
-    first = ("rank", "stage", "matrices", "matmul FLOPs", "kept", "peak")
+    first = ("rank", "stage", "matrices", "matmul FLOPs", "kept", "in a step")
     return _Section("Ranks", rows, (*first, "sent in node", "sent between", "collectives"), notes)
 
 
