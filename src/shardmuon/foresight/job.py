@@ -173,9 +173,8 @@ class _Planned:
     def _view_of(self, param: Param) -> MatrixView:
         key, settings = (param.group, param.shape), self._options[param.group]
         if key not in self._views:
-            flat = {"view": "auto"} if len(param.shape) == 2 else {}  # also of one of a stack
             nothing = MatrixView(param.shape, param.shape, -1, (), 1)
-            self._views[key] = nothing if settings is None else matrix_view(param.shape, **{**settings.view, **flat})
+            self._views[key] = nothing if settings is None else matrix_view(param.shape, **settings.view)
         return self._views[key]
 
     def _spec_of(self, placed: Placed) -> Spec:

@@ -193,11 +193,9 @@ def modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta"
 
 def _leaf(name: str, shape: Ints) -> nn.Module:
     if len(shape) == 2 and ("embed" in name or name in ("wte", "wpe")):
-        return _bare(nn.Embedding, num_embeddings=shape[0], embedding_dim=shape[1])
+        return nn.Embedding(*shape, device="meta")
     if len(shape) == 2:
-        made = _bare(nn.Linear, in_features=shape[1], out_features=shape[0])
-        made._parameters.update(weight=None, bias=None)  # in torch's order
-        return made
+        return nn.Linear(shape[1], shape[0], bias=False, device="meta")
     return _bare(nn.RMSNorm if len(shape) == 1 and "norm" in name else _type("Node"))
 
 

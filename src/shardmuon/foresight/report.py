@@ -15,6 +15,7 @@ from shardmuon.foresight.hardware import Hardware, Time, load, scaled, seconds
 from shardmuon.foresight.job import Exact, count
 from shardmuon.foresight.layouts import Mesh, parse_mesh
 from shardmuon.foresight.pricing import Price, adamw_step, price
+from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.pipeline import Event
 
 
@@ -62,7 +63,7 @@ def plan(
         active_params=active_params,
         device=hardware.device,
         weights=weights,
-        machine=hardware.machine,
+        machine=MACHINES.get(hardware.name),
         **options,
     )
     return Report(exact, hardware, price(exact, hardware, tokens=tokens_per_step), adamw_step(exact, hardware))
