@@ -144,8 +144,8 @@ class Report:
 
 _TIGHT = 0.9  # of a rank's memory, without activations
 _KEY = (
-    "collectives of a step: exchanges (all-to-all) + votes (messages between hosts), as in 14 + 1. kept: weights, "
-    "gradients, state."
+    "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
+    "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
 _MANY = 12  # rows of a table; the rest is counted
 
@@ -273,8 +273,8 @@ def _ranks(exact: Exact) -> _Section:
     ]
     rest = sum(c.count for c in classes[_MANY:])
     notes = (f"{rest:,} ranks of {len(classes) - _MANY:,} other kinds are left out.", _KEY) if rest else (_KEY,)
-    first = ("rank", "stage", "matrices", "matmul FLOPs", "kept", "in a step")
-    return _Section("Ranks", rows, (*first, "sent in node", "sent between", "collectives"), notes)
+    first = ("rank", "stage", "NS runs", "matmul FLOPs", "kept", "in a step")
+    return _Section("Ranks", rows, (*first, "sent in node", "sent between", "calls + votes"), notes)
 
 
 def _parts(report: Report) -> _Section:
