@@ -129,6 +129,12 @@ def test_parts_share_every_element_out_once() -> None:
         assert [n for _, n in found] == list(range(size)) and all((at + n) // part == r for r, n in found)
 
 
+def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
+    """As DeepSpeed aligns flats for NCCL: 17 elements on four ranks are 24, six of which each rank steps."""
+    (ranks,) = count(nn.Sequential(nn.Linear(17, 1, bias=False)), "dp=4", engine="zero").classes
+    assert (ranks.count, ranks.stored.weights, ranks.stored.masters) == (4, 4 * 24, 4 * 6)
+
+
 # ---------------------------------------------------------------------------------------------------- how long it takes
 
 
