@@ -34,9 +34,7 @@ def main() -> None:
     rows = []
     for preset, name, tokens, counts, mesh, colour in MODELS:
         for ranks in counts:
-            report = plan(
-                preset, mesh.format(n=ranks, r=ranks // 8), gpu=args.gpu, tokens_per_step=tokens, advice=False
-            )
+            report = plan(preset, mesh.format(n=ranks, r=ranks // 8), gpu=args.gpu, tokens_per_step=tokens)
             rows.append((name, colour, ranks, *(100 * value for value in report.overhead), str(report.price.step)))
             print(*rows[-1], flush=True)
     draw(rows, args.gpu, args.out)

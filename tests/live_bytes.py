@@ -9,16 +9,42 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
-
-from shardmuon.foresight.memory import LiveBytes
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 PATIENCE_S = 60.0
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages made inside, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._live: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            storage = t.untyped_storage() if isinstance(t, Tensor) else None
+            if storage is not None and storage._cdata not in given | self._live:
+                self._live.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, storage.nbytes(), storage._cdata)
+        return out
+
+    def _gone(self, nbytes: int, key: int) -> None:
+        self.now -= nbytes
+        self._live.discard(key)
 
 
 class _LetGo:

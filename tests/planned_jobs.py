@@ -9,7 +9,7 @@ from published import decoder
 from shardmuon.foresight.job import Exact
 
 DENSE = decoder(96, 48, 3, 4, 2, 12, 80)
-SPARSE = decoder(96, 48, 2, 4, 2, 12, 80, qk_norm=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+SPARSE = decoder(96, 48, 2, 4, 2, 12, 80, qk_norm=True, num_experts=4, moe_intermediate_size=24)
 
 
 def same_as_live(exact: Exact, found: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,10 +22,6 @@ def house() -> ModuleType:
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
-
-
-def parsed(source: str) -> ast.Module:
-    return ast.parse(textwrap.dedent(source))
 
 
 def run(path: Path, source: str, **names: Any) -> dict[str, Any]:
@@ -72,93 +69,92 @@ def test_what_is_called_may_raise_and_is_watched_no_longer(house: ModuleType, tm
     assert sys.getprofile() is None
 
 
-def test_lines_of_functions_leave_out_docstrings_and_lambdas(house: ModuleType) -> None:
-    tree = parsed(
-        '''
-        @cached
-        def decorated():
-            """One.
-
-            Two."""
-            return 1
-
-        class K:
-            def method(
-                self
-            ): return 2
-        '''
-    )
+def lengths_of_entered(house: ModuleType, tree: ast.Module) -> list[int]:
     entered = [("a.py", 2, "decorated"), ("a.py", 10, "method"), ("a.py", 10, "method"), ("a.py", 3, "<lambda>")]
-    assert house.lengths(entered, {"a.py": tree}) == [2, 3]
+    return house.lengths(entered, {"a.py": tree})  # type: ignore[no-any-return]
 
 
-def test_statements_leave_out_docstrings_and_imports(house: ModuleType) -> None:
-    tree = parsed(
-        '''
-        """Of the module."""
-        import os
-        x = 1
-        class K:
-            """Of the class."""
-            def f(self):
-                """Of the function."""
-                from a import b
-                if x:
-                    return "a string"
-                "no docstring"
-        '''
-    )
-    assert house.statements(tree) == 6  # x, class, def, if, return, the last string
+def badly_opened(house: ModuleType, tree: ast.Module) -> list[str]:
+    return [text for text in house.docstrings(tree) if house.BAD_OPENING.match(text)]
 
 
-def test_names_classes_and_docstrings_of_a_module(house: ModuleType) -> None:
-    tree = parsed(
-        '''
-        """What it is for."""
-        import os
-        ONE, (_two, three) = 1, (2, 3)
-        four: int = 4
-        ONE_MORE["key"] = os.five = 5
-        class K:
-            """Those of it."""
-            six = 6
-            class L:
-                """Kinds."""
-        def _seven(): "Whether, or not."
-        async def eight(): "Return to it."
-        '''
-    )
-    assert list(house.public_names(tree)) == ["ONE", "three", "four", "K", "eight"]
-    assert house.classes(tree) == {"K", "L"}
-    assert [text for text in house.docstrings(tree) if house.BAD_OPENING.match(text)] == [
-        "What it is for.", "Those of it.", "Whether, or not."
-    ]  # fmt: skip
+LINES = '''
+    @cached
+    def decorated():
+        """One.
 
+        Two."""
+        return 1
 
-def test_catches_are_handlers_that_do_not_raise_and_their_like(house: ModuleType) -> None:
-    tree = parsed(
-        """
-        try: pass
-        except A: pass
-        except B: raise
-        except C as error:
-            if error.args:
-                raise D from error
-        except E:
-            def later(): raise F
-        with suppress(G), contextlib.suppress(H), other.suppress(I): pass
-        class K:
-            def __exit__(self, *_): return False
+    class K:
+        def method(
+            self
+        ): return 2
+'''
+STATEMENTS = '''
+    """Of the module."""
+    import os
+    x = 1
+    class K:
+        """Of the class."""
+        def f(self):
+            """Of the function."""
+            from a import b
+            if x:
+                return "a string"
+            "no docstring"
+'''
+NAMES = '''
+    """What it is for."""
+    import os
+    ONE, (_two, three) = 1, (2, 3)
+    four: int = 4
+    ONE_MORE["key"] = os.five = 5
+    class K:
+        """Those of it."""
+        six = 6
         class L:
-            def __exit__(self, kind, *_):
-                self.close(lambda: True)
-                return kind is M
-        class N:
-            async def __aexit__(self, *_):
-                return
-        """
-    )
-    assert sorted(house.catches(tree)) == [3, 8, 10, 10, 14]
+            """Kinds."""
+    def _seven(): "Whether, or not."
+    async def eight(): "Return to it."
+'''
+CATCHES = """
+    try: pass
+    except A: pass
+    except B: raise
+    except C as error:
+        if error.args:
+            raise D from error
+    except E:
+        def later(): raise F
+    with suppress(G), contextlib.suppress(H), other.suppress(I): pass
+    class K:
+        def __exit__(self, *_): return False
+    class L:
+        def __exit__(self, kind, *_):
+            self.close(lambda: True)
+            return kind is M
+    class N:
+        async def __aexit__(self, *_):
+            return
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "source", "expected"),
+    [
+        (lengths_of_entered, LINES, [2, 3]),  # without docstrings and lambdas
+        (lambda house, tree: house.statements(tree), STATEMENTS, 6),  # x, class, def, if, return, the last string
+        (lambda house, tree: list(house.public_names(tree)), NAMES, ["ONE", "three", "four", "K", "eight"]),
+        (lambda house, tree: house.classes(tree), NAMES, {"K", "L"}),
+        (badly_opened, NAMES, ["What it is for.", "Those of it.", "Whether, or not."]),
+        (lambda house, tree: sorted(house.catches(tree)), CATCHES, [3, 8, 10, 10, 14]),  # that do not raise
+    ],
+)
+def test_what_a_small_source_has_is_counted(
+    house: ModuleType, count: Callable[..., object], source: str, expected: object
+) -> None:
+    assert count(house, ast.parse(textwrap.dedent(source))) == expected
 
 
 FILES = {

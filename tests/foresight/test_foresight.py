@@ -58,7 +58,7 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world
 
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
-FEW = SPARSE | {"num_experts": 2, "num_experts_per_tok": 1}
+FEW = SPARSE | {"num_experts": 2}
 AUTO: dict[str, Any] = {"exchange": Exchange(bucket_bytes=20_000)}  # bytes of the wire, which is bf16 for bf16 products
 OPTIONS: dict[str, Any] = {"orthogonalizer": STANDARD, **AUTO}
 
@@ -69,7 +69,7 @@ def _live_model(config: dict[str, Any], mesh: Mesh) -> tuple[nn.Module, dict[str
     model: Any = build(config, "cpu")
     for p in model.parameters():
         nn.init.normal_(p)
-    if mesh.engine == "ddp":
+    if mesh.shard == mesh.tp == 1:
         return model, {"process_group": dist.group.WORLD}
     names = [name for name in ("dp", "shard", "tp") if getattr(mesh, name) > 1]
     devices = init_device_mesh("cpu", tuple(getattr(mesh, name) for name in names), mesh_dim_names=tuple(names))

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import random
 import time
-import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +11,8 @@ import torch
 from published import decoder, rounded
 from torch import nn
 
-from shardmuon.foresight import models
 from shardmuon.foresight.job import count
-from shardmuon.foresight.layouts import _stages_of, _zero_ranges, megatron_ranges, parse_mesh
+from shardmuon.foresight.layouts import _stages_of, in_parts, parse_mesh
 from shardmuon.foresight.models import AFTER, Param, _active_of, _preset, _preset_names, build
 
 SMALL = decoder(96, 48, 4, 4, 2, 12, 80)
@@ -29,112 +24,55 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     found, published = sum(p.numel() for p in build(data["config"]).parameters()), data["published_parameters"]
     least, most = rounded(published) if isinstance(published, str) else (published, published)
     assert least <= found <= most
+    assert ("active_parameters" in data) == ("num_experts" in data["config"])
     assert data["source"].startswith("https://") and data["published_at"].startswith("https://")
 
 
-def _moe(experts: nn.Module, name: str = "experts", **config: Any) -> nn.Module:
-    """A model of an embedding, an attention weight of 64 elements, and experts of 12 elements each."""
-    layer = nn.Module()
-    layer.attention = nn.Linear(8, 8, bias=False)
-    layer.add_module(name, experts)
+def _model(**layers: Any) -> nn.Module:
+    """A table of 800 elements, an attention weight of 64, and layers of other names."""
     model = nn.Module()
     model.embed = nn.Embedding(100, 8)
-    model.layers = nn.ModuleList([layer])
-    model.config = types.SimpleNamespace(**config)  # type: ignore[assignment]
+    model.layers = nn.ModuleList([nn.ModuleDict({"attention": nn.Linear(8, 8, bias=False), **layers})])
     return model
 
 
-def _list() -> nn.Module:
+def _experts() -> nn.Module:
     return nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(8))
 
 
-def _stack(**shapes: tuple[int, ...]) -> nn.Module:
-    return nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+def _stack() -> nn.Module:
+    return nn.ParameterDict({"w": nn.Parameter(torch.zeros(8, 3, 4))})
 
 
-def _in_list(numbers: dict[str, Any]) -> nn.Module:
-    return _moe(_list(), **numbers)
-
-
-def _tied(**numbers: Any) -> nn.Module:
-    model = _in_list(numbers)
+def _tied() -> nn.Module:
+    model = _model()
     model.lm_head = nn.Linear(8, 100, bias=False)
     model.lm_head.weight = model.embed.weight  # type: ignore[union-attr, assignment]
     return model
 
 
-EIGHT = {"num_experts": 8}
-
-
 @pytest.mark.parametrize(
-    ("model", "expected", "says"),
+    ("model", "expected"),
     [
-        (_in_list(EIGHT | {"num_experts_per_tok": 2}), 64 + 2 * 12, "2 of 8 experts (num_experts_per_tok)"),
-        (_in_list(EIGHT | {"num_experts_per_tok": [1, 3]}), 64 + 2 * 12, "2 of 8 experts (num_experts_per_tok)"),
-        (_in_list({"text_config": EIGHT | {"moe_k": 2}}), 64 + 2 * 12, "2 of 8 experts (moe_k)"),
-        (
-            _in_list(EIGHT | {"model_type": "switch_transformers"}),
-            64 + 12,
-            "1 of 8 experts (model_type switch_transfor",
-        ),
-        (_moe(_stack(w=(8, 3, 4), b=(8, 3)), moe_topk=4, **EIGHT), 64 + 4 * 15, "4 of 8 experts (moe_topk)"),
-        (  # DBRX: one matrix for all experts
-            _moe(_stack(w1=(24, 4)), ffn_config={"moe_num_experts": 8, "moe_top_k": 4}),
-            64 + 4 * 12,
-            "4 of 8 experts (moe_top_k)",
-        ),
-        (  # Granite: experts by another name
-            _moe(_stack(input_linear=(8, 3, 4)), "moe", num_local_experts=8, num_experts_per_tok=2),
-            64 + 2 * 12,
-            "2 of 8 experts",
-        ),
-        (_tied(num_experts_per_tok=2, **EIGHT), 64 + 2 * 12 + 800, "2 of 8 experts"),
-        (_moe(_list(), "shared_experts", num_experts_per_tok=2, **EIGHT), 64 + 8 * 12, ""),
-        (  # one of the experts' module that every token takes
-            _moe(
-                nn.ModuleDict({n: nn.Linear(4, 3, bias=False) for n in "ab"} | {"shared": nn.Linear(4, 3, bias=False)}),
-                num_experts_per_tok=2,
-                **EIGHT,
-            ),
-            64 + 12 + 2 * 12 * 2 // 8,
-            "2 of 8 experts",
-        ),
-        (_moe(_stack(relative=(8, 3, 4)), "moe", num_experts_per_tok=2), 64 + 8 * 12, ""),  # eight of what?
-        *(
-            (_in_list(said), 64 + 8 * 12, f"all {many}experts are counted as active, as no configuration says how many")
-            for said, many in (
-                ({}, ""),
-                (EIGHT | {"top_k": 2}, "8 "),  # a sampler's
-                (EIGHT | {"num_experts_per_tok": 9}, "8 "),
-                (EIGHT | {"num_experts_per_tok": True}, "8 "),
-            )
-        ),
+        (_model(), 64),
+        (_tied(), 64 + 800),
+        (_model(shared_experts=_experts()), 64 + 8 * 12),  # every token takes them
+        (_model(experts=_experts()), 0),
+        (_model(block_sparse=nn.ModuleDict({"local_experts": _experts()})), 0),
+        (_model(moe=_stack()), 0),  # by another name
     ],
 )
-def test_experts_of_a_token_are_those_that_a_configuration_says(model: nn.Module, expected: int, says: str) -> None:
-    """All are counted where none says it, and that is said; without experts nothing is."""
-    elements, source = _active_of(model, models.flattened(vars(model.config)))
-    assert elements == expected
-    assert source.startswith(says) and bool(source) == bool(says)
+def test_what_works_on_a_token_is_all_but_tables_and_unknown_of_experts(model: nn.Module, expected: int) -> None:
+    """A head that is the embedding counts once."""
+    assert _active_of(model) == expected
 
 
-SPARSE = SMALL | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_shared_experts": 1}
+SPARSE = SMALL | {"num_experts": 8, "moe_intermediate_size": 20, "num_shared_experts": 1}
 
 
-def test_a_file_says_it_where_the_module_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules of a config.json come from transformers."""
-    made = build(SPARSE)
-    made.config = None  # type: ignore[assignment]
-    (tmp_path / "config.json").write_text(json.dumps(SPARSE))
-    monkeypatch.setattr(models, "model_from_config", lambda text: made)
-    exact = count(str(tmp_path), "shard=2")
-    assert exact.active == "2 of 8 experts (num_experts_per_tok)" and exact.model == tmp_path.name
-    assert exact.tokens_flops == count(build(SPARSE), "shard=2").tokens_flops
-    assert exact.tokens_flops < count(build(SPARSE | {"num_experts_per_tok": 8}), "shard=2").tokens_flops
-
-
-def test_the_number_can_be_given() -> None:
+def test_the_number_can_be_given_and_is_asked_for() -> None:
     assert count(build(SPARSE), "shard=2", active_params=3e5).tokens_flops == 1800000
+    assert count(build(SPARSE), "shard=2").tokens_flops == 0
     for wrong in (0, -1e9, float("nan"), float("inf"), True, "3B"):
         with pytest.raises(ValueError, match=r"active_params=.* must be a number of parameters"):
             count(build(SPARSE), "shard=2", active_params=wrong)  # type: ignore[arg-type]
@@ -158,13 +96,13 @@ _COUNTED = ("muon_elements", "orthogonalized")
 
 def _layers(num: int) -> list[Param]:
     """A parameter of each layer, one before and one after them."""
-    return [Param("p", (2, 2), 0, True, None, False, layer, 0) for layer in (-1, *range(num), AFTER)]
+    return [Param("p", (2, 2), 0, True, None, False, layer) for layer in (-1, *range(num), AFTER)]
 
 
 def test_layers_are_told_from_their_experts() -> None:
     """Eight experts in each of two layers are no eight layers."""
-    model = _in_list(EIGHT | {"num_experts_per_tok": 2})
-    model.layers.append(_in_list({}).layers[0])  # type: ignore[operator, union-attr, index]
+    model = _model(experts=_experts())
+    model.layers.append(_model(experts=_experts()).layers[0])  # type: ignore[operator, union-attr, index]
     stages = count(model, "shard=1 pp=2", gpus_per_node=1).classes
     assert [(c.stage, c.muon_elements) for c in stages] == [(stage, 64 + 8 * 12) for stage in (0, 1)]
 
@@ -182,28 +120,19 @@ def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
             assert len({m[:2] for m in bucket.matrices}) == len(bucket.matrices) <= 2
 
 
-def test_flat_buffers_share_every_element_out_once() -> None:
-    """What is padded is counted. (test_megatron.py compares Megatron's with its own.)"""
+def test_parts_share_every_element_out_once() -> None:
     draw = random.Random(0)
     for _ in range(100):
-        sizes, num = [draw.randint(1, 700) for _ in range(draw.randint(1, 9))], draw.randint(1, 8)
-        bucket, stage = draw.choice([None, 500, 1000]), draw.choice([1, 2, 3])
-        (flat, total), (table, length) = megatron_ranges(sizes, num, bucket), _zero_ranges(sizes, num, stage)
-        for held in (flat, table):
-            assert [sum(stop - start for start, stop in of_ranks) for of_ranks in held] == sizes
-        assert total >= sum(sizes) and total % math.lcm(num, 128) == 0
-        even = 2 * num  # DeepSpeed aligns flats for NCCL
-        padded = [-(-n // num) * num for n in sizes] if stage == 3 else [-(-sum(sizes) // even) * even]
-        assert num * length == sum(padded)
+        at, size, part, num = draw.randint(0, 300), draw.randint(0, 700), draw.randint(1, 400), draw.randint(1, 8)
+        size = min(size, max(0, num * part - at))
+        found = [(r, n) for r, held in enumerate(in_parts(at, size, part, num)) for n in range(*held)]
+        assert [n for _, n in found] == list(range(size)) and all((at + n) // part == r for r, n in found)
 
 
-def test_megatron_experts_are_planned_for_each_expert_group() -> None:
-    """Each matrix is orthogonalized once in the job, whatever the groups."""
-    sparse = SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    exact = count(build(sparse), "dp=4 tp=2 ep=2", engine="megatron", gpus_per_node=4)
-    assert list(exact.digests) == ["0: 0-7", "1: 0,1,4,5", "2: 2,3,6,7"] and len(set(exact.digests.values())) == 3
-    assert sum(c.count * c.orthogonalized for c in exact.classes) == SMALL["num_hidden_layers"] * (4 + 4 * 3)
-    assert sum(c.count * c.muon_elements for c in exact.classes) == exact.muon_params
+def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
+    """As DeepSpeed aligns flats for NCCL: 17 elements on four ranks are 24, six of which each rank steps."""
+    (ranks,) = count(nn.Sequential(nn.Linear(17, 1, bias=False)), "dp=4", engine="zero").classes
+    assert (ranks.count, ranks.stored.weights, ranks.stored.masters) == (4, 4 * 24, 4 * 6)
 
 
 # ---------------------------------------------------------------------------------------------------- how long it takes

@@ -223,7 +223,7 @@ def test_shares_follow_from_the_seconds() -> None:
     ("exact", "without", "tokens", "told"),
     [
         ({}, "nothing", 0.0, "tokens=0.0 must be a number above 0"),
-        ({"tokens_flops": 0}, "nothing", 1e6, "how many FLOPs a token takes is not known"),
+        ({"tokens_flops": 0}, "nothing", 1e6, "how many parameters work on a token is not known"),
         ({}, "peak", None, r"no peak bfloat16, only others.*numbers:"),
         ({}, "efficiency", None, r"no efficiency of any, only others.*numbers:"),
     ],
@@ -314,7 +314,6 @@ def _exact(rows: int = 1024) -> Exact:
         ranks=(0, 1, 2, 3),
         stage=0,
         stored=Stored(weights=8 * size, momentum=8 * size, moments=8_000),
-        peak=4 * size,
         buckets=buckets,
         muon_elements=2 * size,
         adamw_elements=1_000,

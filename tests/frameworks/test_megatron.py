@@ -8,10 +8,8 @@ import contextlib
 import copy
 import pathlib
 import queue
-import random
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +21,6 @@ from megatron_gpt import Job, gpt, megatron, needs_megatron, optimizer_config, s
 from torch import Tensor, nn
 
 from shardmuon import ExchangeError, Muon, Storage, audit, clip_grad_norm_, param_groups
-from shardmuon.foresight.layouts import megatron_ranges
 from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool, get_pool
@@ -242,36 +239,6 @@ def test_ranks_that_hold_padding_only_take_part(world4: RankPool) -> None:
     held, runs = zip(*world4.run(_hardly_anything), strict=True)
     assert held == (32, 32, 0, 0)
     assert sum(runs) == 2
-
-
-def _real_ranges() -> None:
-    with megatron():  # quietly
-        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
-
-    generator = random.Random(0)
-    for _ in range(100):
-        params = [nn.Parameter(torch.zeros(generator.randint(1, 700))) for _ in range(generator.randint(1, 9))]
-        bucket, num_ranks = generator.choice([None, 500, 1000]), generator.randint(1, 8)
-        layout = DistributedOptimizer._compute_per_buffer_param_layout(
-            params, bucket, num_ranks, SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
-        )
-        theirs = [[(0, 0)] * num_ranks for _ in params]
-        for start, end in layout.bucket_indices:
-            part = (end - start) // num_ranks
-            for k in range(num_ranks):
-                held = DistributedOptimizer._build_model_gbuf_param_range_map(
-                    layout.param_index_map, Range(start + k * part, start + (k + 1) * part), start
-                )
-                for number, param in enumerate(params):
-                    if param in held:
-                        theirs[number][k] = (held[param]["param"].start, held[param]["param"].end)
-        ours, _ = megatron_ranges([p.numel() for p in params], num_ranks, bucket)
-        assert list(map(list, ours)) == theirs
-
-
-@needs_megatron
-def test_flat_buffers_are_laid_out_as_megatron_does(world2: RankPool) -> None:
-    world2.run(_real_ranges)
 
 
 # --------------------------------------------------------------------------------------------- groups and refusals

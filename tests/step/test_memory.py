@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage
 from shardmuon.comm import groups
+from shardmuon.foresight.job import exact_of
 from shardmuon.layout.engines import engine_of
 from shardmuon.momentum.keeper import offloaded_from
 from shardmuon.orthogonalize import orthogonalize
@@ -31,9 +32,9 @@ SHAPES = [(128, 256)] * 16 + [(256, 128)] * 8 + [(128, 128)] * 12
 COEFFICIENTS = ((3.4445, -4.7750, 2.0315),)
 
 
-def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple[int, int, int, int]:
+def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple[int, int, int, int, int]:
     """Peak of the second step; two buckets with two more relays, and the work space, from the plan; matrices of the
-    largest bucket."""
+    largest bucket; what `shardmuon plan` says."""
     cases = {f"w{i}": ParamCase(shape, "") for i, shape in enumerate(SHAPES)}
     generator = torch.Generator().manual_seed(0)
     full = {name: torch.randn(case.shape, generator=generator) for name, case in cases.items()}
@@ -67,7 +68,9 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
             x = torch.empty(batch.shape).normal_()
             x = x.mT.contiguous() if x.shape[1] > x.shape[2] else x
             work.append(4 * x.numel() + peak_of(lambda x=x: orthogonalize(x, COEFFICIENTS, method=method, dtype=FP32)))
-    return peak, 2 * (max(buckets) + max(relays)), max(work), max(matrices)
+    assert optimizer.plan is not None
+    (said,) = (c.peak for c in exact_of(optimizer.plan).classes if dist.get_rank() in c.ranks)
+    return peak, 2 * (max(buckets) + max(relays)), max(work), max(matrices), said
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,8 @@ def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, op
     # what the momentum of 2**17 elements makes, whatever the bucket
     portion = 2 * MIB if "storage" in options else MIB // 2
     for size, found in zip(sizes, (small, large), strict=True):
-        for peak, two_buckets, work, matrices in found:
+        for peak, two_buckets, work, matrices, said in found:
+            assert peak <= said + portion
             assert matrices <= size
             assert peak <= two_buckets + max(work, two_buckets // 2 + portion)
             copies = {"fsdp2": 1, "hsdp": 2, "ddp": world}[layout]

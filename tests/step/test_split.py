@@ -15,16 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_layout import Planned, assert_counted, planned
-from live_bytes import peak_of
 from simulated import LAYOUTS as SIMULATED
 from simulated import REPLICATED, SimulatedRanks, group_of, sharded
 
 import shardmuon.step.bucket as bucket_module
 from shardmuon import Muon, Orthogonalizer, audit
-from shardmuon.foresight.counting import count_plan
-from shardmuon.foresight.memory import peak_bytes
 from shardmuon.layout.views import MatrixView, matrix_view
-from shardmuon.options import per_step
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import triples
@@ -38,7 +34,6 @@ from shardmuon.step.options import OptionsReader
 from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, parameters
 from shardmuon.testing.pool import RankPool, get_pool
-from shardmuon.testing.tolerances import assert_counted_bytes
 
 TABLE = {
     "wide": ParamCase((64, 256), "slices of columns"),
@@ -177,27 +172,6 @@ def test_an_audit_passes_split_matrices_and_names_one_orthogonalized_by_slices(w
     assert sound == (set(), set())
     assert planted[0] - {"update_differs"} == {"orthogonalized_by_shard"}
     assert planted[1] == {"wide", "tall", "in_out"}
-
-
-def _peaks() -> tuple[int, int]:
-    """Bytes of a step at its highest point, counted and measured."""
-    job = _Job(split_k=4)
-    job.step()
-    (group, *_), plan = job.optimizer.param_groups, job.optimizer.plan
-    assert plan is not None
-    steps = per_step(group["ns_coefficients"], group["ns_steps"])
-    counted = peak_bytes(
-        count_plan(plan, lambda rank: 0)[dist.get_rank()],
-        weights=torch.float32,
-        device="cpu",
-        coefficients={item[2:4]: steps for item in plan.items},
-    )
-    return counted, peak_of(job.optimizer.step)
-
-
-def test_nothing_holds_what_came_in_a_sum_while_the_next_one_travels(world4: RankPool) -> None:
-    for counted, measured in world4.run(_peaks):
-        assert_counted_bytes(counted, measured)
 
 
 TIMEOUT = 6.0  # seconds

@@ -17,14 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from published import EXPERTS, assert_published
 from torch import Tensor, nn
 from zoo_expected import EXPECTED
 from zoo_models import CLASSIFIERS, MODELS
 
 from shardmuon import param_groups
 from shardmuon.commands.main import main
-from shardmuon.foresight.models import load_model
 from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.groups import ParamGroups
@@ -200,9 +198,3 @@ def test_a_config_file_gives_the_table(name: str, tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.strip() == str(routed(model)[0])
     assert main(["route", str(tmp_path)]) == 0
     assert "(2)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("row", EXPERTS, ids=lambda row: row["name"])
-def test_published_models_of_experts_are_read_off_their_modules(row: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(row["config"]))
-    assert_published(load_model(str(tmp_path)), row)

@@ -23,13 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mesh", required=True, help='sizes of the axes, e.g. "dp=8 shard=64 tp=8 ep=8 pp=4"')
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(names())}, or a .yaml file (%(default)s)")
-    parser.add_argument("--engine", help="cuts parameters up: fsdp2, ddp, zero1 to zero3, megatron")
+    parser.add_argument(
+        "--engine", help="cuts parameters up: torch (default: DDP, FSDP2, HSDP, TP, EP), zero (ZeRO 1 and 2)"
+    )
     parser.add_argument("--tokens-per-step", type=float, help="of a training step on all ranks: 4e6")
-    parser.add_argument("--active-params", type=float, help="that work on a token: 3e9 (default: as config.json says)")
+    parser.add_argument("--active-params", type=float, help="that work on a token, of a model with experts: 3e9")
     parser.add_argument("--gpus-per-node", type=int, help="ranks that the fast links join (default: the GPU's)")
     parser.add_argument("--weights", choices=sorted(_DTYPES), default="float32", help="of parameters (%(default)s)")
     parser.add_argument("--momentum", choices=("float32", "bfloat16", "int8"), help="stored as (default: as gradients)")
-    parser.add_argument("--no-advice", dest="advice", action="store_false", help="try no changes that might help")
     parser.add_argument("--html", type=Path, help="write the report as one page, with the step's timeline")
 
 
@@ -47,7 +48,6 @@ def run(args: argparse.Namespace) -> int:
             tokens_per_step=args.tokens_per_step,
             active_params=args.active_params,
             weights=_DTYPES[args.weights],
-            advice=args.advice,
             storage=Storage(momentum_dtype=_DTYPES.get(args.momentum, args.momentum)),
         )
         text = report.text(shutil.get_terminal_size((150, 0)).columns)

@@ -18,7 +18,6 @@ from shardmuon.layout.pieces import Piece
 from shardmuon.plan.items import Bucket, Item, Kept, Route
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import aligned
-from shardmuon.step.update import PORTION, PORTION_ELSEWHERE
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -108,10 +107,6 @@ class BucketCount:
         relays: True if the bucket has a relay.
         sums: Exchanges in which owners of slices add up what they made.
         batches: Bytes of `matrices` where they are orthogonalized.
-        stepped: Elements of updates that momentum makes at once, at most: while this rank packs, and while it fills its
-            batches.
-        applied: Elements that are applied at once, at most: of its own matrices and what the scatter brings, of what
-            the relay brings.
     """
 
     number: int
@@ -129,8 +124,6 @@ class BucketCount:
     relays: bool = False
     sums: int = 0
     batches: int = 0
-    stepped: tuple[int, int] = (0, 0)
-    applied: tuple[int, int] = (0, 0)
 
     @property
     def exchanges(self) -> int:
@@ -153,7 +146,7 @@ class Stored:
         gradients: As they stand at `step()`.
         momentum: Muon's.
         moments: AdamW's two.
-        masters: fp32 copies of the weights, of engines that keep them (ZeRO, Megatron).
+        masters: fp32 copies of the weights, which ZeRO keeps.
     """
 
     weights: int = 0
@@ -180,7 +173,6 @@ class RankClass:
         ranks: All of them, ascending.
         stage: Its pipeline stage.
         stored: Bytes between steps.
-        peak: Bytes beyond `stored` at the highest point of a step.
         buckets: Buckets in the order in which they run.
         muon_elements: Elements whose momentum and weights this rank updates (replicas count on each rank).
         adamw_elements: Elements that AdamW updates on this rank.
@@ -190,7 +182,6 @@ class RankClass:
     ranks: tuple[int, ...]
     stage: int
     stored: Stored
-    peak: int
     buckets: tuple[BucketCount, ...]
     muon_elements: int
     adamw_elements: int
@@ -215,6 +206,13 @@ class RankClass:
     def sent(self) -> Sent:
         """All that leaves a rank in exchanges; its bytes are `Traffic.bytes_sent` of one step."""
         return _total(side for bucket in self.buckets for side in bucket.sent)
+
+    @property
+    def peak(self) -> int:
+        """Bytes beyond `stored` that a step takes at most, but for one portion of momentum: two buckets with all that
+        they send and receive, and four times the matrices of one as work space (docs/memory.md)."""
+        moved = (b.batches + sum(side.bytes for side in (*b.sent, *b.received)) for b in self.buckets)
+        return 2 * max(moved, default=0) + 4 * max((b.batches for b in self.buckets), default=0)
 
     @property
     def exchanges(self) -> int:
@@ -382,15 +380,9 @@ class _Tally:
             replicas = self.plan.specs[first.param].layout.replicas
             exchanging = replicas[0] if len(first.owners) > 1 else bucket.ranks
         num_nodes = len(set(map(node_of, exchanging)))
-        limit = PORTION if bucket.kind == "cpu" else PORTION_ELSEWHERE
         sides = [_sides(self.messages[side], ranks, nodes) for side in ("gather", "scatter", "relay")]
         summed = [_sides(found, ranks, nodes) for side, found in self.messages.items() if isinstance(side, int)]
-        own_tiles, foreign_tiles = self.stored["own"], self.stored["foreign"]
-        (own, filled), (foreign, packed), (idle, finished), (_, applied) = (
-            _stepped(side, ranks, limit)
-            # what comes back is applied behind a rank's own tiles, in the same calls
-            for side in (own_tiles, foreign_tiles, self.stored["idle"], own_tiles + foreign_tiles)
-        )
+        own, foreign, idle = (_held(self.stored[side], ranks) for side in ("own", "foreign", "idle"))
         for at, rank in enumerate(bucket.ranks):
             sent, received = (
                 Sides._make([*(side[way][at] for side in sides), _total(side[way][at] for side in summed)])
@@ -417,8 +409,6 @@ class _Tally:
                     relays=self.relays,
                     sums=len(summed),
                     batches=self.batches[rank],
-                    stepped=(packed[at], filled[at]),
-                    applied=(applied[at], finished[at]),
                 ),
             )
 
@@ -450,12 +440,9 @@ def _sides(messages: Sequence[_Messages], ranks: Ints, nodes: Ints) -> tuple[lis
     return found[0], found[1]
 
 
-def _stepped(tiles: Sequence[tuple[Ints, Ints]], ranks: Ints, limit: int) -> tuple[list[int], list[int]]:
-    """Elements that each rank steps of these tiles, and at most at once: a portion is filled to the limit, or has one
-    larger tile (see `step.update`)."""
-    every, largest = np.zeros((2, len(ranks)), dtype=np.int64)
+def _held(tiles: Sequence[tuple[Ints, Ints]], ranks: Ints) -> list[int]:
+    """Elements of these tiles on each rank."""
+    found = np.zeros(len(ranks), dtype=np.int64)
     for rank, numel in tiles:
-        at = np.searchsorted(ranks, rank)
-        np.add.at(every, at, numel)
-        np.maximum.at(largest, at, numel)
-    return every.tolist(), np.minimum(every, np.maximum(limit, largest)).tolist()
+        np.add.at(found, np.searchsorted(ranks, rank), numel)
+    return list(map(int, found))

@@ -31,10 +31,7 @@ import torch
 
 from shardmuon.orthogonalize import batch_size, default_dtype
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.plan.machines import SIDES, Machine
 
-# facts that a `Machine` has in nanoseconds, in its order
-_NANOSECONDS = ("latency_inside", "latency_across", "latency_peer", "host_bucket", "host_matrix", "launch")
 # Bytes that a pass reads and writes of one fp32 element beside the wire's: kernels one after the other, as lists of
 # tensors run.
 #   pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the wire).
@@ -207,24 +204,6 @@ class Hardware:
     def gpus_per_node(self) -> int:
         """Ranks that the fast links join."""
         return int(self.middle("gpus_per_node"))
-
-    @property
-    def machine(self) -> Machine:
-        """The numbers by which the optimizer itself chooses between plans on this machine: middle values, as whole
-        numbers."""
-        of = self.middle
-        network = of("nic") * min(1.0, of("nics_per_node") / of("gpus_per_node")) * of("nic_efficiency")
-        rates = (
-            *(of(f"peak {dtype}") / 1e9 for dtype in ("bfloat16", "float32", "float64")),
-            of("memory_bandwidth") * of("memory_efficiency") / 1e6,
-            of("link") * of("link_efficiency") / 1e6,
-            network / 1e6,
-            self.gpus_per_node,
-            *(1e9 * of(name) for name in _NANOSECONDS),
-        )
-        table = self[self.efficiency("standard bfloat16", "bfloat16")]
-        shares = tuple(round(1000 * table.at(side)[0].mid) for side in SIDES)
-        return Machine(self.name, shares, *map(round, rates))
 
     def efficiency(self, how: str, dtype: str) -> str:
         """Name of the table that is nearest to a choice with products in a dtype; "efficiency of any" if none is."""
@@ -422,12 +401,12 @@ def _known(data: Any, slope: float) -> _Known:
     if not isinstance(data, Mapping):
         raise ValueError(f"it must be {{value: .., source: .., verified: true|false}}, found {data!r}")
     source, verified = str(data["source"]), data["verified"] is True
-    if "rows" in data:
-        rows = data["rows"]
-        tables = rows if rows and isinstance(rows, Mapping) else {1.0: rows}
-        return _Known(source, verified, {float(aspect): _measured(of) for aspect, of in tables.items()}, slope)
-    ends = (data["value" if "value" in data else end] for end in ("low", "high"))
-    return _Known(source, verified, {1.0: [_row([1.0, *ends])]}, slope)
+    if "rows" not in data:
+        ends = (data["value" if "value" in data else end] for end in ("low", "high"))
+        return _Known(source, verified, {1.0: [_row([1.0, *ends])]}, slope)
+    rows = data["rows"]
+    tables = rows if rows and isinstance(rows, Mapping) else {1.0: rows}
+    return _Known(source, verified, {float(aspect): _measured(of) for aspect, of in tables.items()}, slope)
 
 
 def _measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardmuon.errors import ranks_text
-from shardmuon.foresight.counting import BucketCount, RankClass, Stored, count_plan
-from shardmuon.foresight.layouts import Mesh, Placed, Unit, check_divides, make_units, parse_mesh
-from shardmuon.foresight.memory import peak_bytes
-from shardmuon.foresight.models import Model, Param, in_megatrons_order, load_model, parameters_of
+from shardmuon.foresight.counting import RankClass, Stored, count_plan
+from shardmuon.foresight.layouts import Mesh, Placed, Unit, make_units, parse_mesh
+from shardmuon.foresight.models import Model, Param, load_model, parameters_of
 from shardmuon.layout.table import ParamLayout, kept_layout
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import Exchange, Orthogonalizer, Storage
-from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.plan.items import Policy, Spec
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 from shardmuon.plan.plan import Plan, make_plan
@@ -43,7 +41,6 @@ class Exact:
             plan, which is in `Plan.digests` of the live job.
         options: What the plan hangs on beside model and mesh, as text by name.
         tokens_flops: Floating point operations of forward and backward per token, 6 x active parameters; 0: unknown.
-        active: Where the number of active parameters is from, for people; "": there are no experts.
     """
 
     model: str
@@ -55,7 +52,6 @@ class Exact:
     digests: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     tokens_flops: int = 0
-    active: str = ""
 
     @property
     def world(self) -> int:
@@ -93,8 +89,8 @@ def count(
         weights: dtype of the model's parameters; gradients have it too, as `fully_shard` and DDP leave them.
         machine: By whose rates buckets are chosen. Default: as a live job on such a device does. `Exchange.machine`
             comes before.
-        active_params: How many parameters work on one token. Default: all but embeddings, and of experts as many as
-            a token takes, if the model or its configuration says that.
+        active_params: How many parameters work on one token. Default: all but embeddings; of models with experts only
+            presets know it.
         **options: Of `Muon`, such as ``exchange``, ``ns_steps`` or ``overrides``.
 
     Raises:
@@ -104,20 +100,17 @@ def count(
         raise ValueError(f"active_params={active_params!r} must be a number of parameters of at least 1, such as 3e9")
     found, arranged = load_model(model), parse_mesh(mesh, engine, gpus_per_node)
     if active_params is not None:
-        found = replace(found, active=(round(active_params), "as given"))
+        found = replace(found, active=round(active_params))
     job = _Planned(found, arranged, device, weights, options)
     return job.exact(machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
 
 
-def _check(model: Model, mesh: Mesh, storage: Storage) -> None:
-    """Raise ValueError for what an engine cannot do with a model."""
-    if mesh.tp > 1:
-        for what, number in (("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads)):
-            check_divides(mesh, what, number, model.name)
+def _check(mesh: Mesh, storage: Storage) -> None:
+    """Raise ValueError for what an engine cannot do."""
     own_momentum = storage.momentum_dtype not in (None, torch.float32) or storage.momentum_device
-    if mesh.masters and (own_momentum or storage.stochastic_rounding):
+    if mesh.engine == "zero" and (own_momentum or storage.stochastic_rounding):
         raise ValueError(
-            f"engine {mesh.engine} keeps fp32 momentum and weights itself, and refuses {storage!r}. Leave storage out "
+            f"engine zero keeps fp32 momentum and weights itself, and refuses {storage!r}. Leave storage out "
             "(--momentum of the command)"
         )
 
@@ -131,7 +124,7 @@ class _Planned:
         self._orthogonalizer: Orthogonalizer = given.pop("orthogonalizer", Orthogonalizer())
         self._exchange: Exchange = given["exchange"]
         self._storage: Storage = given["storage"]
-        _check(model, mesh, self._storage)
+        _check(mesh, self._storage)
         with warnings.catch_warnings():  # routing repeats its doubts when the job is built
             warnings.simplefilter("ignore")
             self._groups = Muon(model.module, orthogonalizer=self._orthogonalizer, **given).param_groups
@@ -139,19 +132,17 @@ class _Planned:
         self._chooser = self._orthogonalizer.chooser()
         self._wire = self._exchange.dtype, weights == torch.float64
         self._views: dict[tuple[int, Ints], MatrixView] = {}
-        self._coefficients: dict[tuple[int, int], Triples] = {}
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # by group and layout
 
     def exact(self, machine: Machine) -> Exact:
         """The counts of the job."""
         model, mesh, exchange = self._model, self._mesh, self._exchange
         params = parameters_of(self._groups, model.module)
-        params = in_megatrons_order(params, self._groups) if mesh.engine == "megatron" else params
         split_k = self._orthogonalizer.split_k
         policy = Policy(exchange.bucket_bytes, exchange.machine or machine, split_k)
         units = make_units(params, mesh, self._view_of)
         plans = [make_plan([self._spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
-        shares: dict[int, list[_UnitOfRank]] = {}
+        shares: dict[int, list[RankClass]] = {}
         for unit, plan in zip(units, plans, strict=True):
             for rank, share in zip(unit.ranks, self._shares(unit, plan), strict=True):
                 shares.setdefault(rank, []).append(share)
@@ -162,7 +153,7 @@ class _Planned:
             muon,
             adamw,
             mesh,
-            _classes_of(shares, self._peak),
+            _classes_of(shares),
             {
                 f"{number}: {ranks_text(ranks)}": plan.digests[ranks].hex()
                 for number, plan in enumerate(plans)
@@ -176,16 +167,14 @@ class _Planned:
                 "exchange": repr(exchange),
                 "storage": repr(self._storage),
             },
-            6 * model.active[0],
-            model.active[1],
+            6 * model.active,
         )
 
     def _view_of(self, param: Param) -> MatrixView:
         key, settings = (param.group, param.shape), self._options[param.group]
         if key not in self._views:
-            flat = {"view": "auto"} if len(param.shape) == 2 else {}  # also of one of a stack
             nothing = MatrixView(param.shape, param.shape, -1, (), 1)
-            self._views[key] = nothing if settings is None else matrix_view(param.shape, **{**settings.view, **flat})
+            self._views[key] = nothing if settings is None else matrix_view(param.shape, **settings.view)
         return self._views[key]
 
     def _spec_of(self, placed: Placed) -> Spec:
@@ -203,69 +192,50 @@ class _Planned:
             device = torch.device(self._device)
             made = make_spec(param.name, layout, settings, device, self._chooser, self._wire, kept_of)
             self._specs[key] = made._replace(slicings=()) if int8 else made
-            shapes = ((m.rows, m.cols) for m in layout.view.matrices)
-            self._coefficients.update(dict.fromkeys(shapes, settings.coefficients))
         return self._specs[key]._replace(name=param.name)
 
-    def _shares(self, unit: Unit, plan: Plan) -> Iterable[_UnitOfRank]:
+    def _shares(self, unit: Unit, plan: Plan) -> Iterable[RankClass]:
         buckets = count_plan(plan, lambda rank: rank // self._mesh.gpus_per_node)
         voting = _voting(plan)
         for rank, (muon, adamw, weights, scales) in zip(unit.ranks, unit.elements().T.tolist(), strict=True):
             stored = self._stored(muon, adamw, weights, scales)
-            yield _UnitOfRank(unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
+            yield RankClass((), unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
 
     def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> Stored:
         """Bytes that a rank keeps of so many elements, and scales of 8-bit momentum."""
-        size, engine, momentum = self._weights.itemsize, self._mesh.engine, self._storage.momentum_dtype
-        stepped = muon + adamw
-        if self._mesh.masters:
-            masters = 4 * stepped if engine != "megatron" or self._weights != torch.float32 else 0
-            whole = size * weights if engine == "zero1" else 0
-            gradients = 4 * weights if engine == "megatron" else 4 * stepped + whole
-            return Stored(size * weights, gradients, 4 * muon, 8 * adamw, masters)
+        size, momentum = self._weights.itemsize, self._storage.momentum_dtype
+        if self._mesh.engine == "zero":
+            stepped = 4 * (muon + adamw)
+            return Stored(size * weights, stepped, 4 * muon, 8 * adamw, stepped)
         of_momentum = 4 * scales + muon if momentum == "int8" else muon * (momentum or self._weights).itemsize
         return Stored(size * weights, size * weights, of_momentum, 2 * size * adamw)
-
-    def _peak(self, buckets: Sequence[BucketCount]) -> int:
-        weights = torch.float32 if self._mesh.masters else self._weights
-        return peak_bytes(buckets, weights=weights, device=self._device, coefficients=self._coefficients)
-
-
-class _UnitOfRank(NamedTuple):
-    """One unit on one rank. Attributes are those of `RankClass`."""
-
-    stage: int
-    stored: Stored
-    buckets: tuple[BucketCount, ...]
-    muon_elements: int
-    adamw_elements: int
-    votes: int
 
 
 def _voting(plan: Plan) -> set[int]:
     return {rank for ranks in plan.digests if len(ranks) > 1 for rank in ranks}
 
 
-def _classes_of(
-    shares: Mapping[int, Sequence[_UnitOfRank]], peak: Callable[[Sequence[BucketCount]], int]
-) -> tuple[RankClass, ...]:
+def _classes_of(shares: Mapping[int, Sequence[RankClass]]) -> tuple[RankClass, ...]:
     """Ranks that are alike in all units that they are in.
 
     Args:
-        shares: Rank -> what it has of each of its units.
-        peak: Bytes that the buckets of one unit take beyond what is stored.
+        shares: Rank -> what it has of each of its units, without `ranks`.
     """
-    members: dict[tuple[_UnitOfRank, ...], list[int]] = {}
+    members: dict[tuple[RankClass, ...], list[int]] = {}
     for rank in sorted(shares):
         members.setdefault(tuple(shares[rank]), []).append(rank)
-    found = []
-    for alike, ranks in members.items():
-        stages, stored, buckets, muon, adamw, votes = zip(*alike, strict=True)
-        every = tuple(bucket for of_unit in buckets for bucket in of_unit)
-        most = max(map(peak, buckets))  # units are stepped one after the other
-        kept = sum(stored, Stored())
-        found.append(RankClass(tuple(ranks), stages[0], kept, most, every, sum(muon), sum(adamw), sum(votes)))
-    return tuple(found)
+    return tuple(
+        RankClass(
+            ranks=tuple(ranks),
+            stage=units[0].stage,
+            stored=sum((unit.stored for unit in units), Stored()),
+            buckets=tuple(bucket for unit in units for bucket in unit.buckets),
+            muon_elements=sum(unit.muon_elements for unit in units),
+            adamw_elements=sum(unit.adamw_elements for unit in units),
+            votes=sum(unit.votes for unit in units),
+        )
+        for units, ranks in members.items()
+    )
 
 
 def exact_of(plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Exact:
@@ -278,9 +248,9 @@ def exact_of(plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Ex
     """
     voting = _voting(plan)
     shares = {
-        rank: [_UnitOfRank(0, Stored(), found, sum(b.held for b in found), 0, int(rank in voting))]
+        rank: [RankClass((), 0, Stored(), found, sum(b.held for b in found), 0, int(rank in voting))]
         for rank, found in count_plan(plan, lambda rank: rank // gpus_per_node).items()
     }
     mesh = Mesh(dp=max(1, max(shares, default=-1) + 1 if world is None else world), gpus_per_node=gpus_per_node)
     elements = sum(item.numel for item in plan.items)
-    return Exact("the plan given", "a live plan", elements, 0, mesh, _classes_of(shares, lambda buckets: 0))
+    return Exact("the plan given", "a live plan", elements, 0, mesh, _classes_of(shares))

@@ -2,7 +2,7 @@
 
 [Note: what works on a token]
     Training takes 6 FLOPs of forward and backward for each token and each parameter that works on it: all but tables
-    that are only looked up, and of E routed experts k / E. A configuration says k and E, or the user does.
+    that are only looked up. Of experts only some do: how many, a preset says, or the user.
 """
 
 from __future__ import annotations
@@ -14,25 +14,23 @@ import math
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardmuon.layout.views import Ints
-from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.roles import find_places, is_table
 from shardmuon.texts import did_you_mean
 
 _PRESETS = Path(__file__).parent / "data" / "models"
+_EXPERTS = re.compile(r"(^|\.)(routed_|local_|moe_)?experts(\.|$)")
 _Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
-_Active = tuple[int, str]  # elements that work on one token, and who says so; "": there are no experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +41,14 @@ class Model:
         name: Name, as the user gave it.
         source: Where its shapes come from (an address, a file, a function).
         module: The module, with every parameter on the meta device.
-        active: See [Note: what works on a token].
-        num_heads, num_kv_heads: Heads of attention, 0 if unknown.
+        active: Elements that work on one token, see [Note: what works on a token]; 0: there are experts, and nothing
+            says how many a token takes.
     """
 
     name: str
     source: str
     module: nn.Module
-    active: _Active
-    num_heads: int
-    num_kv_heads: int
+    active: int
 
 
 # ---------------------------------------------------------------------------------------------- which model is meant
@@ -69,16 +65,19 @@ def load_model(model: str | nn.Module) -> Model:
         ValueError: `model` is none of these, or the shapes cannot be known from it.
     """
     if isinstance(model, nn.Module):
-        return _model(type(model).__name__, "the module given", model)
+        return Model(type(model).__name__, "the module given", model, _active_of(model))
     known = _preset_names()
     if model in known:
         data = _preset(model)
-        return _model(str(data["title"]), str(data["source"]), build(data["config"]))
+        made = build(data["config"])
+        return Model(data["title"], data["source"], made, data.get("active_parameters") or _active_of(made))
     if is_config(model):
         path = (Path(model) if model.endswith(".json") else Path(model) / "config.json").resolve()
-        return _model(path.parent.name, str(path), model_from_config(model), json.loads(path.read_text()))
+        made = model_from_config(model)
+        return Model(path.parent.name, str(path), made, _active_of(made))
     if ":" in model:
-        return _model(model, model, model_from_function(model, meta=True))
+        made = model_from_function(model, meta=True)
+        return Model(model, model, made, _active_of(made))
     raise ValueError(
         f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, known)}"
         "; the path of a Hugging Face config.json, or of its folder; or MODULE:FUNCTION that builds the model"
@@ -91,16 +90,17 @@ def _preset_names() -> list[str]:
 
 
 def _preset(name: str) -> dict[str, Any]:
-    """A preset's data: title, source, published_parameters, published_at, config (see `build`)."""
+    """A preset's data: title, source, published_parameters, active_parameters if it has experts, published_at, config
+    (see `build`)."""
     found: dict[str, Any] = json.loads((_PRESETS / f"{name}.json").read_text())
     return found
 
 
-def _model(name: str, source: str, module: nn.Module, beside: Mapping[str, Any] | None = None) -> Model:
-    """A module with what its configuration, and the file that it was made of, say of it."""
-    said = {**flattened(_entries(getattr(module, "config", None))), **flattened(beside or {})}
-    heads, kv_heads = (int(said.get(f"num_{of}_heads") or 0) for of in ("attention", "key_value"))
-    return Model(name, source, module, _active_of(module, said), heads, kv_heads or heads)
+def _active_of(module: nn.Module) -> int:
+    """`Model.active` of a module."""
+    held = [(p, places) for p, places in find_places(module) if not all(is_table(place.module) for place in places)]
+    has_experts = any(p.ndim == 3 or _EXPERTS.search(places[0].name) for p, places in held)  # a stack, or so called
+    return 0 if has_experts else sum(p.numel() for p, _ in held)
 
 
 def is_config(text: str) -> bool:
@@ -193,11 +193,9 @@ def modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta"
 
 def _leaf(name: str, shape: Ints) -> nn.Module:
     if len(shape) == 2 and ("embed" in name or name in ("wte", "wpe")):
-        return _bare(nn.Embedding, num_embeddings=shape[0], embedding_dim=shape[1])
+        return nn.Embedding(*shape, device="meta")
     if len(shape) == 2:
-        made = _bare(nn.Linear, in_features=shape[1], out_features=shape[0])
-        made._parameters.update(weight=None, bias=None)  # in torch's order
-        return made
+        return nn.Linear(shape[1], shape[0], bias=False, device="meta")
     return _bare(nn.RMSNorm if len(shape) == 1 and "norm" in name else _type("Node"))
 
 
@@ -217,7 +215,6 @@ _DECODER: Mapping[str, Any] = {
     "mlp": "gated",
     "max_position_embeddings": 0,  # where positions are learned
     "num_experts": 0,
-    "num_experts_per_tok": 0,
     "moe_intermediate_size": 0,
     "num_shared_experts": 0,  # always active ones, in one dense layer
     "first_k_dense": 0,  # layers before those with experts
@@ -367,85 +364,9 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     for layer in range(c.num_hidden_layers):
         shapes |= _shapes(_LAYER, _words(c, layer), f"model.layers.{layer}.")
     made: Any = modules_of(shapes | _shapes(_LAST, _words(c)), kinds, device)
-    made.config = vars(c)
     if c.tie_word_embeddings:
         made.lm_head.weight = made.model.embed_tokens.weight
     return cast(nn.Module, made)
-
-
-# ------------------------------------------------------------------------------------------------- configurations
-
-# configurations inside of one
-_INNER = (
-    *("text_config", "llm_config", "language_config", "thinker_config", "attn_config"),
-    *("ffn_config", "moe_config", "moe_args", "moe"),
-)
-
-
-def _entries(config: Any) -> Mapping[str, Any]:
-    """A configuration as a mapping: config.json, transformers' object, or any object with attributes."""
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-
-
-def flattened(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration together with the entries of configurations inside it."""
-    inner = (flattened(given[key]) for key in _INNER if isinstance(given.get(key), Mapping))
-    return dict(given) | {key: value for one in inner for key, value in one.items()}
-
-
-# ------------------------------------------------------------------------------------------ what works on one token
-
-# What configurations call the experts of one token, and all of them: transformers', Megatron's, torchtitan's,
-# DeepSeek's.
-_PER_TOKEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "num_activated_experts"),
-    *("n_activated_experts", "experts_per_token", "experts_per_tok", "moe_top_k", "moe_topk", "moe_k"),
-    *("top_k_experts", "moe_router_topk", "router_topk", "moe_num_active_experts"),
-)
-_NUM = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts", "n_experts")
-_BY_TYPE = {"switch_transformers": 1, "nllb-moe": 2}  # model_type -> experts of a token, which nothing else says
-_EXPERTS = re.compile(r"(^|\.)(routed_|local_|moe_)?experts(\.|$)")
-
-
-def _active_of(module: nn.Module, config: Mapping[str, Any]) -> _Active:
-    """Elements that work on one token, and who says so, see [Note: what works on a token].
-
-    Args:
-        module: The model.
-        config: What its configurations say, flattened.
-    """
-    num, _ = next(_counts(config, _NUM), (0, ""))
-    by_type = f"model_type {config.get('model_type')}"
-    config = {by_type: _BY_TYPE.get(str(config.get("model_type"))), **config}
-    count, key = next(_counts(config, (*_PER_TOKEN, by_type)), (0, ""))
-    each = dense = 0
-    for param, held in find_places(module):
-        if not all(is_table(place.module) for place in held):
-            routed = _is_routed(held[0].name, param, num)
-            each, dense = each + routed * param.numel(), dense + (not routed) * param.numel()
-    if not each:
-        return dense, ""
-    if 0 < count <= num:
-        return round(dense + each * Fraction(count) / Fraction(num)), f"{count:.3g} of {round(num)} experts ({key})"
-    many = f"all {round(num)} experts" if num else "all experts"
-    why = "no configuration says how many of them a token takes. Give --active-params (active_params=)"
-    return dense + each, f"{many} are counted as active, as {why}"
-
-
-def _counts(config: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[float, str]]:
-    """The numbers of experts that a configuration gives, each with its key; of a list, one for each layer, the mean."""
-    for key in keys:
-        value = config.get(key)
-        values = value if isinstance(value, (list, tuple)) else [value]
-        if values and all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values):
-            yield sum(values) / len(values), key
-
-
-def _is_routed(name: str, param: Tensor, num: float) -> bool:
-    """True for an expert that not every token takes, or a stack of them."""
-    return "shared" not in name and (bool(_EXPERTS.search(name)) or (param.ndim == 3 and param.shape[0] == num > 1))
 
 
 # ----------------------------------------------------------------------------------------------------- parameters
@@ -470,21 +391,18 @@ class Param:
         shape: Global shape.
         group: Index of its group in the optimizer.
         use_muon: Whether it is a matrix or several.
-        cut: The dim that tensor parallelism cuts, from the end, and the number of blocks along it that are cut alike
-            (Megatron's `partition_stride`: 2 where gate and up are one weight); None: the parameter is replicated.
+        cut: The dim that tensor parallelism cuts, from the end; None: the parameter is replicated.
         expert: Whether its first dim counts experts.
         layer: Its layer, -1 before all of them, `AFTER` after them.
-        order: Its place in the model.
     """
 
     name: str
     shape: Ints
     group: int
     use_muon: bool
-    cut: tuple[int, int] | None
+    cut: int | None
     expert: bool
     layer: int
-    order: int
 
     @property
     def numel(self) -> int:
@@ -494,56 +412,24 @@ class Param:
 
 def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> list[Param]:
     """Every trainable parameter in the order of the optimizer's groups, which have `param_names`."""
-    layers, shapes = _layers(module), {name: tuple(p.shape) for name, p in module.named_parameters()}
-    order = {id(param): i for i, param in enumerate(module.parameters())}
-    found: list[Param] = []
+    layers, found = _layers(module), list[Param]()
     for index, group in enumerate(groups):
         for name, param in zip(group["param_names"], group["params"], strict=True):
             shape, muon = tuple(param.shape), bool(group["use_muon"])
-            shapes.setdefault(name, shape)
-            found.append(
-                Param(
-                    name,
-                    shape,
-                    index,
-                    muon,
-                    _cut(name, shapes, muon and bool(group.get("transposed", False))),
-                    ".experts." in f".{name}." and len(shape) > 1,
-                    layers.get(id(param), AFTER),
-                    order.get(id(param), len(found)),
-                )
-            )
+            cut = _cut(name, len(shape), muon and bool(group.get("transposed", False)))
+            expert = ".experts." in f".{name}." and len(shape) > 1
+            found.append(Param(name, shape, index, muon, cut, expert, layers.get(id(param), AFTER)))
     return found
 
 
-# What Megatron's groups say beside what tells matrices apart; the others are the same in all of them.
-_MEGATRONS = ("adjust_lr_fn", "lr", "momentum", "ns_coefficients", "ns_steps", "weight_decay")
-
-
-def in_megatrons_order(params: Sequence[Param], groups: Sequence[Mapping[str, Any]]) -> list[Param]:
-    """The parameters in the order of the groups that frameworks/megatron makes: Muon's first, then by their options as
-    text."""
-
-    def label(group: Mapping[str, Any]) -> tuple[bool, str]:
-        told = {key: group[key] for key, default in VIEW_DEFAULTS.items() if group.get(key, default) != default}
-        options = {**told, **{key: group[key] for key in _MEGATRONS if key in group}, "use_muon": group["use_muon"]}
-        return not group["use_muon"], repr(sorted(options.items(), key=lambda item: item[0]))
-
-    labels = [label(group) for group in groups]
-    return sorted(params, key=lambda p: labels[p.group])
-
-
-def _cut(name: str, shapes: _Shapes, turned: bool) -> tuple[int, int] | None:
+def _cut(name: str, num_dims: int, turned: bool) -> int | None:
     """The cut of a weight, see `Param.cut`. `turned`: it is stored inputs first."""
-    shape, words = shapes[name], name.split(".")
+    words = name.split(".")
     word = words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else words[-1]
-    gated, _, leaf = name.rpartition("linear_fc1.")  # which has two outputs for each input of linear_fc2
-    other = shapes.get(f"{gated}linear_fc2.weight", ())
-    stride = 2 if leaf and len(other) == 2 and shape[0] == 2 * other[1] else 1
     outputs, inputs = (-1, -2) if turned else (-2, -1)
-    if _COLUMN.fullmatch(word) and (len(shape) > 1 or words[-1] == "bias"):
-        return (outputs if len(shape) > 1 else -1), stride
-    return (inputs, 1) if len(shape) > 1 and _ROW.fullmatch(word) else None
+    if _COLUMN.fullmatch(word) and (num_dims > 1 or words[-1] == "bias"):
+        return outputs if num_dims > 1 else -1
+    return inputs if num_dims > 1 and _ROW.fullmatch(word) else None
 
 
 def _layers(module: nn.Module) -> dict[int, int]:

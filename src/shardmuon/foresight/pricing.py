@@ -45,7 +45,6 @@ class Price:
     """Price of one step on one machine.
 
     Attributes:
-        hardware: Name of the machine.
         step: Seconds of `optimizer.step()`, of the slowest rank.
         rank: The slowest one (the lowest of its class).
         parts: Where that rank's seconds go: products, passes, AdamW, host, and waiting for exchanges.
@@ -59,7 +58,6 @@ class Price:
         extrapolated: Tables that were read beyond their end.
     """
 
-    hardware: str
     step: Time
     rank: int
     parts: Mapping[str, Time]
@@ -108,7 +106,6 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
     training = None if tokens is None else _training_seconds(exact, hardware, tokens, uses)
     found = exact.classes[slowest]
     return Price(
-        hardware=hardware.name,
         step=step,
         rank=found.example,
         parts=pricer.parts(slowest, [courses[slowest].waited for courses in (best, middle, worst)]),
@@ -126,8 +123,8 @@ def _training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Use
     """Seconds of forward and backward: 6 x active parameters x tokens over ranks, peak and the share of it reached."""
     if not exact.tokens_flops:
         raise ValueError(
-            f"{exact.model}: how many FLOPs a token takes is not known, so no share of a training step can be told. "
-            "Leave --tokens-per-step out"
+            f"{exact.model}: how many parameters work on a token is not known (it has experts), so no share of a "
+            "training step can be told. Give --active-params (active_params=), or leave --tokens-per-step out"
         )
     work = exact.tokens_flops * tokens / exact.world
     return interval(hardware, uses, lambda rates: work / (rates.of("peak bfloat16") * rates.of("mfu")))

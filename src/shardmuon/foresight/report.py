@@ -1,10 +1,10 @@
-"""The report of a planned job: `plan` makes it; tables, remarks, what would help, the lanes of the page's picture."""
+"""The report of a planned job: `plan` makes it; tables, remarks, the lanes of the page's picture."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from shardmuon.foresight.hardware import Hardware, Time, load, scaled, seconds
 from shardmuon.foresight.job import Exact, count
 from shardmuon.foresight.layouts import Mesh, parse_mesh
 from shardmuon.foresight.pricing import Price, adamw_step, price
-from shardmuon.options import Exchange, Orthogonalizer
+from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.pipeline import Event
 
 
@@ -29,7 +29,6 @@ def plan(
     tokens_per_step: float | None = None,
     active_params: float | None = None,
     weights: torch.dtype = torch.float32,
-    advice: bool = True,
     **options: Any,
 ) -> Report:
     """Say what Muon will take of a job on any mesh, without its ranks and without a GPU.
@@ -38,13 +37,11 @@ def plan(
         model: A preset's name, a config.json, MODULE:FUNCTION, or a module on the meta device.
         mesh: Sizes of axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
         gpu: Name of a hardware file that comes with the package, a file, or `Hardware`.
-        engine: What cuts parameters up: "fsdp2", "ddp", "zero1" to "zero3", "megatron".
+        engine: What cuts parameters up: "torch" (default: DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
         gpus_per_node: Ranks that the fast links join. Default: the hardware's.
         tokens_per_step: Tokens of a training step on all ranks, to tell the optimizer's share of it.
-        active_params: How many parameters work on one token, if neither the model nor its configuration says how many
-            experts a token takes.
+        active_params: How many parameters work on one token, of a model with experts that is no preset.
         weights: dtype of the model's parameters and gradients.
-        advice: Plan and price changes that might help.
         **options: Of `Muon`, such as ``exchange``, ``storage`` or ``ns_steps``.
 
     Returns:
@@ -54,26 +51,22 @@ def plan(
         ValueError: No such model or GPU, or a mesh that does not fit; says what to write.
 
     Examples:
-        >>> report = plan("llama3-8b", "shard=64", gpu="h100", tokens_per_step=4e6, advice=False)
+        >>> report = plan("llama3-8b", "shard=64", gpu="h100", tokens_per_step=4e6)
         >>> report.exact.world, report.price.step.lo < report.price.step.hi
         (64, True)
     """
     hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
-    given: dict[str, Any] = {
-        "mesh": parse_mesh(mesh, engine, per_node),
-        "active_params": active_params,
-        "device": hardware.device,
-        "weights": weights,
-        "machine": hardware.machine,
+    exact = count(
+        model,
+        parse_mesh(mesh, engine, per_node),
+        active_params=active_params,
+        device=hardware.device,
+        weights=weights,
+        machine=MACHINES.get(hardware.name),
         **options,
-    }
-    exact = count(model, **given)
-    found = price(exact, hardware, tokens=tokens_per_step)
-    report = Report(exact, hardware, found, (), adamw_step(exact, hardware))
-    if not advice:
-        return report
-    return replace(report, advice=_advise(report, options, lambda changed: count(model, **{**given, **changed})))
+    )
+    return Report(exact, hardware, price(exact, hardware, tokens=tokens_per_step), adamw_step(exact, hardware))
 
 
 @dataclass(frozen=True)
@@ -84,14 +77,12 @@ class Report:
         exact: Counts; nothing of it is estimated.
         hardware: The machine that it was priced on.
         price: Seconds and shares.
-        advice: Changes that were planned and priced; empty if none were asked for.
         adamw: Seconds of AdamW's step on the same mesh.
     """
 
     exact: Exact
     hardware: Hardware
     price: Price
-    advice: tuple[_Advice, ...]
     adamw: Time
 
     @property
@@ -149,92 +140,12 @@ class Report:
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
 
 
-# ------------------------------------------------------------------------------------------------------------- advice
-
-_WORTH = 0.97  # of the step as it is: smaller gains are within what a plan can tell
-_Change = tuple[str, str, Mapping[str, Any]]  # in words, what the user writes for it, arguments of `count`
-
-
-@dataclass(frozen=True, slots=True)
-class _Advice:
-    """One change that only the user can make, and what it would do: planned in earnest, and priced.
-
-    Attributes:
-        change: The change in words.
-        write: What to write for it.
-        step: Seconds with it.
-        gain: Seconds of the middle case that it saves; below 0 it costs.
-        memory: Bytes that the peak of the rank that needs most grows by (below 0: shrinks by).
-        refused: Why it could not be planned, or "".
-    """
-
-    change: str
-    write: str
-    step: Time | None = None
-    gain: float = 0.0
-    memory: int = 0
-    refused: str = ""
-
-
-def _changes(exact: Exact, options: Mapping[str, Any]) -> list[_Change]:
-    """Changes to try, the smallest first. `options`: of the plan as it is."""
-    exchange, orthogonalizer = options.get("exchange", Exchange()), options.get("orthogonalizer", Orthogonalizer())
-    found: list[_Change] = []
-    exchanged = any(c.exchanges for c in exact.classes)
-    if exchanged:
-        bound = {"exchange": replace(exchange, bucket_bytes=512 * 2**20)}
-        found.append(("memory for speed: buckets of 512 MiB", "Exchange(bucket_bytes=512 * 2**20)", bound))
-        for num in (2, 4):
-            split = f"matrices above the mean load split among {num} owners each, within rounding"
-            write = f"Orthogonalizer(split_k={num})"
-            found.append((split, write, {"orthogonalizer": replace(orthogonalizer, split_k=num)}))
-    mesh = exact.mesh
-    inner, ranks = mesh.gpus_per_node // mesh.tp, mesh.dp * mesh.shard
-    if mesh.engine == "fsdp2" and mesh.shard > inner >= 2 and mesh.shard % inner == 0:
-        hsdp = replace(mesh, dp=ranks // inner, shard=inner)
-        found.append(("HSDP: shards inside a node, replicas across", f'--mesh "{hsdp}"', {"mesh": hsdp}))
-    if mesh.engine == "fsdp2" and min(mesh.dp, mesh.shard) > 1:
-        flat = replace(mesh, dp=1, shard=ranks)
-        found.append(("FSDP over all ranks, no replicas", f'--mesh "{flat}"', {"mesh": flat}))
-    return found
-
-
-def _advise(
-    report: Report, options: Mapping[str, Any], replan: Callable[[Mapping[str, Any]], Exact]
-) -> tuple[_Advice, ...]:
-    """Plan and price changes that might help, each by itself.
-
-    Args:
-        report: The plan as it is.
-        options: Its options of `Muon`.
-        replan: Makes a plan with changed arguments.
-
-    Returns:
-        The effect of each, those that help most first.
-    """
-    before, found = report.price.step, []
-    for what, write, changed in _changes(report.exact, options):
-        try:
-            other = replan(changed)
-        except ValueError as wrong:
-            found.append(_Advice(what, write, refused=str(wrong)))
-            continue
-        step = price(other, report.hardware).step
-        gain = before.mid - step.mid if step.mid < _WORTH * before.mid else min(0.0, before.mid - step.mid)
-        found.append(_Advice(what, write, step, gain, _peak(other) - _peak(report.exact)))
-    return tuple(sorted(found, key=lambda a: (bool(a.refused), -a.gain)))
-
-
-def _peak(exact: Exact) -> int:
-    return exact.largest.stored.total + exact.largest.peak
-
-
 # ------------------------------------------------------------------------------------------- tables, on paper or screen
 
 _TIGHT = 0.9  # of a rank's memory, without activations
 _KEY = (
-    "collectives of a step: exchanges (all-to-all) + votes (messages between hosts), as in 14 + 1. kept: weights, "
-    "gradients, state."
+    "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
+    "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
 _MANY = 12  # rows of a table; the rest is counted
 
@@ -277,8 +188,7 @@ def _percent(value: float) -> str:
 
 def _sections(report: Report) -> list[_Section]:
     """All tables of a report, in the order in which they are read."""
-    found = [_summary(report), _answers(report), _ranks(report.exact), _parts(report)]
-    return [*found, *([_advice(report)] if report.advice else []), _grounds(report)]
+    return [_summary(report), _answers(report), _ranks(report.exact), _parts(report), _grounds(report)]
 
 
 def _summary(report: Report) -> _Section:
@@ -288,7 +198,7 @@ def _summary(report: Report) -> _Section:
     params, in_matrices = _number(exact.muon_params + exact.adamw_params), _number(exact.muon_params)
     rows = {
         "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
-        "active": f"{_number(exact.tokens_flops / 6)} parameters: {exact.active}" if exact.active else "",
+        "active": f"{_number(exact.tokens_flops / 6)} parameters work on a token" if exact.tokens_flops else "",
         "source": exact.source,
         "mesh": f"{mesh} ({mesh.engine}), {exact.world:,} ranks on {mesh.num_nodes:,} nodes of {mesh.gpus_per_node}",
         "hardware": report.hardware.title,
@@ -321,11 +231,13 @@ def _answers(report: Report) -> _Section:
 
 
 def _memory(report: Report) -> str:
-    largest, need, have = report.exact.largest, _peak(report.exact), report.hardware.middle("memory_bytes")
+    largest, have = report.exact.largest, report.hardware.middle("memory_bytes")
+    need = largest.stored.total + largest.peak
     fits = "does not fit" if need > have else "tight" if need > _TIGHT * have else "fits"
-    peak = f"{_size(largest.peak)} more at the peak of a step" if largest.peak else "the peak of a step is not counted"
-    kept = f"{_size(largest.stored.total)} between steps"
-    return f"{fits}: {_size(need)} of {_size(have)}; {kept}, {peak}. Activations are not in it"
+    kept, more = _size(largest.stored.total), _size(largest.peak)
+    return (
+        f"{fits}: {_size(need)} of {_size(have)}; {kept} between steps, at most {more} more in one, without activations"
+    )
 
 
 def _straggler(report: Report) -> str:
@@ -361,28 +273,13 @@ def _ranks(exact: Exact) -> _Section:
     ]
     rest = sum(c.count for c in classes[_MANY:])
     notes = (f"{rest:,} ranks of {len(classes) - _MANY:,} other kinds are left out.", _KEY) if rest else (_KEY,)
-    first = ("rank", "stage", "matrices", "matmul FLOPs", "kept", "peak")
-    return _Section("Ranks", rows, (*first, "sent in node", "sent between", "collectives"), notes)
+    first = ("rank", "stage", "NS runs", "matmul FLOPs", "kept", "in a step")
+    return _Section("Ranks", rows, (*first, "sent in node", "sent between", "calls + votes"), notes)
 
 
 def _parts(report: Report) -> _Section:
     rows = [(name, str(time)) for name, time in report.price.parts.items() if time.hi > 0.0]
     return _Section(f"Where rank {report.price.rank}'s time goes", rows, ("part", "seconds"))
-
-
-def _advice(report: Report) -> _Section:
-    rows = [(a.change, a.write, _effect(a)) for a in report.advice]
-    best = next((a for a in report.advice if a.gain > 0.0), None)
-    note = "None of these makes the step shorter." if best is None else f"Smallest change that helps: {best.write}"
-    return _Section("What would help", rows, ("change", "write", "step"), (note,))
-
-
-def _effect(advice: _Advice) -> str:
-    if advice.step is None:
-        return f"cannot be: {advice.refused}"
-    gain = f"{seconds(abs(advice.gain))} {'shorter' if advice.gain > 0 else 'longer'}"
-    gain = gain if advice.gain else "no difference that a plan can tell"
-    return f"{advice.step}: {gain}, memory {'+' if advice.memory >= 0 else ''}{_size(advice.memory)}"
 
 
 def _grounds(report: Report) -> _Section:

@@ -12,8 +12,8 @@ A row only *builds* parameters, with the engines' own functions wherever they ex
 
 [Note: Megatron without Megatron]
     Megatron-FSDP's DTensors have any number of rows on any rank, and Megatron-core's flat buffers are cut anywhere.
-    Rows of the first are cut unevenly here, some ranks having none; flat buffers are cut by the planner, as
-    Megatron-core cuts them. Tests compare both with what the packages build where these are installed.
+    Rows of both are cut unevenly here, some ranks having none. Tests step what the packages build where they are
+    installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardmuon._torch import strided_shard
 from shardmuon.comm.groups import GroupRef
-from shardmuon.foresight.layouts import in_parts, megatron_ranges
+from shardmuon.foresight.layouts import in_parts
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.mesh import Cut
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
@@ -270,8 +270,7 @@ def shard_like_megatron(
     for number, (name, full) in enumerate(tensors.items()):
         dim = number % 2 + full.ndim - 2
         whole = _chunk(full, num_parts, dim)[part] if tensor_parallel else full
-        before, num_rows = 1 + 3 * number % 7, len(whole) if whole.numel() else 0  # behind others in a buffer of rows
-        start, stop = in_parts(before, num_rows, -(-(before + num_rows + 2) // num_shards), num_shards)[shard]
+        start, stop = _in_buffer(3 * number % 7, len(whole) if whole.numel() else 0, num_shards)[shard]  # of rows
         placements: list[Placement] = [*[Shard(0)] * len(at), *[Shard(dim)] * tensor_parallel]
         local = whole[start:stop].contiguous().clone()
         out[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
@@ -279,6 +278,11 @@ def shard_like_megatron(
         out[name].megatron_fsdp_dist_index = SimpleNamespace(tp_dim=tp_dim)  # type: ignore[attr-defined]
         out[name].megatron_fsdp_slice = slice(start * row, stop * row)  # type: ignore[attr-defined]
     return out
+
+
+def _in_buffer(before: int, size: int, num_parts: int) -> Sequence[tuple[int, int]]:
+    """What of a tensor each of the equal parts of a buffer has, with others before and behind it."""
+    return in_parts(1 + before, size, -(-(3 + before + size) // num_parts), num_parts)
 
 
 def _megatron(purpose: str, **how: Any) -> _Builder:
@@ -328,10 +332,9 @@ def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Te
         name: full if cut is None else _marked(full, cut.dim, cut.stride, num_parts, part)
         for (name, full), cut in zip(tensors.items(), cuts, strict=True)
     }
-    ranges, _ = megatron_ranges([t.numel() for t in whole.values()], shape[0], bucket_size=4000)
-    out = {}
-    for (name, full), cut, held in zip(tensors.items(), cuts, ranges, strict=True):
-        start, stop = held[mesh.get_local_rank(0)]
+    out: dict[str, Tensor] = {}
+    for (name, full), cut in zip(tensors.items(), cuts, strict=True):
+        start, stop = _in_buffer(37 * len(out) % 200, whole[name].numel(), shape[0])[mesh.get_local_rank(0)]
         shard = whole[name].detach().flatten()[start:stop].clone()
         out[name] = mark_flat(shard, FlatShard(tuple(full.shape), start, data, "flat buffers", tp, cut))
     return out

@@ -101,7 +101,7 @@ class RankError(RuntimeError):
         super().__init__("\n".join(lines))
 
 
-class RankPool:
+class RankPool(contextlib.AbstractContextManager["RankPool"]):
     """`world_size` processes in one process group, which run functions until the pool is closed.
 
     The ranks start at the first call, and again at the first call after a failure, a time-out or `close()`. State that
@@ -171,9 +171,6 @@ class RankPool:
     def close(self) -> None:
         """Kill the ranks, if any. A later call starts new ones."""
         _kill(self._ranks)
-
-    def __enter__(self) -> RankPool:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -272,14 +272,3 @@ def assert_same_update(
     bound = (1 if exact else 2) * scale * products + stored
     difference = float((one - other).norm())
     assert difference <= bound, f"{what}: the difference has norm {difference:.3g}, rounding explains {bound:.3g}"
-
-
-def assert_counted_bytes(counted: int, measured: int) -> None:
-    """Memory counted without ranks against its high-water mark on them: within 2 %, which is what is promised. What is
-    left out are scalars, norms and flags, a few numbers for each matrix.
-
-    Raises:
-        AssertionError: It is further off; says how far.
-    """
-    off = counted / measured - 1.0
-    assert abs(off) <= 0.02, f"counted {counted:,} bytes, measured {measured:,}: {off:+.2%}"
