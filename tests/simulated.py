@@ -230,8 +230,8 @@ def planned(
                 layout,
                 tuple(map(str, choices)),
                 tuple(rows * cols * min(rows, cols) for rows, cols in shapes),
+                tuple(8 if number in wide or c.dtype == torch.float64 else _itemsize(c) for c in choices),
                 settings_of(group).batch,
-                itemsizes=tuple(8 if number in wide or c.dtype == torch.float64 else _itemsize(c) for c in choices),
                 kept=kept,
             )
         )

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardmuon.errors import ranks_text
 from shardmuon.foresight.counting import BucketCount, RankClass, Sent
 from shardmuon.foresight.hardware import Hardware, Rates, Time, Uses, interval, load, names
 from shardmuon.foresight.job import Exact, exact_of
@@ -299,7 +298,7 @@ def price_plan(plan: Plan, gpu: str | Path | Hardware, *, gpus_per_node: int | N
 
 
 def summary(plan: Plan) -> list[str]:
-    """Lines for the printed plan: what travels, what a step takes, what was chosen and what else there was.
+    """Lines for the printed plan: what travels, and what a step takes.
 
     Seconds are of matrices alone, on the plan's machine. Without a hardware file for it that has their rates, or
     PyYAML, none are told.
@@ -323,4 +322,4 @@ def summary(plan: Plan) -> list[str]:
         else:
             waiting = found.parts["waiting for exchanges"].mid / found.step.mid
             lines.append(f"a step on {machine.name}: {found.step}, of which {waiting:.0%} waits for exchanges")
-    return [*lines, *(f"ranks {ranks_text(choice.ranks)}: {choice.text}" for choice in plan.choices)]
+    return lines

@@ -37,9 +37,9 @@ class Spec(NamedTuple):
         layout: Who stores what.
         hows: How each matrix is orthogonalized, as text. Matrices of one batch share it.
         costs: Floating point operations of each matrix.
+        itemsizes: Bytes per element of each matrix's wire.
         batch: Matrices of different batch texts (coefficients, stages) never share a batch.
         kind: Device type. Parameters of different kinds never share a bucket.
-        itemsizes: Bytes per element of each matrix's wire. Empty: 4 each.
         kept: Kept numbers of each stage that keeps any.
         reasons: Why each is orthogonalized like this. Empty: nothing is said.
     """
@@ -48,9 +48,9 @@ class Spec(NamedTuple):
     layout: ParamLayout
     hows: tuple[str, ...]
     costs: tuple[int, ...]
+    itemsizes: tuple[int, ...]
     batch: str = ""
     kind: str = "cpu"
-    itemsizes: tuple[int, ...] = ()
     kept: tuple[Kept, ...] = ()
     reasons: tuple[str, ...] = ()
 

@@ -279,7 +279,7 @@ def bound(
         specs.append(spec)
     machine, alike = exchange.machine or machine_of(table.stamps.values()), len(set(table.stamps.values())) < 2
     plan = make_plan(specs, Policy(exchange.bucket_bytes, machine, each=alike))
-    plan = replace(plan, notes=notes)
+    plan = replace(plan, notes=(*plan.notes, *notes))
     planned = ["" if of_options is None else of_options.planned for of_options in options]
     return Binding(rank, table, plan, tuple(members), settings, planned, chooser.device)
 
@@ -339,7 +339,7 @@ def make_spec(
     columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4
     hows, costs, sizes, reasons = columns
     kept = tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(settings.stages))
-    return Spec(name, layout, hows, costs, settings.batch, device.type, sizes, kept, reasons)
+    return Spec(name, layout, hows, costs, sizes, settings.batch, device.type, kept, reasons)
 
 
 def check_blocks(name: str, layout: ParamLayout) -> None:
