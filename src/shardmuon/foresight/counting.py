@@ -287,7 +287,7 @@ class _Tiles:
 
     def _tiles_of(self, item: Item) -> tuple[Ints, Ints, list[Piece]]:
         of_ranks = self._plan.specs[item.param].layout.tiles[item.matrix].items()
-        found = [(rank, tile) for rank, tiles in of_ranks for tile in sorted(tiles, key=lambda tile: tile.key)]
+        found = [(rank, tile) for rank, tiles in of_ranks for tile in tiles]
         numel = _ints(tile.numel for _, tile in found)
         return _ints(rank for rank, _ in found), numel, [tile.held.piece for _, tile in found]
 

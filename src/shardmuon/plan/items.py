@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from shardmuon.layout.pieces import Tile
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 
 Route = Literal["local", "owner"]
 Key = tuple[int, int]  # of a matrix: parameter, matrix
-
-
-Tiles = Mapping[int, tuple[Tile, ...]]  # by rank
 
 
 class Kept(NamedTuple):

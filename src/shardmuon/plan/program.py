@@ -215,24 +215,19 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
         holders = tiles.keys() & {rank}.union(*mates)
     for holder in holders:
         owner = item.owner_for(layout, holder)
-        for tile in _in_order(tiles[holder]):
+        for tile in tiles[holder]:
             source, part = layout.source(tile.held.piece, owner), (item.param, tile, -1)
             yield ("scatter", owner, holder, part) if source == holder else ("relay", source, holder, part)
     for number, kept in enumerate(spec.kept):
         keepers = kept.layout.tiles[item.matrix]
         for keeper in keepers if kept.travels and rank in keepers else ():
             # it hears from where its first tile comes from, or from the owner of all that it stores nothing of
-            owner, stored = item.owner_for(layout, keeper), _in_order(tiles.get(keeper, ()))
+            owner, stored = item.owner_for(layout, keeper), tiles.get(keeper, ())
             sources = [layout.source(tile.held.piece, owner) for tile in stored]
             mate = owner if keeper in sources else next(iter(sources), owner)
             if keeper != owner:
                 part = item.param, keepers[rank][0], number
                 yield "scatter" if mate == owner else "relay", mate, keeper, part
-
-
-def _in_order(tiles: Sequence[Tile]) -> list[Tile]:
-    """Tiles in the order of their matrix, in which the cost model counts them, too; not as their rank stores them."""
-    return sorted(tiles, key=lambda tile: tile.key)
 
 
 def _packed(
