@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch
-from simulated import SimulatedRanks, spec
 from simulated import fully_sharded as sharded
 from simulated import sharded as sharded_over
+from simulated import spec
 
-from shardmuon import Muon, Orthogonalizer
 from shardmuon.errors import ranks_text
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.items import Policy, Spec
@@ -88,37 +86,6 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
         assert len({plan.items[n].owners for n in bucket.items}) == min(ranks, 7 * 32)
     costs = [max(plan.items[n].cost for n in b.items) for b in plan.buckets]
     assert costs in (sorted(costs), sorted(costs, reverse=True))  # what takes least goes first or last, by price
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_one_large_matrix_leaves_buckets_to_the_small_ones(reverse: bool) -> None:
-    """Three matrices of one owner make three buckets."""
-    shapes = [(4096, 4096), *[(256, 256)] * 9, *[(512, 128)] * 6]
-    specs = [spec(str(i), sharded(shape, 1)) for i, shape in enumerate(shapes[::-1] if reverse else shapes)]
-    plan = make_plan(specs, Policy(bucket_bytes=1 << 20))
-    sizes = [sorted((plan.items[i].rows, plan.items[i].cols) for i in b.items) for b in plan.buckets]
-    assert [(4096, 4096)] in sizes
-    assert sorted(i for b in plan.buckets for i in b.items) == list(range(16))
-    assert max(len(found) for found in sizes) <= 4  # of 2^18 elements
-    few = make_plan([spec(str(i), sharded((4096, 4096), 1)) for i in range(3)], Policy(bucket_bytes=1 << 20))
-    assert [len(b.items) for b in few.buckets] == [1, 1, 1]
-
-
-def test_a_small_model_on_many_simulated_ranks_equals_dense() -> None:
-    """64 ranks, of which most own nothing and some store nothing of the smallest matrix."""
-    shapes = [(48, 32), (96, 32), (32, 96), (7, 5), (1500, 3)]
-    generator = torch.Generator().manual_seed(0)
-    weights, *grads = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in range(3))
-    plan = make_plan([spec(str(i), sharded(shape, 64)) for i, shape in enumerate(shapes)], Policy())
-    simulated, dense = SimulatedRanks(plan, weights), [torch.nn.Parameter(w.clone()) for w in weights]
-    optimizer = Muon(dense, lr=0.02, orthogonalizer=Orthogonalizer(method="standard", dtype=torch.float32))
-    for of_step in grads:
-        for p, g in zip(dense, of_step, strict=True):
-            p.grad = g
-        optimizer.step()
-        simulated.step(of_step, optimizer.param_groups * len(shapes))
-    assert all(torch.equal(found, p) for found, p in zip(simulated.full_weights(), dense, strict=True))
-    assert simulated.orthogonalized == 2 * len(shapes)
 
 
 def test_a_plan_says_who_does_what_and_which_ranks_idle() -> None:
