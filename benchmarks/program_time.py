@@ -56,7 +56,7 @@ def measure(mesh: Ints, num: int, policy: Policy, rounds: int) -> dict[str, Any]
         began.append(time.perf_counter())
         costs = [4 * min(shape) ** 2 * max(shape) for shape in SHAPES]
         numbers = [i % len(SHAPES) for i in range(num)]
-        specs = [Spec(f"p{i}", layouts[n], ("standard bfloat16",), (costs[n],)) for i, n in enumerate(numbers)]
+        specs = [Spec(f"p{i}", layouts[n], ("standard bfloat16",), (costs[n],), (4,)) for i, n in enumerate(numbers)]
         plan = make_plan(specs, policy)
         began.append(time.perf_counter())
         assert plan.digests

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,16 +17,17 @@ from shardmuon import Muon
 from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
 from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
-from shardmuon.orthogonalize.choice import Choice, Chooser, Task
+from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Kept, Policy, Spec
 from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
+from shardmuon.step.binding import make_spec
 from shardmuon.step.bucket import Bound, Kernel, run_owners
 from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
 from shardmuon.step.update import Rounding, Work
-from shardmuon.variants import Stages, keeping, stages_of
+from shardmuon.variants import Stage, Stages
 
 CPU = torch.device("cpu")
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -215,31 +217,18 @@ def planned(
     wide: Collection[int] = (),  # numbers of parameters whose wires are fp64, as if they were
 ) -> Plan:
     """The plan of parameters with these layouts."""
-    specs = []
-    for number, (layout, group) in enumerate(zip(layouts, groups, strict=True)):
-        shapes = [(m.rows, m.cols) for m in layout.view.matrices]
-        coefficients, stages = settings_of(group).coefficients, stages_of(group)
-        choices = [chooser.choice(Task(*shape, coefficients, device)) for shape in shapes]
-        kept = tuple(
-            Kept(kept_layout(layout, [stage.num_kept(*shape) for shape in shapes]), stage.travels)
-            for stage in keeping(stages)
-        )
-        specs.append(
-            Spec(
-                f"p{number}",
-                layout,
-                tuple(map(str, choices)),
-                tuple(rows * cols * min(rows, cols) for rows, cols in shapes),
-                settings_of(group).batch,
-                itemsizes=tuple(8 if number in wide or c.dtype == torch.float64 else _itemsize(c) for c in choices),
-                kept=kept,
-            )
-        )
-    return make_plan(specs, policy)
+    how = replace(chooser, device=device)
 
+    def spec_of(number: int, layout: ParamLayout, group: Mapping[str, Any]) -> Spec:
+        sizes = [(m.rows, m.cols) for m in layout.view.matrices]
 
-def _itemsize(choice: Choice) -> int:
-    return 2 if choice.method == "torch" or choice.dtype in (torch.bfloat16, torch.float16) else 4
+        def kept_of(stage: Stage) -> ParamLayout:
+            return kept_layout(layout, [stage.num_kept(*size) for size in sizes])
+
+        return make_spec(f"p{number}", layout, settings_of(group), CPU, how, (None, number in wide), kept_of)
+
+    pairs = zip(layouts, groups, strict=True)
+    return make_plan([spec_of(number, *pair) for number, pair in enumerate(pairs)], policy)
 
 
 def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:

@@ -128,7 +128,7 @@ def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtyp
     other strides; what lies beside them stays."""
     views = [kept_view(matrix_view((size, 3)), [size]) for size in (5, 8)]
     layouts = [replicated(view, (0, 1)) for view in views]
-    specs = [Spec("p", layout, ("",), (1,), kept=(Kept(layout, True),)) for layout in layouts]
+    specs = [Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),)) for layout in layouts]
     plan, loads, at = Plan(tuple(specs), (), ()), [], 3
     for param, layout in enumerate(layouts):
         size = math.ceil(layout.view.shape[1] * 4 / wire.itemsize)
@@ -149,7 +149,7 @@ def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtyp
 def _alone(stages: Stages, x: Tensor, stored: Sequence[Tensor]) -> BatchStages:
     """The stages of a batch of matrices of one shape, each a parameter with what is `stored` of each."""
     layout = replicated(kept_view(matrix_view(x.shape[1:]), [stored[0].shape[-1]]), (0,))
-    spec = Spec("p", layout, ("",), (1,), kept=(Kept(layout, True),))
+    spec = Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),))
     plan = Plan((spec,) * len(x), (), ())
     loads = [KeptLoad(param, 0, layout.tiles[0][0][0], 0, 0) for param in range(len(x))]
     return BatchStages(stages, [KeptSide(plan, loads)], [[one] for one in stored], x)

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isqrt
 from typing import NamedTuple
 
+from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.plan import pipeline
-from shardmuon.plan.items import Bucket, Item, Key, Policy, Spec, clipped
+from shardmuon.plan.items import Bucket, Item, Key, Policy, Spec
 from shardmuon.plan.machines import SIDES, Machine
 
 _NUMS = (*range(1, 21), 24, 32)  # of buckets, that are tried
@@ -29,14 +30,6 @@ _NO_DEARER = 102  # percent of the cheapest that a plan which takes less memory 
 _Share = list[Item]  # the matrices of a bucket
 
 
-class Chosen(NamedTuple):
-    """A choice by price, the nanoseconds of a step of what was chosen, and a line about it and what else there was."""
-
-    ranks: Ranks
-    ns: int
-    text: str
-
-
 class Way(NamedTuple):
     """The matrices of a set with their owners.
 
@@ -44,129 +37,121 @@ class Way(NamedTuple):
         items: The matrices.
         moving: The buckets of those that move.
         ns: Nanoseconds of a step of all of them, without what lies on one rank alone, see [Note: the price of buckets].
-        choices: What was chosen.
+        notes: Lines on what was chosen, and what else there was.
     """
 
     items: Sequence[Item]
     moving: Mapping[Bucket, list[_Share]]
     ns: int
-    choices: tuple[Chosen, ...]
+    notes: tuple[str, ...]
 
 
-class Cutter:
-    """Cuts the matrices of a plan into buckets."""
+def cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> Way:
+    """The cheapest buckets of a set."""
+    total, moving, notes = 0, dict[Bucket, list[_Share]](), list[str]()
+    prices = _prices(specs, items, policy.machine)
+    for alike, share in _together(specs, items).items():
+        if alike.exchange:
+            moving[alike], ns, note = _by_price(alike, share, prices, policy)
+            notes.append(note)
+            total += ns
+        elif len(alike.ranks) > 1:
+            total += max(_timed([prices[item.key] for item in share], alike.itemsize, policy.machine).computed.values())
+    return Way(items, moving, total, tuple(notes))
 
-    def __init__(self, specs: Sequence[Spec], policy: Policy) -> None:
-        self._specs, self._policy = specs, policy
-        self._spreads: dict[ParamLayout, _Spread] = {}
 
-    def way(self, items: Sequence[Item]) -> Way:
-        """The cheapest buckets of a set."""
-        total, moving, choices = 0, dict[Bucket, list[_Share]](), list[Chosen]()
-        for alike, share in self._together(items).items():
-            prices = {item.key: self.priced(item) for item in share}
-            if alike.exchange:
-                moving[alike], choice = self._cheapest(alike, share, prices)
-                choices.append(choice)
-                total += choice.ns
-            elif len(alike.ranks) > 1:
-                total += max(_timed(list(prices.values()), alike.itemsize, self._policy.machine).computed.values())
-        return Way(items, moving, total, tuple(choices))
+def in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[Way], policy: Policy) -> list[Bucket]:
+    """All buckets of a plan with these items.
 
-    def in_order(self, items: Sequence[Item], ways: Sequence[Way]) -> list[Bucket]:
-        """All buckets of a plan with these items.
+    Half of what a rank orthogonalizes where it lies comes before all that moves, and half behind it, for gathers and
+    scatters to pass by. Nothing of it comes in between: ranks that have nothing there would post the exchanges of a set
+    in another order.
+    """
+    number = {item.key: n for n, item in enumerate(items)}
 
-        Half of what a rank orthogonalizes where it lies comes before all that moves, and half behind it, for gathers
-        and scatters to pass by. Nothing of it comes in between: ranks that have nothing there would post the exchanges
-        of a set in another order.
-        """
-        number: dict[Key, int] = {item.key: n for n, item in enumerate(items)}
+    def made(alike: Bucket, shares: Iterable[_Share]) -> list[Bucket]:
+        return [
+            alike._replace(
+                items=tuple(sorted(number[item.key] for item in share)),
+                gathers=alike.exchange and any(_gathered(specs[item.param], item) for item in share),
+            )
+            for share in shares
+        ]
 
-        def made(alike: Bucket, share: _Share) -> Bucket:
-            gathers = alike.exchange and any(_gathered(self._specs[item.param], item) for item in share)
-            return alike._replace(items=tuple(sorted(number[item.key] for item in share)), gathers=gathers)
+    before, between, behind = list[Bucket](), list[Bucket](), list[Bucket]()
+    for alike, share in sorted(_together(specs, (item for item in items if item.route == "local")).items()):
+        of_rank = made(alike, _local(alike, share, policy))
+        before += of_rank[: (len(of_rank) + 1) // 2]
+        behind += of_rank[(len(of_rank) + 1) // 2 :]
+    moving = {alike: shares for way in ways for alike, shares in way.moving.items()}
+    for alike in sorted(moving):
+        between += made(alike, moving[alike])
+    return [*before, *between, *behind]
 
-        before, behind = list[Bucket](), list[Bucket]()
-        for alike, share in sorted(self._together(item for item in items if item.route == "local").items()):
-            of_rank = [made(alike, one) for one in self._local(alike, share)]
-            before += of_rank[: (len(of_rank) + 1) // 2]
-            behind += of_rank[(len(of_rank) + 1) // 2 :]
-        moving = [of_set for way in ways for of_set in way.moving.items()]
-        between = [made(alike, share) for alike, shares in sorted(moving, key=lambda one: one[0]) for share in shares]
-        return [*before, *between, *behind]
 
-    def _together(self, items: Iterable[Item]) -> dict[Bucket, _Share]:
-        """Matrices that may be in one bucket, by what they share of it."""
-        found: dict[Bucket, _Share] = {}
-        for item in items:
-            spec = self._specs[item.param]
-            itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
-            ranks = item.owners if item.route == "local" else spec.layout.ranks
-            found.setdefault(Bucket(ranks, item.route, len(item.owners), spec.kind, itemsize), []).append(item)
-        return found
+def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Share]:
+    """Matrices that may be in one bucket, by what they share of it."""
+    found: dict[Bucket, _Share] = {}
+    for item in items:
+        spec = specs[item.param]
+        ranks = item.owners if item.route == "local" else spec.layout.ranks
+        alike = Bucket(ranks, item.route, len(item.owners), spec.kind, spec.itemsizes[item.matrix])
+        found.setdefault(alike, []).append(item)
+    return found
 
-    def _local(self, alike: Bucket, share: _Share) -> list[_Share]:
-        """The buckets of what moves nowhere: as few as memory allows, and small ones on a CPU."""
-        of_momentum = 4 * sum(item.numel for item in share) // _OF_MOMENTUM
-        least = _IN_CACHE if alike.kind == "cpu" else max(_LEAST_BYTES, of_momentum)
-        most = (self._policy.bucket_bytes or least) // alike.itemsize
-        return _shares_of(_lines(share), max(1, most), 1)[::-1]
 
-    def _cheapest(self, alike: Bucket, items: _Share, prices: Mapping[Key, _Priced]) -> tuple[list[_Share], Chosen]:
-        """The buckets of what moves: of those that are hardly dearer than the cheapest, what takes least memory."""
-        machine, found = self._policy.machine, dict[tuple[int, int, int], list[_Share]]()
-        busiest = list[int]()  # slices that stay together are not dealt out evenly
-        if any(item.parts > 1 for item in items):
-            work = Counter[int]()
-            for one in prices.values():
-                work[one.owner] += one.ns
-            busiest.append(max(work, key=lambda rank: (work[rank], rank)))
-        for shares in self._cuts(alike, items, prices):
-            buckets = [_timed([prices[item.key] for item in share], alike.itemsize, machine) for share in shares]
-            taken = alike.itemsize * max(bucket.taken for bucket in buckets)
-            for step in (1, -1)[: len(shares)]:  # those with least first, or last
-                found.setdefault((taken, len(shares), _step_ns(buckets[::step], busiest)), shares[::step])
-        limit = min(ns for *_, ns in found) * _NO_DEARER
-        best = min(option for option in found if option[2] * 100 <= limit)
-        text = f"{best[1]} buckets by price ({machine.name}), of {best[0] / 2**20:.3g} MiB a rank at most; "
-        beside = "there are no others"
-        if len(found) > 1:
-            most, num, ns = min((option for option in found if option != best), key=lambda option: option[2])
-            beside = f"next best {num}, {ns / best[2]:.3g}x as long, {most / 2**20:.3g} MiB"
-        return found[best], Chosen(alike.ranks, best[2], text + beside)
+def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
+    """The buckets of what moves nowhere: as few as memory allows, and small ones on a CPU."""
+    of_momentum = 4 * sum(item.numel for item in share) // _OF_MOMENTUM
+    least = _IN_CACHE if alike.kind == "cpu" else max(_LEAST_BYTES, of_momentum)
+    most = (policy.bucket_bytes or least) // alike.itemsize
+    return _shares_of(_lines(share), max(1, most), 1)[::-1]
 
-    def _cuts(self, alike: Bucket, items: _Share, prices: Mapping[Key, _Priced]) -> Iterator[list[_Share]]:
-        """The cuts that are tried: in so many waves, and these whole or cut by owners."""
-        most = sum(item.numel for item in items)
-        if self._policy.bucket_bytes:
-            most = max(1, self._policy.bucket_bytes // alike.itemsize)
-        lines, known = _lines(items), 0
-        for least in _NUMS:
-            waves = _shares_of(lines, most, least)[::-1]
-            if len(waves) > known:
-                for tail in _TAILS if any(one.spread.replicas > 1 for one in prices.values()) else (1,):
-                    yield _with_slices(_narrowed(waves, tail, prices))
-            known = len(waves)
-            if known == max(map(len, lines)):
-                break
 
-    def priced(self, item: Item) -> _Priced:
-        """A matrix or a slice with its owner, or its first one, as its price sees it."""
-        spec, machine = self._specs[item.param], self._policy.machine
-        if spec.layout not in self._spreads:
-            self._spreads[spec.layout] = _spread_of(spec.layout, machine.per_node)
-        spread = self._spreads[spec.layout]
-        if len(item.owners) > 1:
-            spread = spread._replace(replicas=1, near=1)
-        size, ns = _products_of(item.short, item.how, item.cost, machine)
-        if item.parts > 1:
-            size, ns = 1, ns + _sums_ns(item, spec, machine)
-        return _Priced(item.owners[0], spec.layout.replica_of[item.owners[0]], item.numel, size, ns, spread)
+def _by_price(
+    alike: Bucket, items: _Share, prices: Mapping[Key, _Priced], policy: Policy
+) -> tuple[list[_Share], int, str]:
+    """The buckets of what moves: of those that are hardly dearer than the cheapest, what takes least memory. Also their
+    nanoseconds, and a line about them."""
+    found = dict[tuple[int, int, int], list[_Share]]()  # elements that a rank has at most, buckets, nanoseconds
+    for shares in _cuts(alike, items, prices, policy):
+        buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
+        taken = max(bucket.taken for bucket in buckets)
+        for step in (1, -1)[: len(shares)]:  # those with least first, or last
+            found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
+    limit = min(ns for *_, ns in found) * _NO_DEARER
+    best = min(option for option in found if option[2] * 100 <= limit)
+    taken, num, ns = best
+    note = (
+        f"ranks {ranks_text(alike.ranks)}: {num} buckets by price ({policy.machine.name}), "
+        f"of {alike.itemsize * taken / 2**20:.3g} MiB a rank at most; "
+    )
+    if len(found) == 1:
+        return found[best], ns, note + "there are no others"
+    most, others, longer = min((option for option in found if option != best), key=lambda option: option[2])
+    beside = f"next best {others}, {longer / ns:.3g}x as long, {alike.itemsize * most / 2**20:.3g} MiB"
+    return found[best], ns, note + beside
+
+
+def _cuts(alike: Bucket, items: _Share, prices: Mapping[Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
+    """The cuts that are tried: in so many waves, and these whole or cut by owners."""
+    most = sum(item.numel for item in items)
+    if policy.bucket_bytes:
+        most = max(1, policy.bucket_bytes // alike.itemsize)
+    tails = _TAILS if any(prices[item.key].spread.replicas > 1 for item in items) else (1,)
+    lines, known = _lines(items), 0
+    for least in _NUMS:
+        waves = _shares_of(lines, most, least)[::-1]
+        if len(waves) > known:
+            yield from (_narrowed(waves, tail, prices) for tail in tails)
+        known = len(waves)
+        if known == max(map(len, lines)):
+            break
 
 
 def _gathered(spec: Spec, item: Item) -> bool:
     """False if the owner has all that it needs, and nobody else in its replica awaits a result."""
-    stored = clipped(spec.layout.tiles[item.matrix].get(item.owners[0], ()), item.box(spec))
+    stored = spec.layout.tiles[item.matrix].get(item.owners[0], ())
     return sum(tile.numel for tile in stored) < item.numel or any(kept.travels for kept in spec.kept)
 
 
@@ -197,15 +182,6 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[Key, _Priced])
             dealt[at[0]] += 1
         found += filter(None, shares)
     return found
-
-
-def _with_slices(shares: list[_Share]) -> list[_Share]:
-    """The shares, with all slices of a matrix in the first that has one of them."""
-    first, found = dict[tuple[int, int], _Share](), [_Share() for _ in shares]
-    for share, of_share in zip(shares, found, strict=True):
-        for item in share:
-            (first.setdefault(item[:2], of_share) if item.parts > 1 else of_share).append(item)
-    return [share for share in found if share]
 
 
 def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
@@ -272,24 +248,11 @@ class _Spread(NamedTuple):
     near: int
 
 
-def _spread_of(layout: ParamLayout, per_node: int) -> _Spread:
-    """Count the ranks of a layout on nodes of `per_node` ranks each: those of its first replica, and the keepers of its
-    first piece."""
-    first = next(iter(layout.keepers.values()), layout.ranks[:1])
-    storing = {rank for ranks in layout.keepers.values() for rank in ranks}
-    replica = [rank for rank in layout.ranks if rank in storing and layout.replica_of[rank] == 0]
-    return _Spread(len(replica), _on_one_node(replica, per_node), len(first), _on_one_node(first, per_node))
-
-
-def _on_one_node(ranks: Sequence[int], per_node: int) -> int:
-    return max(Counter(rank // per_node for rank in ranks).values(), default=1)
-
-
 class _Priced(NamedTuple):
     """A matrix as its price sees it.
 
     Attributes:
-        owner, replica: The rank that orthogonalizes it, and the number of its replica.
+        owner, replica: The rank that orthogonalizes it (the first, of one in each replica), and its replica's number.
         numel: Its elements.
         batch, ns: How many like it run together, the last batch filled up, and the nanoseconds of a batch.
         spread: Numbers of ranks on which it lies.
@@ -301,6 +264,28 @@ class _Priced(NamedTuple):
     batch: int
     ns: int
     spread: _Spread
+
+
+def _prices(specs: Sequence[Spec], items: Iterable[Item], machine: Machine) -> dict[Key, _Priced]:
+    spreads, found = dict[ParamLayout, _Spread](), dict[Key, _Priced]()
+    for item in items:
+        layout, owner = specs[item.param].layout, item.owners[0]
+        if layout not in spreads:
+            spreads[layout] = _spread_of(layout, machine.per_node)
+        spread = spreads[layout]._replace(replicas=1, near=1) if len(item.owners) > 1 else spreads[layout]
+        batch = _products_of(item.short, item.how, item.cost, machine)
+        found[item.key] = _Priced(owner, layout.replica_of[owner], item.numel, *batch, spread)
+    return found
+
+
+def _spread_of(layout: ParamLayout, per_node: int) -> _Spread:
+    """Count the ranks of a layout on nodes of `per_node` ranks each: those of its first replica, and the keepers of its
+    first piece."""
+    first = next(iter(layout.keepers.values()), layout.ranks[:1])
+    replica = [rank for rank in layout.ranks if layout.pieces[rank] and layout.replica_of[rank] == 0]
+    on_nodes = (Counter(rank // per_node for rank in ranks).values() for ranks in (replica, first))
+    inside, near = (max(counts, default=1) for counts in on_nodes)
+    return _Spread(len(replica), inside, len(first), near)
 
 
 def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[int, int]:
@@ -318,14 +303,6 @@ def _share(volume: int, machine: Machine) -> int:
     """The share of the peak that a cubic product of this volume reaches."""
     found = (share for side, share in zip(SIDES, machine.shares, strict=True) if volume <= side**3)
     return next(found, machine.shares[-1])
-
-
-def _sums_ns(item: Item, spec: Spec, machine: Machine) -> int:
-    """Nanoseconds in which the owners of a matrix's slices, ranks of one node, exchange what they add up."""
-    slicing, others = spec.slicings[item.matrix], item.parts - 1
-    assert slicing is not None, "of a slice"
-    latency = (1 + slicing.sums) * (machine.inside + machine.peer * others)
-    return latency + slicing.sums * slicing.itemsize * item.short**2 * others * 1000 // machine.link
 
 
 class _Timed(NamedTuple):
@@ -395,11 +372,11 @@ def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
     return latency + max(near * 1000 // machine.link, far * 1000 // machine.network)
 
 
-def _step_ns(buckets: Sequence[_Timed], also: Iterable[int]) -> int:
-    """A step of these buckets, in their order, see [Note: the price of buckets]; timed on some ranks more (`also`)."""
+def _step_ns(buckets: Sequence[_Timed]) -> int:
+    """A step of these buckets, in their order, see [Note: the price of buckets]."""
     slowest = [max(one.computed, key=lambda rank: (one.computed[rank], rank)) for one in buckets]
     ranks = [
         [one.work._replace(key=at, orthogonalize=one.computed.get(rank, 0)) for at, one in enumerate(buckets)]
-        for rank in dict.fromkeys([*slowest, *also])
+        for rank in dict.fromkeys(slowest)
     ]
     return int(max(course.end for course in pipeline.run(ranks, 0, [0] * len(ranks), 0.5)))

@@ -7,19 +7,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from shardmuon.layout.table import Ranks
-from shardmuon.plan.items import Item, Key, Policy, Spec, slice_of
+from shardmuon.plan.items import Item, Key, Spec
 from shardmuon.plan.machines import Machine
 
-_UNEVEN = 1.03  # load of the most loaded rank over the mean from which on better owners are searched for
-_BISECTIONS = 12
-_GOOD_ENOUGH = 1.01  # of the lower bound; not worth a search below
-_ABOVE_MEAN = 110  # percent of the mean load of its ranks that a matrix must take for several owners
+_LATE = 1.03  # load of a rank over the mean of its set from which on it hands matrices on
 
 
 def draft_of(spec: Spec, param: int, matrix: int) -> Item:
@@ -32,14 +29,14 @@ def draft_of(spec: Spec, param: int, matrix: int) -> Item:
     if kept:
         able = tuple(rank for rank in able if all(rank in of_stage for of_stage in kept))
     why = spec.reasons[matrix] if spec.reasons else ""
-    return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix], reason=why)
+    return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix], why)
 
 
 def with_owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine: Machine) -> list[Item]:
     """The matrices of a set, each with one owner."""
     owners = _owners(specs, drafts, ranks, machine.per_node)
     _hand_on(specs, drafts, owners, ranks, machine)
-    return [_placed(specs[item.param], item, (owner,)) for item, owner in zip(drafts, owners, strict=True)]
+    return [_placed(specs[item.param], item, (owners[item.key],)) for item in drafts]
 
 
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
@@ -49,113 +46,57 @@ def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
     return item._replace(owners=owners, route="local" if stays else item.route)
 
 
-def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_node: int) -> list[int]:
+def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_node: int) -> dict[Key, int]:
     """The owner of each matrix of a set: those without a choice first, then the costliest to the rank with least work;
-    of equal ones to that in the replica that passes on least, then on another node than the one before.
-
-    Slices go first, those of a matrix to ranks of one node.
-    """
+    of equal ones to that in the replica that passes on least, then on another node than the one before."""
+    ranks = tuple(sorted(ranks, key=lambda rank: (rank % per_node, rank)))
     place = {rank: at for at, rank in enumerate(ranks)}
-    mates = _mates(drafts, per_node)
-    owners = [mates.get(item.key, item.owners) for item in drafts]
-    able = {of: np.array([place[rank] for rank in of]) for of in dict.fromkeys(owners)}
-    spread = {of: np.array([place[r] for r in sorted(of, key=lambda r: (r % per_node, r))]) for of in able}
-    layouts = dict.fromkeys(specs[item.param].layout for item in drafts)
+    able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
+    layouts = {specs[item.param].layout for item in drafts}
     replica = {layout: np.array([layout.replica_of[rank] for rank in ranks]) for layout in layouts}
     work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)  # of ranks; of replicas
-    order = sorted(range(len(drafts)), key=lambda n: (len(owners[n]) > 1, -drafts[n].cost, n))
-    found = [0] * len(drafts)
-    for n in order:
-        at, of_rank = spread[owners[n]], replica[specs[drafts[n].param].layout]
+    found = dict[Key, int]()
+    for item in sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key)):
+        at, of_rank = able[item.owners], replica[specs[item.param].layout]
         at = at[work[at] == work[at].min()]
-        passes_on = moved[of_rank[at]]
-        found[n] = int(at[passes_on.argmin()])
-        work[found[n]] += drafts[n].cost
-        moved[of_rank[found[n]]] += drafts[n].numel
-    if int(work.max()) * len(ranks) > _UNEVEN * int(work.sum()):
-        free = [n for n in order if len(owners[n]) > 1]
-        start = [0] * len(ranks)
-        for n in order[: len(order) - len(free)]:
-            start[found[n]] += drafts[n].cost
-        costs = [drafts[n].cost for n in free]
-        better = fitted(costs, [able[owners[n]] for n in free], start, int(work.max()))
-        for n, owner in zip(free, better, strict=False):  # there may be none
-            found[n] = owner
-    return [ranks[at] for at in found]
+        owner = int(at[moved[of_rank[at]].argmin()])
+        work[owner] += item.cost
+        moved[of_rank[owner]] += item.numel
+        found[item.key] = ranks[owner]
+    return found
 
 
-def fitted(
-    costs: Sequence[int], candidates: Sequence[Sequence[int] | np.ndarray], start: Sequence[int], most: int
-) -> list[int]:
-    """The owner of each item so that the most loaded rank has less than `most`; empty if none is found.
-
-    MULTIFIT: a bisection on the load for which first-fit decreasing succeeds (Coffman, Garey and Johnson 1978). With
-    three or four matrices a rank it often reaches the lower bound where the least loaded rank is 10 % over it.
-
-    Args:
-        costs: Cost of each item.
-        candidates: For each item, the numbers of the ranks that may own it.
-        start: What each rank has to do already.
-        most: The load to stay below.
-    """
-    loads, able = np.array(start, dtype=np.int64), list(map(np.asarray, candidates))
-    low = max(-(-(int(loads.sum()) + sum(costs)) // len(loads)), max(costs, default=0), int(loads.max()))
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    best, high = list[int](), most
-    for _ in range(_BISECTIONS):
-        if high <= low * _GOOD_ENOUGH:
-            break
-        limit = (low + high) // 2
-        found = _first_fit(costs, able, order, loads.copy(), limit)
-        if found:
-            best, high = found, limit
-        else:
-            low = limit + 1
-    return best
-
-
-def _first_fit(
-    costs: Sequence[int], able: Sequence[np.ndarray], order: Sequence[int], load: np.ndarray, limit: int
-) -> list[int]:
-    """Each item to the first rank that stays within `limit`; empty if some item fits nowhere."""
-    owners = [0] * len(costs)
-    for item in order:
-        fits = load[able[item]] + costs[item] <= limit
-        if not fits.any():
-            return []
-        owners[item] = int(able[item][fits.argmax()])
-        load[owners[item]] += costs[item]
-    return owners
-
-
-def _hand_on(specs: Sequence[Spec], drafts: Sequence[Item], owners: list[int], ranks: Ranks, machine: Machine) -> None:
+def _hand_on(
+    specs: Sequence[Spec], drafts: Sequence[Item], owners: dict[Key, int], ranks: Ranks, machine: Machine
+) -> None:
     """Change the owners of matrices that late ranks alone store for others of the node: all have experts, and few a
-    dense matrix.
-
-    Only of what takes longer at the machine's peak than its way there and back, and of which stages keep nothing.
-    """
-    loads = dict.fromkeys(ranks, 0)
-    alone: dict[int, list[tuple[int, int]]] = {rank: [] for rank in ranks}  # cost and number of what each may hand on
-    for n, (item, owner) in enumerate(zip(drafts, owners, strict=True)):
-        spec = specs[item.param]
+    dense matrix."""
+    loads, alone = dict.fromkeys(ranks, 0), defaultdict[int, list[tuple[int, Key]]](list)  # costs of what may go
+    for item in drafts:
+        owner = owners[item.key]
         loads[owner] += item.cost
-        itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
-        worth = item.cost * machine.link > 2 * itemsize * item.numel * machine.half * 1000
-        if worth and not spec.kept and len(item.owners) == 1 and len(spec.layout.tiles[item.matrix]) == 1:
-            alone[owner].append((item.cost, n))
-    late = _UNEVEN * sum(loads.values()) / len(loads)
-    for node in {rank // machine.per_node for rank in ranks if alone[rank] and loads[rank] > late}:
+        if _may_go(specs[item.param], item, machine):
+            alone[owner].append((item.cost, item.key))
+    late = _LATE * sum(loads.values()) / len(loads)
+    for node in {rank // machine.per_node for rank in alone if loads[rank] > late}:
         mates = [rank for rank in ranks if rank // machine.per_node == node]
-        for rank in mates:
-            alone[rank].sort()
         while True:
             mate, rank = (of(mates, key=lambda rank: (loads[rank], rank)) for of in (min, max))
-            if loads[rank] <= late or not alone[rank] or loads[mate] + alone[rank][-1][0] >= loads[rank]:
+            cost, key = max(alone[rank], default=(0, (0, 0)))
+            if loads[rank] <= late or not cost or loads[mate] + cost >= loads[rank]:
                 break
-            cost, n = alone[rank].pop()
-            owners[n] = mate
+            alone[rank].remove((cost, key))
+            owners[key] = mate
             loads[mate] += cost
             loads[rank] -= cost
+
+
+def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
+    """True for a matrix that one rank alone stores, of which stages keep nothing, and which takes longer at the
+    machine's peak than its way to another rank and back."""
+    way = 2 * spec.itemsizes[item.matrix] * item.numel
+    worth = item.cost * machine.link > way * machine.half * 1000
+    return worth and not spec.kept and len(item.owners) == len(spec.layout.tiles[item.matrix]) == 1
 
 
 def each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int) -> dict[Key, Item]:
@@ -167,66 +108,14 @@ def each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int
     replicas = max(work, key=lambda of: (work[of], of), default=())
     if len(replicas) < 2:
         return {}
-    first, inside = set(replicas[0]), list[Item]()
-    mine = {
-        (owners, of): tuple(filter(first.__contains__, owners)) for owners, of in {(i.owners, i.parts) for i in drafts}
-    }
-    able = {key: ranks for key, ranks in mine.items() if _nodes(ranks, per_node, key[1])}
-    for item in drafts:
-        ranks = able.get((item.owners, item.parts))
-        if ranks and specs[item.param].layout.replicas == replicas:
-            inside.append(item._replace(owners=ranks))
-    candidates, found = {item.key: item.owners for item in drafts}, dict[Key, Item]()
-    for item, owner in zip(inside, _owners(specs, inside, replicas[0], per_node), strict=True):
+    first = set(replicas[0])
+    able = {owners: tuple(rank for rank in owners if rank in first) for owners in {item.owners for item in drafts}}
+    mine = [item for item in drafts if able[item.owners] and specs[item.param].layout.replicas == replicas]
+    inside = _owners(specs, [item._replace(owners=able[item.owners]) for item in mine], replicas[0], per_node)
+    found = dict[Key, Item]()
+    for item in mine:
         layout = specs[item.param].layout
-        owners = layout.keepers[layout.tiles[item.matrix][owner][0].held.piece]
-        if set(owners) <= set(candidates[item.key]):
+        owners = layout.keepers[layout.tiles[item.matrix][inside[item.key]][0].held.piece]
+        if set(owners) <= set(item.owners):
             found[item.key] = _placed(specs[item.param], item, owners)
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------------- slices
-
-
-def parted(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> list[list[Item]]:
-    """Drafts with slices in place of the matrices that may bound the step: of all of these, and of the costliest alone.
-    Empty if there are none."""
-    num, slices = policy.split_k, dict[Key, list[Item]]()
-    large = sum(draft.cost for draft in drafts) * _ABOVE_MEAN
-    able = {of for of in {draft.owners for draft in drafts if num > 1} if _nodes(of, policy.machine.per_node, num)}
-    for draft in drafts:
-        spec = specs[draft.param]
-        slicing = spec.slicings[draft.matrix] if spec.slicings else None
-        if slicing is None or draft.owners not in able or draft.cost * len(ranks) * 100 <= large:
-            continue
-        if slice_of(spec.layout.view.matrices[draft.matrix], 0, num) is not None:
-            cost = slicing.each + -(-(draft.cost - slicing.each) // num)
-            slices[draft.key] = [draft._replace(cost=cost, part=part, parts=num) for part in range(num)]
-    costs = {draft.cost for draft in drafts if draft.key in slices}
-    return [
-        [one for draft in drafts for one in (slices.get(draft.key, [draft]) if draft.cost >= least else [draft])]
-        for least in sorted({min(costs), max(costs)} if costs else ())
-    ]
-
-
-def _nodes(ranks: Ranks, per_node: int, least: int) -> dict[int, list[int]]:
-    """Number of a node -> those of these ranks in it, if they are at least so many."""
-    found: dict[int, list[int]] = {}
-    for rank in ranks:
-        found.setdefault(rank // per_node, []).append(rank)
-    return {node: mates for node, mates in found.items() if len(mates) >= least}
-
-
-def _mates(drafts: Sequence[Item], per_node: int) -> dict[Key, Ranks]:
-    """The owner of each slice: the least loaded ranks of the node to which fewest operations were given so far."""
-    found, busy, loads = dict[Key, Ranks](), Counter[int](), Counter[int]()  # of nodes, of ranks
-    firsts = [item for item in drafts if item.parts > 1 and not item.part]
-    nodes = {owners: _nodes(owners, per_node, parts) for owners, parts in {(one.owners, one.parts) for one in firsts}}
-    for first in sorted(firsts, key=lambda first: (-first.cost, first.key)):
-        node = min(nodes[first.owners], key=lambda node: (busy[node], node))
-        busy[node] += first.cost * first.parts
-        mates = sorted(nodes[first.owners][node], key=lambda rank: (loads[rank], rank))
-        for part, rank in enumerate(mates[: first.parts]):
-            found[first.param, first.matrix, part] = (rank,)
-            loads[rank] += first.cost
     return found

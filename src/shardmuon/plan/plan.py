@@ -10,12 +10,12 @@ from typing import ClassVar
 from shardmuon.comm.vote import digest_of
 from shardmuon.errors import ranks_text
 from shardmuon.layout.table import Ranks
-from shardmuon.plan.buckets import Chosen, Cutter, Way
-from shardmuon.plan.items import Bucket, Item, Policy, Spec, Tiles, clipped
-from shardmuon.plan.owners import draft_of, each_for_itself, parted, with_owners
+from shardmuon.plan.buckets import Way, cheapest, in_order
+from shardmuon.plan.items import Bucket, Item, Policy, Spec
+from shardmuon.plan.owners import draft_of, each_for_itself, with_owners
 from shardmuon.texts import table
 
-_NO_GAIN = 102  # percent of another way that the simpler one may cost
+_NO_GAIN = 102  # percent of what each replica for itself costs that sharing may cost
 _LATENCIES = 3  # between nodes, for less than which replicas do not each work for themselves
 
 
@@ -28,8 +28,7 @@ class Plan:
         items: Their matrices, in order.
         buckets: Buckets in the order in which every rank begins them. It depends on nothing but their content, so that
             ranks of several sets never wait for each other in unlike orders.
-        notes: Lines on what holds for the plan as a whole, printed below it.
-        choices: What was chosen by price.
+        notes: Lines on what was chosen by price, and on what holds for the plan as a whole, printed below it.
         policy: What the user chose.
     """
 
@@ -37,7 +36,6 @@ class Plan:
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
-    choices: tuple[Chosen, ...] = field(default=(), compare=False)
     policy: Policy = field(default=Policy(), compare=False)
     # Lines on what is counted and priced. That stands far above this module, so `shardmuon/__init__.py` puts it here.
     summary: ClassVar[Callable[[Plan], list[str]]]
@@ -45,31 +43,24 @@ class Plan:
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:
         """Set of sharers -> 16 bytes of what its ranks must plan alike."""
-        said: dict[Ranks, list[object]] = {}
-        place: list[int] = []  # of each parameter among those of its set
-        for spec in self.specs:
-            of_set = said.setdefault(spec.layout.ranks, [])
-            place.append(len(of_set))
-            of_set.append((spec.layout.digest, *spec[2:7], [(kept.layout.digest, kept.travels) for kept in spec.kept]))
-        for bucket in self.buckets:
-            if bucket.exchange:
-                items = [(place[item.param], item[1:-1]) for item in (self.items[number] for number in bucket.items)]
-                said[bucket.ranks].append(((bucket.kind, bucket.itemsize, bucket.route, bucket.gathers), items))
-        # in no bucket: how an owner cuts what is local depends on its other sets, of which the others know nothing
-        for item in self.items:
-            if item.route == "local":
-                said[self.specs[item.param].layout.ranks].append((place[item.param], item[1:-1]))
-        return {ranks: digest_of(of_set) for ranks, of_set in said.items()}
-
-    def tiles_of(self, item: Item) -> Tiles:
-        """Tiles of a matrix or a slice: rank -> its tiles in storage order."""
-        spec = self.specs[item.param]
-        of_matrix = spec.layout.tiles[item.matrix]
-        if item.parts == 1:
-            return of_matrix
-        box = item.box(spec)
-        inside = ((rank, clipped(tiles, box)) for rank, tiles in of_matrix.items())
-        return {rank: tiles for rank, tiles in inside if tiles}
+        found = {}
+        for ranks in dict.fromkeys(spec.layout.ranks for spec in self.specs):
+            params = [n for n, spec in enumerate(self.specs) if spec.layout.ranks == ranks]
+            specs = [
+                (spec.layout.digest, *spec[2:7], [(kept.layout.digest, kept.travels) for kept in spec.kept])
+                for spec in map(self.specs.__getitem__, params)
+            ]
+            place = {param: at for at, param in enumerate(params)}
+            items = {n: (place[i.param], *i[1:-1]) for n, i in enumerate(self.items) if i.param in place}
+            moving = [
+                (*bucket[1:5], bucket.gathers, [items[n] for n in bucket.items])
+                for bucket in self.buckets
+                if bucket.exchange and bucket.ranks == ranks
+            ]
+            # in no bucket: how an owner cuts what is local depends on its other sets, of which the others know nothing
+            local = [item for n, item in items.items() if self.items[n].route == "local"]
+            found[ranks] = digest_of([specs, moving, local])
+        return found
 
     def loads(self) -> dict[int, int]:
         """rank -> floating point operations of its products in one step."""
@@ -96,8 +87,7 @@ def _rows(plan: Plan) -> str:
             spec = plan.specs[item.param]
             name = spec.name if len(spec.layout.view.matrices) == 1 else f"{spec.name}[{item.matrix}]"
             owners, held = ",".join(map(str, item.owners)), f"ranks {ranks_text(tuple(spec.layout.tiles[item.matrix]))}"
-            part = f" {item.part + 1}/{item.parts}" if item.parts > 1 else ""
-            rows.append((name, f"{item.rows}x{item.cols}{part}", item.route, owners, str(number), item.how, held))
+            rows.append((name, f"{item.rows}x{item.cols}", item.route, owners, str(number), item.how, held))
     return table(rows)
 
 
@@ -107,7 +97,7 @@ def _balance(plan: Plan) -> list[str]:
     if any(loads.values()):
         mean = sum(loads.values()) / len(loads)
         lines.append(
-            f"{sum(not item.part for item in plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank "
+            f"{len(plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank "
             f"{max(loads.values()) / mean:.2f}x of the mean {mean / 1e9:.2f} GFLOP a step"
         )
     idle = tuple(rank for rank, flops in loads.items() if not flops)
@@ -122,51 +112,29 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
     for param, spec in enumerate(specs):
         matrices = range(len(spec.layout.view.matrices))
         sets.setdefault(spec.layout.ranks, []).extend(draft_of(spec, param, matrix) for matrix in matrices)
-    cutter = Cutter(specs, policy)
-    ways = [_cheapest(specs, cutter, drafts, ranks, policy) for ranks, drafts in sets.items()]
+    ways = [_of_set(specs, drafts, ranks, policy) for ranks, drafts in sets.items()]
     items = sorted((item for way in ways for item in way.items), key=lambda item: item.key)
-    choices = tuple(choice for way in ways for choice in way.choices)
-    return Plan(tuple(specs), tuple(items), tuple(cutter.in_order(items, ways)), (), choices, policy)
+    notes = tuple(note for way in ways for note in way.notes)
+    return Plan(tuple(specs), tuple(items), tuple(in_order(specs, items, ways, policy)), notes, policy)
 
 
-def _cheapest(specs: Sequence[Spec], cutter: Cutter, drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> Way:
-    """The matrices of a set, whole or split among owners, by price."""
-    whole = _settled(specs, cutter, drafts, ranks, policy)
-    split = [_settled(specs, cutter, parts, ranks, policy) for parts in parted(specs, drafts, ranks, policy)]
-    if not split:
-        return whole
-    best = min(split, key=lambda way: way.ns)
-    num = sum(item.parts > 1 and not item.part for item in best.items)
-    texts = f"{num} matrices have one owner each", f"{num} matrices are split among {policy.split_k} owners each"
-    return _by_price((whole, best), texts, ("whole", "split"), 0, ranks, policy)
-
-
-def _settled(specs: Sequence[Spec], cutter: Cutter, drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> Way:
-    """The matrices of a set, shared out among all ranks or by each replica for itself, by price.
-
-    Replicas that share the work are equal because they get the same results, which is worth a little.
-    """
-    shared = cutter.way(with_owners(specs, drafts, ranks, policy.machine))
+def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> Way:
+    """The matrices of a set, shared out among all ranks or by each replica for itself, by price."""
+    shared = cheapest(specs, with_owners(specs, drafts, ranks, policy.machine), policy)
     each = each_for_itself(specs, drafts, policy.machine.per_node) if policy.each else {}
     if not each:
         return shared
-    alone = cutter.way([each.get(item.key, item) for item in shared.items])
-    num = max(len(item.owners) for item in each.values())
-    texts = f"{num} replicas: they share the work", f"{num} replicas: each works for itself"
-    return _by_price((shared, alone), texts, ("shared", "each for itself"), _LATENCIES, ranks, policy)
-
-
-def _by_price(
-    ways: tuple[Way, Way], texts: tuple[str, str], names: tuple[str, str], latencies: int, ranks: Ranks, policy: Policy
-) -> Way:
-    """The second of two ways if it gains enough, with a line about the choice; else the first."""
-    taken = _gains(ways[0].ns, ways[1].ns, latencies, policy)
-    way, other = ways[taken], ways[not taken]
+    alone = cheapest(specs, [each.get(item.key, item) for item in shared.items], policy)
+    way, other, what, others = shared, alone, "they share the work", "each for itself"
+    if _gains(shared.ns, alone.ns, policy):
+        way, other, what, others = alone, shared, "each works for itself", "shared"
     beside = f", it would take {other.ns / way.ns:.3g}x as long" if other.ns > way.ns else " is not cheaper"
-    text = f"{texts[taken]}, by price ({policy.machine.name}); {names[not taken]}{beside}"
-    return way._replace(choices=(Chosen(ranks, way.ns, text), *way.choices))
+    replicas = f"{max(len(item.owners) for item in each.values())} replicas"
+    note = f"ranks {ranks_text(ranks)}: {replicas}: {what}, by price ({policy.machine.name}); {others}{beside}"
+    return way._replace(notes=(note, *way.notes))
 
 
-def _gains(before: int, after: int, latencies: int, policy: Policy) -> bool:
-    """True if nanoseconds become fewer by as much as a choice should gain."""
-    return after * _NO_GAIN <= before * 100 and after + latencies * policy.machine.across <= before
+def _gains(shared: int, alone: int, policy: Policy) -> bool:
+    """True if replicas that each work for themselves save enough nanoseconds: that those which share are equal because
+    they get the same results is worth a little."""
+    return alone * _NO_GAIN <= shared * 100 and alone + _LATENCIES * policy.machine.across <= shared

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import Ints, row_major
-from shardmuon.plan.items import Bucket, Item
+from shardmuon.plan.items import Bucket, Item, Key
 from shardmuon.plan.plan import Plan
 
 _ALIGNMENT = 64  # bytes: where every matrix of a batch begins at a multiple, its bits depend on no slot
@@ -118,9 +118,6 @@ class Program:
         batches, batch_numel: What this rank owns, and the elements of the buffer that holds it.
         own: Tiles of what it owns, in that buffer.
         gather, scatter, relay: The exchanges; no relay if nobody in the bucket needs one.
-        sums: Exchanges between gather and scatter, in which owners of slices add up what they made.
-        mates: Number of each item that is a slice and owned here -> owner of each slice of its matrix. In one order on
-            all ranks.
     """
 
     bucket: Bucket
@@ -131,8 +128,6 @@ class Program:
     gather: Wire
     scatter: Wire
     relay: Wire | None
-    sums: int
-    mates: dict[int, Ints]
 
     @property
     def num_owned(self) -> int:
@@ -140,168 +135,118 @@ class Program:
         return sum(len(batch.items) for batch in self.batches)
 
 
-class _Part(NamedTuple):
-    """A tile or kept numbers on their way: `number` is that of `Spec.kept`, -1 for a tile."""
-
-    item: Item
-    tile: Tile
-    number: int = -1
-
-
-_Side = Literal["own", "held", "owned", "relayed", "idle"]
-# All parts that one rank sends or gets in a bucket, by the rank at the other end: tiles that stay; what is on the
-# holder's and on the owner's side of both wires, kept numbers of the scatter's only; to other replicas, from another.
-_Ways = defaultdict[tuple[_Side, int], list[_Part]]
+_Part = tuple[int, Tile, int]  # parameter, a tile, and of which of its `Spec.kept`; -1: of the parameter itself
+_Phase = Literal["scatter", "relay"]
+# What a rank sends (True) or gets (False) as results in a phase, by the rank at the other end.
+_Ways = defaultdict[tuple[_Phase, bool, int], list[_Part]]
 
 
 def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
     """The program of a rank of the bucket, without parameters that have no gradient in this step (`missing`)."""
     numbers = [n for n in bucket.items if plan.items[n].param not in missing]
     numbers.sort(key=lambda n: _batch_key(plan, n))  # equal ones side by side, so that copies join
-    batches, slots = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
-    ways, relays = _Ways(list), False
-    for number in numbers:
-        relays |= _route(plan, plan.items[number], rank, ways)
+    items = [plan.items[n] for n in numbers]
+    batches, slots, end = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
+    own, ways = list[_Part](), _Ways(list)
+    for item in items:
+        for phase, sender, receiver, part in _results(plan, item, rank):
+            if sender == receiver == rank:
+                own.append(part)
+            elif rank in (sender, receiver):
+                ways[phase, rank == sender, receiver if rank == sender else sender].append(part)
 
-    def in_batch(item: Item, tile: Tile) -> BufferPlace:
-        """Place of a tile of an owned matrix among the batches."""
-        box = item.box(plan.specs[item.param])
-        steps = zip(tile.start, box.start, box.strides, strict=True)
-        return BufferPlace(slots[item] + sum((at - first) * stride for at, first, stride in steps), box.strides)
+    def in_batches(param: int, tile: Tile) -> BufferPlace:
+        """Place of a tile of an owned matrix."""
+        offset, strides = tile.in_matrix(plan.specs[param].layout.view)
+        return BufferPlace(slots[param, tile.matrix] + offset, strides)
 
-    def copies(parts: _Packed) -> tuple[Copy, ...]:
-        """Copies between a wire and the batches."""
-        owned = [(load, item) for load, item in zip(parts.loads, parts.items, strict=True) if item in slots]
-        return _joined(Copy(load.tile.sizes, load.place, in_batch(item, load.tile)) for load, item in owned)
+    def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
+        """An exchange of results. `before`: tiles that came by the one before it, to be passed on."""
+        sent, out, told = _packed(ways, phase, True, bucket, kept)
+        came, tiles, heard = _packed(ways, phase, False, bucket, kept)
+        owned = [load for load in out if (load.param, load.tile.matrix) in slots]
+        copies = _joined(Copy(one.tile.sizes, one.place, in_batches(one.param, one.tile)) for one in owned)
+        return Wire(sent, came, tiles, copies, _passed(before, out), told, heard)
 
-    held, owned = (_packed(ways, side, bucket, kept=False) for side in ("held", "owned"))
-    gather = Wire(held.splits, owned.splits, held.loads, copies(owned))
-    scatter = Wire(gather.came, gather.sent, gather.tiles, gather.copies)
-    if any(kept.travels for n in numbers for kept in plan.specs[plan.items[n].param].kept):
-        held, owned = (_packed(ways, side, bucket) for side in ("held", "owned"))
-        scatter = Wire(owned.splits, held.splits, held.loads, copies(owned), told=owned.kept, heard=held.kept)
-    relay: Wire | None = None
-    if relays:
-        out, back = (_packed(ways, side, bucket) for side in ("relayed", "idle"))
-        passed = _passed(scatter.tiles, out.loads)
-        relay = Wire(out.splits, back.splits, back.loads, copies(out), passed, out.kept, back.kept)
-    sums, mates = _sums(plan, numbers, rank)
+    back, scatter = wire("scatter", kept=False), wire("scatter")
     return Program(
         bucket=bucket,
         rank=rank,
         batches=tuple(batches),
-        batch_numel=batches[-1].start + batches[-1].shape[0] * batches[-1].stride if batches else 0,
-        own=tuple(Load(part.item.param, part.tile, in_batch(part.item, part.tile)) for part in ways["own", rank]),
-        gather=gather,
+        batch_numel=end,
+        own=tuple(Load(param, tile, in_batches(param, tile)) for param, tile, _ in own),
+        gather=back._replace(sent=back.came, came=back.sent),
         scatter=scatter,
-        relay=relay,
-        sums=sums,
-        mates=mates,
+        relay=wire("relay", scatter.tiles) if any(_is_relayed(plan, item) for item in items) else None,
     )
 
 
-def _sums(plan: Plan, numbers: Sequence[int], rank: int) -> tuple[int, dict[int, Ints]]:
-    """`Program.sums` and `Program.mates` of a bucket with these items."""
-    most, found = 0, dict[int, Ints]()
-    for number in sorted(numbers):
-        item = plan.items[number]
-        slicing = plan.specs[item.param].slicings[item.matrix] if item.parts > 1 else None
-        if slicing is not None:
-            most = max(most, 1 + slicing.sums)
-            if rank in item.owners:
-                replica, slices = item.owners.index(rank), plan.items[number - item.part :][: item.parts]
-                found[number] = tuple(one.owners[replica] for one in slices)
-    return most, found
-
-
-def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, int, str, int]:
+def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
     """Sort key of a bucket's items, in batches and on wires."""
     item = plan.items[number]
-    return *item.shape, item.how, item.parts, plan.specs[item.param].batch, number
+    return item.rows, item.cols, item.how, plan.specs[item.param].batch, number
 
 
-def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batch], dict[Item, int]]:
-    """Batches of the owned matrices, which stand in order, and where each begins."""
-    found: list[Batch] = []
-    slots: dict[Item, int] = {}
-    start = 0
-    for key, group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
-        alike = tuple(group)
-        stride = aligned(key[0] * key[1], itemsize)
-        found.append(Batch(alike, (len(alike), *key[:2]), start, stride))
-        slots.update((plan.items[n], start + k * stride) for k, n in enumerate(alike))
-        start += len(alike) * stride
-    return found, slots
+def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batch], dict[Key, int], int]:
+    """Batches of the owned matrices, which stand in order, where each matrix begins, and where all end."""
+    found, slots, end = list[Batch](), dict[Key, int](), 0
+    for (rows, cols, *_), group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
+        alike, stride = tuple(group), aligned(rows * cols, itemsize)
+        found.append(Batch(alike, (len(alike), rows, cols), end, stride))
+        for number in alike:
+            slots[plan.items[number].key] = end
+            end += stride
+    return found, slots, end
 
 
-def _route(plan: Plan, item: Item, rank: int, ways: _Ways) -> bool:
-    """Note what a rank sends and gets of a matrix. Returns True if its bucket needs the relay."""
-    layout, tiles = plan.specs[item.param].layout, plan.tiles_of(item)
-    if item.route == "local":
-        ways["own", rank] += [_Part(item, tile) for tile in _in_order(tiles.get(rank, ()))]
-        return False
+def _is_relayed(plan: Plan, item: Item) -> bool:
+    """True if a matrix needs its bucket's relay."""
+    return item.route == "owner" and len(item.owners) == 1 and plan.specs[item.param].layout.has_replicas
+
+
+def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, _Part]]:
+    """All parts of a matrix's result that concern a rank, with their phase, sender and receiver; others may be among
+    them. What an owner stores itself it "sends" to itself."""
+    spec = plan.specs[item.param]
+    layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
     if rank != item.owner_for(layout, rank):  # it talks with its own owner and with those who store the same
         mates = (layout.keepers[tile.held.piece] for tile in tiles.get(rank, ()))
         holders = tiles.keys() & {rank}.union(*mates)
     for holder in holders:
         owner = item.owner_for(layout, holder)
-        for tile in _in_order(tiles[holder]):
-            part, source = _Part(item, tile), layout.source(tile.held.piece, owner)
-            if holder != owner:
-                _note(ways, rank, holder, owner if source == holder else source, source == holder, part)
-            elif rank == owner:
-                ways["own", rank].append(part)
-    for number, kept in enumerate(plan.specs[item.param].kept):
+        for tile in tiles[holder]:
+            source, part = layout.source(tile.held.piece, owner), (item.param, tile, -1)
+            yield ("scatter", owner, holder, part) if source == holder else ("relay", source, holder, part)
+    for number, kept in enumerate(spec.kept):
         keepers = kept.layout.tiles[item.matrix]
         for keeper in keepers if kept.travels and rank in keepers else ():
             # it hears from where its first tile comes from, or from the owner of all that it stores nothing of
-            owner, stored = item.owner_for(layout, keeper), _in_order(layout.tiles[item.matrix].get(keeper, ()))
+            owner, stored = item.owner_for(layout, keeper), tiles.get(keeper, ())
             sources = [layout.source(tile.held.piece, owner) for tile in stored]
             mate = owner if keeper in sources else next(iter(sources), owner)
             if keeper != owner:
-                _note(ways, rank, keeper, mate, mate == owner, _Part(item, keepers[rank][0], number))
-    return len(item.owners) == 1 and layout.has_replicas
+                part = item.param, keepers[rank][0], number
+                yield "scatter" if mate == owner else "relay", mate, keeper, part
 
 
-def _note(ways: _Ways, rank: int, holder: int, mate: int, scattered: bool, part: _Part) -> None:
-    """Note a part that comes back to a holder from its mate, by the scatter or by the relay, if `rank` is one of
-    both."""
-    if rank == mate:
-        ways["owned" if scattered else "relayed", holder].append(part)
-    elif rank == holder:
-        ways["held" if scattered else "idle", mate].append(part)
-
-
-def _in_order(tiles: Sequence[Tile]) -> list[Tile]:
-    """Tiles in the order of their matrix, in which the cost model counts them, too; not as their rank stores them."""
-    return sorted(tiles, key=lambda tile: tile.key)
-
-
-class _Packed(NamedTuple):
-    """Parts side by side on one side of a wire: elements for each rank, tiles and their matrices, kept numbers."""
-
-    splits: Ints
-    loads: tuple[Load, ...]
-    items: list[Item]
-    kept: tuple[KeptLoad, ...]
-
-
-def _packed(ways: _Ways, side: _Side, bucket: Bucket, kept: bool = True) -> _Packed:
-    """Pack the parts of a side by rank, tiles before kept numbers, as they were noted."""
-    at, splits, loads, items, numbers = 0, list[int](), list[Load](), list[Item](), list[KeptLoad]()
-    for rank in bucket.ranks:
+def _packed(
+    ways: _Ways, phase: _Phase, sends: bool, bucket: Bucket, kept: bool
+) -> tuple[Ints, tuple[Load, ...], tuple[KeptLoad, ...]]:
+    """The parts that a rank sends or gets, side by side on a wire by the rank at its other end, tiles before what is
+    `kept`, as they were noted. Returns elements for each rank, the tiles, and kept numbers."""
+    at, splits, loads, numbers = 0, list[int](), list[Load](), list[KeptLoad]()
+    for other in bucket.ranks:
         first = at
-        for item, tile, number in sorted(ways[side, rank], key=lambda part: part.number >= 0):
+        for param, tile, number in sorted(ways[phase, sends, other], key=lambda part: part[2] >= 0):
             if number < 0:
-                loads.append(Load(item.param, tile, BufferPlace(at, row_major(tile.sizes))))
-                items.append(item)
+                loads.append(Load(param, tile, BufferPlace(at, row_major(tile.sizes))))
                 at += tile.numel
             elif kept:
-                numbers.append(KeptLoad(item.param, number, tile, at, -(-tile.numel * 4 // bucket.itemsize)))
+                numbers.append(KeptLoad(param, number, tile, at, -(-tile.numel * 4 // bucket.itemsize)))
                 at += numbers[-1].size
         splits.append(at - first)
-    return _Packed(tuple(splits), tuple(loads), items, tuple(numbers))
+    return tuple(splits), tuple(loads), tuple(numbers)
 
 
 def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
@@ -340,32 +285,24 @@ def _merged(copy: Copy) -> Copy:
 
 def _rows(copies: Iterable[Copy]) -> list[Copy]:
     """Runs of copies of one form that lie at equal distances, each as one."""
-    forms: dict[object, list[list[Copy]]] = {}
+    forms = defaultdict[object, list[Copy]](list)
     for copy in copies:
-        runs = forms.setdefault((copy.sizes, copy.here.strides, copy.there.strides), [[]])
-        if not _goes_on(runs[-1], copy):
-            runs.append([])
-        runs[-1].append(copy)
-    return [_as_one(run) for runs in forms.values() for run in runs]
+        forms[copy.sizes, copy.here.strides, copy.there.strides].append(copy)
+    return [run for alike in forms.values() for run in _runs(alike)]
 
 
-def _apart(first: Copy, other: Copy) -> tuple[int, int]:
-    return other.here.start - first.here.start, other.there.start - first.there.start
-
-
-def _goes_on(run: Sequence[Copy], copy: Copy) -> bool:
-    """True if a copy lies as far behind the last one of a run as that behind the one before."""
-    if not run:
-        return True
-    steps = _apart(run[-1], copy)
-    return min(steps) > 0 and (len(run) == 1 or steps == _apart(run[-2], run[-1]))
-
-
-def _as_one(run: Sequence[Copy]) -> Copy:
-    sizes, *places = run[0]
-    if len(run) == 1:
-        return run[0]
-    here, there = (
-        BufferPlace(place.start, (step, *place.strides)) for place, step in zip(places, _apart(*run[:2]), strict=True)
-    )
-    return _merged(Copy((len(run), *sizes), here, there))
+def _runs(alike: Sequence[Copy]) -> Iterator[Copy]:
+    """The runs of copies of one form. Both places go forward in one: no stride is 0."""
+    steps = [(b.here.start - a.here.start, b.there.start - a.there.start) for a, b in itertools.pairwise(alike)]
+    first = 0
+    while first < len(alike):
+        after = first  # number of the last one in this run
+        while after < len(steps) and min(steps[first]) > 0 and steps[after] == steps[first]:
+            after += 1
+        sizes, *places = alike[first]
+        if after > first:
+            sizes = (after - first + 1, *sizes)
+            pairs = zip(places, steps[first], strict=True)
+            places = [BufferPlace(place.start, (step, *place.strides)) for place, step in pairs]
+        yield _merged(Copy(sizes, *places))
+        first = after + 1
