@@ -5,7 +5,6 @@ Reports are equal on all ranks.
 
 from __future__ import annotations
 
-import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ from planted import (
     PRODUCTS,
     SHAPES,
     Job,
-    buffer_of,
     caught_all,
     check_caught,
     local,
@@ -109,7 +107,6 @@ def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
         assert len(report.matrices) >= 8
         assert {row.status for row in report.matrices} == {"ok"}
         assert max(row.difference / row.allowed for row in report.matrices) < 0.6  # 0 where live and dense round alike
-        assert layout not in ("ddp", "replicate", "hsdp", "hsdp+tp", "tp x dp") or report.num_compared == len(PARAMS)
         assert layout == "single" or report == reports[0]
 
 
@@ -353,7 +350,7 @@ def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding
 
 
 def scheduled(action: str) -> list[str]:
-    """Six steps audited every third; the fifth is faulty, the fourth's follow-up is a look at the momentum only."""
+    """Steps audited every third; the fifth and the seventh are faulty."""
     job = Job("fsdp2", audit=Audit(every=3, samples=2, action=action))
     log = []
     for step in range(1, 8):
@@ -381,34 +378,6 @@ def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank(
     assert [log[-1] for log in logs] == [last, last]
 
 
-def changed_before_a_step_that_is_not_audited() -> bool:
-    job = Job("fsdp2", audit=Audit(every=5, samples=6))
-    job.step(1)
-    if dist.get_rank() == 0:
-        buffer_of(job, "d").zero_()
-    with pytest.raises(AuditError, match="d: momentum_changed_outside: on rank 0 the momentum is not what step 1 left"):
-        job.step(2)
-    job.step(3)
-    return job.optimizer.audits.at == 6
-
-
-def loaded_between() -> bool:
-    job = Job("fsdp2")
-    job.audited(1)
-    saved = copy.deepcopy(job.optimizer.state_dict())
-    for state in saved["state"].values():
-        state.get("momentum_buffer", torch.ones(1)).mul_(2.0)
-    job.optimizer.load_state_dict(saved)
-    return job.audited(2).ok
-
-
-@pytest.mark.parametrize("act", [changed_before_a_step_that_is_not_audited, loaded_between])
-def test_the_momentum_is_looked_at_again_before_the_next_step_unless_it_was_loaded(
-    world2: RankPool, act: Callable[[], bool]
-) -> None:
-    assert world2.run(act) == [True, True]
-
-
 def asked_on_one_rank() -> str:
     job = Job("fsdp2")
     job.step(1)
@@ -422,7 +391,7 @@ def asked_on_one_rank() -> str:
 
 def test_an_audit_asked_for_on_one_rank_only_is_refused_before_anything_changes(world2: RankPool) -> None:
     for text in world2.run(asked_on_one_rank):
-        assert "audit(step=2, asked=8" in text
+        assert "audit(step=2, samples=8" in text
 
 
 def asked_where_nothing_is_shared() -> tuple[int, int, set[str] | None]:
@@ -444,7 +413,7 @@ def test_a_rank_that_shares_nothing_need_not_be_asked(world2: RankPool) -> None:
     assert world2.run(asked_where_nothing_is_shared) == [(2, 3, set()), (2, 3, None)]
 
 
-def pipelined() -> tuple[int, str | None, list[int]]:
+def pipelined() -> tuple[int, str | None]:
     """Two stages of two ranks with models of their own; the fault is in the second."""
     rank = dist.get_rank()
     mesh = mesh_of((2, 2))["a1"]
@@ -452,7 +421,7 @@ def pipelined() -> tuple[int, str | None, list[int]]:
     full = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(shapes)]
     params = [nn.Parameter(distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None)) for t in full]
     optimizer = Muon(params, lr=0.02, audit=Audit(every=1))
-    error, runs = None, list[int]()
+    error = None
     for step in range(3):
         for p, t in zip(params, full, strict=True):
             p.grad = distribute_tensor(t.sin() + step, mesh, [Shard(0)], src_data_rank=None)
@@ -462,13 +431,12 @@ def pipelined() -> tuple[int, str | None, list[int]]:
             try:
                 optimizer.step()
             except AuditError as caught:
-                error, runs = caught.report.findings[0].name, sorted(caught.report.runs)
-    return optimizer.audits.num_steps, error, runs
+                error = caught.report.findings[0].name
+    return optimizer.audits.num_steps, error
 
 
 def test_pipeline_stages_do_not_wait_for_each_other(world4: RankPool) -> None:
-    sound, faulty = (3, None, []), (3, "not_orthogonalized", [2, 3])
-    assert world4.run(pipelined) == [sound, sound, faulty, faulty]
+    assert world4.run(pipelined) == [(3, None)] * 2 + [(3, "not_orthogonalized")] * 2
 
 
 def chained(drifts: bool) -> AuditReport:
@@ -492,29 +460,21 @@ def chained(drifts: bool) -> AuditReport:
 def test_every_rank_of_a_chain_hears_of_a_fault_at_its_end(world4: RankPool, drifts: bool) -> None:
     reports = world4.run(chained, drifts)
     assert all(report == reports[0] for report in reports)
-    assert sorted(reports[0].runs) == [0, 1, 2, 3]
     assert [row.name for row in reports[0].matrices] == ["of (0, 1)", "of (1, 2)", "of (2, 3)"]
     assert {(f.name, f.where) for f in reports[0].findings} == ({("replica_drift", "of (2, 3)")} if drifts else set())
 
 
-@pytest.mark.parametrize(("every", "begun"), [(4, [1, 2, 5, 6, 9]), (None, [])])
-def test_steps_between_audits_only_compare_a_number_and_a_copy_goes_on(
-    monkeypatch: pytest.MonkeyPatch, every: int | None, begun: list[int]
-) -> None:
+@pytest.mark.parametrize(("every", "audited"), [(4, [1, 5, 9]), (None, [])])
+def test_every_so_many_steps_are_audited_and_a_copy_goes_on(every: int | None, audited: list[int]) -> None:
     optimizer, found = Muon([nn.Parameter(torch.randn(4, 6))], lr=0.02, audit=Audit(every=every)), list[int]()
-    original = type(optimizer.audits).begin
-
-    def begin(self: Any, *args: Any) -> Any:
-        found.append(self.num_steps)
-        return original(self, *args)
-
-    monkeypatch.setattr(type(optimizer.audits), "begin", begin)
-    for step in range(9):
-        if step == 3:
+    for step in range(1, 10):
+        if step == 4:
             optimizer = pickle.loads(pickle.dumps(optimizer))
         optimizer.param_groups[0]["params"][0].grad = torch.randn(4, 6)
+        before = optimizer.audits.num_audits
         optimizer.step()
-    assert found == begun
+        found += [step] * (optimizer.audits.num_audits - before)
+    assert found == audited
 
 
 @pytest.mark.parametrize(("count", "samples"), [(1, 2), (7, 2), (24, 8), (100, 3)])
