@@ -455,7 +455,7 @@ FAULTS = {
         now(_of_another_layout),
         {"stale_plan"},
         {"a"},
-        says="or lie on other ranks, than the plan says",
+        says="or its matrices lie on other ranks than planned",
         exact=True,
     ),
     "run twice": Fault(

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,28 +57,20 @@ from shardmuon.options import PLACE_OPTIONS
 from shardmuon.variants import WeightStage, stages_of
 from shardmuon_qkclip.layers import Attention, Rows
 
-if TYPE_CHECKING:
-    from shardmuon.core import Core
-
 Measure = Callable[[], Mapping[str, Tensor]]  # layer -> maxima of this rank, (num_heads,)
-
-
-def _core_of(optimizer: Any) -> Core | None:
-    """The optimizer, if it is one of ours."""
-    return cast("Core", optimizer) if isinstance(getattr(optimizer, "hosts", None), Hosts) else None
 
 
 def host_of(optimizer: Any) -> Host | None:
     """The framework whose tensors an optimizer steps, if one is active."""
-    core = _core_of(optimizer)
-    return None if core is None else core.hosts.active
+    hosts = getattr(optimizer, "hosts", None)
+    return hosts.active if isinstance(hosts, Hosts) else None
 
 
-def _weights_of(optimizer: Optimizer) -> list[Weight]:
+def _weights_of(optimizer: Any) -> list[Weight]:
     """Every weight as it is stepped."""
     host, groups = host_of(optimizer), enumerate(optimizer.param_groups)
     if host is not None:
-        return host.weights(cast("Core", optimizer))
+        return host.weights(optimizer)
     return [Weight(name, p, p, group) for index, group in groups for name, p in named_params(group, index)]
 
 
@@ -280,9 +272,8 @@ class Scaler(Call[_Bound]):
     def _remember(self, text: str) -> str:
         """Let the optimizer refuse further steps, as after an error in one of its own; returns why."""
         text = f"QK-clip was broken off: {text}. {RELOAD if self._is_alone else REMEDY}"
-        core = _core_of(self._optimizer)
-        if core is not None:
-            core.broken = core.broken or text
+        if hasattr(self._optimizer, "broken"):
+            self._optimizer.broken = self._optimizer.broken or text
         return text
 
     @property

@@ -139,10 +139,8 @@ class StepAudit:
             return None
         planned = zip(self._binding.members, self._binding.plan.specs, strict=True)
         for one, layout, (member, spec) in zip(table.params, table.layouts, planned, strict=True):
-            if one.param is not member.param:
-                self._stale(one.name, "the group holds another tensor than the one that was planned for")
-            elif layout.digest != spec.layout.digest:
-                self._stale(one.name, "its matrices are others, or lie on other ranks, than the plan says")
+            if one.param is not member.param or layout.digest != spec.layout.digest:
+                self._stale(one.name, "the tensor is another one, or its matrices lie on other ranks than planned")
         return table
 
     def _listed(self) -> list[Listed]:
