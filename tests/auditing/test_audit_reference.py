@@ -12,13 +12,11 @@ from torch import Tensor
 
 from shardmuon.auditing.dense import block_of, part_of, sent_by
 from shardmuon.auditing.reference import (
-    FORMULAS,
     Arithmetic,
     Reference,
     momentum_of,
     recovered_update,
     reference_of,
-    staged,
 )
 from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.table import ParamLayout
@@ -29,7 +27,6 @@ from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.update import apply_, momentum_
 from shardmuon.testing.layouts import PARAMS, cut_matrices
 from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, roundoff
-from shardmuon.variants import AfterStage
 
 KELLER = ((3.4445, -4.7750, 2.0315),) * 5
 # Polar Express (Amsel et al. 2025, arXiv 2505.16932), five steps, with its safety factor of 1.01.
@@ -242,14 +239,3 @@ def test_blocks_are_the_rectangles_that_lie_on_one_rank(name: str) -> None:
         for piece, block in zip(pieces, blocks, strict=True):
             local = (0, 0) if isinstance(piece, Box) else (0,)
             assert block_of(part_of(view, matrix, [Held(piece, local)]).places, view.matrices[matrix].cols) == block
-
-
-def test_a_stage_that_keeps_nothing_has_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Halved(AfterStage):
-        pass
-
-    monkeypatch.setitem(FORMULAS, Halved, lambda stage, o, kept: (torch.tensor(0.5), kept))
-    kept = {"second_moment": torch.ones(3)}
-    factor, _, left = staged(AfterStage, (Halved(),), torch.ones(3, 4, dtype=torch.float64), kept)
-    assert float(factor) == 0.5
-    assert left == kept
