@@ -254,7 +254,7 @@ class Scaler(Call[_Bound]):
         parts = self._all.to(self._own.device).split([num_heads for _, num_heads, _ in bound.slots])
         maxima = {name: part for (name, _, ranks), part in zip(bound.slots, parts, strict=True) if my_rank() in ranks}
         for name, layer in self._by_name.items():
-            gain = gains(layer, maxima[name], self._tau)
+            gain = _gains(layer, maxima[name], self._tau)
             done.append(LayerLogits(name, maxima[name], gain))
             of_heads[name] = _factors(layer, gain, self._alpha)
         now = {id(weight.stored): weight.now for weight in _weights_of(self._optimizer)}
@@ -435,7 +435,7 @@ def _views(local: Tensor, layout: ParamLayout, dim: int) -> Iterator[tuple[Tenso
 # ---------------------------------------------------------------------------------------------------------- the rule
 
 
-def gains(
+def _gains(
     layer: Attention,
     maxima: Tensor,  # (num_heads,), fp32
     tau: float,

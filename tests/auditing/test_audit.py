@@ -321,7 +321,7 @@ def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding
     model(torch.arange(20).view(4, 5)).square().mean().backward()
     report = step_of(optimizer)
     assert {(f.name, f.where) for f in report.findings} == {(finding, name) for name in where}
-    assert ("goes to AdamW" in str(report)) == moved
+    assert ("it goes to AdamW, in group 0" in str(report)) == moved
 
 
 # ------------------------------------------------------------------------------------------------- during training

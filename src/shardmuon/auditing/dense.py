@@ -22,7 +22,7 @@ from shardmuon.layout.views import MatrixView, row_major
 Block = tuple[slice, slice]
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """A rank's elements of one matrix.
 
     Attributes:
@@ -40,7 +40,7 @@ class Part(NamedTuple):
         return torch.cat([storage.new_empty(0), *found])
 
 
-def part_of(view: MatrixView, number: int, held: Iterable[Held]) -> Part:
+def part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
     """The elements of one matrix that these pieces have."""
     lines, sources, places = _lines(view, number), [], [torch.empty(0, dtype=torch.int64)]
     for piece, local in held:
@@ -55,10 +55,10 @@ def part_of(view: MatrixView, number: int, held: Iterable[Held]) -> Part:
         if len(place):
             sources.append([at + first for at, first in zip(source, local, strict=True)])
             places.append(place)
-    return Part(sources, torch.cat(places))
+    return _Part(sources, torch.cat(places))
 
 
-def sent_by(layout: ParamLayout, number: int, rank: int) -> Part:
+def sent_by(layout: ParamLayout, number: int, rank: int) -> _Part:
     """The elements of one matrix that a rank sends: of replicas only the lowest rank does."""
     held = [one for one in layout.of_rank(rank) if one.piece.numel and layout.keepers[one.piece][0] == rank]
     return part_of(layout.view, number, held)

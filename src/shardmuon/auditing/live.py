@@ -111,16 +111,16 @@ class StepAudit:
 
     def _look_at_routing(self) -> None:
         """Find parameters whose place contradicts the routing table, if there is one."""
-        table = {row.name: row for row in self._optimizer.routing if row.optimizer != "frozen"}
-        decided = {name: f"{row.optimizer}, as param_groups decided ({row.reason})" for name, row in table.items()}
+        goes = dict[str, tuple[str, int]]()
         for index, group in enumerate(self._optimizer.param_groups):
-            goes = "Muon" if group["use_muon"] else "AdamW"
-            for name, _ in named_params(group, index):
-                row = table.pop(name, None)
-                if row is not None and row.optimizer != goes:
-                    self._say("wrong_group", name, f"it is in group {index}, which goes to {goes}", decided[name])
-        for name in table:
-            self._say("not_in_optimizer", name, "no group holds it, so it never changes", decided[name])
+            goes |= {name: ("Muon" if group["use_muon"] else "AdamW", index) for name, _ in named_params(group, index)}
+        for row in (row for row in self._optimizer.routing if row.optimizer != "frozen"):
+            decided = f"{row.optimizer}, as param_groups decided ({row.reason})"
+            if row.name not in goes:
+                self._say("not_in_optimizer", row.name, "no group holds it, so it never changes", decided)
+            elif goes[row.name][0] != row.optimizer:
+                found = "it goes to {}, in group {}".format(*goes[row.name])
+                self._say("wrong_group", row.name, found, decided)
 
     # ---------------------------------------------------------------------------------- before the step: the layouts
 

@@ -154,28 +154,20 @@ class AuditReport:
         )
 
     def __str__(self) -> str:
-        parts = [f"audit of step {self.step}", _matrices(self.matrices)]
+        parts = [f"audit of step {self.step}", _matrices(self.matrices) if self.matrices else ""]
         parts += [f"{f.severity}: {f}" for f in self.findings] or ["nothing found: this step was Muon's"]
         return "\n".join(part for part in parts if part)
 
 
 def _matrices(matrices: Sequence[MatrixRow]) -> str:
-    if not matrices:
-        return ""
     head = "matrix|shape|owner|arithmetic|status|difference|allowed|scale|expected|singular values|band"
     rows = [head.split("|")]
     for m in matrices:
-        row = [m.name, f"{m.rows}x{m.cols}", ",".join(map(str, m.owners)), m.arithmetic, m.status]
-        if m.compared:
-            row += [
-                f"{m.difference:.1e}",
-                f"{m.allowed:.1e}",
-                f"{m.scale:.4g}",
-                f"{m.expected_scale:.4g}",
-                f"{m.sigma_min:.3f}..{m.sigma_max:.3f}",
-                f"{m.band[0]:.3f}..{m.band[1]:.3f}",
-            ]
-        rows.append(row + ["-"] * (len(rows[0]) - len(row)))
+        numbers = [f"{m.difference:.1e}", f"{m.allowed:.1e}", f"{m.scale:.4g}", f"{m.expected_scale:.4g}"]
+        numbers += [f"{m.sigma_min:.3f}..{m.sigma_max:.3f}", f"{m.band[0]:.3f}..{m.band[1]:.3f}"]
+        owners = ",".join(map(str, m.owners))
+        about = [m.name, f"{m.rows}x{m.cols}", owners, m.arithmetic, m.status]
+        rows.append([*about, *(numbers if m.compared else ["-"] * len(numbers))])
     names = ", ".join(m.name for m in matrices if m.status == "inconclusive")
     note = f"inconclusive: rounding alone could explain half of the update of {names}. {_UNJUDGED}\n" if names else ""
     return table(rows) + "\n" + note
