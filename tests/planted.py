@@ -91,10 +91,6 @@ def local(tensor: Tensor) -> Tensor:
     return engine_of(tensor).storage(tensor)
 
 
-def buffer_of(job: Job, name: str) -> Tensor:
-    return local(job.optimizer.state[job.params[name]]["momentum_buffer"])
-
-
 # ------------------------------------------------------------------------------------------------------- how to plant
 
 Plant = Callable[[Job], AbstractContextManager[object]]
@@ -478,7 +474,7 @@ FAULTS = {
         exact=True,
     ),
     "momentum of one replica": Fault(
-        now(lambda job: buffer_of(job, "wide")[0, 0].add_(1.0), rank=1),
+        now(lambda job: _kept(job, "momentum_buffer")[-1][0, 0].add_(1.0), rank=1),
         {"replica_drift"},
         {"wide"},
         "ddp",

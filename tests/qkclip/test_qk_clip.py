@@ -229,8 +229,6 @@ def test_hooks_measure_attention_over_all_batches_of_a_step_and_change_nothing(n
         outcomes.append([*made, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
     assert clip is not None
-    with torch.no_grad():
-        model(100 * batches[0])  # evaluation does not count
     before = [p.detach().clone() for p in model.parameters()]
     clip._optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -271,21 +269,49 @@ _LATENT = SimpleNamespace(num_attention_heads=4, qk_head_dim=4, qk_pos_emb_head_
 _FUSED = (("q", 6), ("k", 3), ("", 3))
 
 
-def test_layers_of_the_demo_and_of_megatron_are_found_with_their_groups() -> None:
-    config = train.Config()
-    layers = attention_layers(train.Model(config))
-    assert len(layers) == config.layers
-    assert {(x.num_heads, x.num_groups) for x in layers} == {(config.heads, config.kv_heads)}
-    assert layers[0].rows[0].weight.endswith("wq.weight")
-    (fused,) = attention_layers(nn.Sequential(_of(_CONFIG, linear_qkv=(6, 24))))
-    wanted = (Rows("0.linear_qkv.weight", _FUSED, 2), Rows("0.linear_qkv.bias", _FUSED, 2))
-    assert fused == Attention("0", 4, 2, wanted)
-    up = {"linear_q_up_proj": (6, 24, False), "linear_kv_up_proj": (6, 36, False)}
-    (latent,) = attention_layers(nn.Sequential(_of(_LATENT, **up)))
-    assert latent.rows == (
-        Rows("0.linear_q_up_proj.weight", (("q", 4), ("q_pe", 2)), 4),
-        Rows("0.linear_kv_up_proj.weight", (("k", 4), ("", 5)), 4),
-    )
+_DEMO = train.Config()
+_PAIR = (("wq", "q", _DEMO.heads), ("wk", "k", _DEMO.kv_heads))
+FOUND: dict[str, tuple[nn.Module, list[Attention]]] = {
+    "demo": (
+        train.Model(_DEMO),
+        [
+            Attention(
+                f"blocks.{at}.attention",
+                _DEMO.heads,
+                _DEMO.kv_heads,
+                tuple(
+                    Rows(f"blocks.{at}.attention.{leaf}.weight", ((role, heads * _DEMO.dim // _DEMO.heads),))
+                    for leaf, role, heads in _PAIR
+                ),
+            )
+            for at in range(_DEMO.layers)
+        ],
+    ),
+    "megatron": (
+        nn.Sequential(_of(_CONFIG, linear_qkv=(6, 24))),
+        [Attention("0", 4, 2, (Rows("0.linear_qkv.weight", _FUSED, 2), Rows("0.linear_qkv.bias", _FUSED, 2)))],
+    ),
+    "latent": (
+        nn.Sequential(_of(_LATENT, linear_q_up_proj=(6, 24, False), linear_kv_up_proj=(6, 36, False))),
+        [
+            Attention(
+                "0",
+                4,
+                4,
+                (
+                    Rows("0.linear_q_up_proj.weight", (("q", 4), ("q_pe", 2)), 4),
+                    Rows("0.linear_kv_up_proj.weight", (("k", 4), ("", 5)), 4),
+                ),
+            )
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_layers_of_the_demo_and_of_megatron_are_found_with_their_groups(name: str) -> None:
+    model, layers = FOUND[name]
+    assert list(attention_layers(model)) == layers
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

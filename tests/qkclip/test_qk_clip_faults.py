@@ -233,10 +233,6 @@ def test_whatever_is_raised_on_one_rank_before_the_vote_is_raised_by_all(
             assert raised * (1 if ranks.world_size == 2 else 5) > (60 if first else 15), raised
 
 
-def _victim(world: int) -> int:
-    return min(1, world - 1)
-
-
 def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
     """Errors of a call with an exception on one rank after the vote. No rank steps until state is loaded; then all go
     on."""
@@ -251,7 +247,7 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
     for at, place in enumerate(after):
         error = KINDS[at % len(KINDS)]
         with (
-            raising(place if dist.get_rank() == _victim(dist.get_world_size()) else None, error, 1, begin),
+            raising(place if dist.get_rank() == 1 % dist.get_world_size() else None, error, 1, begin),
             pytest.raises((ExchangeError, *STAYS), match=f"broken off|{MARK}") as caught,
         ):
             job.clip(1)
@@ -269,7 +265,7 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
 def test_whatever_is_raised_after_the_vote_breaks_the_step_of_all(kind: str, ranks: RankPool, tmp_path: Path) -> None:
     """Nobody waits for a rank that cannot go on, also where it has not begun to scale."""
     everyone = ranks.run(_after_the_vote, str(tmp_path / "store"), kind)
-    victim = _victim(ranks.world_size)
+    victim = 1 % ranks.world_size
     who = f"rank {victim}: " if ranks.world_size > 1 else ""
     assert {"_gains", "_factors", "_scale", "_views"} <= {name for name, *_ in everyone[victim]}
     for rank, of_rank in enumerate(everyone):

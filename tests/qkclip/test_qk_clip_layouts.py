@@ -100,16 +100,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _matches_one_process(layout: str, dtype: torch.dtype, alone: bool = False) -> list[str]:
-    """Names of parameters that differ. `alone`: each rank scales by its own maxima, the control."""
+def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
+    """Names of parameters that differ."""
     world = dist.get_world_size()
     params = parameters(_build(layout, _model(dtype)))
     optimizer = _optimizer(params, **LAYOUTS[layout].options(world))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes") else None
     scaler = Scaler(optimizer, LAYERS, process_group=beyond)
     for number in range(2):  # where weights lie is found in the first call
-        mine = _maxima((0 if alone else dist.get_rank()) + 10 * number)
-        scaler.reduce(lambda mine=mine: mine)
+        scaler.reduce(lambda number=number: _maxima(dist.get_rank() + 10 * number))
         scaler.apply_()
     wanted = _build(layout, _clipped_by_one(world, dtype))
     return [n for n, p in params.items() if not torch.equal(_local(p), _local(wanted[n]))]
@@ -121,12 +120,6 @@ def _matches_one_process(layout: str, dtype: torch.dtype, alone: bool = False) -
 def test_weights_have_the_bits_of_one_process(layout: str, world: int) -> None:
     dtype = torch.bfloat16 if world == 3 and "mcore" not in layout else torch.float32
     assert get_pool(world).run(_matches_one_process, layout, dtype) == [[]] * world
-
-
-def test_maxima_of_one_ranks_batches_would_give_others(world4: RankPool) -> None:
-    scaled = {rows.weight for layer in LAYERS for rows in layer.rows}
-    for wrong in world4.run(_matches_one_process, "fsdp2", torch.float32, alone=True):
-        assert set(wrong) & scaled and "other" not in wrong
 
 
 # ------------------------------------------------------------------------------------------------------- frameworks
