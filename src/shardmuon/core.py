@@ -157,10 +157,10 @@ class Core:
             proposal.hear(binding, verdict.presence)
         if proposal.made or proposal.fresh or MISPLACED in proposal.states:
             self._take_over(binding, proposal)
+        samples = self.audits.due
         self.audits.num_steps += 1
-        samples = self.audits.begin() if self.audits.num_steps >= self.audits.at else None
         # ranks that audit tell all ranks of the component what they find
-        audit = self._audit(binding, proposal, samples or 0) if verdict.flags & Flag.AUDIT else None
+        audit = self._audit(binding, proposal, samples) if verdict.flags & Flag.AUDIT else None
         missing: frozenset[int] = frozenset()  # parameters without a gradient
         if NONE in proposal.states:
             missing = frozenset(n for n, state in enumerate(proposal.states) if state == NONE)
@@ -184,7 +184,7 @@ class Core:
                 proposal.adamw,
             )
         report = None if audit is None else audit.finish()
-        return None if samples is None else report
+        return report if samples else None
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
         """Put the state that validating has made in place, and redistribute gradients as their parameters are
@@ -312,10 +312,8 @@ class StepCall(TableCall[Binding]):
         if core.zeros.coming:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
-        if audits.num_steps + 1 >= audits.at:
-            self._due = audits.due_text()
-            if audits.is_due:
-                flags = Flag.AUDIT
+        if audits.due:
+            self._due, flags = audits.due_text(), Flag.AUDIT
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)
         digests = digests_of(kept, self.proposal, self._due) if len(kept.component) > 1 else None

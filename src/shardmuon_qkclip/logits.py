@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardmuon._torch import local_if_any
 
-CHUNK = 1 << 24  # logits that are looked at together
+_CHUNK = 1 << 24  # logits that are looked at together
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def largest_logits(
     scale: float | None = None,
     attn_mask: Tensor | None = None,  # broadcasts to (.., H, L, S); False or -inf: not seen
     is_causal: bool = False,
-    chunk: int = CHUNK,
+    chunk: int = _CHUNK,
 ) -> Tensor:  # (H,), fp32; -inf for a head that sees nothing
     """The largest logit of each head over batch and positions.
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,28 +58,20 @@ from shardmuon.options import PLACE_OPTIONS
 from shardmuon.variants import WeightStage, stages_of
 from shardmuon_qkclip.layers import Attention, Rows
 
-if TYPE_CHECKING:
-    from shardmuon.core import Core
-
 Measure = Callable[[], Mapping[str, Tensor]]  # layer -> maxima of this rank, (num_heads,)
-
-
-def _core_of(optimizer: Any) -> Core | None:
-    """The optimizer, if it is one of ours."""
-    return cast("Core", optimizer) if isinstance(getattr(optimizer, "hosts", None), Hosts) else None
 
 
 def host_of(optimizer: Any) -> Host | None:
     """The framework whose tensors an optimizer steps, if one is active."""
-    core = _core_of(optimizer)
-    return None if core is None else core.hosts.active
+    hosts = getattr(optimizer, "hosts", None)
+    return hosts.active if isinstance(hosts, Hosts) else None
 
 
-def _weights_of(optimizer: Optimizer) -> list[Weight]:
+def _weights_of(optimizer: Any) -> list[Weight]:
     """Every weight as it is stepped."""
     host, groups = host_of(optimizer), enumerate(optimizer.param_groups)
     if host is not None:
-        return host.weights(cast("Core", optimizer))
+        return host.weights(optimizer)
     return [Weight(name, p, p, group) for index, group in groups for name, p in named_params(group, index)]
 
 
@@ -263,7 +255,7 @@ class Scaler(TableCall[_Bound]):
         parts = self._all.to(self._own.device).split([num_heads for _, num_heads, _ in bound.slots])
         maxima = {name: part for (name, _, ranks), part in zip(bound.slots, parts, strict=True) if my_rank() in ranks}
         for name, layer in self._by_name.items():
-            gain = gains(layer, maxima[name], self._tau)
+            gain = _gains(layer, maxima[name], self._tau)
             done.append(LayerLogits(name, maxima[name], gain))
             of_heads[name] = _factors(layer, gain, self._alpha)
         now = {id(weight.stored): weight.now for weight in _weights_of(self._optimizer)}
@@ -281,9 +273,8 @@ class Scaler(TableCall[_Bound]):
     def _remember(self, text: str) -> str:
         """Let the optimizer refuse further steps, as after an error in one of its own; returns why."""
         text = f"QK-clip was broken off: {text}. {RELOAD if self._is_alone else REMEDY}"
-        core = _core_of(self._optimizer)
-        if core is not None:
-            core.broken = core.broken or text
+        if hasattr(self._optimizer, "broken"):
+            self._optimizer.broken = self._optimizer.broken or text
         return text
 
     @property
@@ -445,7 +436,7 @@ def _views(local: Tensor, layout: ParamLayout, dim: int) -> Iterator[tuple[Tenso
 # ---------------------------------------------------------------------------------------------------------- the rule
 
 
-def gains(
+def _gains(
     layer: Attention,
     maxima: Tensor,  # (num_heads,), fp32
     tau: float,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,12 @@ FAMILIES: dict[str, Family] = {
     "rows and columns": {"q0": [(0, 1), (2, 3)], "k0": [(0, 2), (1, 3)], "q1": [(0, 1, 2, 3)], "k1": [(0, 1, 2, 3)]},
     "chain": {"q0": [(0, 1), (2, 3)], "k0": [(1, 2)], "q1": [(2, 3)], "k1": [(0, 1), (2, 3)]},
     "within another": {"q0": [(0, 1)], "k0": [(1, 2)], "q1": [(0, 1, 2), (3,)], "k1": [(0, 1, 2)]},
+    "alone": {"q0": [], "k0": [], "q1": [], "k1": []},
+}
+CONNECTED: dict[str, dict[str, Sets]] = {  # the ranks that the sets of each layer's weights connect
+    "rows and columns": {"0": [(0, 1, 2, 3)], "1": [(0, 1, 2, 3)]},
+    "chain": {"0": [(0, 1, 2, 3)], "1": [(0, 1), (2, 3)]},
+    "within another": {"0": [(0, 1, 2), (3,)], "1": [(0, 1, 2), (3,)]},
 }
 TAU = 0.5
 
@@ -39,56 +45,59 @@ def _normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-class Job:
-    """Weights of 4 heads of 3 rows, and layers that have one for queries and one for keys."""
+def _own(sets: Sets) -> tuple[int, ...]:
+    return next((ranks for ranks in sets if dist.get_rank() in ranks), (dist.get_rank(),))
 
-    def __init__(self, family: Family) -> None:
-        self.rank, self.family = dist.get_rank(), family
-        self.scaler: Scaler | None = None
-        self.params = {n: nn.Parameter(_normal(12, 5, seed=self._seed(n))) for n in family}
-        groups = [
-            {"params": [(name, p)], "process_group": self.set_of(name, self.rank)} for name, p in self.params.items()
-        ]
-        self.optimizer = Muon(groups, lr=0.02)
+
+def _maxima(layers: Iterable[str], rank: int, seed: int) -> dict[str, Tensor]:
+    return {name: _normal(4, seed=1000 * seed + 10 * rank + int(name)).abs() for name in layers}
+
+
+class Job:
+    """Weights of 4 heads of 3 rows after a step, so that there is momentum, and layers that have one for queries and
+    one for keys. `kind`: a family, or one layer on all ranks, "plain" or "fsdp2"."""
+
+    def __init__(self, kind: str) -> None:
+        everyone = tuple(range(dist.get_world_size()))
+        family = FAMILIES.get(kind, {"q0": [everyone], "k0": [everyone]})
+        whole = {n: _normal(12, 5, seed=100 * at + _own(sets)[0]) for at, (n, sets) in enumerate(family.items())}
+        self.params = parameters(LAYOUTS[kind].build(whole, (len(everyone),)) if kind == "fsdp2" else whole)
+        groups = [{"params": [(n, p)], "process_group": _own(family[n])} for n, p in self.params.items()]
+        self.optimizer = Muon([*self.params.items()] if kind == "fsdp2" else groups, lr=0.02)
         self.layers = tuple(
             Attention(at, 4, 4, (Rows(f"q{at}", (("q", 12),)), Rows(f"k{at}", (("k", 12),))))
             for at in sorted({name[-1] for name in family})
         )
+        self.scaler: Scaler | None = None
+        for p in self.params.values():
+            p.grad = torch.ones_like(p)
+        self.optimizer.step()
 
-    def _seed(self, name: str) -> int:
-        return 100 * list(self.family).index(name) + self.set_of(name, self.rank)[0]
-
-    def set_of(self, name: str, rank: int) -> tuple[int, ...]:
-        return next((ranks for ranks in self.family[name] if rank in ranks), (rank,))
-
-    def maxima(self, rank: int, seed: int) -> dict[str, Tensor]:
-        return {x.name: _normal(4, seed=1000 * seed + 10 * rank + int(x.name)).abs() for x in self.layers}
+    def reduce(self, seed: int, logits: Any = None, **changes: Any) -> Scaler:
+        """Reduce maxima; with a scaler of its own, which knows no table, if its arguments are others."""
+        if self.scaler is None or changes:
+            self.scaler = Scaler(self.optimizer, **{"layers": self.layers, "tau": TAU, **changes})
+        with made_public():
+            self.scaler.reduce(logits or (lambda: _maxima([x.name for x in self.layers], dist.get_rank(), seed)))
+        return self.scaler
 
     def clip(self, seed: int, logits: Any = None, **changes: Any) -> None:
-        """Scale by maxima; with a scaler of its own, which knows no table, if its arguments are others."""
-        given = {"layers": self.layers, "tau": TAU, **changes}
-        if self.scaler is None or changes:
-            self.scaler = Scaler(self.optimizer, **given)
-        with made_public():
-            self.scaler.reduce(logits or (lambda: self.maxima(self.rank, seed)))
-        self.scaler.apply_()
+        self.reduce(seed, logits, **changes).apply_()
 
-    def held(self) -> dict[str, Tensor]:
-        kept = {f"{name} {key}": v for name, p in self.params.items() for key, v in self.optimizer.state[p].items()}
-        tensors = {n: local_if_any(t) for n, t in {**self.params, **kept}.items() if isinstance(t, Tensor)}
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-    def connected(self, layer: str) -> list[int]:
-        """All ranks that the sets of a layer's weights connect with this one."""
-        sets = [ranks for name, of_name in self.family.items() if name[-1] == layer for ranks in of_name]
-        found = {self.rank}
-        for _ in range(dist.get_world_size()):
-            found |= {rank for ranks in sets if not found.isdisjoint(ranks) for rank in ranks}
-        return sorted(found)
+    def held(self) -> list[Tensor]:
+        """Copies of weights, then of what the optimizer keeps."""
+        kept = [v for p in self.params.values() for v in self.optimizer.state[p].values()]
+        return [local_if_any(t).detach().clone() for t in (*self.params.values(), *kept)]
 
 
-def _alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+def _alike(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def _both_clip(job: Job, twin: Job, seed: int, **given: Any) -> None:
+    for one in (job, twin):
+        one.clip(seed, **given)
+    assert _alike(job.held(), twin.held())
 
 
 # ------------------------------------------------------------------------------------------------------ many sets
@@ -96,19 +105,19 @@ def _alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def _scaled(name: str) -> list[str]:
     """Names of weights that are not what the rule makes of the maxima of all ranks that their sets connect."""
-    job = Job(FAMILIES[name])
+    job = Job(name)
     wanted = {n: p.detach().clone() for n, p in job.params.items()}
     for seed in range(2):
         job.clip(seed)
-        for at in "01":
-            most = torch.stack([job.maxima(rank, seed)[at] for rank in job.connected(at)]).amax(0)
+        for at, sets in CONNECTED[name].items():
+            most = torch.stack([_maxima(at, rank, seed)[at] for rank in _own(sets)]).amax(0)
             gain = torch.where(most > TAU, torch.full_like(most, TAU) / most, torch.ones_like(most))
             for weight in (f"q{at}", f"k{at}"):
                 wanted[weight].mul_(gain.pow(0.5).repeat_interleave(3)[:, None])
     return [n for n, p in job.params.items() if not torch.equal(p, wanted[n])]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CONNECTED)
 def test_a_layer_is_scaled_by_the_maxima_of_all_ranks_that_its_weights_connect(name: str, world4: RankPool) -> None:
     """One round in `within another` over the layer's sets, small ones first, is not enough, though a larger set has all
     of their ranks."""
@@ -133,16 +142,15 @@ DIFFERENT["rows on all ranks"] = {"layers": [_SHORT], "logits": dict}
 def _differing(what: str) -> list[str]:
     """Errors of a call in which rank 2 differs, or has no table, or another weight; the next one goes on."""
     beyond = {"process_group": dist.group.WORLD} if what == "layers of a group" else {}
-    family: Family = {name: [] for name in FAMILIES["chain"]} if beyond else FAMILIES["rows and columns"]
-    job, twin = Job(family), Job(family)
-    for one in (job, twin):
-        one.clip(0, **beyond)
-    odd, said = job.rank == 2 or what == "rows on all ranks", list[str]()
+    job, twin = (Job("alone" if beyond else "rows and columns") for _ in range(2))
+    _both_clip(job, twin, 0, **beyond)
+    odd, said = dist.get_rank() == 2 or what == "rows on all ranks", list[str]()
     if odd and what == "no table":
         job.scaler = None
     elif odd and what == "replaced":
-        job.params["q0"] = nn.Parameter(job.params["q0"].detach().clone())
-        job.optimizer.param_groups[0]["params"][0] = job.params["q0"]
+        old, new = job.params["q0"], nn.Parameter(job.params["q0"].detach().clone())
+        job.params["q0"] = job.optimizer.param_groups[0]["params"][0] = new
+        job.optimizer.state[new] = job.optimizer.state.pop(old)
     before = job.held()
     for _ in range(2):
         try:
@@ -150,10 +158,12 @@ def _differing(what: str) -> list[str]:
         except ValueError as error:
             said.append(str(error))
             assert _alike(before, job.held())
-    job.scaler = job.scaler if not said else None  # one with the arguments of all
-    for one in (job, twin) if said else (twin, twin):
-        one.clip(1, **beyond)
-    assert _alike(job.held(), twin.held())
+    if said:
+        job.scaler = None  # next one with the arguments of all
+    else:
+        twin.clip(1)
+        twin.clip(1)
+    _both_clip(job, twin, 1, **beyond)
     return said
 
 
@@ -180,35 +190,18 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 # ----------------------------------------------------------------------------------------- exceptions in any function
 
 
-def _job(kind: str) -> Job:
-    """A job after a step, so that there is momentum. `kind`: "fsdp2", or a family."""
-    everyone = tuple(range(dist.get_world_size()))
-    job = Job(FAMILIES.get(kind, {"q0": [everyone], "k0": [everyone]}))
-    if kind == "fsdp2":
-        whole = {name: p.detach() for name, p in job.params.items()}
-        job.params = parameters(LAYOUTS[kind].build(whole, (len(everyone),)))
-        job.optimizer = Muon(list(job.params.items()), lr=0.02)
-    for p in job.params.values():
-        p.grad = torch.ones_like(p)
-    job.optimizer.step()
-    return job
-
-
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
     """Exceptions in each function that runs before the ranks have voted: where they passed unnoticed, how many were
     raised by all. `first`: in calls that make the table anew."""
     join(store)
-    job, twin, passed, raised = _job(kind), _job(kind), list[str](), 0
+    job, twin, passed, raised = Job(kind), Job(kind), list[str](), 0
+    _both_clip(job, twin, 0)
 
     def call() -> None:
         assert job.scaler is not None
-        if first:
-            job.scaler._bound = None
-        with made_public():
-            job.scaler.reduce(lambda: job.maxima(job.rank, 1))
+        job.scaler._bound = None if first else job.scaler._bound
+        job.reduce(1)
 
-    for one in (job, twin):
-        one.clip(0)
     known = known_places(call, "reduce", "_none")[:: 1 if dist.get_world_size() == 2 else 6]  # in each on two ranks
     for at, place in enumerate(known, start=1):
         kind, number = at % len(KINDS), 3 if first and at % 4 == 0 else 1
@@ -219,18 +212,17 @@ def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int
             assert _alike(before, job.held()), f"{place} changed something"
         elif number == 1:
             passed.append(f"{place} {type(KINDS[kind]).__name__}")
-    for one in (job, twin):
-        one.clip(2)
-    assert _alike(job.held(), twin.held())
+    _both_clip(job, twin, 2)
     return passed, raised
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[1, 2, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     with RankPool(request.param, timeout=300.0) as pool:
         yield pool
 
 
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
 @pytest.mark.parametrize("first", [False, True], ids=["kept", "first"])
 def test_whatever_is_raised_on_one_rank_before_the_vote_is_raised_by_all(
     first: bool, ranks: RankPool, tmp_path: Path
@@ -242,36 +234,30 @@ def test_whatever_is_raised_on_one_rank_before_the_vote_is_raised_by_all(
 
 
 def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
-    """Errors of a call with an exception on rank 1 after the vote. No rank steps until state is loaded; then all go
+    """Errors of a call with an exception on one rank after the vote. No rank steps until state is loaded; then all go
     on."""
     join(store)
-    job, twin = _job(kind), _job(kind)
-    for one in (job, twin):
-        one.clip(0)
-
-    def call() -> None:
-        job.clip(1)
-
+    job, twin = Job(kind), Job(kind)
+    _both_clip(job, twin, 0)
     held, state = job.held(), copy.deepcopy(job.optimizer.state_dict())
-    before = known_places(call, "reduce", "_scale")
-    after = [place for place in known_places(call, "reduce", "<end>") if place not in before]
+    begin = "reduce" if dist.get_world_size() > 1 else "apply_"  # one rank votes with nobody
+    before = known_places(lambda: job.clip(1), begin, "_scale")
+    after = [place for place in known_places(lambda: job.clip(1), begin, "<end>") if place not in before]
     said = []
     for at, place in enumerate(after):
         error = KINDS[at % len(KINDS)]
         with (
-            raising(place if dist.get_rank() == 1 else None, error, 1, "reduce"),
+            raising(place if dist.get_rank() == 1 % dist.get_world_size() else None, error, 1, begin),
             pytest.raises((ExchangeError, *STAYS), match=f"broken off|{MARK}") as caught,
         ):
-            call()
+            job.clip(1)
         said.append((place.name, f"{caught.typename}: {caught.value}", isinstance(error, STAYS)))
         with pytest.raises(ExchangeError, match="QK-clip was broken off"):
             job.optimizer.step()
-        for name, p in job.params.items():
-            local_if_any(p).data.copy_(held[name])
+        for p, weight in zip(job.params.values(), held, strict=False):
+            local_if_any(p).data.copy_(weight)
         job.optimizer.load_state_dict(copy.deepcopy(state))
-    for one in (job, twin):
-        one.clip(2)
-    assert _alike(job.held(), twin.held())
+    _both_clip(job, twin, 2)
     return said
 
 
@@ -279,10 +265,12 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
 def test_whatever_is_raised_after_the_vote_breaks_the_step_of_all(kind: str, ranks: RankPool, tmp_path: Path) -> None:
     """Nobody waits for a rank that cannot go on, also where it has not begun to scale."""
     everyone = ranks.run(_after_the_vote, str(tmp_path / "store"), kind)
-    assert {"gains", "_factors", "_scale", "_views"} <= {name for name, *_ in everyone[1]}
+    victim = 1 % ranks.world_size
+    who = f"rank {victim}: " if ranks.world_size > 1 else ""
+    assert {"_gains", "_factors", "_scale", "_views"} <= {name for name, *_ in everyone[victim]}
     for rank, of_rank in enumerate(everyone):
         for name, text, stays in of_rank:
-            if stays and rank == 1:
+            if stays and rank == victim:
                 assert MARK in text and "ExchangeError" not in text, (name, text)
             else:
-                assert text.startswith("ExchangeError: QK-clip was broken off: rank 1: "), (name, text)
+                assert text.startswith(f"ExchangeError: QK-clip was broken off: {who}"), (name, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -23,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from shardmuon import Muon
 from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, initialize, whole_weight
+from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, Run, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.tolerances import assert_rounded
 from shardmuon_qkclip import QKClip
-from shardmuon_qkclip.layers import Attention, Rows
+from shardmuon_qkclip.layers import Attention, Rows, attention_layers
 from shardmuon_qkclip.scaling import Scaler
 
 SHAPES = {
@@ -99,16 +100,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _matches_one_process(layout: str, dtype: torch.dtype, alone: bool = False) -> list[str]:
-    """Names of parameters that differ. `alone`: each rank scales by its own maxima, the control."""
+def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
+    """Names of parameters that differ."""
     world = dist.get_world_size()
     params = parameters(_build(layout, _model(dtype)))
     optimizer = _optimizer(params, **LAYOUTS[layout].options(world))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes") else None
     scaler = Scaler(optimizer, LAYERS, process_group=beyond)
     for number in range(2):  # where weights lie is found in the first call
-        mine = _maxima((0 if alone else dist.get_rank()) + 10 * number)
-        scaler.reduce(lambda mine=mine: mine)
+        scaler.reduce(lambda number=number: _maxima(dist.get_rank() + 10 * number))
         scaler.apply_()
     wanted = _build(layout, _clipped_by_one(world, dtype))
     return [n for n, p in params.items() if not torch.equal(_local(p), _local(wanted[n]))]
@@ -122,81 +122,55 @@ def test_weights_have_the_bits_of_one_process(layout: str, world: int) -> None:
     assert get_pool(world).run(_matches_one_process, layout, dtype) == [[]] * world
 
 
-def test_maxima_of_one_ranks_batches_would_give_others(world4: RankPool) -> None:
-    scaled = {rows.weight for layer in LAYERS for rows in layer.rows}
-    for wrong in world4.run(_matches_one_process, "fsdp2", torch.float32, alone=True):
-        assert set(wrong) & scaled and "other" not in wrong
-
-
 # ------------------------------------------------------------------------------------------------------- frameworks
 
 
-class _Given(nn.Module):
-    """Parameters, and a loss whose gradients are given."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            self.register_parameter(name, nn.Parameter(tensor.clone()))
-
-    def forward(self, grads: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(p * grads[n]).sum().float() for n, p in self.named_parameters()]).sum()
-
-
-def _grads(number: int) -> dict[str, Tensor]:
-    """Eighths, whose mean over ranks is exact."""
-    shapes = {**SHAPES, **BIASES}
-    return {n: _normal(*s, seed=50 * number + i).mul(4).round() / 8 for i, (n, s) in enumerate(shapes.items())}
-
-
-def _dense_steps(world: int, steps: int = 3) -> dict[str, Tensor]:
-    """Steps of one process, clipped at the end of each."""
-    params = {n: nn.Parameter(t) for n, t in _model().items()}
-    optimizer = _optimizer(params)
+def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, logits: Any, **options: Any) -> QKClip:
     model = nn.Module()
     for name, p in params.items():
         model.register_parameter(name, p)
     numbers = itertools.count()
+    return QKClip(model, optimizer, layers=LAYERS, logits=lambda: logits(next(numbers)), **options)
 
-    def everyone() -> dict[str, Tensor]:
-        return _largest_of_all(world, next(numbers))
 
-    QKClip(model, optimizer, layers=LAYERS, logits=everyone, process_group=(dist.get_rank(),))
-    for number in range(steps):
-        for name, grad in _grads(number).items():
+def _dense_steps(run: Run, grads: list[dict[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Steps of one process, clipped at the end of each."""
+    world, params = dist.get_world_size(), {n: nn.Parameter(t) for n, t in run.start(_model(dtype)).items()}
+    optimizer = _optimizer(params)
+    _hooked(params, optimizer, lambda number: _largest_of_all(world, number), process_group=(dist.get_rank(),))
+    for given in grads:
+        for name, grad in run.gradients(given).items():
             params[name].grad = grad.clone()
         optimizer.step()
     return {n: p.detach() for n, p in params.items()}
 
 
-def _zero_matches(row: str, dtype: torch.dtype) -> tuple[list[str], list[str]]:
-    """Differences among the fp32 weights, and among the model's own from those rounded."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    wanted = _dense_steps(world)
-    model = _Given({n: t.to(dtype).float() if dtype != torch.float32 else t for n, t in _model().items()})
-    params = dict(model.named_parameters())
-    options: dict[str, Any] = {"process_group": dist.group.WORLD} if row == "zero0" else {}
-    optimizer = _optimizer(params, **options)
-    numbers = itertools.count()
-    clip = QKClip(model, optimizer, layers=LAYERS, logits=lambda: _maxima(rank + 10 * next(numbers)))
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": ZERO_ROWS[row]}
-    if dtype == torch.bfloat16:
-        config["bf16"] = {"enabled": True}
-    engine = initialize(model, optimizer, config)
-    for number in range(3):
-        engine.backward(engine({n: t.to(dtype) for n, t in _grads(number).items()}))
-        engine.step()
-    assert clip.report.step == 3 and clip.report.num_clipped > 0
-    whole = {n: p.detach() if row == "zero0" else whole_weight(p) for n, p in params.items()}
-    other = [n for n, t in whole.items() if dtype == torch.float32 and not torch.equal(t, wanted[n])]
-    import deepspeed
+def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: torch.dtype) -> list[str]:
+    """Names of weights that differ from those of one process, the fp32 ones where there are such."""
+    rank, clips = dist.get_rank(), list[QKClip]()
 
-    whole_model = deepspeed.zero.GatheredParameters(list(params.values())) if "zero3" in row else nullcontext()
-    with whole_model:
-        models = {n: p.detach().clone() for n, p in params.items()}
-    copies = [n for n, t in whole.items() if not torch.equal(models[n], t.to(models[n].dtype))]
-    engine.destroy()
-    return other, copies
+    def make(params: Any, options: Any) -> Muon:
+        optimizer = _optimizer(params, options)
+        clips.append(_hooked(params, optimizer, lambda number: _maxima(rank + 10 * number)))
+        return optimizer
+
+    run = kind(row, _model(dtype), make)
+    grads = [
+        {n: _normal(*t.shape, seed=50 * k + i).to(dtype) for i, (n, t) in enumerate(_model().items())} for k in range(3)
+    ]
+    for given in grads:
+        run.step({n: t.to(dtype) for n, t in run.gradients(given).items()})
+    assert clips[0].report.step == 3 and clips[0].report.num_clipped > 0
+    found, wanted = run.weights(), _dense_steps(run, grads, dtype)
+    wrong = [n for n, t in found.items() if not torch.equal(t, wanted[n])]
+    if dtype == torch.bfloat16:  # copies are those of the clipped masters
+        import deepspeed
+
+        params = dict(run._params)
+        with deepspeed.zero.GatheredParameters(list(params.values())) if "zero3" in row else nullcontext():
+            wrong += [f"copy of {n}" for n, p in params.items() if not torch.equal(p, found[n].to(dtype))]
+    run.close()
+    return wrong
 
 
 @pytest.mark.parametrize(
@@ -207,23 +181,12 @@ def test_zero_steps_and_clips_as_one_process_does(
     row: str, dtype: torch.dtype, deepspeed_pools: dict[int, RankPool]
 ) -> None:
     """Half-precision copies are those of the clipped masters."""
-    assert deepspeed_pools[2].run(_zero_matches, row, dtype) == [([], [])] * 2
-
-
-def _fsdp1_matches(row: str) -> list[str]:
-    world, rank = dist.get_world_size(), dist.get_rank()
-    wanted = _dense_steps(world)
-    run = Fsdp1Run(row, _model(), _optimizer)
-    numbers = itertools.count()
-    QKClip(run._model, run.optimizer, layers=LAYERS, logits=lambda: _maxima(rank + 10 * next(numbers)))
-    for number in range(3):
-        run.step(_grads(number))
-    return [n for n, t in run.weights().items() if not torch.equal(t, wanted[n])]
+    assert deepspeed_pools[2].run(_framework_matches, ZeroRun, row, dtype) == [[]] * 2
 
 
 @pytest.mark.parametrize("row", FSDP1_ROWS)
 def test_fsdp1_steps_and_clips_as_one_process_does(row: str, world4: RankPool) -> None:
-    assert world4.run(_fsdp1_matches, row) == [[]] * 4
+    assert world4.run(_framework_matches, Fsdp1Run, row, torch.float32) == [[]] * 4
 
 
 def _megatron_run(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, clipped: bool) -> dict[str, Tensor]:
@@ -234,13 +197,10 @@ def _megatron_run(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, 
         model = gpt(0, ddp=ddp, calculate_per_token_loss=True, **sizes, **half)
         config = optimizer_config(lr=0.0, clip_grad=0.0, use_distributed_optimizer=distributed, **half)
         optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.0)
-        muon = optimizer.chained_optimizers[0].optimizer
         if clipped:
-            rank = dist.get_rank()
-            maxima = {0: [50.0, 400.0, 60.0, 70.0], 1: [900.0, 20.0, 110.0, 10.0]}[rank % 2]
-            name = "decoder.layers.0.self_attention"
-            clip = QKClip(model, muon, logits=lambda: {name: torch.tensor(maxima)})
-            assert clip.layers[0].name == name, clip.layers
+            maxima = [[50.0, 400.0, 60.0, 70.0], [900.0, 20.0, 110.0, 10.0]][dist.get_rank() % 2]
+            given = {"decoder.layers.0.self_attention": torch.tensor(maxima)}
+            QKClip(model, optimizer.chained_optimizers[0].optimizer, logits=lambda: given)
         for _ in range(2):
             model.zero_grad_buffer()
             for p in model.parameters():
@@ -252,18 +212,14 @@ def _megatron_run(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, 
 
 def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype) -> list[str]:
     """Clip twice by two steps with lr 0, the masters of half-precision weights without rounding."""
-    plain, found = (_megatron_run(sizes, distributed, dtype, clipped) for clipped in (False, True))
-    wanted = dict(plain)
-    name = "decoder.layers.0.self_attention.linear_qkv.weight"
-    gain = 100.0 / torch.tensor([900.0, 110.0], dtype=torch.float32)  # of two groups of two heads, over all ranks
+    wanted, found = (_megatron_run(sizes, distributed, dtype, clipped) for clipped in (False, True))
+    weight = wanted["decoder.layers.0.self_attention.linear_qkv.weight"]
     first = dist.get_rank() % 2 if sizes else 0
-    rows = plain[name].view(-1, 4, 6, plain[name].shape[1]).clone()  # (groups, q q k v, size of a head, columns)
-    for group, here in enumerate(rows):
-        g = gain[first + group]
-        for _ in range(2):
-            here[:2].mul_(g.pow(0.5))
-            here[2].mul_(g.pow(0.5))
-    wanted[name] = rows.view(plain[name].shape).to(dtype).float()
+    rows = weight.view(-1, 4, 6, weight.shape[1]).clone()  # (groups, q q k v, size of a head, columns)
+    gain = 100.0 / torch.tensor([900.0, 110.0])[first : first + len(rows)]  # of groups of two heads, over all ranks
+    for _ in range(2):
+        rows[:, :3].mul_(gain.pow(0.5).view(-1, 1, 1, 1))
+    weight.copy_(rows.to(dtype).view_as(weight))
     return [n for n, t in found.items() if not torch.equal(t, wanted[n])]
 
 
@@ -333,15 +289,11 @@ def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts:
     assert all(math.isfinite(loss) for _, _, loss in found)
 
 
-def _unknown_replicas() -> str:
+def _unknown_replicas() -> None:
     model = Llama()
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.0)
-    QKClip(model, optimizer, tau=1.0)
-    with pytest.raises(RuntimeError, match="process_group") as caught:
-        optimizer.step()
-    return str(caught.value)
+    with pytest.raises(ValueError, match=r"q_proj.weight: it is a plain tensor on each of 2 ranks.*process_group="):
+        clipped(Muon(model, lr=0.02), {}, attention_layers(model))
 
 
 def test_replicas_that_nobody_names_are_refused(world2: RankPool) -> None:
-    for text in world2.run(_unknown_replicas):
-        assert "q_proj.weight: it is a plain tensor on each of 2 ranks" in text and "process_group=" in text
+    world2.run(_unknown_replicas)

@@ -45,6 +45,5 @@ def audit(optimizer: Any, samples: int = 8) -> PendingAudit:
         raise ValueError(
             "under DeepSpeed write Muon(..., audit=Audit(every=N)): it audits each set of groups that is stepped"
         )
-    request = PendingAudit(samples)
-    optimizer.audits.request(request)
-    return request
+    optimizer.audits.asked = PendingAudit(samples)
+    return optimizer.audits.asked  # type: ignore[no-any-return]

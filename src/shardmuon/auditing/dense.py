@@ -22,7 +22,7 @@ from shardmuon.layout.views import MatrixView, row_major
 Block = tuple[slice, slice]
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """A rank's elements of one matrix.
 
     Attributes:
@@ -40,7 +40,7 @@ class Part(NamedTuple):
         return torch.cat([storage.new_empty(0), *found])
 
 
-def part_of(view: MatrixView, number: int, held: Iterable[Held]) -> Part:
+def part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
     """The elements of one matrix that these pieces have."""
     lines, sources, places = _lines(view, number), [], [torch.empty(0, dtype=torch.int64)]
     for piece, local in held:
@@ -55,10 +55,10 @@ def part_of(view: MatrixView, number: int, held: Iterable[Held]) -> Part:
         if len(place):
             sources.append([at + first for at, first in zip(source, local, strict=True)])
             places.append(place)
-    return Part(sources, torch.cat(places))
+    return _Part(sources, torch.cat(places))
 
 
-def sent_by(layout: ParamLayout, number: int, rank: int) -> Part:
+def sent_by(layout: ParamLayout, number: int, rank: int) -> _Part:
     """The elements of one matrix that a rank sends: of replicas only the lowest rank does."""
     held = [one for one in layout.of_rank(rank) if one.piece.numel and layout.keepers[one.piece][0] == rank]
     return part_of(layout.view, number, held)
@@ -99,23 +99,20 @@ def collect(
     """All quantities of a whole matrix on one rank, as (2, elements) before and after the step, and its rectangles that
     lie on one rank each (kernels cut inside are none); nothing elsewhere. Collective among the parameter's ranks. A
     rank that cannot read sends NaN."""
-    view, ranks = parts["weights"][0].view, parts["weights"][0].ranks
-    if my_rank() == target:
-        places = [[sent_by(layout, number, rank).places for layout, _ in parts.values()] for rank in ranks]
-    else:
-        places = [[] for _ in ranks]
+    view, ranks, is_target = parts["weights"][0].view, parts["weights"][0].ranks, my_rank() == target
+    places = [[sent_by(layout, number, rank).places for layout, _ in parts.values()] for rank in ranks if is_target]
     came = [torch.cat([part.reshape(-1) for _, part in parts.values()])]
     if len(ranks) > 1:
-        expected = tuple(2 * sum(map(len, of_rank)) for of_rank in places)
+        expected = tuple(2 * sum(map(len, of_rank)) for of_rank in places) or (0,) * len(ranks)
         given = tuple(came[0].numel() if rank == target else 0 for rank in ranks)
         with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
             came = list(start(group_for(ranks), Traffic(), came[0], given, expected).wait().split(expected))
-    if my_rank() != target:
+    if not is_target:
         return {}, []
     whole = {}
     for what, (layout, part) in parts.items():
-        size = layout.view.matrices[number].rows * layout.view.matrices[number].cols
-        whole[what] = part.new_full((2, size), torch.nan)
+        matrix = layout.view.matrices[number]
+        whole[what] = part.new_full((2, matrix.rows * matrix.cols), torch.nan)
     for of_rank, values in zip(places, came, strict=True):
         for out, at, own in zip(whole.values(), of_rank, values.split([2 * len(at) for at in of_rank]), strict=True):
             out.index_copy_(1, at.to(out.device), own.view(2, -1))

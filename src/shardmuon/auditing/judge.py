@@ -30,6 +30,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -42,6 +43,7 @@ from shardmuon.auditing.reference import (
     Arithmetic,
     KeptNumbers,
     momentum_of,
+    norm_of,
     orthogonalized,
     prepared,
     recovered_update,
@@ -58,7 +60,7 @@ from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 
 _T = TypeVar("_T")
 _Measure = Callable[[Tensor], float]
-_Shake = Callable[[Generator], tuple[Tensor, Callable[[Tensor], _T]]]  # an input, and what to note of its result
+_MATRICES = ("weights", "momentum", "gradient")
 _NORM = "norm"  # of the weights, beside the numbers that stages keep
 _FIRST, ALL = 2, 16  # shaken runs: those that are always made, and those before anything is called a fault
 _TIMES = 3.0  # how many times the largest of the shaken differences is allowed
@@ -66,7 +68,6 @@ _BLIND = 0.5  # an allowed difference above this cannot tell an update from a wr
 _SLACK = 0.2  # of singular values, for the rounding of the result, which lifts the smallest most
 _FEW = 4  # elements that another order of sums may take to the next value, and spacings that all of them may move
 _LONGER = 1 / 16  # by how much the norm is enlarged at most
-_TOGETHER = 1 << 22  # elements of shaken runs in one call
 _OWN = 1e-9  # error of the reference, of its largest direction: its Gram matrix squares what is small
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound: `_judge_momentum` allows two
 _EPS = torch.finfo(torch.float32).eps
@@ -92,19 +93,6 @@ class _StepWith(NamedTuple):
     numbers: KeptNumbers
 
 
-class _Difference(NamedTuple):
-    """An update, or the weights that it led to, that is not the dense one, for a reason still to be named.
-
-    Attributes:
-        name: Name of the fault if no known one explains it.
-        found, allowed: What is found, and what would be allowed.
-    """
-
-    name: str
-    found: str
-    allowed: float
-
-
 class Evidence:
     """One whole matrix around a step, how it was meant to be stepped, and what its own arithmetic makes of it.
 
@@ -112,12 +100,13 @@ class Evidence:
         row: The report's line for it; `judge` fills it in.
         arithmetic: How it is stepped.
         blocks: Rectangles of the matrix that lie on one rank.
-        before, after: (rows, cols) fp64 "weights", "momentum" and "gradient" before and after the step, and by its key
-            what each stage of its variant keeps (1-D).
+        whole: The elements of "weights", "momentum" and "gradient", and by its key of what each stage of its variant
+            keeps, (2, n) fp64: before and after the step.
 
     Attributes:
+        before, after: Those quantities, matrices as (rows, cols), what is kept as (n,).
         findings: Faults that have been found.
-        wrong: What is still to be named.
+        wrong: What is still to be named: what it is called if no known cause explains it.
         momentum, given: After the step, and the orthogonalizer's input before stages, as the step computes them.
         fed: The orthogonalizer's input.
         reference, exact: The result of exact arithmetic; (m, n) fp64 in the reference's coordinates.
@@ -126,22 +115,24 @@ class Evidence:
         update, arrived: The update that the step applied, and the part of the dense one that the weights can hold.
     """
 
-    def __init__(
-        self,
-        row: MatrixRow,
-        arithmetic: Arithmetic,
-        blocks: list[Block],
-        before: Mapping[str, Tensor],
-        after: Mapping[str, Tensor],
-    ) -> None:
+    def __init__(self, row: MatrixRow, arithmetic: Arithmetic, blocks: list[Block], whole: dict[str, Tensor]) -> None:
         self.arithmetic, self.settings, self.blocks = arithmetic, arithmetic.settings, blocks
-        self.before, self.after, self.shape = before, after, before["weights"].shape
+        self.shape = row.rows, row.cols
+        self.before, self.after = (
+            {what: both[at].view(self.shape) if what in _MATRICES else both[at] for what, both in whole.items()}
+            for at in (0, 1)
+        )
+        for stage in weight_stages(self.settings.stages):
+            if not self.before[stage.key]:  # not known, or of a matrix of zeros: the step takes that of the weights
+                self.before[stage.key] = norm_of(self.before["weights"])
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
         self.row = replace(row, status="fault", expected_scale=self.scale)
-        self.findings, self.wrong = list[Finding](), list[_Difference]()
+        self.findings, self.wrong = list[Finding](), list[Finding]()
         self._eps = torch.finfo(arithmetic.products).eps
         self._wide = torch.promote_types(arithmetic.products, torch.float32)
-        self._runs = dict[str, list[Any]]()
+        self._runs = defaultdict[str, list[Any]](list)
+        self.momentum, self.given = momentum_of(self.before["momentum"], self.before["gradient"], arithmetic)
+        self.fed = prepared(self.given, self.settings.stages)
 
     def say(self, name: str, found: str, allowed: str) -> None:
         """Note a fault of this matrix."""
@@ -152,31 +143,26 @@ class Evidence:
         if not number <= allowed:
             self.say(name, found, f"{allowed:.1e}")
 
-    # --------------------------------------------------------------------------------------------- its dense step
+    def suspect(self, name: str, found: str, allowed: float) -> None:
+        """Note that the update, or what it led to, is not the dense one, for a reason still to be named."""
+        text = f"{allowed:.1e} ({self.row.arithmetic}, this matrix shaken)"
+        self.wrong.append(Finding.of(name, self.row.name, found, text))
 
-    def feed(self) -> None:
-        """Compute the momentum and the orthogonalizer's input."""
-        before = self.before
-        self.momentum, self.given = momentum_of(before["momentum"], before["gradient"], self.arithmetic)
-        self.fed = prepared(self.given, self.settings.stages)
+    # --------------------------------------------------------------------------------------------- its dense step
 
     def run(self) -> None:
         """Take the step densely, and in exact arithmetic."""
         self.reference = reference_of(self.fed, self.settings.coefficients, method=self.arithmetic.choice.method)
         self.exact = self.reference.ratios().unsqueeze(1) * self.reference.coords
-        self.dense = self.orthogonalized(self.fed)
+        self.dense = orthogonalized(self.fed, self.arithmetic)
         self.step = self.stepped(self.dense)
         self.update, self.arrived = self.recovered(self.after["weights"]), self.recovered(self.step.after)
-
-    def orthogonalized(self, values: Tensor, *, nudged: bool = False) -> Tensor:  # (..., rows, cols), fp64 out
-        """Orthogonalize matrices in the live arithmetic. `nudged`: see `reference.orthogonalized`."""
-        batch = values.view(-1, *values.shape[-2:])
-        return orthogonalized(batch, self.arithmetic, nudged=nudged).double().view(values.shape)
 
     def stepped(self, result: Tensor, factor: Tensor | None = None) -> _StepWith:
         """Step the weights with a result of the orthogonalizer, (rows, cols) fp64: stages, decay, rounding. `factor`:
         that of the stages on the result; default: by their formulas."""
-        a, stages, kept = self.arithmetic, self.settings.stages, self.before
+        a, stages = self.arithmetic, self.settings.stages
+        kept: KeptNumbers = self.before
         if factor is None:
             factor, _, kept = staged(AfterStage, stages, result, kept)
         result = (result * factor).to(a.wire).double()
@@ -197,36 +183,28 @@ class Evidence:
 
     # ------------------------------------------------------------------------------------------------- the shake
 
-    def shaken(self, shake: _Shake[_T], count: int) -> list[_T]:
-        """Notes of the first `count` runs of a shake: [Note: the shake]. As many run together as memory allows."""
-        runs: list[_T] = self._runs.setdefault(shake.__name__, [])
-        together = max(1, _TOGETHER // self.fed.numel())
-        while len(runs) < count:
-            seeds = range(len(runs), min(len(runs) + together, count))
-            inputs, notes = zip(*(shake(Generator().manual_seed(seed)) for seed in seeds), strict=True)
-            results = self.orthogonalized(torch.stack(inputs), nudged=True)
-            runs += [note(result) for note, result in zip(notes, results, strict=True)]
+    def shaken(self, shake: Callable[[Generator], _T], count: int) -> list[_T]:
+        """The first `count` runs of a shake: [Note: the shake]."""
+        runs: list[_T] = self._runs[shake.__name__]
+        runs += [shake(Generator().manual_seed(seed)) for seed in range(len(runs), count)]
         return runs[:count]
 
-    def reordered(self, generator: Generator) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, KeptNumbers]]]:
-        """Rows and columns in another order, and elements nudged. Notes lengths (m,) of the update beside the dense
-        one's in each direction, and the numbers after the step."""
+    def reordered(self, generator: Generator) -> tuple[Tensor, KeptNumbers]:
+        """A run with rows and columns in another order, and elements nudged: lengths (m,) of the update beside the
+        dense one's in each direction, and the numbers after the step."""
         x = self.fed.to(torch.float64, copy=True)
         few = torch.randint(x.numel(), (_FEW,), generator=generator)
         signs = torch.randint(2, (_FEW,), generator=generator) * 2 - 1
         x.view(-1)[few.to(x.device)] *= (1 + self._eps * signs).to(x.device, x.dtype)
         x *= 1 + int(torch.randint(-_FEW, _FEW + 1, (), generator=generator)) * torch.finfo(self._wide).eps
         rows, cols = (torch.randperm(n, generator=generator).to(x.device) for n in x.shape)
+        result = orthogonalized(x[rows][:, cols], self.arithmetic, nudged=True)
+        step = self.stepped(result[rows.argsort()][:, cols.argsort()])
+        return _lengths(self.seen(self.recovered(step.after) - self.arrived)), step.numbers
 
-        def noted(result: Tensor) -> tuple[Tensor, KeptNumbers]:
-            step = self.stepped(result[rows.argsort()][:, cols.argsort()])
-            return _lengths(self.seen(self.recovered(step.after) - self.arrived)), step.numbers
-
-        return x[rows][:, cols], noted
-
-    def enlarged(self, generator: Generator) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Each element off by up to a spacing, and a larger norm. Notes lengths (m,) of the difference of its error
-        beside exact arithmetic from the dense result's."""
+    def enlarged(self, generator: Generator) -> Tensor:
+        """A run with each element off by up to a spacing, and a larger norm: lengths (m,) of the difference of its
+        error beside exact arithmetic from the dense result's."""
         nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
         x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
         norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
@@ -236,12 +214,9 @@ class Evidence:
         least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # which it divides by
         shorter = self.reference.ratios(max(longer * norm, least) / max(norm, least))
         less = (self.reference.ratios() - shorter).unsqueeze(1) * self.reference.coords
-
-        def noted(result: Tensor) -> Tensor:
-            difference = self.seen(result[1:-1, 1:-1] - self.dense)
-            return _lengths(difference + less.to(difference))
-
-        return bordered, noted
+        result = orthogonalized(bordered, self.arithmetic, nudged=True)[1:-1, 1:-1]
+        difference = self.seen(result - self.dense)
+        return _lengths(difference + less.to(difference))
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
         """A matrix in the reference's coordinates, in the precision that its arithmetic needs."""
@@ -285,37 +260,35 @@ def _lengths(coords: Tensor) -> Tensor:  # (m, n) -> (m,) fp64
 # --------------------------------------------------------------------------------------------------------- judging
 
 
-def judge(e: Evidence) -> None:
-    """Compare a step of one matrix with the reference. Names no causes of a wrong update: `naming.name_fault` does."""
-    values = {what: e.before[what] for what in ("weights", "momentum", "gradient")}
+def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[Block], whole: dict[str, Tensor]) -> Evidence:
+    """Compare a step of one matrix with the reference. Names no causes of a wrong update: `naming.name_fault` does.
+    Arguments as of `Evidence`."""
+    e = Evidence(row, arithmetic, blocks, whole)
+    values = {what: e.before[what] for what in _MATRICES}
     values["updated weights"] = e.after["weights"]
     if bad := [what for what, value in values.items() if not bool(value.isfinite().all())]:
         e.say("not_finite", f"NaN or infinity in {', '.join(bad)}", "finite numbers")
-        return
+        return e
     if not torch.equal(e.before["gradient"], e.after["gradient"]):
         e.say("gradient_written", "the step changed the gradient", "no change")
-    e.feed()
     _judge_momentum(e)
     _judge_norm_before(e)
     frozen = e.settings.lr * e.scale == 0.0
     if frozen or not bool(e.given.any()):
         e.row = replace(e.row, status="lr is 0" if frozen else "zero")
         _judge_still(e)
-        return
+        return e
     _judge_prepared(e)
     e.run()
     _judge_dense(e)
     _judge_numbers(e)
     _judge_update(e)
+    return e
 
 
 def _judge_momentum(e: Evidence) -> None:
-    expected, before, found, stored = (
-        e.momentum.double(),
-        e.before["momentum"],
-        e.after["momentum"],
-        e.arithmetic.stored,
-    )
+    expected, before, found = e.momentum.double(), e.before["momentum"], e.after["momentum"]
+    stored = e.arithmetic.stored
     # Storing rounds each element once, by at most an eps. 8-bit codes ([Note: 8-bit codes] in momentum/stores.py) step
     # by 2 sqrt(|x| s) / 127 at x in a block of scale s: over a block of 128 with one large element at most 2 / 127 *
     # sqrt(6.2) of its norm. The gradient is rounded to the momentum's dtype, and so are the two terms of its update.
@@ -333,7 +306,7 @@ def _judge_norm_before(e: Evidence) -> None:
     norm = float(e.before["weights"].norm())
     share = torch.finfo(e.arithmetic.weights).eps + _ROUNDINGS * _EPS
     for stage in weight_stages(e.settings.stages):
-        kept = float(e.before[stage.key]) or norm  # 0: not known, of a matrix of zeros
+        kept = float(e.before[stage.key])
         text = f"its {stage.key} is {kept:.7g}, the norm of its weights before the step {norm:.7g}"
         e.check(abs(kept - norm), share * norm, "norm_stale", text)
 
@@ -361,15 +334,9 @@ def _judge_prepared(e: Evidence) -> None:
 def _judge_dense(e: Evidence) -> None:
     """Compare the same arithmetic's result with the exact one, unless rounding explains any result."""
     found, allowed = _asked(e.orthogonalizer, e.reference.seen(e.dense) - e.exact)
-    if allowed > _BLIND:
-        return
-    e.check(
-        found,
-        allowed,
-        "orthogonalizer_wrong",
-        f"{e.arithmetic} run by itself on the whole matrix differs from exact arithmetic by {found:.2g} in the "
-        "directions that rounding leaves settled",
-    )
+    if allowed <= _BLIND:
+        text = f"{e.arithmetic} run by itself on the whole matrix differs from exact arithmetic by {found:.2g} in the"
+        e.check(found, allowed, "orthogonalizer_wrong", f"{text} directions that rounding leaves settled")
 
 
 def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) -> tuple[float, float]:
@@ -397,7 +364,7 @@ def _judge_numbers(e: Evidence) -> None:
             allowed += _TIMES * max(float((numbers[key] - expected).abs().sum()) for _, numbers in runs)
         if difference > allowed and key == _NORM:
             text = f"the norm of its weights after the step is {float(live[key]) / size:.7g} times that of the rule"
-            e.wrong.append(_Difference("norm_wrong", text, allowed / size))
+            e.suspect("norm_wrong", text, allowed / size)
         elif difference > allowed:
             text = f"its {key} after the step differs by {difference / size:.2g} from the formula in fp64"
             e.say("kept_wrong", text, f"{allowed / size:.1e}")
@@ -432,7 +399,7 @@ def _judge_update(e: Evidence) -> None:
     if status == "fault":
         text = f"the applied update differs from the same arithmetic run densely by {difference:.2g}"
         fits = least - _SLACK <= e.row.sigma_min and e.row.sigma_max <= most + _SLACK
-        e.wrong.append(_Difference("wrong_matrix" if fits else "update_differs", text, allowed))
+        e.suspect("wrong_matrix" if fits else "update_differs", text, allowed)
 
 
 def along(update: Tensor, expected: Tensor) -> float:

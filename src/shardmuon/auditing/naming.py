@@ -1,8 +1,9 @@
 """Name the fault of a matrix whose update is not the reference's, by trying what peers are known to have done wrong.
 
-Each guess is a whole step that went wrong in one way. A guess explains the update if it leaves no more than a part of
-it, and of its difference from the dense one, direction by direction as in [Note: the shake] of judge.py. The first of
-those that leave hardly anything is the name, else the one that leaves least.
+Each guess is a whole step that went wrong in one way: a name, what is found then, and the weights (rows, cols) fp64
+that it leads to. A guess explains the update if it leaves no more than a part of it, and of its difference from the
+dense one, direction by direction as in [Note: the shake] of judge.py. The first of those that leave hardly anything is
+the name, else the one that leaves least.
 """
 
 from __future__ import annotations
@@ -10,27 +11,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardmuon.auditing.dense import Block
 from shardmuon.auditing.judge import ALL, Evidence, along
-from shardmuon.auditing.reference import KeptNumbers, norm_of, staged, weight_stages
+from shardmuon.auditing.reference import KeptNumbers, norm_of, orthogonalized, staged, weight_stages
+from shardmuon.auditing.report import Finding
 from shardmuon.options import lr_scale
 from shardmuon.variants import AfterStage, WeightStage
 
+_Guess = tuple[str, str, Tensor]
 _LEFT = 0.35  # of the difference may be left over by a guess
 _HARDLY = 0.03  # of it is hardly anything
-
-
-class _Guess(NamedTuple):
-    """An explanation: name of the fault, what is found then, and the weights (rows, cols) fp64 that it leads to."""
-
-    name: str
-    found: str
-    after: Tensor
+_OF_THE_NORM = 0.5  # of its difference may be left over where the norm of the weights is wrong, too
 
 
 def name_fault(e: Evidence, others: Sequence[Evidence]) -> None:
@@ -43,28 +38,20 @@ def name_fault(e: Evidence, others: Sequence[Evidence]) -> None:
     measure, allowed = e.spread(ALL)
     whole = min(measure(e.seen(e.update - e.arrived)), measure(e.seen(e.update)))  # a short update is like any other
     wrong, least = e.wrong[0], max(allowed, _LEFT * whole)
-    best = _Guess(wrong.name, "it fits no known fault", e.after["weights"])
-    frozen = _Guess("frozen", "no weight changed, with a gradient and a learning rate", e.before["weights"])
-    for guess in itertools.chain([frozen], _norms(e), _lengths(e), _results(e, others)):
-        left = max(measure(e.seen(e.update - e.recovered(guess.after))), _HARDLY * whole)
-        if left < least:
-            least, best = left, guess
-    e.say(best.name, f"{wrong.found}: {best.found}", f"{wrong.allowed:.1e} ({e.row.arithmetic}, this matrix shaken)")
+    name, found, norm = wrong.name, "it fits no known fault", e.after["weights"].norm()
+    most = _OF_THE_NORM * (e.step.after.norm() - norm).abs() if name == "norm_wrong" else torch.inf
+    frozen = "frozen", "no weight changed, with a gradient and a learning rate", e.before["weights"]
+    for guess, text, after in itertools.chain([frozen], _of_stages(e), _of_results(e, others)):
+        left = max(measure(e.seen(e.update - e.recovered(after))), _HARDLY * whole)
+        if left < least and (after.norm() - norm).abs() <= most:
+            least, name, found = left, guess, text
+    e.findings.append(Finding.of(name, wrong.where, f"{wrong.found}: {found}", wrong.allowed))
 
 
-def _norms(e: Evidence) -> Iterator[_Guess]:
-    """Guesses at stages on weights that went wrong: the norms of parts of the matrix taken for each part, and maybe
-    kept, too; and no such stage."""
-    if not weight_stages(e.settings.stages):
-        return
-    for what, blocks in _parts(e).items():
-        for own in (True, False):
-            after = e.step.updated.clone()
-            for block in blocks:
-                kept = _norms_of(e, block) if own else e.before
-                after[block] = staged(WeightStage, e.settings.stages, after[block], kept)[1]
-            yield _Guess("norm_of_shard", f"norms of its {what} on its weights lead to that", after.double())
-    yield _Guess("norm_wrong", "its stages on weights did not run", e.step.updated.double())
+def _of_results(e: Evidence, others: Sequence[Evidence]) -> Iterator[_Guess]:
+    """Guesses at another result of the orthogonalizer, with the dense one's factors of stages."""
+    for name, found, result in itertools.chain(_lengths(e), _blocks(e), _whole(e, others)):
+        yield name, found, e.stepped(result, e.step.factor).after
 
 
 def _parts(e: Evidence) -> dict[str, list[Block]]:
@@ -79,6 +66,31 @@ def _parts(e: Evidence) -> dict[str, list[Block]]:
     return {what: blocks for what, blocks in held.items() if len(blocks) > 1}
 
 
+def _of_stages(e: Evidence) -> Iterator[_Guess]:
+    """Guesses at stages that keep the norm of the weights: it was taken of parts of the matrix, in the place of each
+    part's or of all of it, and maybe kept, too; or a stage did not run."""
+    stages = e.settings.stages
+    keys = {stage.key for stage in weight_stages(stages)}
+    parts = [(what, blocks) for what, blocks in _parts(e).items() if keys]
+    for what, blocks in parts:
+        for kept_too in (True, False):
+            after = e.step.updated.clone()
+            for block in blocks:
+                kept = _norms_of(e, block) if kept_too else e.before
+                after[block] = staged(WeightStage, stages, after[block], kept)[1]
+            yield "norm_of_shard", f"norms of its {what} on its weights lead to that", after.double()
+    if keys:
+        yield "norm_wrong", "its stages on weights did not run", e.step.updated.double()
+    for stage in (s for s in stages if isinstance(s, AfterStage) and s.key in keys):
+        own, others = type(stage).__name__, tuple(s for s in stages if s is not stage)
+        factor = staged(AfterStage, others, e.dense, e.before)[0]
+        yield "variant_wrong", f"it is an update without {own}", e.stepped(e.dense, factor).after
+        for what, block in ((what, block) for what, blocks in parts for block in blocks):
+            factor = staged(AfterStage, stages, e.dense, _norms_of(e, block))[0]
+            text = f"its length is what {own} makes of the norm of one of its {what}"
+            yield "norm_of_shard", text, e.stepped(e.dense, factor).after
+
+
 def _norms_of(e: Evidence, block: Block) -> KeptNumbers:
     """Kept numbers with norms as if this block were the matrix."""
     own = norm_of(e.before["weights"][block])
@@ -86,7 +98,7 @@ def _norms_of(e: Evidence, block: Block) -> KeptNumbers:
 
 
 def _lengths(e: Evidence) -> Iterator[_Guess]:
-    """Guesses at a right direction with another length."""
+    """The right direction with another length."""
     rows, cols = e.shape
     for m, n in {e.dense[block].shape for block in e.blocks} - {e.shape}:
         with contextlib.suppress(Exception):  # the caller's own scale need not know shapes of shards
@@ -94,39 +106,23 @@ def _lengths(e: Evidence) -> Iterator[_Guess]:
             text = (
                 f"its scale is {scale:.4g}, that of a {m}x{n} shard, not {e.scale:.4g} of the whole {rows}x{cols} one"
             )
-            yield _Guess("scale_from_shard_shape", text, _after(e, scale / e.scale * e.dense))
-    stages = e.settings.stages
-    keys = {stage.key for stage in weight_stages(stages)}
-    for stage in (s for s in stages if isinstance(s, AfterStage) and s.key in keys):
-        own, others = type(stage).__name__, tuple(s for s in stages if s is not stage)
-        factor = staged(AfterStage, others, e.dense, e.before)[0]
-        yield _Guess("variant_wrong", f"it is an update without {own}", e.stepped(e.dense, factor).after)
-        for what, block in ((what, block) for what, blocks in _parts(e).items() for block in blocks):
-            factor = staged(AfterStage, stages, e.dense, _norms_of(e, block))[0]
-            text = f"its length is what {own} makes of the norm of one of its {what}"
-            yield _Guess("norm_of_shard", text, e.stepped(e.dense, factor).after)
+            yield "scale_from_shard_shape", text, scale / e.scale * e.dense
     ratio = along(e.update, e.arrived)
     if ratio > 0:
         name, times = ("clipped_update", "of") if ratio < 1 else ("scale_wrong", "times")
-        text = f"it is the right direction at {ratio:.3g} {times} its length"
-        yield _Guess(name, text, _after(e, ratio * e.dense))
+        yield name, f"it is the right direction at {ratio:.3g} {times} its length", ratio * e.dense
     limit = float(e.update.abs().amax())
-    yield _Guess("clipped_update", f"elements are clamped at {limit:.3g}", _after(e, e.dense.clamp(-limit, limit)))
+    yield "clipped_update", f"elements are clamped at {limit:.3g}", e.dense.clamp(-limit, limit)
 
 
-def _results(e: Evidence, others: Sequence[Evidence]) -> Iterator[_Guess]:
-    """Guesses at another result of the orthogonalizer."""
+def _blocks(e: Evidence) -> Iterator[_Guess]:
+    """Parts of the matrix orthogonalized by themselves, or exchanged."""
     for what, blocks in _parts(e).items():
         result = torch.zeros_like(e.dense)
         for block in blocks:
-            own = e.orthogonalized(e.fed[block])
+            own = orthogonalized(e.fed[block], e.arithmetic)
             result[block] = along(e.update[block], own) * own  # maybe with a scale by its own shape
-        yield _Guess("orthogonalized_by_shard", f"its {what} were orthogonalized by themselves", _after(e, result))
-    for other in others:
-        if other is not e and other.row.compared:
-            yield _Guess("results_swapped", f"it is the update of {other.row.name}", _after(e, other.dense))
-    if e.shape[0] == e.shape[1]:
-        yield _Guess("transposed", "it is the transpose of the right update", _after(e, e.dense.T))
+        yield "orthogonalized_by_shard", f"its {what} were orthogonalized by themselves", result
     result, text = e.dense.clone(), ""
     for i, at in enumerate(e.blocks):
         alike = [(j, block) for j, block in enumerate(e.blocks) if e.dense[block].shape == e.dense[at].shape]
@@ -135,7 +131,16 @@ def _results(e: Evidence, others: Sequence[Evidence]) -> Iterator[_Guess]:
         if i != j:
             text = text or f"block {i} of its {len(e.blocks)} blocks received the update of block {j}"
     if text:
-        yield _Guess("fragments_swapped", text, _after(e, result))
+        yield "fragments_swapped", text, result
+
+
+def _whole(e: Evidence, others: Sequence[Evidence]) -> Iterator[_Guess]:
+    """Another matrix's result, the transpose, or the result of another input, or of none."""
+    for other in others:
+        if other is not e and other.row.compared:
+            yield "results_swapped", f"it is the update of {other.row.name}", other.dense
+    if e.shape[0] == e.shape[1]:
+        yield "transposed", "it is the transpose of the right update", e.dense.T
     inputs = {
         "the momentum": e.fed.double(),
         "the gradient alone": e.before["gradient"],
@@ -145,12 +150,6 @@ def _results(e: Evidence, others: Sequence[Evidence]) -> Iterator[_Guess]:
     for what, value in inputs.items():
         for how, plain in (("parallel to", value), ("the sign of", value.sign())):
             text = f"it is {how} {what}, as in plain SGD; Newton-Schulz did not run on it"
-            yield _Guess("not_orthogonalized", text, _after(e, along(e.update, plain) * plain))
+            yield "not_orthogonalized", text, along(e.update, plain) * plain
         if bool(value.any()):
-            text = f"it is the orthogonalized form of {what}"
-            yield _Guess("wrong_input", text, _after(e, e.orthogonalized(value)))
-
-
-def _after(e: Evidence, result: Tensor) -> Tensor:
-    """Weights stepped with another result of the orthogonalizer, and with the dense one's factors."""
-    return e.stepped(result, e.step.factor).after
+            yield "wrong_input", f"it is the orthogonalized form of {what}", orthogonalized(value, e.arithmetic)

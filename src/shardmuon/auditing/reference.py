@@ -81,19 +81,21 @@ def momentum_of(
 
 
 def orthogonalized(
-    values: Tensor,  # (B, rows, cols), any dtype
+    matrix: Tensor,  # (rows, cols), any dtype
     a: Arithmetic,
     *,
-    nudged: bool = False,  # the values lie between those that can travel: they are not rounded to the wire
-) -> Tensor:  # (B, rows, cols)
-    """Orthogonalize whole matrices in the live arithmetic; rounded as they travel, or as stages after it get them."""
+    nudged: bool = False,  # its values lie between those that can travel: they are not rounded to the wire
+) -> Tensor:  # (rows, cols) fp64
+    """Orthogonalize a whole matrix in the live arithmetic; rounded as it travels, or as stages after it get it."""
     s, c = a.settings, a.choice
     # stages before the orthogonalizer run where it does, on what has travelled
     staged = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
-    x = values.to(a.device or values.device, torch.promote_types(a.wire, torch.float32) if staged else a.wire)
-    out = orthogonalize(x.contiguous(), s.coefficients, method=c.method, dtype=c.dtype)
+    x = matrix.to(a.device or matrix.device, torch.promote_types(a.wire, torch.float32) if staged else a.wire)
+    x = x.contiguous().unsqueeze(0)
+    (out,) = orthogonalize(x, s.coefficients, method=c.method, dtype=c.dtype)
     after = any(isinstance(stage, AfterStage) for stage in s.stages)  # which run before anything travels
-    return (out if after else out.to(a.wire)).to(values.device)
+    result: Tensor = out if after else out.to(a.wire)
+    return result.to(matrix.device, torch.float64)
 
 
 def weights_after(

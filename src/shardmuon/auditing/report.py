@@ -23,8 +23,6 @@ _REMEDIES = {
     "gradient_replicas_differ": "Reduce gradients over all ranks that hold replicas, in every micro-batch that counts",
     "gradient_written": "Neither the step nor the orthogonalizer may write to its input",
     "kept_wrong": "Look for what replaces the stage, or writes to optimizer.state; load a checkpoint from before",
-    "momentum_changed_outside": "Nothing but step() may write to optimizer.state; look for code that loads, casts or "
-    "averages it",
     "momentum_wrong": "Nothing but the step may write to the momentum, nor the orthogonalizer to its input",
     "norm_of_shard": "Sum squares over all ranks that hold a piece before the root is taken",
     "norm_stale": "What changes weights between steps leaves a norm behind that is no longer theirs: delete it on "
@@ -131,15 +129,11 @@ class AuditReport:
 
     Attributes:
         step: Its number since the optimizer was made.
-        runs: rank -> (matrices that went through the orthogonalizer in the step, matrices that the plan gives it).
-        num_compared: Parameters whose replicas were compared bit for bit.
     """
 
     step: int
     findings: tuple[Finding, ...]
     matrices: tuple[MatrixRow, ...]
-    runs: dict[int, tuple[int, int]]
-    num_compared: int
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -160,31 +154,20 @@ class AuditReport:
         )
 
     def __str__(self) -> str:
-        found, planned = (sum(run[i] for run in self.runs.values()) for i in (0, 1))
-        counts = f"Newton-Schulz ran on {found} matrices on {len(self.runs)} rank(s), planned {planned}; "
-        counts += f"replicas of {self.num_compared} parameter(s) compared bit for bit"
-        parts = [f"audit of step {self.step}", _matrices(self.matrices), counts]
+        parts = [f"audit of step {self.step}", _matrices(self.matrices) if self.matrices else ""]
         parts += [f"{f.severity}: {f}" for f in self.findings] or ["nothing found: this step was Muon's"]
         return "\n".join(part for part in parts if part)
 
 
 def _matrices(matrices: Sequence[MatrixRow]) -> str:
-    if not matrices:
-        return ""
     head = "matrix|shape|owner|arithmetic|status|difference|allowed|scale|expected|singular values|band"
     rows = [head.split("|")]
     for m in matrices:
-        row = [m.name, f"{m.rows}x{m.cols}", ",".join(map(str, m.owners)), m.arithmetic, m.status]
-        if m.compared:
-            row += [
-                f"{m.difference:.1e}",
-                f"{m.allowed:.1e}",
-                f"{m.scale:.4g}",
-                f"{m.expected_scale:.4g}",
-                f"{m.sigma_min:.3f}..{m.sigma_max:.3f}",
-                f"{m.band[0]:.3f}..{m.band[1]:.3f}",
-            ]
-        rows.append(row + ["-"] * (len(rows[0]) - len(row)))
+        numbers = [f"{m.difference:.1e}", f"{m.allowed:.1e}", f"{m.scale:.4g}", f"{m.expected_scale:.4g}"]
+        numbers += [f"{m.sigma_min:.3f}..{m.sigma_max:.3f}", f"{m.band[0]:.3f}..{m.band[1]:.3f}"]
+        owners = ",".join(map(str, m.owners))
+        about = [m.name, f"{m.rows}x{m.cols}", owners, m.arithmetic, m.status]
+        rows.append([*about, *(numbers if m.compared else ["-"] * len(numbers))])
     names = ", ".join(m.name for m in matrices if m.status == "inconclusive")
     note = f"inconclusive: rounding alone could explain half of the update of {names}. {_UNJUDGED}\n" if names else ""
     return table(rows) + "\n" + note

@@ -1,20 +1,15 @@
-"""The schedule of audits, what one keeps for the next, and the delivery of reports."""
+"""The schedule of audits and the delivery of reports."""
 
 from __future__ import annotations
 
-import sys
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from shardmuon.errors import level_of_the_caller
 from shardmuon.options import AuditAction
 
 if TYPE_CHECKING:
     from shardmuon.auditing.report import AuditReport
-
-_NEVER = sys.maxsize
 
 
 class AuditError(RuntimeError):
@@ -29,28 +24,12 @@ class AuditWarning(UserWarning):
     """A finding of an audit, with Audit(action="warn")."""
 
 
-class AuditNotes(NamedTuple):
-    """Notes of one audit for the next.
-
-    Attributes:
-        watched: Name, parameter and fingerprint of momentum that must be the same when the next step begins.
-        state: The optimizer's state at that time; loading a checkpoint replaces it.
-        step: The audited step.
-    """
-
-    watched: tuple[tuple[str, Tensor, int | None], ...] = ()
-    state: Any = None
-    step: int = -1
-
-
 class AuditSchedule:
-    """Counts steps and starts an audit when one is due. Equal on all ranks that share parameters.
+    """Counts steps and says which of them is audited. Equal on all ranks that share parameters.
 
     Attributes:
         num_steps: Steps since construction. A step that was refused or skipped does not count.
-        num_audits: Audits that sampled matrices.
-        at: The first step that needs attention; nothing happens before it.
-        kept: Notes of the last audit.
+        num_audits: Audits so far.
         asked: What `audit()` asked for of the next step.
     """
 
@@ -58,40 +37,18 @@ class AuditSchedule:
         self.every, self.samples, self.action = every, samples, action
         self.num_steps = 0
         self.num_audits = 0
-        self.at = _NEVER if every is None else 1
-        self.kept = AuditNotes()
         self.asked: PendingAudit | None = None
 
-    def samples_at(self, step: int) -> int | None:
-        """Number of matrices that an audit of this step samples; 0: it only looks at momentum again; None: no audit."""
-        regular = self.every is not None and (step - 1) % self.every == 0
-        samples = self.asked.samples if self.asked is not None else self.samples if regular else 0
-        return samples if samples or self.kept.step == step - 1 else None
-
     @property
-    def is_due(self) -> bool:
-        """True if the next step is audited."""
-        return self.samples_at(self.num_steps + 1) is not None
+    def due(self) -> int:
+        """Number of matrices that an audit of the next step compares; 0: it is not audited."""
+        if self.asked is not None:
+            return self.asked.samples
+        return self.samples if self.every is not None and self.num_steps % self.every == 0 else 0
 
     def due_text(self) -> str:
-        """Text that ranks must agree on in a step with attention: what is audited, and how far the rotation is."""
-        asked = None if self.asked is None else self.asked.samples
-        return f" audit(step={self.num_steps + 1}, asked={asked}, number={self.num_audits}, due={self.is_due})"
-
-    def request(self, request: PendingAudit) -> None:
-        """Audit the next step for `audit()`."""
-        self.asked, self.at = request, self.num_steps + 1
-
-    def begin(self) -> int | None:
-        """Begin a step that needs attention (`num_steps` is already its number). Returns as `samples_at`."""
-        samples = self.samples_at(self.num_steps)
-        if self.every is None:
-            self.at = _NEVER
-        elif samples:
-            self.at = self.num_steps + 1  # to look at the momentum once more
-        else:
-            self.at = self.num_steps + self.every - (self.num_steps - 1) % self.every
-        return samples
+        """Text that ranks must agree on in an audited step: what is audited, and how far the rotation is."""
+        return f" audit(step={self.num_steps + 1}, samples={self.due}, number={self.num_audits})"
 
     def deliver(self, report: AuditReport) -> None:
         """Hand out a finished audit's report: to who asked, as an error or as warnings. The same on every rank."""
@@ -106,7 +63,7 @@ class AuditSchedule:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to one process."""
-        return {**self.__dict__, "kept": AuditNotes(), "asked": None}
+        return {**self.__dict__, "asked": None}
 
 
 class PendingAudit:

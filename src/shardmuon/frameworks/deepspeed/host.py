@@ -174,7 +174,7 @@ class DeepSpeedHost(Host):
         self._take_carried()
 
     def _take_carried(self) -> None:
-        """Take what loaded groups carry in the place of what stages have kept, and what audits remember."""
+        """Take what loaded groups carry in the place of what stages have kept."""
         self._carried = take_carried(group for group, _ in self.groups)
         self._flats = {}
 
