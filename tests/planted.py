@@ -28,6 +28,7 @@ from shardmuon.step import bucket, stages, update
 from shardmuon.step.options import Scales
 from shardmuon.step.stages import WeightSet
 from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on, parameters
+from shardmuon.variants import BeforeStage
 from shardmuon.variants.muon_eq import MuonEq
 from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
 from shardmuon.variants.norms import Norms
@@ -260,7 +261,7 @@ def _without_agreement(job: Job) -> Iterator[None]:
 
 # ----------------------------------------------------------------------------------------------------- of variants
 
-_NORMUON, _MUON_EQ = NorMuon.run, MuonEq.run
+_NORMUON, _MUON_EQ = NorMuon.run, MuonEq.run_
 
 
 def _stage_by_halves(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
@@ -282,10 +283,9 @@ def _other_dim(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
     return scaled * (x.float().norm(dim=(1, 2), keepdim=True) / scaled.norm(dim=(1, 2), keepdim=True))
 
 
-def _rows_left(self: MuonEq, x: Tensor, kept: Tensor) -> Tensor:
-    out = _MUON_EQ(self, x, kept)
-    out[:, 0] = x[:, 0] * 3
-    return out
+def _rows_left(self: MuonEq, x: Tensor) -> None:
+    _MUON_EQ(self, x)
+    x[:, 0] *= 3
 
 
 def _one_by_one(stages: Sequence[Any], xs: Sequence[Tensor], kept: Mapping[str, Sequence[Tensor]]) -> None:
@@ -300,9 +300,8 @@ def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
     @contextmanager
     def plant(job: Job) -> Iterator[None]:
         with (
-            mock.patch.object(stage, "run", run),
+            mock.patch.object(stage, "run_" if issubclass(stage, BeforeStage) else "run", run),
             mock.patch.object(stages, "scaled_", _one_by_one),
-            mock.patch.object(MuonEq, "unit", return_value=None),
         ):
             yield
 

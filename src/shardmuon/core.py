@@ -31,7 +31,6 @@ from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize.gram import FiniteWatch
-from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.step.adamw import step_adamw
@@ -104,7 +103,6 @@ class Core:
         self.component: Ranks | None = None
         self.world = current_world()  # that it is of
         self.options = OptionsReader()
-        self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
         self.settled: Settled = WeakIdKeyDictionary()
@@ -168,7 +166,7 @@ class Core:
             on_weights = frozenset(binding.on_weights) - missing
             new = frozenset(n for n in on_weights if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n]))
             begin_weights(binding.weight_sets(new), proposal, self.traffic, self.zeros)
-        kernel = Kernel(binding.ns_device, self.graphs, self.watch)
+        kernel = Kernel(binding.ns_device, self.watch)
         run_buckets(binding.buckets_without(missing), proposal, kernel, self.traffic)
         if on_weights:
             finish_weights(binding.weight_sets(on_weights), proposal, self.traffic)

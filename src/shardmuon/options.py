@@ -85,7 +85,6 @@ _CHECKS: dict[str, _FaultOf] = {
     "Orthogonalizer.method": _one_of(*get_args(MethodName)),
     "Orthogonalizer.dtype": _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
     "Orthogonalizer.split_k": _one_of(1, 2, 4, 8),
-    "Orthogonalizer.cuda_graphs": _one_of(True, False),
     "Exchange.dtype": _one_of(None, torch.bfloat16, torch.float32, torch.float64),
     "Exchange.bucket_bytes": _whole_number(),
     "Exchange.machine": _machine_fault,
@@ -145,8 +144,6 @@ class Orthogonalizer(_Options):
             so many owners, each of one slice, where that is cheaper: ranks of one node, among many more ranks than
             matrices. It rounds otherwise than 1 does, and alike on every layout. For matrices whose slices fill a
             device, if their number divides the long side, of "standard" and "gram"; others stay whole.
-        cuda_graphs: Capture the orthogonalization of batch shapes that repeat as CUDA graphs: fewer launches, some more
-            memory (each shape keeps a batch and work space). Nothing on other devices.
 
     Raises:
         ValueError: A value that has no meaning here.
@@ -155,7 +152,6 @@ class Orthogonalizer(_Options):
     method: MethodName = "auto"
     dtype: torch.dtype | None = None
     split_k: int = 1
-    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         _Options.__post_init__(self)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -189,35 +189,23 @@ def test_batches_that_wait_for_each_other_have_the_bits_of_each_alone() -> None:
 
 
 @dataclass(frozen=True)
-class _Counting(BeforeStage):
-    """Adds what it keeps, which it counts up."""
+class _Scaled(BeforeStage):
+    by: float
 
-    key: ClassVar[str] = "count"
-
-    def num_kept(self, rows: int, cols: int) -> int:
-        return 1
-
-    def run(self, x: Tensor, kept: Tensor) -> Tensor:
-        kept.add_(1)
-        return x.float() + kept.unsqueeze(-1)
-
-
-@dataclass(frozen=True)
-class _Doubling(BeforeStage):
-    def run(self, x: Tensor, kept: Tensor) -> Tensor:
-        assert kept.shape == (1, 0)
-        return x.float() * 2
+    def run_(self, x: Tensor) -> None:
+        assert len(x) == 1, "each by itself"
+        x.mul_(self.by).add_(1)
 
 
 @pytest.mark.parametrize("products", [None, torch.bfloat16, torch.float32])
-def test_stages_before_run_in_their_order_and_keep_numbers(products: torch.dtype | None) -> None:
+def test_stages_before_run_in_their_order_where_the_batch_is_or_in_fp32(products: torch.dtype | None) -> None:
     x = torch.randn(2, 3, 4).to(torch.bfloat16)
-    stored = [torch.tensor([[1.0]]), torch.tensor([[5.0]])]
-    expected = 2 * (x.float() + torch.tensor([2.0, 6.0]).view(2, 1, 1))
-    found, unit = _alone((_Counting(), _Doubling()), x.clone(), stored).before(products)
-    assert torch.equal(found, expected) and not unit
-    assert [float(one) for one in stored] == [2.0, 6.0]
-    assert found.stride(0) * found.element_size() % 64 == 0
+    wide = products == torch.float32
+    given = x.clone()
+    found, unit = BatchStages((_Scaled(2.0), _Scaled(3.0)), [], [], given).before(products)
+    expected = x.to(torch.float32 if wide else x.dtype).mul(2).add_(1).mul_(3).add_(1)
+    assert torch.equal(found, expected) and unit
+    assert found.dtype == expected.dtype and (found is given) != wide
 
 
 def test_a_batch_without_stages_before_is_handed_on() -> None:

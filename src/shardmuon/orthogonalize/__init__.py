@@ -63,7 +63,6 @@ from shardmuon._torch import (
     mm_to_fp32,
 )
 from shardmuon.orthogonalize.gram import FiniteWatch, restarts_locally, segments
-from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.schedules import Triples
 
 MethodName = Literal["auto", "standard", "gram", "torch"]
@@ -601,7 +600,6 @@ def orthogonalize(
     dtype: torch.dtype | None = None,
     split_k: int = 1,
     watch: FiniteWatch | None = None,
-    graphs: GraphCache | None = None,
     overwrite: bool = False,
     unit: bool = False,
 ) -> Tensor:  # (B, m, n)
@@ -614,7 +612,6 @@ def orthogonalize(
         dtype: Dtype of the products. Default: `default_dtype`. Ignored by "torch".
         split_k: Number of slices, see [Note: slices of the long side]; it divides the long side.
         watch: Puts zeros in place of a non-finite "gram" result of a finite matrix. Default: it stays.
-        graphs: Replays shapes that repeat. Default: none.
         overwrite: The caller does not need `x` any more: results may take its place.
         unit: The Frobenius norm of each matrix is 1 (or 0) already and is not divided by again.
 
@@ -642,8 +639,6 @@ def orthogonalize(
         shape = (rows, cols) if size == 1 else (size, rows, cols)
         products = Products(shape, device, dtype)
         run: Callable[[Tensor], Tensor] = partial(ITERATIONS[method], coefficients=coefficients, products=products)
-        if graphs is not None and x.is_cuda:
-            run = partial(graphs.run, run, key=(method, coefficients, dtype))
         many = len(x) > size
         out = empty_batch(x.shape, dtype, device) if many and (watch is not None or not overwrite) else x
         for part, place in zip(x.split(size), out.split(size), strict=True):

@@ -21,7 +21,6 @@ from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import Summing, default_dtype, orthogonalize, sliced
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.gram import FiniteWatch
-from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Batch, Copy, Program, Wire, aligned
@@ -40,11 +39,10 @@ class Kernel(NamedTuple):
 
     Attributes:
         device: Device that orthogonalizes; None: that of a bucket's wires.
-        graphs, watch: See `orthogonalize`.
+        watch: See `orthogonalize`.
     """
 
     device: torch.device | None = None
-    graphs: GraphCache | None = None
     watch: FiniteWatch | None = None
 
 
@@ -251,7 +249,6 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
             dtype=choice.dtype,
             split_k=choice.split_k,
             watch=kernel.watch,
-            graphs=kernel.graphs,
             overwrite=overwrite,
             unit=unit,
         )

@@ -33,7 +33,7 @@ from shardmuon.comm.groups import Traffic, group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, level_of_the_caller, naming, ranks_text
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints, row_major
-from shardmuon.orthogonalize import empty_batch, normalize
+from shardmuon.orthogonalize import empty_batch
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load, Program
 from shardmuon.step.update import Side, Stored, Work
@@ -125,37 +125,18 @@ class BatchStages:
 
     def before(
         self,
-        products: torch.dtype | None,  # if the orthogonalizer takes matrices of norm 1 as they are
+        products: torch.dtype | None,  # None: torch.optim.Muon's
     ) -> tuple[Tensor, bool]:  # (B, rows, cols) in slots, and True if their norms are 1
-        """Run the stages that come before the orthogonalization, and may overwrite the batch; the batch itself if there
-        are none. On a CPU one matrix after the other, into memory that there is."""
+        """Run the stages that come before the orthogonalization, on a CPU one matrix after the other. They overwrite
+        the batch, unless products have another dtype than its half precision."""
         x = self.place
-        if not self._before:
-            return x, False
-        narrow = x.dtype in (torch.bfloat16, torch.float16)
-        if len(self._before) > 1 or products is None or (narrow and products != x.dtype):
-            return self._run(x), False
-        stage = self._before[0]
-        if x.device.type != "cpu":
-            return (x, True) if stage.unit(x) is not None else (self._run(x), False)
-        for at, matrix in enumerate(x.split(1)):
-            if stage.unit(matrix) is None:
-                matrix.copy_(normalize(self._run_one(matrix, at), products))
-        return x, True
-
-    def _run(self, x: Tensor) -> Tensor:  # (B, rows, cols) -> (B, rows, cols) in slots
-        """Run all stages that come before the orthogonalization, at least in fp32. Each matrix alone: a sum over a
-        batch may be cut otherwise."""
-        found = [self._run_one(matrix, at) for at, matrix in enumerate(x.split(1))]
-        out = empty_batch(x.shape, found[0].dtype, x.device)
-        foreach_copy_(out.split(1), found)
-        return out
-
-    def _run_one(self, matrix: Tensor, at: int) -> Tensor:  # (1, rows, cols), the `at`-th
-        for stage in self._before:
-            kept = self.kept[stage.key][at] if stage.key else matrix.new_empty(0, dtype=torch.float32)
-            matrix = stage.run(matrix, kept.unsqueeze(0))
-        return matrix
+        if self._before and x.dtype in (torch.bfloat16, torch.float16) and products not in (None, x.dtype):
+            x = empty_batch(x.shape, torch.float32, x.device)
+            foreach_copy_([x], [self.place])
+        for matrices in x.split(1) if x.device.type == "cpu" else (x,):
+            for stage in self._before:
+                stage.run_(matrices)
+        return x, bool(self._before)
 
     def may_take(self, fed: torch.dtype, products: torch.dtype) -> bool:
         """True if results may take the place of what was fed, and so its dtype. A batch of one matrix has that of the

@@ -11,11 +11,12 @@
     has it whole. So they say nothing of shards, need no exchange, and give the same bits however weights are sharded.
 
 [Note: what a stage keeps]
-    A stage may keep numbers of each matrix from step to step (`num_kept`), fp32. They are state under the stage's
-    `key`: a tensor (number of stacked matrices or 1, numbers of one), see layout/table.py. Every rank that shares the
-    parameter has all of them, so that any of them may be the owner next (another plan, layout or checkpoint). What an
-    owner's stage changed travels to the others behind the results, in the exchange that there is (`travels`), bit for
-    bit. What all ranks compute alike (stages on weights) does not travel. Stages of one `key` share what they keep.
+    A stage after or on weights may keep numbers of each matrix from step to step (`num_kept`), fp32. They are state
+    under the stage's `key`: a tensor (number of stacked matrices or 1, numbers of one), see layout/table.py. Every rank
+    that shares the parameter has all of them, so that any of them may be the owner next (another plan, layout or
+    checkpoint). What an owner's stage changed travels to the others behind the results, in the exchange that there is
+    (`travels`), bit for bit. What all ranks compute alike (stages on weights) does not travel. Stages of one `key`
+    share what they keep.
 
 [Note: what a stage costs]
     Where a launch costs more than its arithmetic, factors after the orthogonalization are found for all matrices of a
@@ -90,24 +91,16 @@ class Stage:
 
 
 class BeforeStage(Stage):
-    """A stage on the momentum that is to be orthogonalized. Owners run it on batches of whole matrices of one shape."""
+    """A stage on the momentum that is to be orthogonalized. Owners run it on whole matrices of one shape. It keeps
+    nothing."""
 
-    def run(
+    def run_(
         self,
-        x: Tensor,  # (B, rows, cols), any float dtype and strides; may be overwritten
-        kept: Tensor,  # (B, num_kept), fp32, on the device of x; updated in place
-    ) -> Tensor:  # (B, rows, cols), at least fp32
-        """Run on a batch. Computes in fp32, or in fp64 of fp64. Never waits for a device. Zeros stay zeros."""
+        x: Tensor,  # (1, rows, cols) on a CPU, (B, rows, cols) in aligned slots elsewhere
+    ) -> None:
+        """Run in place, and divide each matrix by its Frobenius norm, so that the backend need not. Bits of a matrix
+        hang on no other: each is summed by itself. Never waits for a device. Zeros stay zeros."""
         raise NotImplementedError
-
-    def unit(
-        self,
-        x: Tensor,  # (1, rows, cols) on a CPU, (B, rows, cols) in aligned slots elsewhere; may be overwritten
-    ) -> Tensor | None:  # of the same shape, in the dtype of x
-        """Run on a batch and divide each matrix by its Frobenius norm, in no more passes than a backend needs to divide
-        alone: then the backend does not. Bits of a matrix hang on no other: each is summed by itself. None, with x as
-        it was: this stage or (on CPUs, as nothing waits for a device) this matrix cannot, so `run` it."""
-        return None
 
 
 class AfterStage(Stage):
