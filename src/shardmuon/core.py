@@ -33,7 +33,6 @@ from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import RoutingRow
-from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import (
     Binding,
     bound,
@@ -50,6 +49,7 @@ from shardmuon.step.bucket import Kernel, run_buckets
 from shardmuon.step.kept import Settled
 from shardmuon.step.options import Group, OptionsReader, Settings
 from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
+from shardmuon.step.update import step_adamw
 from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
 from shardmuon.variants import WEIGHT_NORMS
 

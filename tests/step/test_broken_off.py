@@ -27,7 +27,7 @@ from torch import Tensor
 
 import shardmuon.core
 import shardmuon.layout.bind
-import shardmuon.step.adamw
+import shardmuon.step.update
 from shardmuon import Exchange, ExchangeError, GradScaler, Muon, Storage
 from shardmuon.comm.groups import MADE
 from shardmuon.errors import UNCHANGED
@@ -317,7 +317,7 @@ def _scaled(optimizer: Muon) -> None:
         (Muon.step, (bucket, "orthogonalize"), torch.OutOfMemoryError("no more"), "OutOfMemoryError: no more. "),
         (_scaled, (bucket, "orthogonalize"), torch.OutOfMemoryError("no more"), "OutOfMemoryError: no more. "),
         (Muon.step, (bucket, "orthogonalize"), KeyboardInterrupt(), "KeyboardInterrupt. "),
-        (Muon.step, (shardmuon.step.adamw, "functional_adamw"), ValueError("late"), "ValueError: late. "),
+        (Muon.step, (shardmuon.step.update, "functional_adamw"), ValueError("late"), "ValueError: late. "),
     ],
 )
 def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to_do(

@@ -1,41 +1,56 @@
-"""Tiles of a program as views of this step's tensors and of a buffer, and what is done to each element of them.
+"""Everything that a step does element by element to this rank's storages: momentum, weights, AdamW.
 
-Momentum and weights are updated in this rank's storages, alike tiles in one call. Nothing is communicated or
-orthogonalized here. Each of weights, gradients and momentum may have its own dtype and lie on another device than the
-buffers.
+Muon's momentum and weights are updated through tiles of a program, views of this step's tensors and of a buffer, alike
+ones in one call. Nothing is communicated or orthogonalized here. Each of weights, gradients and momentum may have its
+own dtype and lie on another device than the buffers.
 
-The rules (momentum, weight decay, apply) stand at the end. Each takes lists of views of local storage and changes those
-whose names end in an underscore. The operations give each element the same bits wherever it stands in a shard (checked
-by tests): fp32 `lerp`, `mul` and `add` do, half precision `add` with `alpha` does not on CPUs, so half-precision
-weights are updated in fp32 and rounded once.
+Muon's rules (momentum, weight decay, apply) stand behind the tiles. Each takes lists of views of local storage and
+changes those whose names end in an underscore. The operations give each element the same bits wherever it stands in a
+shard (checked by tests): fp32 `lerp`, `mul` and `add` do, half precision `add` with `alpha` does not on CPUs, so
+half-precision weights are updated in fp32 and rounded once.
+
+[Note: one form of AdamW]
+    Parameters that are not matrices are stepped by torch's own functional AdamW, on local shards, with torch's state
+    keys. Every element goes through torch's fused kernel, in a whole vector. On CPUs that kernel takes 64 bytes of a
+    tensor at a time, and rounds what is left at the end, which fills no vector, in another way: bits would hang on
+    where a tensor is cut. So the end of a tensor is copied to where it has zeros behind it. The kernel walks memory and
+    takes no notice of strides: tensors that lie in another order than their weight are copied, too. Elsewhere it
+    computes each element by itself. See docs/adr/0022-one-adamw-form.md.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw as functional_adamw
 
 from shardmuon._torch import (
+    flattened,
     foreach_add_,
     foreach_copy_,
     foreach_lerp,
     foreach_lerp_,
     foreach_scale_,
     foreach_to,
+    is_dense,
 )
+from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.pieces import Patch, Tile
 from shardmuon.layout.views import Ints, MatrixView
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.momentum.stores import BLOCK, Rounding, Stream, round_patch, step_stored_
-from shardmuon.options import WeightDecayMode
+from shardmuon.options import ADAMW_DEFAULTS, WeightDecayMode
 from shardmuon.plan.program import Load
 from shardmuon.step.options import Settings
+from shardmuon.variants import KEPT_KEYS
 
 # Elements of a list of tiles, or one tile: of what momentum makes on its way to a buffer, and an update on its way to
 # half-precision weights. A CPU's cache holds it; elsewhere it fills a launch.
@@ -44,6 +59,7 @@ PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 _HALVES = (torch.bfloat16, torch.float16)
 Stored = Sequence[Sequence[Tensor]]  # of each parameter and each of its `Spec.kept`, what this rank stores of it; fp32
 
+# ------------------------------------------------------------------------------------------------------- Muon's tiles
 
 # Neighbouring tiles of one form at equal distances in a buffer, as one view with a dim more: sizes, strides, start
 _Row = tuple[Ints, Ints, int]
@@ -188,7 +204,8 @@ def update_momentum(
     grads, momenta = side.of(work.grads), side.of(work.momenta)
     for places, of in side.portions(work, grads, momenta):
         first = side.params[places[0]]
-        s, given, kept, out = work.settings[first], of(grads), of(momenta), None if targets is None else of(targets)
+        s, given, kept = work.settings[first], of(grads), of(momenta)
+        out = None if targets is None else of(targets)
         if first in work.rounding and work.rounding[first].momentum is not None:
             for at, i in enumerate(places):
                 _update_rounded(side, work, i, kept[at], given[at], None if out is None else out[at])
@@ -242,26 +259,24 @@ def apply_results(
     for places, of in side.portions(work, weights):
         first = side.params[places[0]]
         s, chosen, added = work.settings[first], of(weights), of(updates)
-        alphas = [s.lr * s.scales[shape] for shape in of(side.shapes)]
-        device = chosen[0].device
+        shapes, device = of(side.shapes), chosen[0].device
         if {*map(_device_of, added)} != {device}:
             added = [update.to(device) for update in added]
         rounded: list[Callable[[Tensor], Tensor]] | None = None
         if first in work.rounding and work.rounding[first].weights is not None:
-            streams = [work.rounding[side.params[i]].weights for i in places]
-            rounded = [
-                partial(round_patch, cast("Stream", one), side.patches[i])
-                for one, i in zip(streams, places, strict=True)
-            ]
+            streams = (cast("Stream", work.rounding[side.params[i]].weights) for i in places)
+            rounded = [partial(round_patch, stream, side.patches[i]) for stream, i in zip(streams, places, strict=True)]
         elif like_torch and s.weight_decay_mode == "decoupled":
-            for w, u, i in zip(chosen, added, places, strict=True):
-                scale = s.scales[side.shapes[i]]
-                apply_like_torch_(w, u, s.given_lr, scale, side.patches[i], side.shapes[i], weight_decay=s.weight_decay)
+            for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
+                apply_like_torch_(
+                    w, u, s.given_lr, s.scales[shape], side.patches[i], shape, weight_decay=s.weight_decay
+                )
             continue
+        alphas = [s.lr * s.scales[shape] for shape in shapes]
         apply_(chosen, added, alphas, s.lr, s.weight_decay, s.weight_decay_mode, rounded)
 
 
-# -------------------------------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------------------------------- Muon's rules
 
 
 def momentum_(
@@ -377,17 +392,14 @@ def apply_like_torch_(
     A tensor lr takes part as it is: torch rounds both factors to its dtype.
 
     torch's half-precision `add` rounds an element differently in the vector body and in the tail of a tensor, and
-    differently again if the update is a transposed view, as it is for tall matrices. So on half-precision weights the
-    view is put at its own place in a matrix of the full size, and torch's own operation runs on that. It costs one
-    matrix of scratch memory and is meant for proofs, not for speed.
+    differently again if the update is a transposed view, as it is for tall matrices. So the view is put at its own
+    place in a matrix of the full size, and torch's own operation runs on that. It costs one matrix of scratch memory
+    and is meant for proofs, not for speed.
     """
     if isinstance(lr, Tensor):
         lr = lr.squeeze().cpu()
     param.mul_(1 - lr * weight_decay)
     alpha = float(lr * scale)
-    if param.dtype not in _HALVES:
-        param.add_(update, alpha=-alpha)
-        return
     rows, cols = shape
     whole = torch.zeros(rows, cols, dtype=param.dtype, device=param.device)
     moved = torch.zeros(min(shape), max(shape), dtype=update.dtype, device=param.device)
@@ -401,3 +413,181 @@ def apply_like_torch_(
     source.copy_(update.reshape(patch.sizes))
     whole.add_(moved, alpha=-alpha)
     param.copy_(target.reshape(param.shape))
+
+
+# ------------------------------------------------------------------------------------------- AdamW of everything else
+
+_VECTOR = 64  # bytes that a CPU's kernel takes at a time, at most (AVX512; torch 2.11 .. 2.13)
+_SMALL = 1 << 14  # elements: fewer are copied whole where their end must be
+
+
+class Row(NamedTuple):
+    """One parameter in one step, on this rank's storages."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    state: MutableMapping[str, Any]
+
+
+def step_adamw(
+    groups: Sequence[Mapping[str, Any]],
+    state: MutableMapping[Tensor, dict[str, Any]],  # makes what is missing
+    engines: Callable[[], set[Engine]],  # of the Muon parameters that have gradients in this step
+    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # number of a group -> its rows; None: unknown
+) -> None:
+    """Step the groups with use_muon=False. Element-wise, so no rank needs another. Waits for no accelerator."""
+    for number, group in enumerate(groups):
+        if group["use_muon"]:
+            continue
+        rows = seen.get(number, [None] * len(group["params"]))
+        if None in rows:
+            rows = _completed(groups, group["params"], rows, state, engines)
+        of_devices: dict[torch.device, list[Row]] = {}
+        for row in rows:
+            assert row is not None, "all are complete"
+            param, step = row.param, row.state[STEP]
+            if not param.numel():  # a rank may hold nothing; it still counts, so that checkpoints see all ranks alike
+                step += 1
+                continue
+            device = param.device
+            if step.device != device:  # made, or loaded
+                row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
+            of_devices.setdefault(device, []).append(row)
+        for device, alike in of_devices.items():
+            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # a group may have lost some
+
+
+def _completed(
+    groups: Sequence[Mapping[str, Any]],
+    params: Sequence[Tensor],
+    rows: Sequence[Row | None],
+    state: MutableMapping[Tensor, dict[str, Any]],
+    engines: Callable[[], set[Engine]],
+) -> list[Row]:
+    """The rows of a group's parameters that have a gradient, or lack it only because nothing of them is stored here."""
+    others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
+    stepped = engines() | set(map(engine_of, others))  # engines of which some parameter is stepped
+    found: list[Row] = []
+    for p, row in zip(params, rows, strict=True):
+        grad, engine = p.grad, engine_of(p)
+        if grad is None and p.requires_grad and engine in stepped and engine.lacks_gradient(p):
+            grad = engine.wrap(torch.zeros_like(engine.storage(p)), p)
+        if grad is not None:
+            found.append(row or _row(p, grad, engine, state[p]))
+    return found
+
+
+def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> Row:
+    """Tensors of one parameter that AdamW steps; makes its state if it is missing. Collective if its gradient is to be
+    aligned."""
+    if engine.storages(param, grad) is None and not engine.is_aligned(grad, param):
+        grad = engine.align(grad, param)
+    init_state(param, grad, state)
+    weight, local, moment, square = map(engine.storage, (param, grad, *map(state.__getitem__, MOMENTS)))
+    return Row(weight, local, moment, square, state)
+
+
+def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:
+    """Create `step`, `exp_avg` and `exp_avg_sq` as torch.optim.AdamW has them, in the parameter's own form.
+
+    What a parameter kept as Muon's goes: its `step` counts other things, and its momentum and what stages kept would
+    come back stale.
+    """
+    for key in (BUFFER, SCALE, *KEPT_KEYS):
+        state.pop(key, None)
+    if all(key in state for key in (STEP, *MOMENTS)):
+        return
+    engine = engine_of(param)
+    local = engine.storage(param)
+    state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")  # `adamw_` puts it where its kernel reads it
+    for key in MOMENTS:
+        state[key] = engine.wrap(torch.zeros_like(local), param)
+
+
+_Tensors = Sequence[Tensor]  # weight, gradient, moments
+_Line = tuple[_Tensors, Tensor]  # what the kernel walks, and its count of steps
+
+
+def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], list[tuple[_Line, list[_Tensors]]]]:
+    """Lists of tensors that the kernel walks on one device: see [Note: one form of AdamW].
+
+    Args:
+        rows: Parameters on one device.
+        cuts: True if the kernel rounds the end of a tensor in another way.
+
+    Returns:
+        Tensors to step where they lie; step counts of parameters that are stepped in copies alone; copies, each with
+        the tensors that it was made of.
+    """
+    lines: list[_Line] = []
+    uncounted: list[Tensor] = []
+    copied: dict[tuple[object, ...], tuple[Tensor, list[_Tensors]]] = {}
+    for *tensors, state in rows:
+        step, param = state[STEP], tensors[0]
+        numel, strides = param.numel(), param.stride()
+        rest = numel % (_VECTOR // param.element_size()) if cuts else 0
+        dense = all(map(Tensor.is_contiguous, tensors))
+        if not dense and is_dense(param) and all(t.stride() == strides for t in tensors):
+            tensors, dense = [t.as_strided((numel,), (1,)) for t in tensors], True  # the kernel looks at no strides
+        if dense and not rest:
+            lines.append((tensors, step))
+            continue
+        end: _Tensors = tensors
+        if dense and numel >= _SMALL:
+            whole = numel - rest
+            flats = [t.view(-1) for t in tensors]
+            lines.append(([t[:whole] for t in flats], step))
+            end = [t[whole:] for t in flats]
+        else:
+            uncounted.append(step)
+        # side by side with others of their dtypes and number of steps, if no wait tells that
+        key = (*(t.dtype for t in end), float(step) if cuts else len(copied))
+        copied.setdefault(key, (step, []))[1].append(end)
+    return lines, uncounted, [(_side_by_side(several, step), several) for step, several in copied.values()]
+
+
+def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
+    """Copies of several parameters' tensors, side by side; zeros behind them fill the last vector."""
+    first = several[0][0]
+    missing = -sum(row[0].numel() for row in several) % (_VECTOR // first.element_size())
+    columns = zip(*several, strict=True)
+    return [flattened([*column, column[0].new_zeros(missing)]) for column in columns], step.clone()
+
+
+def _copy_back(copied: _Line, targets: Sequence[_Tensors]) -> None:
+    """Copy stepped weights and moments back to where they belong."""
+    for number in (0, 2, 3):
+        column = [row[number] for row in targets]
+        line = copied[0][number]
+        parts = line[: sum(map(Tensor.numel, column))].split([t.numel() for t in column])
+        foreach_copy_(column, [p if t.dim() == 1 else p.view(t.shape) for p, t in zip(parts, column, strict=True)])
+
+
+def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device) -> None:
+    """One AdamW step of parameters on one device, in place; `group`: lr, betas, eps, weight_decay."""
+    lines, uncounted, copies = _lines(rows, device.type == "cpu")
+    lines += [line for line, _ in copies]
+    params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*(tensors for tensors, _ in lines), strict=True))
+    beta1, beta2 = map(float, group["betas"])
+    functional_adamw(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [step for _, step in lines],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
+        eps=float(group["eps"]),
+        maximize=False,
+    )
+    for copied, targets in copies:
+        _copy_back(copied, targets)
+    if uncounted:
+        torch._foreach_add_(uncounted, 1)
