@@ -261,7 +261,7 @@ def test_control_of_norms_waits_for_nothing_and_says_zeros_all_the_same() -> Non
             assert not mode.waits, mode.waits
     texts = [str(w.message) for w in said if "zero before the first step" in str(w.message)]
     assert len(texts) == 1
-    assert texts[0].startswith("parameter 0 of group 0 (")
+    assert texts[0].startswith("parameter 0 of group 0: zero")
 
 
 def _device_rates_differ() -> list[str]:
@@ -692,7 +692,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         "waits",
     ),
     "the host waits for what was finite": (
-        lambda: _in("shardmuon.orthogonalize.gram", "Later", lambda value: mock.Mock(value=value.cpu)),
+        lambda: _in("shardmuon.orthogonalize.gram", "Later", lambda value: mock.Mock(host=value.cpu())),
         CONFIGS["gram"],
         1,
         "waits",

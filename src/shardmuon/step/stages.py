@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._torch import Later, foreach_copy_, foreach_mul_, foreach_norm
+from shardmuon._torch import Later, arrived, foreach_copy_, foreach_mul_, foreach_norm
 from shardmuon.comm.groups import Traffic, group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, level_of_the_caller, naming, ranks_text
 from shardmuon.layout.table import Ranks
@@ -186,38 +186,41 @@ class WeightSet:
     """
 
     def __init__(self, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> None:
-        self._params = {param: plan.specs[param] for param in sorted(stages)}
-        self.ranks, self._rank = next(iter(self._params.values())).layout.ranks, rank
-        self._stage = _on_weights(next(iter(stages.values())))
-        self._sizes = [len(spec.layout.tiles) for spec in self._params.values()]
-        # of each tile and of each kept number that is here: the matrix, counted over all parameters
-        self._tiles_at, self._kept_at, at = list[int](), list[int](), itertools.count()
-        self._counts = list[bool]()
+        specs = {param: plan.specs[param] for param in sorted(stages)}
+        self._first, self._rank, self._stage = min(stages), rank, _on_weights(next(iter(stages.values())))
+        self.ranks = specs[self._first].layout.ranks
+        self._text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
+        self._names = list[str]()  # of each matrix
+        # of each tile and of each kept number that is here: its matrix; and if the tile is this rank's to sum
+        self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
         loads, kept = list[Load](), list[KeptLoad]()
-        for param, spec in self._params.items():
+        for param, spec in specs.items():
             number = [one.key for one in keeping(stages[param])].index(self._stage.key)
-            for tiles, numbers, matrix in zip(spec.layout.tiles, spec.kept[number].layout.tiles, at, strict=False):
+            pairs = zip(spec.layout.tiles, spec.kept[number].layout.tiles, strict=True)
+            for i, (tiles, numbers) in enumerate(pairs):
                 for tile in tiles.get(rank, ()):
-                    self._tiles_at.append(matrix)
+                    self._tiles_at.append(len(self._names))
                     self._counts.append(spec.layout.keepers[tile.held.piece][0] == rank)
                     loads.append(Load(param, tile, BufferPlace(0, row_major(tile.sizes))))
                 for tile in numbers.get(rank, ()):
-                    self._kept_at.append(matrix)
+                    self._kept_at.append(len(self._names))
                     kept.append(KeptLoad(param, number, tile))
+                self._names.append(f"{spec.name}[{i}]" if len(spec.layout.tiles) > 1 else spec.name)
         self._tiles = Side(loads, [spec.layout.view for spec in plan.specs], shapes)
         self._kept = KeptSide(plan, kept)
 
     def __str__(self) -> str:
-        return f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in self._params.values()])}"
+        return self._text
 
     def squares(self, work: Work) -> Tensor:  # (matrices,), fp64
         """The part of each matrix's squared norm that this rank has."""
-        weight = work.weights[next(iter(self._params))]
-        assert weight is not None, "parameters of a set have gradients"
-        parts: list[list[Tensor]] = [[] for _ in range(sum(self._sizes))]
-        for at, counts, tile in zip(self._tiles_at, self._counts, self._tiles.of(work.weights), strict=True):
+        parts: list[list[Tensor]] = [[] for _ in self._names]
+        tiles = self._tiles.of(work.weights)
+        for at, counts, tile in zip(self._tiles_at, self._counts, tiles, strict=True):
             if counts:
                 parts[at] += _parts(tile)
+        weight = work.weights[self._first]
+        assert weight is not None, "parameters of a set have gradients"
         parts = [of_matrix or [weight.new_zeros(1)] for of_matrix in parts]
         norms = foreach_norm(list(itertools.chain.from_iterable(parts)), 2)
         if len(norms) > len(parts):
@@ -227,11 +230,9 @@ class WeightSet:
     def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # (matrices,), fp64
         """Keep norms that are not known yet, and tell of matrices of zeros. Runs before the update."""
         norm, kept = _norms(squares), self._read(work, squares.device)
-        zero = (kept[:, 0] == 0).logical_and_(norm == 0)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
         if self._rank == self.ranks[0]:  # one of them says so
-            for spec, of_param in zip(self._params.values(), zero.split(self._sizes), strict=True):
-                watch.add(spec.name, self._stage, of_param)
+            watch.coming.append((self._names, Later((kept[:, 0] == 0).logical_and_(norm == 0))))
 
     def finish(self, squares: Tensor, work: Work) -> None:  # (matrices,), fp64
         """Multiply the weights with their factors. Runs after the update."""
@@ -249,7 +250,7 @@ class WeightSet:
 
     def _read(self, work: Work, device: torch.device) -> Tensor:  # (matrices, 1), fp32
         """The number kept of each matrix; 0 if it is not stored here."""
-        found = [torch.zeros(1, dtype=torch.float32, device=device)] * sum(self._sizes)
+        found = [torch.zeros(1, dtype=torch.float32, device=device)] * len(self._names)
         for at, number in zip(self._kept_at, self._kept.of(work.kept), strict=True):
             found[at] = number
         return torch.stack(found)
@@ -303,37 +304,20 @@ class ZeroWatch:
     """Watch for matrices whose norm was 0 when their stages first asked for it. One for each optimizer."""
 
     def __init__(self) -> None:
-        self.coming: deque[tuple[str, str, Later]] = deque()  # parameter, its stage, which are zero
-
-    def add(
-        self,
-        name: str,
-        stage: WeightStage,
-        zero: Tensor,  # (matrices of the parameter,), bool
-    ) -> None:
-        """Note which matrices of one parameter are zeros. Waits for nothing."""
-        self.coming.append((name, type(stage).__name__, Later(zero)))
+        self.coming: deque[tuple[Sequence[str], Later]] = deque()  # names of matrices, which are zero
 
     def report(self) -> None:
-        """Warn of what has arrived by now: once for each kind of stage."""
-        found: dict[str, list[str]] = {}
-        while self.coming:
-            name, stage, zero = self.coming[0]
-            if not zero.has_arrived():
-                break
-            self.coming.popleft()
-            which = zero.value().nonzero().flatten().tolist()
-            if which:
-                found.setdefault(stage, []).append(name if len(which) == len(zero.value()) else f"{name}{which}")
-        if not found:
-            return
-        texts = [f"{listed(names)} ({stage})" for stage, names in found.items()]
-        warnings.warn(
-            f"{'; '.join(texts)}: zero before the first step, so there was no norm to keep. That step was one of plain "
-            "Muon, and the norm that it gave counts from now on. If it is not to be held so small, write "
-            '{"params": [...], "variant": None} for these, or initialize them',
-            stacklevel=level_of_the_caller(),
-        )
+        """Warn of what has arrived by now."""
+        found = [
+            name for names, zero in arrived(self.coming) for name, is_zero in zip(names, zero, strict=True) if is_zero
+        ]
+        if found:
+            warnings.warn(
+                f"{listed(found)}: zero before the first step, so there was no norm to keep. That step was one of "
+                "plain Muon, and the norm that it gave counts from now on. If it is not to be held so small, write "
+                '{"params": [...], "variant": None} for these, or initialize them',
+                stacklevel=level_of_the_caller(),
+            )
 
 
 def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch) -> None:
