@@ -85,7 +85,7 @@ def _fragments(classes: Sequence[Mapping[str, Any]]) -> dict[Key, int]:
     for c in classes:
         for bucket in c["buckets"]:
             key, count = _key(c, bucket), len(c["ranks"])
-            owned[key] += count * sum(num for *_, num, _, _ in bucket["matrices"])
+            owned[key] += count * sum(num for *_, num, _ in bucket["matrices"])
             members[key] += count
     return {key: max(1, round(owned[key] / max(1.0, members[key] / int(str(key[2]))))) for key in owned}
 
@@ -102,7 +102,7 @@ def _work(rank: Mapping[str, Any], bucket: Mapping[str, Any], fragments: int) ->
     own = {
         "pack": passed(packs, foreign, 0.5),
         "fill": passed(packs, held - foreign),
-        "compute": sum(_products(*matrices[:5]) for matrices in bucket["matrices"]) + 2 * copied / MEMORY,
+        "compute": sum(_products(*matrices) for matrices in bucket["matrices"]) + 2 * copied / MEMORY,
         "apply": passed(applies, held - idle, 0.5, sum(bucket["sent"][2][:2])),
         "finish": passed(applies, idle, 0.5 * bucket["relays"]),
     }

@@ -637,7 +637,6 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 BAD_OBJECTS: list[tuple[Callable[[], object], str]] = [
     (lambda: Orthogonalizer(method="cubic"), "Orthogonalizer.method='cubic' is not one of 'auto', 'standard'"),
     (lambda: Orthogonalizer(dtype=torch.int32), "Orthogonalizer.dtype=torch.int32 is not one of None, torch.bfloat16"),
-    (lambda: Orthogonalizer(split_k=2.0), "Orthogonalizer.split_k=2.0 is not one of 1, 2, 4, 8"),
     (lambda: Orthogonalizer("gram", torch.bfloat16), "method='gram' needs products in torch.float16, torch.float32"),
     (lambda: Exchange(dtype=torch.float16), "Exchange.dtype=torch.float16 is not one of None, torch.bfloat16"),
     (lambda: Exchange(bucket_bytes=0), "Exchange.bucket_bytes=0 must be None or a whole number from 1 on"),

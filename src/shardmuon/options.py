@@ -84,7 +84,6 @@ def _only(wanted: bool, why: str) -> _FaultOf:
 _CHECKS: dict[str, _FaultOf] = {
     "Orthogonalizer.method": _one_of(*get_args(MethodName)),
     "Orthogonalizer.dtype": _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
-    "Orthogonalizer.split_k": _one_of(1, 2, 4, 8),
     "Exchange.dtype": _one_of(None, torch.bfloat16, torch.float32, torch.float64),
     "Exchange.bucket_bytes": _whole_number(),
     "Exchange.machine": _machine_fault,
@@ -140,10 +139,6 @@ class Orthogonalizer(_Options):
             what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit (bf16 cast before the norm).
         dtype: Products' torch dtype. None: "standard" takes bfloat16 where the device multiplies it in hardware,
             float32 on CPUs that do not; "gram" float16 on accelerators, float32 on CPUs. Ignored by "torch" (bfloat16).
-        split_k: Slices of the long side over which X X^T is summed (split-K): 1, 2, 4 or 8. Above 1, a matrix may have
-            so many owners, each of one slice, where that is cheaper: ranks of one node, among many more ranks than
-            matrices. It rounds otherwise than 1 does, and alike on every layout. For matrices whose slices fill a
-            device, if their number divides the long side, of "standard" and "gram"; others stay whole.
 
     Raises:
         ValueError: A value that has no meaning here.
@@ -151,7 +146,6 @@ class Orthogonalizer(_Options):
 
     method: MethodName = "auto"
     dtype: torch.dtype | None = None
-    split_k: int = 1
 
     def __post_init__(self) -> None:
         _Options.__post_init__(self)
@@ -160,7 +154,7 @@ class Orthogonalizer(_Options):
 
     def chooser(self) -> Chooser:
         """The object that chooses how to orthogonalize each matrix."""
-        return Chooser(self.method, self.dtype, split_k=self.split_k)
+        return Chooser(self.method, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

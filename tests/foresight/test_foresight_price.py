@@ -127,7 +127,7 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
     assert list(uses.extrapolated) == ["efficiency of any: 64x1024"]
     dtypes = {
         "gram float32": "float32",
-        "standard bfloat16 split_k=4": "bfloat16",
+        "standard bfloat16": "bfloat16",
         "gram": "float16",
         "torch": "bfloat16",
     }

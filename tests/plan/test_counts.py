@@ -49,8 +49,8 @@ def check(plan: Plan) -> None:
             assert sorted(m[:3] for m in one.matrices for _ in range(m.num)) == sorted(owned)
             if bucket.exchange:
                 gather, scatter, relay = program.gather, program.scatter, program.relay
-                sent = [gather.sent, scatter.sent, relay.sent if relay else (), ()]
-                received = [gather.came, scatter.came, relay.came if relay else (), ()]
+                sent = [gather.sent, scatter.sent, relay.sent if relay else ()]
+                received = [gather.came, scatter.came, relay.came if relay else ()]
                 assert one.sent == tuple(_side(program, side) for side in sent)
                 assert one.received == tuple(_side(program, side) for side in received)
                 assert one.exchanges == 2 * bucket.gathers + (relay is not None)

@@ -9,17 +9,16 @@ import pytest
 
 from shardmuon.plan.pipeline import turns
 
-Bucket = tuple[tuple[int, ...], bool, int]  # its ranks, whether it has a relay, and in how many sums slices add up
+Bucket = tuple[tuple[int, ...], bool]  # its ranks, and whether it has a relay
 Exchange = tuple[str, int]  # of which kind, of which bucket
-CROSSED: list[Bucket] = [((0, 2, 3), True, 0), *[((1, 2), False, 0)] * 3, ((2, 3), False, 0)]
+CROSSED: list[Bucket] = [((0, 2, 3), True), *[((1, 2), False)] * 3, ((2, 3), False)]
 
 
-def _operations(turn: str, relay: bool, sums: int) -> list[tuple[str, str]]:
+def _operations(turn: str, relay: bool) -> list[tuple[str, str]]:
     """What a rank posts and waits for in a turn, by the lines of `run_owners`."""
-    added = [(kind, f"sum {number}") for number in range(sums) for kind in ("post", "wait")]
     return {
         "begin": [("post", "gather")],
-        "compute": [("wait", "gather"), *added, ("post", "scatter")],
+        "compute": [("wait", "gather"), ("post", "scatter")],
         "apply": [("wait", "scatter"), *[("post", "relay")] * relay],
         "finish": [("wait", "relay")] * relay,
     }[turn]
@@ -36,10 +35,10 @@ def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str,
 def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[int, list[Exchange]]]:
     """Simulate all ranks. Returns True if every one comes to its end, and what each has posted."""
     left: dict[int, list[tuple[str, str, int]]] = {}
-    for rank in sorted({rank for of_bucket, *_ in buckets for rank in of_bucket}):
-        mine = [number for number, (of_bucket, *_) in enumerate(buckets) if rank in of_bucket]
+    for rank in sorted({rank for of_bucket, _ in buckets for rank in of_bucket}):
+        mine = [number for number, (of_bucket, _) in enumerate(buckets) if rank in of_bucket]
         took = order([buckets[n][1] for n in mine], [buckets[n][0] for n in mine])  # type: ignore[operator]
-        left[rank] = [(*one, mine[at]) for turn, at in took for one in _operations(turn, *buckets[mine[at]][1:])]
+        left[rank] = [(*one, mine[at]) for turn, at in took for one in _operations(turn, buckets[mine[at]][1])]
     posted: dict[int, list[Exchange]] = {rank: [] for rank in left}
     moved = True
     while moved:
@@ -61,17 +60,15 @@ def _family(draw: random.Random) -> list[Bucket]:
     num = draw.randint(2, 6)
     sets = {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
     relays = {ranks: draw.random() < 0.5 for ranks in sets}
-    local = [((rank,), False, 0) for rank in range(num) for _ in range(draw.randint(0, 3))]  # of which nothing moves
-    return local + [
-        (ranks, relays[ranks], draw.choice([0, 0, 2, 6])) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))
-    ]
+    local = [((rank,), False) for rank in range(num) for _ in range(draw.randint(0, 3))]  # of which nothing moves
+    return local + [(ranks, relays[ranks]) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))]
 
 
 def _in_one_order(buckets: Sequence[Bucket], posted: dict[int, list[Exchange]]) -> bool:
     """True if the ranks of each set post its exchanges in one order, as groups need."""
     return all(
         len({tuple(e for e in posted[rank] if buckets[e[1]][0] == ranks) for rank in ranks}) == 1
-        for ranks in {of_bucket for of_bucket, *_ in buckets}
+        for ranks in {of_bucket for of_bucket, _ in buckets}
     )
 
 
@@ -86,9 +83,9 @@ def test_no_family_of_sets_waits_in_a_circle() -> None:
 
 def test_rank_local_buckets_between_those_of_a_set_would_post_its_exchanges_in_unlike_orders() -> None:
     """A plan has them before all that moves; the simulation finds what happens elsewhere."""
-    pair: list[Bucket] = [((0, 1), False, 0)] * 3
+    pair: list[Bucket] = [((0, 1), False)] * 3
     for at, in_order in ((0, True), (1, False), (2, False)):
-        buckets: list[Bucket] = [*pair[:at], ((0,), False, 0), *pair[at:]]
+        buckets: list[Bucket] = [*pair[:at], ((0,), False), *pair[at:]]
         ended, posted = _run(buckets)
         assert ended and _in_one_order(buckets, posted) == in_order
 

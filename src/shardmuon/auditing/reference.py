@@ -91,13 +91,7 @@ def orthogonalized(
     # stages before the orthogonalizer run where it does, on what has travelled
     staged = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
     x = values.to(a.device or values.device, torch.promote_types(a.wire, torch.float32) if staged else a.wire)
-    out = orthogonalize(
-        x.contiguous(),
-        s.coefficients,
-        method=c.method,
-        dtype=c.dtype,
-        split_k=c.split_k,
-    )
+    out = orthogonalize(x.contiguous(), s.coefficients, method=c.method, dtype=c.dtype)
     after = any(isinstance(stage, AfterStage) for stage in s.stages)  # which run before anything travels
     return (out if after else out.to(a.wire)).to(values.device)
 

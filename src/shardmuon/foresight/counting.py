@@ -6,7 +6,6 @@ applied to all ranks at once: the tiles of a bucket stand in arrays, and what tr
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
@@ -34,10 +33,9 @@ class Matrices(NamedTuple):
 
     Attributes:
         rows, cols: Shape of each.
-        how: Text of a `Choice`: method, dtype of products, slices.
+        how: Text of a `Choice`: method, dtype of products.
         num: Number of these matrices.
         flops: Floating point operations of one, as the planner counts them.
-        owners: How many owners each has, each of a slice; `flops` are one's.
     """
 
     rows: int
@@ -45,7 +43,6 @@ class Matrices(NamedTuple):
     how: str
     num: int
     flops: int
-    owners: int = 1
 
 
 class Sent(NamedTuple):
@@ -76,13 +73,11 @@ class Sides(NamedTuple):
         gather: What goes to owners.
         scatter: Results for holders, and what stages keep.
         relay: Results for other replicas.
-        summed: What owners of slices add up, in all exchanges in which they do.
     """
 
     gather: Sent = Sent()
     scatter: Sent = Sent()
     relay: Sent = Sent()
-    summed: Sent = Sent()
 
 
 _NO_SIDES = Sides()
@@ -103,10 +98,9 @@ class BucketCount:
         foreign: Those of them that are sent to owners.
         idle: Those whose results the relay brings.
         sent: Bytes that this rank sends.
-        received: Bytes that it receives; of sums as many as it sends.
+        received: Bytes that it receives.
         gathers: True if the bucket has a gather and a scatter, whether or not this rank sends anything in them.
         relays: True if the bucket has a relay.
-        sums: Exchanges in which owners of slices add up what they made.
         batches: Bytes of `matrices` where they are orthogonalized.
         stepped: Elements of updates that momentum makes at once, at most: while this rank packs, and while it fills its
             batches.
@@ -127,7 +121,6 @@ class BucketCount:
     received: Sides = _NO_SIDES
     gathers: bool = False
     relays: bool = False
-    sums: int = 0
     batches: int = 0
     stepped: tuple[int, int] = (0, 0)
     applied: tuple[int, int] = (0, 0)
@@ -135,7 +128,7 @@ class BucketCount:
     @property
     def exchanges(self) -> int:
         """all-to-all calls."""
-        return 2 * self.gathers + self.relays + self.sums
+        return 2 * self.gathers + self.relays
 
     @property
     def flops(self) -> int:
@@ -246,7 +239,7 @@ def count_plan(plan: Plan, node_of: Callable[[int], int]) -> dict[int, tuple[Buc
 
 
 class _Ways(NamedTuple):
-    """The tiles of one matrix or slice, rank by rank, those of a rank in the order of programs.
+    """The tiles of one matrix, rank by rank, those of a rank in the order of programs.
 
     Attributes:
         at: The rank that stores each.
@@ -277,7 +270,7 @@ class _Tiles:
     def ways(self, item: Item) -> _Ways:
         """The tiles of a matrix, given its owners."""
         layout = self._plan.specs[item.param].layout
-        key = id(layout), item.matrix, item.part, item.parts
+        key = id(layout), item.matrix
         owned = *key, item.owners
         if owned not in self._ways:
             if key not in self._stored:
@@ -293,7 +286,7 @@ class _Tiles:
         return self._ways[owned]
 
     def _tiles_of(self, item: Item) -> tuple[Ints, Ints, list[Piece]]:
-        of_ranks = self._plan.tiles_of(item).items()
+        of_ranks = self._plan.specs[item.param].layout.tiles[item.matrix].items()
         found = [(rank, tile) for rank, tiles in of_ranks for tile in sorted(tiles, key=lambda tile: tile.key)]
         numel = _ints(tile.numel for _, tile in found)
         return _ints(rank for rank, _ in found), numel, [tile.held.piece for _, tile in found]
@@ -304,7 +297,7 @@ class _Tally:
     """All that the ranks of one bucket do, added up matrix by matrix.
 
     Attributes:
-        messages: "gather", "scatter", "relay", and the number of an exchange in which slices are added up -> messages.
+        messages: "gather", "scatter", "relay" -> messages.
         stored: "own", tiles that owners store, "foreign", that are sent to them, "idle", that another replica sends ->
             (rank, elements) of each.
         owned: Rank -> its matrices.
@@ -315,7 +308,7 @@ class _Tally:
     plan: Plan
     bucket: Bucket
     tiles: _Tiles
-    messages: dict[str | int, list[_Messages]] = field(default_factory=lambda: defaultdict(list))
+    messages: dict[str, list[_Messages]] = field(default_factory=lambda: defaultdict(list))
     stored: dict[str, list[tuple[Ints, Ints]]] = field(default_factory=lambda: defaultdict(list))
     owned: dict[int, Counter[tuple[Any, ...]]] = field(default_factory=lambda: defaultdict(Counter))
     batches: Counter[int] = field(default_factory=Counter)
@@ -325,15 +318,13 @@ class _Tally:
         for number in self.bucket.items:
             item = self.plan.items[number]
             for rank in item.owners:
-                self.owned[rank][item.rows, item.cols, item.how, item.cost, item.parts] += 1
+                self.owned[rank][item.rows, item.cols, item.how, item.cost] += 1
                 self.batches[rank] += self.bucket.itemsize * aligned(item.numel, self.bucket.itemsize)
             ways = self.tiles.ways(item)
             if self.bucket.exchange:
                 self._move(item, ways)
             else:
                 self.stored["own"].append(ways[:2])
-            if item.parts > 1 and not item.part:
-                self._add_up(number, item)
 
     def _move(self, item: Item, ways: _Ways) -> None:
         """Add a matrix of the owner route."""
@@ -363,16 +354,6 @@ class _Tally:
                 told = _ints((mate,)), _ints((keeper,)), _ints((words * self.bucket.itemsize,))
                 self.messages["scatter" if mate == owner else "relay"].append(told)
 
-    def _add_up(self, number: int, item: Item) -> None:
-        """Add the exchanges of a matrix's slices: norms, then Gram matrices."""
-        slicing = self.plan.specs[item.param].slicings[item.matrix]
-        assert slicing is not None, "of a slice"
-        slices = self.plan.items[number : number + item.parts]
-        mates = zip(*(one.owners for one in slices), strict=True)
-        source, target = _ints(pair for ranks in mates for pair in itertools.permutations(ranks, 2)).T
-        for at, size in enumerate([8, *[slicing.itemsize * item.short**2] * slicing.sums]):
-            self.messages[at].append((source, target, np.full_like(source, aligned(size, 1))))
-
     def counts(self, number: int, node_of: Callable[[int], int]) -> Iterator[tuple[int, BucketCount]]:
         """The bucket, of this number in the plan, as each of its ranks carries it out."""
         ranks, bucket = np.array(self.bucket.ranks, dtype=np.int64), self.bucket
@@ -384,7 +365,6 @@ class _Tally:
         num_nodes = len(set(map(node_of, exchanging)))
         limit = PORTION if bucket.kind == "cpu" else PORTION_ELSEWHERE
         sides = [_sides(self.messages[side], ranks, nodes) for side in ("gather", "scatter", "relay")]
-        summed = [_sides(found, ranks, nodes) for side, found in self.messages.items() if isinstance(side, int)]
         own_tiles, foreign_tiles = self.stored["own"], self.stored["foreign"]
         (own, filled), (foreign, packed), (idle, finished), (_, applied) = (
             _stepped(side, ranks, limit)
@@ -392,10 +372,7 @@ class _Tally:
             for side in (own_tiles, foreign_tiles, self.stored["idle"], own_tiles + foreign_tiles)
         )
         for at, rank in enumerate(bucket.ranks):
-            sent, received = (
-                Sides._make([*(side[way][at] for side in sides), _total(side[way][at] for side in summed)])
-                for way in (0, 1)
-            )
+            sent, received = (Sides._make(side[way][at] for side in sides) for way in (0, 1))
             yield (
                 rank,
                 BucketCount(
@@ -405,8 +382,8 @@ class _Tally:
                     num_nodes=num_nodes,
                     wire=_WIRES[bucket.itemsize],
                     matrices=tuple(
-                        Matrices(rows, cols, how, num, cost, parts)
-                        for (rows, cols, how, cost, parts), num in sorted(self.owned[rank].items())
+                        Matrices(rows, cols, how, num, cost)
+                        for (rows, cols, how, cost), num in sorted(self.owned[rank].items())
                     ),
                     held=own[at] + foreign[at] + idle[at],
                     foreign=foreign[at],
@@ -415,7 +392,6 @@ class _Tally:
                     received=received,
                     gathers=bucket.gathers,
                     relays=self.relays,
-                    sums=len(summed),
                     batches=self.batches[rank],
                     stepped=(packed[at], filled[at]),
                     applied=(applied[at], finished[at]),

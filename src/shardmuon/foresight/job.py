@@ -147,8 +147,7 @@ class _Planned:
         model, mesh, exchange = self._model, self._mesh, self._exchange
         params = parameters_of(self._groups, model.module)
         params = in_megatrons_order(params, self._groups) if mesh.engine == "megatron" else params
-        split_k = self._orthogonalizer.split_k
-        policy = Policy(exchange.bucket_bytes, exchange.machine or machine, split_k)
+        policy = Policy(exchange.bucket_bytes, exchange.machine or machine)
         units = make_units(params, mesh, self._view_of)
         plans = [make_plan([self._spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
         shares: dict[int, list[_UnitOfRank]] = {}
@@ -190,10 +189,10 @@ class _Planned:
 
     def _spec_of(self, placed: Placed) -> Spec:
         param, layout, place = placed
-        key, settings, int8 = (param.group, layout), self._options[param.group], self._storage.momentum_dtype == "int8"
+        key, settings = (param.group, layout), self._options[param.group]
         if key not in self._specs:
             assert settings is not None, "a group of matrices"
-            if int8:
+            if self._storage.momentum_dtype == "int8":
                 check_blocks(param.name, layout)
 
             def kept_of(stage: Stage) -> ParamLayout:
@@ -201,8 +200,7 @@ class _Planned:
                 return kept_layout(layout, kept_view(layout.view, numbers), place)
 
             device = torch.device(self._device)
-            made = make_spec(param.name, layout, settings, device, self._chooser, self._wire, kept_of)
-            self._specs[key] = made._replace(slicings=()) if int8 else made
+            self._specs[key] = make_spec(param.name, layout, settings, device, self._chooser, self._wire, kept_of)
             shapes = ((m.rows, m.cols) for m in layout.view.matrices)
             self._coefficients.update(dict.fromkeys(shapes, settings.coefficients))
         return self._specs[key]._replace(name=param.name)

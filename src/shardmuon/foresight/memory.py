@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardmuon.foresight.counting import BucketCount
-from shardmuon.orthogonalize import Summing, batch_size, empty_batch, orthogonalize, sliced
+from shardmuon.orthogonalize import batch_size, empty_batch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.orthogonalize.schedules import Triples
@@ -85,31 +85,9 @@ def _work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device
                 coefficients,
                 method=choice.method,
                 dtype=choice.dtype,
-                split_k=choice.split_k,
                 watch=FiniteWatch(),
                 overwrite=True,
             )
-    return int(live.peak)
-
-
-@lru_cache(maxsize=1024)
-def _slice_space(
-    shape: tuple[int, int], parts: int, how: str, wire: torch.dtype, device: str, coefficients: Triples
-) -> int:
-    """Bytes that one slice of a matrix of this shape takes beside it at most, with what its owner is sent."""
-    choice, (rows, cols) = Choice.of(how), shape
-    with FakeTensorMode():
-        own = (rows // parts, cols) if rows > cols else (rows, cols // parts)
-        x = empty_batch(own, wire, torch.device(device))
-        with LiveBytes() as live:
-            made = sliced([x], shape, coefficients, method=choice.method, dtype=choice.dtype, watch=FiniteWatch())
-            run = Summing(made)
-            while run.said is not None:
-                (mine,) = run.said
-                sent, came = (mine.new_empty((parts - 1) * mine.numel()) for _ in range(2))
-                del sent
-                run.hear([mine, *(part.view(mine.shape) for part in came.chunk(parts - 1))])
-                del came, mine
     return int(live.peak)
 
 
@@ -147,14 +125,9 @@ class _Moves(NamedTuple):
         return [b.sent.gather.bytes, packed, -packed, b.received.gather.bytes, b.batches, filled, -filled]
 
     def compute(self, b: BucketCount) -> list[int]:
-        taken, slices = list[int](), 0
-        for m in b.matrices:
-            settings = m.how, getattr(torch, b.wire), self.device, self.coefficients[m[:2]]
-            if m.owners > 1:  # in step with each other
-                slices += m.num * _slice_space(m[:2], m.owners, *settings)
-            else:
-                taken.append(_work_space((m.num, *m[:2]), *settings))
-        most = max([*taken, slices], default=0)  # one after the other
+        wire = getattr(torch, b.wire)
+        taken = (_work_space((m.num, *m[:2]), m.how, wire, self.device, self.coefficients[m[:2]]) for m in b.matrices)
+        most = max(taken, default=0)  # one after the other
         return [
             -b.sent.gather.bytes - b.received.gather.bytes,
             most,

@@ -237,7 +237,7 @@ class _Parts:
         phases: dict[str, _Seconds] = {
             "pack": passed("pack", foreign, 0.5),
             "fill": {"memory": fill["memory"] + momentum["memory"], "host": fill["host"] + momentum["host"]},
-            "orthogonalize": {"products": products, "memory": rates.memory(2 * copied), **self._summed(bucket)},
+            "orthogonalize": {"products": products, "memory": rates.memory(2 * copied)},
             "apply": passed("apply", bucket.held - idle, 0.5, bucket.sent.relay.bytes),
             "finish": passed("apply", idle, 0.5 * bucket.relays),
         }
@@ -249,13 +249,6 @@ class _Parts:
         peers = max(side.peers_inside + side.peers_across for side in (sent, received))
         inside, across = (max(sent[way], received[way]) for way in (0, 1))
         return self._rates.exchange(bucket.num_ranks, inside, across, peers, bucket.num_nodes > 1)
-
-    def _summed(self, bucket: BucketCount) -> _Seconds:
-        """Seconds of the exchanges in which owners of slices add up, one like the other; none for who has no slice."""
-        inside, across, *peers = (value // max(1, bucket.sums) for value in bucket.sent.summed)
-        num = 1 + sum(peers) if bucket.sent.summed.bytes else 1
-        one = self._rates.exchange(num, inside, across, sum(peers), bool(across))
-        return {factor: seconds * bucket.sums for factor, seconds in one.items()}
 
     def _pass(self, what: str, elements: int, fragment: float, wire: int) -> float:
         return self._slower * self._rates.passed(what, elements, fragment, wire)
@@ -281,7 +274,7 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
     members: dict[_Key, float] = {}  # groups' worth of ranks
     for rank in exact.classes:
         for bucket in rank.buckets:
-            key, matrices = _group(rank, bucket), sum(m.num / m.owners for m in bucket.matrices)
+            key, matrices = _group(rank, bucket), sum(m.num for m in bucket.matrices)
             owned[key] = owned.get(key, 0.0) + rank.count * matrices
             members[key] = members.get(key, 0.0) + rank.count / bucket.num_ranks
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}

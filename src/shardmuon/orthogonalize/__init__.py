@@ -29,14 +29,6 @@
     that was right without it. CUDA sums in fp64, whose range holds every square of an fp32 number, so nothing waits for
     the device to say which way to take. Elsewhere the power of two is always divided out.
 
-[Note: slices of the long side]
-    With `split_k` k above 1, X = [X_1 .. X_k] has k slices of its long side (of columns; of rows where X is tall), and
-    every sum over that side is one over slices: the squared norm, and X X^T = X_1 X_1^T + .. + X_k X_k^T. The norm of a
-    slice is fp64; its Gram matrix is rounded to the products' dtype ("gram": to fp32), and these are added in fp32, in
-    their order, and rounded once. All else is done to each slice by itself, or alike by all who have one. So a slice
-    has the same bits whether one rank has all of them or each has one: only these sums travel. Slices are multiplied by
-    2-D products: what runs in batches is not sliced, nor is torch's own arithmetic.
-
 [Note: the order of a norm]
     Elements are summed in the row-major order of the whole matrix, in chunks of 2^14 whose norms are combined in fp64.
     So a norm has the same bits in any slot, beside any neighbours and with any number of threads; and it is exact to
@@ -47,7 +39,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -168,13 +160,12 @@ class Products:
 
     def gram_fp32(
         self,
-        x: Tensor,  # (B, m, n), or a slice of the long side of such
-        tall: bool = False,  # see `_sides`
+        x: Tensor,  # (B, m, n)
     ) -> Tensor:  # (B, k, k), k = min(m, n), fp32 (fp64 of fp64)
         """x @ x^T, or x^T @ x where x is tall, not rounded to half precision."""
         if self.operands in _HALVES:
-            return mm_to_fp32(*_sides(x, tall))
-        found: Tensor = self._unrounded(x).symmetric_mm(*_sides(x, tall), out=square_of(x, tall))
+            return mm_to_fp32(*_sides(x))
+        found: Tensor = self._unrounded(x).symmetric_mm(*_sides(x), out=square_of(x))
         return found
 
     def sandwich(
@@ -203,14 +194,14 @@ class Products:
         return mm_to_fp32(high, factor).add_(mm_to_fp32(low, factor), alpha=1.0 / _SPLIT)
 
 
-def _sides(x: Tensor, tall: bool) -> tuple[Tensor, Tensor]:
-    """The operands of the Gram matrix of the short side. `tall`: whether the matrix is, of which x may be a slice."""
-    return (x.mT, x) if tall else (x, x.mT)
+def _sides(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The operands of the Gram matrix of the short side."""
+    return (x.mT, x) if x.shape[-2] > x.shape[-1] else (x, x.mT)
 
 
-def square_of(x: Tensor, tall: bool = False) -> Tensor:  # (B, m, n) -> (B, m, m), or (B, n, n)
-    """Memory in slots for what is square on one side of `x`, the columns if `tall`; not initialized."""
-    side = x.shape[-1 if tall else -2]
+def square_of(x: Tensor) -> Tensor:  # (B, m, n) -> (B, k, k), k = min(m, n)
+    """Memory in slots for what is square on the short side of `x`; not initialized."""
+    side = min(x.shape[-2:])
     return empty_batch((*x.shape[:-2], side, side), x.dtype, x.device)
 
 
@@ -363,13 +354,13 @@ def _newton_schulz(
     error in fp32 and up to 1.9 times in bf16, where torch's products round it twice (ADR 23).
     """
     tall = y.shape[-2] > y.shape[-1]
-    poly = square_of(y, tall)
+    poly = square_of(y)
     one, other = (torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) for _ in range(2))
     # A lies where the result will, which is written when A is not needed any more
     made = [(out, out.as_strided(poly.shape, poly.stride())) for out in (one, other)]
     for step, (a, b, c) in enumerate(coefficients):
         out, gram = made[step % 2]
-        left, right = (y.mT, y) if tall else (y, y.mT)
+        left, right = _sides(y)
         if c == 0.0:  # a cubic step needs no A A
             factor, alpha = products.symmetric_mm(left, right, out=poly), b
         else:
@@ -393,10 +384,10 @@ def _gram_newton_schulz(
     (short, long), tall = sorted(y.shape[-2:]), y.shape[-2] > y.shape[-1]
     first, *others = segments(coefficients, products.dtype)
     if restarts_locally(short, long, coefficients, products.dtype):
-        factor = _restarted(products.gram_fp32(y, tall), first, others[0], products)
+        factor = _restarted(products.gram_fp32(y), first, others[0], products)
         return _times(products, factor.mT if tall else factor, y, tall)
     for segment in (first, *others):
-        gram = products.symmetric_mm(*_sides(y, tall), out=square_of(y, tall))
+        gram = products.symmetric_mm(*_sides(y), out=square_of(y))
         y = _times(products, factor_of(gram, segment, products), y, tall)
     return y
 
@@ -411,7 +402,7 @@ def _restarted(wide: Tensor, first: Triples, second: Triples, products: Products
 
 
 def _times(products: Products, factor: Tensor, y: Tensor, tall: bool) -> Tensor:
-    """Q X; X Q where X, or what it is a slice of, is tall."""
+    """Q X; X Q where X is tall."""
     left, right = (y, factor) if tall else (factor, y)
     found: Tensor = products.mm(left, right, out=empty_batch(y.shape, y.dtype, y.device))
     return found
@@ -463,116 +454,6 @@ def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # bf16
     return y.T if tall else y
 
 
-# -------------------------------------------------------------------------------------------- slices of the long side
-
-# What computes some slices of a matrix, see [Note: slices of the long side]. It yields a number or a Gram matrix for
-# each of them, is sent those of all slices in their order, and returns its slices.
-Sums = Generator[list[Tensor], Sequence[Tensor], list[Tensor]]
-
-
-class Summing:
-    """Computation of some slices of a matrix, from sum to sum.
-
-    Args:
-        run: It has not begun.
-
-    Attributes:
-        said: What it tells of each of its slices; None: it has ended.
-        results: Its slices, orthogonalized, when it has ended.
-    """
-
-    def __init__(self, run: Sums) -> None:
-        self._run, self.results = run, list[Tensor]()
-        self.said: list[Tensor] | None = next(run)
-
-    def hear(self, parts: Sequence[Tensor]) -> None:
-        """Go on with what was told of all slices, in their order."""
-        try:
-            self.said = self._run.send(parts)
-        except StopIteration as end:
-            self.said, self.results = None, end.value
-
-
-def sliced(
-    own: Sequence[Tensor],  # equal slices (m, n / k) or (m / k, n) of one matrix, row-major, aligned; not written to
-    shape: tuple[int, int],  # of the matrix
-    coefficients: Triples,
-    *,
-    method: str,
-    dtype: torch.dtype | None = None,
-    watch: FiniteWatch | None = None,
-    unit: bool = False,
-) -> Sums:
-    """Orthogonalize slices of a matrix in step with those who have the others. Options: see `orthogonalize`.
-
-    Run it inside `exact_products`. What it yields is fp64 numbers first (unless `unit`), then (k, k) matrices, k =
-    min(m, n); it returns operands of its products.
-    """
-    (short, long), tall = sorted(shape), shape[0] > shape[1]
-    products_of = dtype or default_dtype(method, own[0].device)
-    products = Products((short, max(short, own[0].numel() // short)), own[0].device, products_of)
-    ys = [empty_batch(x.shape, products.operands, x.device) for x in own]
-    if unit:
-        foreach_copy_(ys, own)
-    else:
-        norms = yield [foreach_norm([x], 2)[0] if x.is_cuda else _norms(x.unsqueeze(0), torch.float64) for x in own]
-        factor = _reciprocal(torch.linalg.vector_norm(torch.stack([norm.view(()) for norm in norms])))
-        for x, y in zip(own, ys, strict=True):
-            torch.mul(x, factor.view(1, 1), out=y)  # in fp64, rounded once
-    ys = [products.rounded_(y) for y in ys]
-    found = yield from _OF_SLICES[method](ys, tall, long, coefficients, products)
-    if method == "gram" and watch is not None:  # y is finite where all of the matrix is
-        text = f"method={method!r} on {shape[0]}x{shape[1]}"
-        pairs = zip(found, ys, strict=True)
-        found = [watch.keep_finite(out.unsqueeze(0), y.unsqueeze(0), text).squeeze(0) for out, y in pairs]
-    return found
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in fp32 (fp64 of fp64), in this order."""
-    total = _copied(parts[0], torch.promote_types(parts[0].dtype, torch.float32))
-    for part in parts[1:]:
-        total.add_(part)
-    return total
-
-
-def _newton_schulz_of_slices(
-    ys: list[Tensor], tall: bool, long: int, coefficients: Triples, products: Products
-) -> Sums:
-    """The steps of `_newton_schulz`."""
-    for a, b, c in coefficients:
-        grams = [products.symmetric_mm(*_sides(y, tall), out=square_of(y, tall)).to(products.dtype) for y in ys]
-        gram = products.operand(_sum((yield grams)))
-        factor, alpha = gram, b
-        if c != 0.0:
-            factor, alpha = products.symmetric_addmm(gram, gram, gram, beta=b, alpha=c, out=square_of(gram)), 1.0
-        outs = [empty_batch(y.shape, y.dtype, y.device) for y in ys]
-        pairs = [(y, factor) if tall else (factor, y) for y in ys]
-        ys = [
-            products.addmm(y, *pair, beta=a, alpha=alpha, out=out) for y, pair, out in zip(ys, pairs, outs, strict=True)
-        ]
-    return ys
-
-
-def _gram_newton_schulz_of_slices(
-    ys: list[Tensor], tall: bool, long: int, coefficients: Triples, products: Products
-) -> Sums:
-    """The steps of `_gram_newton_schulz`."""
-    first, *others = segments(coefficients, products.dtype)
-    short = ys[0].shape[int(tall)]
-    if restarts_locally(short, long, coefficients, products.dtype):
-        wide = _sum((yield [products.gram_fp32(y, tall) for y in ys]))
-        factor = _restarted(wide, first, others[0], products)
-        return [_times(products, factor.mT if tall else factor, y, tall) for y in ys]
-    for segment in (first, *others):
-        factor = factor_of(products.operand(_sum((yield [products.gram_fp32(y, tall) for y in ys]))), segment, products)
-        ys = [_times(products, factor, y, tall) for y in ys]
-    return ys
-
-
-_OF_SLICES = {"standard": _newton_schulz_of_slices, "gram": _gram_newton_schulz_of_slices}
-
-
 # ----------------------------------------------------------------------------------------------------------- methods
 
 ITERATIONS: dict[str, Iteration] = {"standard": _newton_schulz, "gram": _gram_newton_schulz}
@@ -598,7 +479,6 @@ def orthogonalize(
     *,
     method: str = "standard",
     dtype: torch.dtype | None = None,
-    split_k: int = 1,
     watch: FiniteWatch | None = None,
     overwrite: bool = False,
     unit: bool = False,
@@ -610,7 +490,6 @@ def orthogonalize(
         coefficients: One (a, b, c) per Newton-Schulz step.
         method: A key of `ITERATIONS`, or "torch".
         dtype: Dtype of the products. Default: `default_dtype`. Ignored by "torch".
-        split_k: Number of slices, see [Note: slices of the long side]; it divides the long side.
         watch: Puts zeros in place of a non-finite "gram" result of a finite matrix. Default: it stays.
         overwrite: The caller does not need `x` any more: results may take its place.
         unit: The Frobenius norm of each matrix is 1 (or 0) already and is not divided by again.
@@ -628,13 +507,6 @@ def orthogonalize(
             return torch.stack([_torch_muon(matrix, coefficients) for matrix in x])
         dtype = dtype or default_dtype(method, device)
         watch = watch if method == "gram" else None
-        if split_k > 1:
-            out = x if overwrite else empty_batch(x.shape, dtype, device)
-            given: dict[str, Any] = {"method": method, "dtype": dtype, "watch": watch, "unit": unit}
-            start = partial(sliced, shape=(rows, cols), coefficients=coefficients, **given)
-            for matrix, place in zip(x.unbind(0), out.unbind(0), strict=True):
-                _by_slices(matrix, place, split_k, start)
-            return out
         size = batch_size(rows, cols, device)
         shape = (rows, cols) if size == 1 else (size, rows, cols)
         products = Products(shape, device, dtype)
@@ -649,21 +521,6 @@ def orthogonalize(
                 out = found.to(dtype)
             del found  # the next batch needs room
         return out if watch is None else watch.keep_finite(out, x, f"method={method!r} on {rows}x{cols}")
-
-
-def _by_slices(
-    matrix: Tensor,  # (m, n)
-    place: Tensor,  # (m, n), takes the result; may be `matrix`
-    split_k: int,
-    start: Callable[[list[Tensor]], Sums],
-) -> None:
-    """Orthogonalize a matrix of which this rank has all slices."""
-    dim = int(matrix.shape[0] <= matrix.shape[1])
-    parts, places = (each.split(each.shape[dim] // split_k, dim) for each in (matrix, place))
-    run = Summing(start([_copied(part, part.dtype) for part in parts]))
-    while run.said is not None:
-        run.hear(run.said)
-    foreach_copy_(places, run.results)
 
 
 def _operands(

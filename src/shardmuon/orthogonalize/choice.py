@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.orthogonalize import ITERATIONS, batch_size, default_dtype
+from shardmuon.orthogonalize import ITERATIONS, default_dtype
 from shardmuon.orthogonalize.gram import plan_restarts, restarts_locally
 from shardmuon.orthogonalize.schedules import Triples
 
@@ -21,7 +21,6 @@ from shardmuon.orthogonalize.schedules import Triples
 # "gram", whose share of the work is above 1/5; on AVX512-BF16 that gives up some speed beyond n/m = 10.
 _CPU_BF16_RATE = 4.0
 _WORTH_IT = 0.75  # of the time of "standard": "gram" is taken below it
-_SLICED = " split_k="
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +30,22 @@ class Choice:
     Attributes:
         method: "standard", "gram" or "torch".
         dtype: Dtype of the products; None: bf16, as "torch" has it.
-        split_k: Number of slices of its long side, see `orthogonalize`.
         reason: Why, for the printed plan.
     """
 
     method: str = "standard"
     dtype: torch.dtype | None = None
-    split_k: int = 1
     reason: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, text: str) -> Choice:
         """The choice with this text (`str`), without its reason."""
-        words, _, slices = text.partition(_SLICED)
-        method, _, dtype = words.partition(" ")
-        return cls(method, getattr(torch, dtype) if dtype else None, int(slices or 1))
+        method, _, dtype = text.partition(" ")
+        return cls(method, getattr(torch, dtype) if dtype else None)
 
     def __str__(self) -> str:
         dtype = "" if self.dtype is None else f" {_name(self.dtype)}"
-        return f"{self.method}{dtype}" + (f"{_SLICED}{self.split_k}" if self.split_k > 1 else "")
+        return f"{self.method}{dtype}"
 
 
 class Task(NamedTuple):
@@ -69,13 +65,11 @@ class Chooser:
         method: "auto", or that of all matrices.
         dtype: Dtype of the products, or None to choose.
         device: Where matrices are orthogonalized, if not where their parameters are.
-        split_k: Slices of a matrix that can be sliced.
     """
 
     method: str
     dtype: torch.dtype | None
     device: torch.device | None = None
-    split_k: int = 1
 
     def choice(self, task: Task) -> Choice:
         """The choice for a matrix, with its reason."""
@@ -85,8 +79,6 @@ class Chooser:
             found = rule(*task, self.dtype)
         else:
             found = Choice(self.method, self.dtype or default_dtype(self.method, task.device))
-        if self.split_k > 1 and can_slice(found, task) and max(task.rows, task.cols) % self.split_k == 0:
-            found = replace(found, split_k=self.split_k)
         place = task.device.type
         if place == "cpu":
             place = f"CPUs {'with' if cpu_has_bf16_matmul() else 'without'} bfloat16 products"
@@ -120,36 +112,16 @@ def rule(
     return replace(chosen, reason=f"{reason} (taken below {_WORTH_IT / slower:.3g}x)")
 
 
-def can_slice(choice: Choice, task: Task) -> bool:
-    """True for a matrix that is so large that it runs alone, of a method that has slices."""
-    return choice.method in ITERATIONS and batch_size(task.rows, task.cols, task.device) == 1
-
-
 def is_narrow(choice: Choice) -> bool:
     """True for half-precision products. Those of "torch" are bf16."""
     return choice.method == "torch" or choice.dtype in (torch.bfloat16, torch.float16)
 
 
-def slice_costs(choice: Choice, task: Task) -> tuple[int, int, int]:
-    """The attributes of `plan.items.Slicing`, of a matrix that can be sliced."""
-    rows, cols, coefficients, device = task
-    dtype, sums = choice.dtype or default_dtype(choice.method, device), len(coefficients)
-    small = round(_parts(choice, *task)[1])
-    if choice.method != "gram":
-        return sums, dtype.itemsize, small
-    local = restarts_locally(min(rows, cols), max(rows, cols), coefficients, dtype)
-    return 1 if local else 1 + len(plan_restarts(coefficients, dtype)), max(4, dtype.itemsize), small
-
-
 def work(choice: Choice, rows: int, cols: int, coefficients: Triples, device: torch.device) -> int:
     """Floating point operations that a choice takes on a kind of device."""
-    return round(sum(_parts(choice, rows, cols, coefficients, device)))
-
-
-def _parts(choice: Choice, rows: int, cols: int, coefficients: Triples, device: torch.device) -> tuple[float, float]:
     # A CPU computes the block triangle of symmetric products, 10 of 16 tiles.
     share = 0.625 if device.type == "cpu" else 1.0
-    return flops(choice.method, rows, cols, coefficients, choice.dtype or torch.float32, share)
+    return round(sum(flops(choice.method, rows, cols, coefficients, choice.dtype or torch.float32, share)))
 
 
 def flops(

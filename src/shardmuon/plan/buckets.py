@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.plan import pipeline
-from shardmuon.plan.items import Bucket, Item, Key, Policy, Spec, clipped
+from shardmuon.plan.items import Bucket, Item, Key, Policy, Spec
 from shardmuon.plan.machines import SIDES, Machine
 
 _NUMS = (*range(1, 21), 24, 32)  # of buckets, that are tried
@@ -115,17 +115,11 @@ class Cutter:
     def _cheapest(self, alike: Bucket, items: _Share, prices: Mapping[Key, _Priced]) -> tuple[list[_Share], Chosen]:
         """The buckets of what moves: of those that are hardly dearer than the cheapest, what takes least memory."""
         machine, found = self._policy.machine, dict[tuple[int, int, int], list[_Share]]()
-        busiest = list[int]()  # slices that stay together are not dealt out evenly
-        if any(item.parts > 1 for item in items):
-            work = Counter[int]()
-            for one in prices.values():
-                work[one.owner] += one.ns
-            busiest.append(max(work, key=lambda rank: (work[rank], rank)))
         for shares in self._cuts(alike, items, prices):
             buckets = [_timed([prices[item.key] for item in share], alike.itemsize, machine) for share in shares]
             taken = alike.itemsize * max(bucket.taken for bucket in buckets)
             for step in (1, -1)[: len(shares)]:  # those with least first, or last
-                found.setdefault((taken, len(shares), _step_ns(buckets[::step], busiest)), shares[::step])
+                found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
         limit = min(ns for *_, ns in found) * _NO_DEARER
         best = min(option for option in found if option[2] * 100 <= limit)
         text = f"{best[1]} buckets by price ({machine.name}), of {best[0] / 2**20:.3g} MiB a rank at most; "
@@ -145,13 +139,13 @@ class Cutter:
             waves = _shares_of(lines, most, least)[::-1]
             if len(waves) > known:
                 for tail in _TAILS if any(one.spread.replicas > 1 for one in prices.values()) else (1,):
-                    yield _with_slices(_narrowed(waves, tail, prices))
+                    yield _narrowed(waves, tail, prices)
             known = len(waves)
             if known == max(map(len, lines)):
                 break
 
     def priced(self, item: Item) -> _Priced:
-        """A matrix or a slice with its owner, or its first one, as its price sees it."""
+        """A matrix with its owner, or its first one, as its price sees it."""
         spec, machine = self._specs[item.param], self._policy.machine
         if spec.layout not in self._spreads:
             self._spreads[spec.layout] = _spread_of(spec.layout, machine.per_node)
@@ -159,14 +153,12 @@ class Cutter:
         if len(item.owners) > 1:
             spread = spread._replace(replicas=1, near=1)
         size, ns = _products_of(item.short, item.how, item.cost, machine)
-        if item.parts > 1:
-            size, ns = 1, ns + _sums_ns(item, spec, machine)
         return _Priced(item.owners[0], spec.layout.replica_of[item.owners[0]], item.numel, size, ns, spread)
 
 
 def _gathered(spec: Spec, item: Item) -> bool:
     """False if the owner has all that it needs, and nobody else in its replica awaits a result."""
-    stored = clipped(spec.layout.tiles[item.matrix].get(item.owners[0], ()), item.box(spec))
+    stored = spec.layout.tiles[item.matrix].get(item.owners[0], ())
     return sum(tile.numel for tile in stored) < item.numel or any(kept.travels for kept in spec.kept)
 
 
@@ -197,15 +189,6 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[Key, _Priced])
             dealt[at[0]] += 1
         found += filter(None, shares)
     return found
-
-
-def _with_slices(shares: list[_Share]) -> list[_Share]:
-    """The shares, with all slices of a matrix in the first that has one of them."""
-    first, found = dict[tuple[int, int], _Share](), [_Share() for _ in shares]
-    for share, of_share in zip(shares, found, strict=True):
-        for item in share:
-            (first.setdefault(item[:2], of_share) if item.parts > 1 else of_share).append(item)
-    return [share for share in found if share]
 
 
 def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
@@ -320,14 +303,6 @@ def _share(volume: int, machine: Machine) -> int:
     return next(found, machine.shares[-1])
 
 
-def _sums_ns(item: Item, spec: Spec, machine: Machine) -> int:
-    """Nanoseconds in which the owners of a matrix's slices, ranks of one node, exchange what they add up."""
-    slicing, others = spec.slicings[item.matrix], item.parts - 1
-    assert slicing is not None, "of a slice"
-    latency = (1 + slicing.sums) * (machine.inside + machine.peer * others)
-    return latency + slicing.sums * slicing.itemsize * item.short**2 * others * 1000 // machine.link
-
-
 class _Timed(NamedTuple):
     """A bucket with its times.
 
@@ -395,11 +370,11 @@ def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
     return latency + max(near * 1000 // machine.link, far * 1000 // machine.network)
 
 
-def _step_ns(buckets: Sequence[_Timed], also: Iterable[int]) -> int:
-    """A step of these buckets, in their order, see [Note: the price of buckets]; timed on some ranks more (`also`)."""
+def _step_ns(buckets: Sequence[_Timed]) -> int:
+    """A step of these buckets, in their order, see [Note: the price of buckets]."""
     slowest = [max(one.computed, key=lambda rank: (one.computed[rank], rank)) for one in buckets]
     ranks = [
         [one.work._replace(key=at, orthogonalize=one.computed.get(rank, 0)) for at, one in enumerate(buckets)]
-        for rank in dict.fromkeys([*slowest, *also])
+        for rank in dict.fromkeys(slowest)
     ]
     return int(max(course.end for course in pipeline.run(ranks, 0, [0] * len(ranks), 0.5)))

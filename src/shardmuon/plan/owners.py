@@ -13,13 +13,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardmuon.layout.table import Ranks
-from shardmuon.plan.items import Item, Key, Policy, Spec, slice_of
+from shardmuon.plan.items import Item, Key, Spec
 from shardmuon.plan.machines import Machine
 
 _UNEVEN = 1.03  # load of the most loaded rank over the mean from which on better owners are searched for
 _BISECTIONS = 12
 _GOOD_ENOUGH = 1.01  # of the lower bound; not worth a search below
-_ABOVE_MEAN = 110  # percent of the mean load of its ranks that a matrix must take for several owners
 
 
 def draft_of(spec: Spec, param: int, matrix: int) -> Item:
@@ -51,13 +50,9 @@ def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
 
 def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_node: int) -> list[int]:
     """The owner of each matrix of a set: those without a choice first, then the costliest to the rank with least work;
-    of equal ones to that in the replica that passes on least, then on another node than the one before.
-
-    Slices go first, those of a matrix to ranks of one node.
-    """
+    of equal ones to that in the replica that passes on least, then on another node than the one before."""
     place = {rank: at for at, rank in enumerate(ranks)}
-    mates = _mates(drafts, per_node)
-    owners = [mates.get(item.key, item.owners) for item in drafts]
+    owners = [item.owners for item in drafts]
     able = {of: np.array([place[rank] for rank in of]) for of in dict.fromkeys(owners)}
     spread = {of: np.array([place[r] for r in sorted(of, key=lambda r: (r % per_node, r))]) for of in able}
     layouts = dict.fromkeys(specs[item.param].layout for item in drafts)
@@ -168,12 +163,9 @@ def each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int
     if len(replicas) < 2:
         return {}
     first, inside = set(replicas[0]), list[Item]()
-    mine = {
-        (owners, of): tuple(filter(first.__contains__, owners)) for owners, of in {(i.owners, i.parts) for i in drafts}
-    }
-    able = {key: ranks for key, ranks in mine.items() if _nodes(ranks, per_node, key[1])}
+    able = {owners: tuple(filter(first.__contains__, owners)) for owners in {item.owners for item in drafts}}
     for item in drafts:
-        ranks = able.get((item.owners, item.parts))
+        ranks = able[item.owners]
         if ranks and specs[item.param].layout.replicas == replicas:
             inside.append(item._replace(owners=ranks))
     candidates, found = {item.key: item.owners for item in drafts}, dict[Key, Item]()
@@ -182,51 +174,4 @@ def each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int
         owners = layout.keepers[layout.tiles[item.matrix][owner][0].held.piece]
         if set(owners) <= set(candidates[item.key]):
             found[item.key] = _placed(specs[item.param], item, owners)
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------------- slices
-
-
-def parted(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> list[list[Item]]:
-    """Drafts with slices in place of the matrices that may bound the step: of all of these, and of the costliest alone.
-    Empty if there are none."""
-    num, slices = policy.split_k, dict[Key, list[Item]]()
-    large = sum(draft.cost for draft in drafts) * _ABOVE_MEAN
-    able = {of for of in {draft.owners for draft in drafts if num > 1} if _nodes(of, policy.machine.per_node, num)}
-    for draft in drafts:
-        spec = specs[draft.param]
-        slicing = spec.slicings[draft.matrix] if spec.slicings else None
-        if slicing is None or draft.owners not in able or draft.cost * len(ranks) * 100 <= large:
-            continue
-        if slice_of(spec.layout.view.matrices[draft.matrix], 0, num) is not None:
-            cost = slicing.each + -(-(draft.cost - slicing.each) // num)
-            slices[draft.key] = [draft._replace(cost=cost, part=part, parts=num) for part in range(num)]
-    costs = {draft.cost for draft in drafts if draft.key in slices}
-    return [
-        [one for draft in drafts for one in (slices.get(draft.key, [draft]) if draft.cost >= least else [draft])]
-        for least in sorted({min(costs), max(costs)} if costs else ())
-    ]
-
-
-def _nodes(ranks: Ranks, per_node: int, least: int) -> dict[int, list[int]]:
-    """Number of a node -> those of these ranks in it, if they are at least so many."""
-    found: dict[int, list[int]] = {}
-    for rank in ranks:
-        found.setdefault(rank // per_node, []).append(rank)
-    return {node: mates for node, mates in found.items() if len(mates) >= least}
-
-
-def _mates(drafts: Sequence[Item], per_node: int) -> dict[Key, Ranks]:
-    """The owner of each slice: the least loaded ranks of the node to which fewest operations were given so far."""
-    found, busy, loads = dict[Key, Ranks](), Counter[int](), Counter[int]()  # of nodes, of ranks
-    firsts = [item for item in drafts if item.parts > 1 and not item.part]
-    nodes = {owners: _nodes(owners, per_node, parts) for owners, parts in {(one.owners, one.parts) for one in firsts}}
-    for first in sorted(firsts, key=lambda first: (-first.cost, first.key)):
-        node = min(nodes[first.owners], key=lambda node: (busy[node], node))
-        busy[node] += first.cost * first.parts
-        mates = sorted(nodes[first.owners][node], key=lambda rank: (loads[rank], rank))
-        for part, rank in enumerate(mates[: first.parts]):
-            found[first.param, first.matrix, part] = (rank,)
-            loads[rank] += first.cost
     return found

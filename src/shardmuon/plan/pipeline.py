@@ -29,11 +29,10 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
 
     While bucket i is orthogonalized, i + 1 is gathered and i - 1 scattered, and what was computed before is relayed.
     No circle of waits: number the exchanges of all ranks' buckets, in the order that all plan alike: the gather
-    of bucket b is b, its sums follow in their order before its scatter, which is b + 1/4, and its relay is b + 1/2. A
-    rank posts an exchange after waits for exchanges with smaller numbers only, so the one with the smallest number that
-    anybody waits for has been posted by all. There is one exception: the relay of b is posted after the waits for the
-    gather and the sums of b + 1, if that is of the same set, whose ranks have all of these and nothing in between.
-    Before a bucket of another set relays are posted first.
+    of bucket b is b, its scatter b + 1/4, and its relay b + 1/2. A rank posts an exchange after waits for exchanges
+    with smaller numbers only, so the one with the smallest number that anybody waits for has been posted by all. There
+    is one exception: the relay of b is posted after the wait for the gather of b + 1, if that is of the same set, whose
+    ranks have both and nothing in between. Before a bucket of another set relays are posted first.
 
     Args:
         relays: True for each bucket of this rank, in the plan's order, that has a relay.

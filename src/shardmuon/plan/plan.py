@@ -11,8 +11,8 @@ from shardmuon.comm.vote import digest_of
 from shardmuon.errors import ranks_text
 from shardmuon.layout.table import Ranks
 from shardmuon.plan.buckets import Chosen, Cutter, Way
-from shardmuon.plan.items import Bucket, Item, Policy, Spec, Tiles, clipped
-from shardmuon.plan.owners import draft_of, each_for_itself, parted, with_owners
+from shardmuon.plan.items import Bucket, Item, Policy, Spec
+from shardmuon.plan.owners import draft_of, each_for_itself, with_owners
 from shardmuon.texts import table
 
 _NO_GAIN = 102  # percent of another way that the simpler one may cost
@@ -61,16 +61,6 @@ class Plan:
                 said[self.specs[item.param].layout.ranks].append((place[item.param], item[1:-1]))
         return {ranks: digest_of(of_set) for ranks, of_set in said.items()}
 
-    def tiles_of(self, item: Item) -> Tiles:
-        """Tiles of a matrix or a slice: rank -> its tiles in storage order."""
-        spec = self.specs[item.param]
-        of_matrix = spec.layout.tiles[item.matrix]
-        if item.parts == 1:
-            return of_matrix
-        box = item.box(spec)
-        inside = ((rank, clipped(tiles, box)) for rank, tiles in of_matrix.items())
-        return {rank: tiles for rank, tiles in inside if tiles}
-
     def loads(self) -> dict[int, int]:
         """rank -> floating point operations of its products in one step."""
         loads = {rank: 0 for spec in self.specs for rank in spec.layout.ranks}
@@ -96,8 +86,7 @@ def _rows(plan: Plan) -> str:
             spec = plan.specs[item.param]
             name = spec.name if len(spec.layout.view.matrices) == 1 else f"{spec.name}[{item.matrix}]"
             owners, held = ",".join(map(str, item.owners)), f"ranks {ranks_text(tuple(spec.layout.tiles[item.matrix]))}"
-            part = f" {item.part + 1}/{item.parts}" if item.parts > 1 else ""
-            rows.append((name, f"{item.rows}x{item.cols}{part}", item.route, owners, str(number), item.how, held))
+            rows.append((name, f"{item.rows}x{item.cols}", item.route, owners, str(number), item.how, held))
     return table(rows)
 
 
@@ -107,7 +96,7 @@ def _balance(plan: Plan) -> list[str]:
     if any(loads.values()):
         mean = sum(loads.values()) / len(loads)
         lines.append(
-            f"{sum(not item.part for item in plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank "
+            f"{len(plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank "
             f"{max(loads.values()) / mean:.2f}x of the mean {mean / 1e9:.2f} GFLOP a step"
         )
     idle = tuple(rank for rank, flops in loads.items() if not flops)
@@ -123,22 +112,10 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
         matrices = range(len(spec.layout.view.matrices))
         sets.setdefault(spec.layout.ranks, []).extend(draft_of(spec, param, matrix) for matrix in matrices)
     cutter = Cutter(specs, policy)
-    ways = [_cheapest(specs, cutter, drafts, ranks, policy) for ranks, drafts in sets.items()]
+    ways = [_settled(specs, cutter, drafts, ranks, policy) for ranks, drafts in sets.items()]
     items = sorted((item for way in ways for item in way.items), key=lambda item: item.key)
     choices = tuple(choice for way in ways for choice in way.choices)
     return Plan(tuple(specs), tuple(items), tuple(cutter.in_order(items, ways)), (), choices, policy)
-
-
-def _cheapest(specs: Sequence[Spec], cutter: Cutter, drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> Way:
-    """The matrices of a set, whole or split among owners, by price."""
-    whole = _settled(specs, cutter, drafts, ranks, policy)
-    split = [_settled(specs, cutter, parts, ranks, policy) for parts in parted(specs, drafts, ranks, policy)]
-    if not split:
-        return whole
-    best = min(split, key=lambda way: way.ns)
-    num = sum(item.parts > 1 and not item.part for item in best.items)
-    texts = f"{num} matrices have one owner each", f"{num} matrices are split among {policy.split_k} owners each"
-    return _by_price((whole, best), texts, ("whole", "split"), 0, ranks, policy)
 
 
 def _settled(specs: Sequence[Spec], cutter: Cutter, drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> Way:

@@ -118,9 +118,6 @@ class Program:
         batches, batch_numel: What this rank owns, and the elements of the buffer that holds it.
         own: Tiles of what it owns, in that buffer.
         gather, scatter, relay: The exchanges; no relay if nobody in the bucket needs one.
-        sums: Exchanges between gather and scatter, in which owners of slices add up what they made.
-        mates: Number of each item that is a slice and owned here -> owner of each slice of its matrix. In one order on
-            all ranks.
     """
 
     bucket: Bucket
@@ -131,8 +128,6 @@ class Program:
     gather: Wire
     scatter: Wire
     relay: Wire | None
-    sums: int
-    mates: dict[int, Ints]
 
     @property
     def num_owned(self) -> int:
@@ -165,9 +160,8 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
 
     def in_batch(item: Item, tile: Tile) -> BufferPlace:
         """Place of a tile of an owned matrix among the batches."""
-        box = item.box(plan.specs[item.param])
-        steps = zip(tile.start, box.start, box.strides, strict=True)
-        return BufferPlace(slots[item] + sum((at - first) * stride for at, first, stride in steps), box.strides)
+        offset, strides = tile.in_matrix(plan.specs[item.param].layout.view)
+        return BufferPlace(slots[item] + offset, strides)
 
     def copies(parts: _Packed) -> tuple[Copy, ...]:
         """Copies between a wire and the batches."""
@@ -185,7 +179,6 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
         out, back = (_packed(ways, side, bucket) for side in ("relayed", "idle"))
         passed = _passed(scatter.tiles, out.loads)
         relay = Wire(out.splits, back.splits, back.loads, copies(out), passed, out.kept, back.kept)
-    sums, mates = _sums(plan, numbers, rank)
     return Program(
         bucket=bucket,
         rank=rank,
@@ -195,29 +188,13 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
         gather=gather,
         scatter=scatter,
         relay=relay,
-        sums=sums,
-        mates=mates,
     )
 
 
-def _sums(plan: Plan, numbers: Sequence[int], rank: int) -> tuple[int, dict[int, Ints]]:
-    """`Program.sums` and `Program.mates` of a bucket with these items."""
-    most, found = 0, dict[int, Ints]()
-    for number in sorted(numbers):
-        item = plan.items[number]
-        slicing = plan.specs[item.param].slicings[item.matrix] if item.parts > 1 else None
-        if slicing is not None:
-            most = max(most, 1 + slicing.sums)
-            if rank in item.owners:
-                replica, slices = item.owners.index(rank), plan.items[number - item.part :][: item.parts]
-                found[number] = tuple(one.owners[replica] for one in slices)
-    return most, found
-
-
-def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, int, str, int]:
+def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
     """Sort key of a bucket's items, in batches and on wires."""
     item = plan.items[number]
-    return *item.shape, item.how, item.parts, plan.specs[item.param].batch, number
+    return item.rows, item.cols, item.how, plan.specs[item.param].batch, number
 
 
 def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batch], dict[Item, int]]:
@@ -236,7 +213,8 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batc
 
 def _route(plan: Plan, item: Item, rank: int, ways: _Ways) -> bool:
     """Note what a rank sends and gets of a matrix. Returns True if its bucket needs the relay."""
-    layout, tiles = plan.specs[item.param].layout, plan.tiles_of(item)
+    layout = plan.specs[item.param].layout
+    tiles = layout.tiles[item.matrix]
     if item.route == "local":
         ways["own", rank] += [_Part(item, tile) for tile in _in_order(tiles.get(rank, ()))]
         return False

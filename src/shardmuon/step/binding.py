@@ -27,9 +27,9 @@ from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
 from shardmuon.momentum.stores import BLOCK, GAMMA, mix_
 from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize import default_dtype
-from shardmuon.orthogonalize.choice import Choice, Chooser, Task, can_slice, is_narrow, slice_costs, work
+from shardmuon.orthogonalize.choice import Choice, Chooser, Task, is_narrow, work
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
-from shardmuon.plan.items import Bucket, Kept, Policy, Slicing, Spec
+from shardmuon.plan.items import Bucket, Kept, Policy, Spec
 from shardmuon.plan.machines import machine_of
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
@@ -276,10 +276,9 @@ def bound(
         members.append(Member(param, number, one.name, one.identity, engine, engine.signature(param)))
         if keeper.dtype == "int8":
             check_blocks(one.name, layout)
-            spec = spec._replace(slicings=())  # a slice may cut such a block
         specs.append(spec)
     machine, alike = exchange.machine or machine_of(table.stamps.values()), len(set(table.stamps.values())) < 2
-    plan = make_plan(specs, Policy(exchange.bucket_bytes, machine, config.orthogonalizer.split_k, each=alike))
+    plan = make_plan(specs, Policy(exchange.bucket_bytes, machine, each=alike))
     plan = replace(plan, notes=notes)
     planned = ["" if of_options is None else of_options.planned for of_options in options]
     return Binding(rank, table, plan, tuple(members), settings, planned, chooser.device)
@@ -336,13 +335,11 @@ def make_spec(
         task = Task(*shape, settings.coefficients, chooser.device or device)
         choice = chooser.choice(task)
         size = _itemsize(choice, chooser, wire)
-        cuts = Slicing(*slice_costs(choice, task)) if not settings.stages and can_slice(choice, task) else None
-        made[shape] = str(choice), work(choice, *task), size, choice.reason, cuts
-    columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 5
-    hows, costs, sizes, reasons, slicings = columns
+        made[shape] = str(choice), work(choice, *task), size, choice.reason
+    columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4
+    hows, costs, sizes, reasons = columns
     kept = tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(settings.stages))
-    slicings = slicings if any(slicings) else ()
-    return Spec(name, layout, hows, costs, settings.batch, device.type, sizes, kept, reasons, slicings)
+    return Spec(name, layout, hows, costs, settings.batch, device.type, sizes, kept, reasons)
 
 
 def check_blocks(name: str, layout: ParamLayout) -> None:

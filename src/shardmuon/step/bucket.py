@@ -1,29 +1,27 @@
 """The buckets of a step on one rank, from momentum to weights: while one is orthogonalized, the next one travels.
 
-`run_buckets` takes them in turns; `run_owners` is one bucket from its first line to its last: gather, orthogonalize
-(with sums in between, where slices of a matrix have several owners), scatter, relay. Exchanges are handed in, so real
-ranks and simulated ones run the same lines.
+`run_buckets` takes them in turns; `run_owners` is one bucket from its first line to its last: gather, orthogonalize,
+scatter, relay. Exchanges are handed in, so real ranks and simulated ones run the same lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import exact_products
 from shardmuon.comm.groups import Pending, Traffic, group_for, start
 from shardmuon.errors import HALF_DONE, ExchangeError, named, ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import Summing, default_dtype, orthogonalize, sliced
+from shardmuon.orthogonalize import default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Plan
-from shardmuon.plan.program import Batch, Copy, Program, Wire, aligned
+from shardmuon.plan.program import Batch, Copy, Program, Wire
 from shardmuon.step.stages import BatchStages, KeptSide, finish, sides_of_batches
 from shardmuon.step.update import Side, Work, apply_results, update_momentum
 from shardmuon.texts import listed
@@ -94,7 +92,7 @@ class Bound:
 
     def __str__(self) -> str:
         bucket, plan = self.program.bucket, self.plan
-        items = [plan.items[number] for number in bucket.items if not plan.items[number].part]
+        items = [plan.items[number] for number in bucket.items]
         named = listed([f"{plan.specs[item.param].name} {item.rows}x{item.cols}" for item in items])
         return f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)} (ranks {ranks_text(bucket.ranks)}: {named})"
 
@@ -139,8 +137,7 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
                 group = group_for(bound.program.bucket.ranks) if bound.moves else None
                 runs[i] = run_owners(bound, work, kernel, partial(start, group, traffic))
                 traffic.orthogonalized += bound.num_owned
-            for _ in range(1 + bound.program.sums if turn == "compute" else 1):
-                next(runs[i], None)  # its last turn ends it
+            next(runs[i], None)  # its last turn ends it
         except ExchangeError:
             raise
         except Exception as error:
@@ -167,8 +164,6 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     yield
     if gathers:
         _copy(gather.copies, pending.pop().wait(), batches)
-    if program.sums:
-        yield from _orthogonalize_slices(bound, work, kernel, batches, exchange)
     _orthogonalize(bound, work, kernel, batches)
     if gathers:
         pending.append(exchange(_results(bound, scatter, bound.told, work, batches), scatter.sent, scatter.came))
@@ -232,10 +227,7 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
     """Put orthogonalized matrices in the place of those owned here."""
     waiting: list[BatchStages] = []
     for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
-        item = bound.plan.items[batch.items[0]]
-        if item.parts > 1:
-            continue
-        settings, x = work.settings[item.param], _matrices(batch, batches)
+        settings, x = work.settings[bound.plan.items[batch.items[0]].param], _matrices(batch, batches)
         stages, fed, unit, overwrite = None, x, False, True
         if settings.stages:
             stages = BatchStages(settings.stages, sides, work.kept, x)
@@ -247,7 +239,6 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
             settings.coefficients,
             method=choice.method,
             dtype=choice.dtype,
-            split_k=choice.split_k,
             watch=kernel.watch,
             overwrite=overwrite,
             unit=unit,
@@ -266,66 +257,3 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
 
 def _matrices(batch: Batch, batches: Tensor) -> Tensor:  # (B, rows, cols)
     return batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
-
-
-# -------------------------------------------------------------------------------------- slices with owners of their own
-
-
-def _orthogonalize_slices(
-    bound: Bound, work: Work, kernel: Kernel, batches: Tensor, exchange: Exchange
-) -> Iterator[None]:
-    """Put results in the place of the slices owned here. All ranks of the bucket exchange as often, also those without
-    a slice. See `orthogonalize`, [Note: slices of the long side]."""
-    program, ranks = bound.program, bound.program.bucket.ranks
-    slots = {
-        number: (x, choice)
-        for batch, choice in zip(program.batches, bound.choices, strict=True)
-        for number, x in zip(batch.items, _matrices(batch, batches).unbind(0), strict=True)
-    }
-    runs: dict[int, Summing] = {}
-    for number in program.mates:
-        item, (x, choice) = bound.plan.items[number], slots[number]
-        run = sliced(
-            [x],
-            (item.rows, item.cols),
-            work.settings[item.param].coefficients,
-            method=choice.method,
-            dtype=choice.dtype,
-            watch=kernel.watch,
-        )
-        with exact_products(batches.device):
-            runs[number] = Summing(run)
-    for _ in range(program.sums):
-        said = {n: _as_bytes(run.said[0], bound.device) for n, run in runs.items() if run.said is not None}
-        ways = [(to, n) for to in ranks for n in said if to in program.mates[n] and to != program.rank]
-        splits = tuple(sum(len(said[n]) for other, n in ways if other == to) for to in ranks)
-        nothing = torch.empty(0, dtype=torch.uint8, device=bound.device)
-        pending = [exchange(torch.cat([nothing, *(said[n] for _, n in ways)]), splits, splits)]
-        yield
-        came = pending.pop().wait().split([len(said[n]) for _, n in ways])
-        with exact_products(batches.device):
-            _hear(program, runs, dict(zip(ways, came, strict=True)))
-        del came  # the next one needs room
-    for number, one in runs.items():
-        (found,) = one.results
-        slots[number][0].copy_(found)
-
-
-def _as_bytes(value: Tensor, device: torch.device) -> Tensor:  # 1-D
-    """The bytes of a tensor, filled up so that the next one is aligned."""
-    found = value.contiguous().view(-1).view(torch.uint8).to(device)
-    padding = aligned(len(found), 1) - len(found)
-    return torch.cat([found, found.new_zeros(padding)]) if padding else found
-
-
-def _hear(program: Program, runs: Mapping[int, Summing], came: dict[tuple[int, int], Tensor]) -> None:
-    """Go on with what came from the owners of other slices: (rank, item) -> bytes."""
-    for number, run in runs.items():
-        if run.said is not None:
-            mine, ranks = run.said[0], program.mates[number]
-            others = {
-                rank: came[rank, number].narrow(0, 0, mine.nbytes).view(mine.dtype).view(mine.shape).to(mine.device)
-                for rank in ranks
-                if rank != program.rank
-            }
-            run.hear([others.get(rank, mine) for rank in ranks])

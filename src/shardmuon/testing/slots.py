@@ -91,7 +91,7 @@ def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
     y.copy_(batch / torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp(min=1e-30))
     y = products.rounded_(y)
     tall = y.shape[-2] > y.shape[-1]
-    gram = products.symmetric_mm(*((y.mT, y) if tall else (y, y.mT)), out=square_of(y, tall))
+    gram = products.symmetric_mm(*((y.mT, y) if tall else (y, y.mT)), out=square_of(y))
     poly = products.symmetric_addmm(gram, gram, gram, beta=-4.775, alpha=2.0315, out=square_of(gram))
     left, right = (y, poly) if tall else (poly, y)
     result, summed = (empty_batch(y.shape, y.dtype, y.device) for _ in range(2))
