@@ -24,7 +24,7 @@ from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict
 from shardmuon.layout import bind
 from shardmuon.layout.engines import engine_of
 from shardmuon.orthogonalize import ITERATIONS
-from shardmuon.step import bucket, stages, update
+from shardmuon.step import batch, stages, update
 from shardmuon.step.options import Scales
 from shardmuon.step.stages import WeightSet
 from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on, parameters
@@ -105,7 +105,7 @@ def buffer_of(job: Job, name: str) -> Tensor:
 Plant = Callable[[Job], AbstractContextManager[object]]
 
 
-def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int | None = None) -> Plant:
+def replaced(name: str, make: Callable[[Any], Any], on: Any = update, rank: int | None = None) -> Plant:
     """Replace a function of the step by `make(the original)`, on one rank or on all."""
 
     def plant(job: Job) -> AbstractContextManager[object]:
@@ -286,11 +286,12 @@ def _other_dim(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
 def _rows_left(self: MuonEq, x: Tensor) -> None:
     _MUON_EQ(self, x)
     x[:, 0] *= 3
+    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True))
 
 
 def _one_by_one(stages: Sequence[Any], xs: Sequence[Tensor], kept: Mapping[str, Sequence[Tensor]]) -> None:
     for stage in stages:
-        for at, x in enumerate(matrix for batch in xs for matrix in batch.split(1)):
+        for at, x in enumerate(matrix for of_shape in xs for matrix in of_shape.split(1)):
             x.copy_(stage.run(x, kept[stage.key][at].unsqueeze(0) if stage.key else x.new_empty(1, 0)))
 
 
@@ -301,7 +302,7 @@ def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
     def plant(job: Job) -> Iterator[None]:
         with (
             mock.patch.object(stage, "run_" if issubclass(stage, BeforeStage) else "run", run),
-            mock.patch.object(stages, "scaled_", _one_by_one),
+            mock.patch.object(batch, "scaled_", _one_by_one),
         ):
             yield
 

@@ -51,7 +51,7 @@ from shardmuon.auditing.report import AuditReport
 from shardmuon.layout import table
 from shardmuon.layout.pieces import Held, Tile
 from shardmuon.layout.views import MatrixView
-from shardmuon.step import bucket
+from shardmuon.step import update
 from shardmuon.step.binding import fingerprint
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, mesh_of, parameters
@@ -457,8 +457,8 @@ def pipelined() -> tuple[int, str | None, list[int]]:
         for p, t in zip(params, full, strict=True):
             p.grad = distribute_tensor(t.sin() + step, mesh, [Shard(0)], src_data_rank=None)
         faulty = step == 1 and rank >= 2
-        change = (lambda x, *a, **k: x.clone()) if faulty else bucket.orthogonalize
-        with mock.patch.object(bucket, "orthogonalize", change):
+        change = (lambda x, *a, **k: x.clone()) if faulty else update.orthogonalize
+        with mock.patch.object(update, "orthogonalize", change):
             try:
                 optimizer.step()
             except AuditError as caught:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 import shardmuon._torch as torch_symbols
 import shardmuon.core as core
 import shardmuon.layout.bind as binding
-import shardmuon.step.bucket as buckets
+import shardmuon.step.update as buckets
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
 from shardmuon.comm import vote as votes
 from shardmuon.orthogonalize import ITERATIONS
@@ -678,7 +678,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         "launches",
     ),
     "a send buffer with gaps": (
-        lambda: _in("shardmuon.step.bucket", "start", _strided_send),
+        lambda: _in("shardmuon.step.update", "start", _strided_send),
         CONFIGS["standard"],
         8,
         "NCCL takes contiguous",

@@ -36,13 +36,10 @@ from shardmuon.plan.items import Kept, Policy, Spec
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import KeptLoad
 from shardmuon.step import stages as weights_module
+from shardmuon.step.batch import BatchStages, finish
 from shardmuon.step.options import settings_of
-from shardmuon.step.stages import (
-    BatchStages,
-    KeptSide,
-    finish,
-    weight_sets,
-)
+from shardmuon.step.stages import weight_sets
+from shardmuon.step.update import KeptSide
 from shardmuon.variants import VARIANTS, BeforeStage, Stages, keeping, stages_of
 
 ORDERS = [names for count in range(1, len(VARIANTS) + 1) for names in itertools.permutations(VARIANTS, count)]
@@ -146,15 +143,6 @@ def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtyp
     assert all(torch.equal(one[0].view(torch.int32), b) for one, b in zip(heard, bits, strict=True))
 
 
-def _alone(stages: Stages, x: Tensor, stored: Sequence[Tensor]) -> BatchStages:
-    """The stages of a batch of matrices of one shape, each a parameter with what is `stored` of each."""
-    layout = replicated(kept_view(matrix_view(x.shape[1:]), [stored[0].shape[-1]]), (0,))
-    spec = Spec("p", layout, ("",), (1,), kept=(Kept(layout, True),))
-    plan = Plan((spec,) * len(x), (), ())
-    loads = [KeptLoad(param, 0, layout.tiles[0][0][0], 0, 0) for param in range(len(x))]
-    return BatchStages(stages, [KeptSide(plan, loads)], [[one] for one in stored], x)
-
-
 def test_batches_that_wait_for_each_other_have_the_bits_of_each_alone() -> None:
     """Several shapes, dtypes and stages in one call, as on accelerators, have the bits of each alone."""
     results: list[tuple[list[BatchStages], list[list[Tensor]]]] = []
@@ -167,12 +155,14 @@ def test_batches_that_wait_for_each_other_have_the_bits_of_each_alone() -> None:
             ((1, 4, 4), 0.5, torch.float32),
             ((2, 6, 9), 0.9, torch.float32),
         ]:
-            stored = [torch.rand(1, max(shape[1:])) for _ in range(shape[0])]
-            stages = _alone(stages_of({"variant": "normuon", "beta2": beta2}), torch.zeros(shape, dtype=dtype), stored)
+            stored = [torch.rand(max(shape[1:])) for _ in range(shape[0])]
+            stages = BatchStages(
+                stages_of({"variant": "normuon", "beta2": beta2}), [stored], torch.zeros(shape, dtype=dtype)
+            )
             stages.out = torch.randn(shape)
             batches.append(stages)
             kept.append(stored)
-        batches.append(BatchStages((), [], [], torch.randn(2, 3, 5)))
+        batches.append(BatchStages((), [], torch.randn(2, 3, 5)))
         results.append((batches, kept))
     together, apart = results
     finish(together[0])
@@ -202,7 +192,7 @@ def test_stages_before_run_in_their_order_where_the_batch_is_or_in_fp32(products
     x = torch.randn(2, 3, 4).to(torch.bfloat16)
     wide = products == torch.float32
     given = x.clone()
-    found, unit = BatchStages((_Scaled(2.0), _Scaled(3.0)), [], [], given).before(products)
+    found, unit = BatchStages((_Scaled(2.0), _Scaled(3.0)), [], given).before(products)
     expected = x.to(torch.float32 if wide else x.dtype).mul(2).add_(1).mul_(3).add_(1)
     assert torch.equal(found, expected) and unit
     assert found.dtype == expected.dtype and (found is given) != wide
@@ -210,15 +200,15 @@ def test_stages_before_run_in_their_order_where_the_batch_is_or_in_fp32(products
 
 def test_a_batch_without_stages_before_is_handed_on() -> None:
     x = torch.randn(2, 3, 4)
-    found, unit = _alone(stages_of({"variant": "normuon"}), x, [torch.zeros(1, 4)] * 2).before(torch.float32)
+    found, unit = BatchStages(stages_of({"variant": "normuon"}), [[torch.zeros(4)] * 2], x).before(torch.float32)
     assert found is x and not unit
 
 
 def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matrix_has() -> None:
     x, half, other = torch.randn(2, 3, 4), torch.bfloat16, torch.float16
-    staged = _alone(stages_of({"variant": "normuon"}), x, [torch.zeros(1, 4)] * 2)
+    staged = BatchStages(stages_of({"variant": "normuon"}), [[torch.zeros(4)] * 2], x)
     assert staged.may_take(half, half) and not staged.may_take(half, other)
-    assert BatchStages((), [], [], x).may_take(half, other)
+    assert BatchStages((), [], x).may_take(half, other)
 
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:

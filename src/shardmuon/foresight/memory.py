@@ -1,6 +1,6 @@
 """The highest point of a step's memory: buffers in flight, batches, and what orthogonalizing takes.
 
-What a bucket keeps and when it lets go follows step/bucket.py. What orthogonalizing takes is not a formula: the code
+What a bucket keeps and when it lets go follows step/update.py. What orthogonalizing takes is not a formula: the code
 itself runs on tensors without data, and their storages are counted.
 """
 
@@ -114,7 +114,7 @@ def peak_bytes(
 
 
 class _Moves(NamedTuple):
-    """Bytes that each turn of a bucket takes (above 0) and lets go, in the order of step/bucket.py."""
+    """Bytes that each turn of a bucket takes (above 0) and lets go, in the order of step/update.py."""
 
     weights: torch.dtype
     device: str

@@ -1,9 +1,7 @@
-"""Stages of variants in a step: on batches of whole matrices at owners, and on weights, by norms of whole matrices.
+"""Stages of variants on weights, by norms of whole matrices. See [Note: stages] in variants/base.py.
 
-See [Note: stages] and [Note: what a stage keeps] in variants/base.py. Stages read and write what this rank stores of
-what they keep; owners tell others from there, and others write there what they hear. A stage on weights takes the norm
-of every whole matrix by one sum over ranks, then multiplies by a factor for each; a `WeightSet` gives what a rank adds
-and is handed the sums, which `begin_weights` and `finish_weights` make.
+A stage on weights takes the norm of every whole matrix by one sum over ranks, then multiplies by a factor for each; a
+`WeightSet` gives what a rank adds and is handed the sums, which `begin_weights` and `finish_weights` make.
 
 [Note: norms of whole matrices]
     Squares are summed in fp64, by the first of the ranks that keep a piece; the ranks that share a parameter add up
@@ -33,140 +31,11 @@ from shardmuon.comm.groups import Traffic, group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, level_of_the_caller, naming, ranks_text
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints, row_major
-from shardmuon.orthogonalize import empty_batch
 from shardmuon.plan.plan import Plan
-from shardmuon.plan.program import BufferPlace, KeptLoad, Load, Program
-from shardmuon.step.update import Side, Stored, Work
+from shardmuon.plan.program import BufferPlace, KeptLoad, Load
+from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
-from shardmuon.variants import AfterStage, BeforeStage, Stages, WeightStage, keeping, scaled_
-
-
-class KeptSide:
-    """Numbers that stages keep of some matrices, in this rank's storage of them, and on a wire if they travel. Kept
-    from step to step; holds no tensor."""
-
-    def __init__(self, plan: Plan, loads: Sequence[KeptLoad]) -> None:
-        self._loads = tuple(loads)
-        views = [plan.specs[load.param].kept[load.number].layout.view for load in loads]
-        tiles = [Load(at, load.tile, BufferPlace(0, row_major(load.tile.sizes))) for at, load in enumerate(loads)]
-        self._side = Side(tiles, views, [()] * len(tiles))
-
-    def of(self, stored: Stored) -> list[Tensor]:  # 1-D each, fp32
-        """Kept numbers of each matrix, as views of this rank's storage."""
-        tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
-        return [tile.view(-1) for tile in tiles]
-
-    def tell(self, stored: Stored, wire: Tensor) -> None:
-        """Write the kept numbers to the wire, bit for bit."""
-        targets = [wire.narrow(0, load.start, load.size) for load in self._loads]
-        foreach_copy_(targets, [_as_elements(numbers, wire) for numbers in self.of(stored)])
-
-    def hear(self, wire: Tensor, stored: Stored) -> None:
-        """Store the numbers that came on the wire."""
-        # one copy into memory of its own, for a slot may begin where no fp32 number may
-        came = torch.cat([wire.narrow(0, load.start, load.size) for load in self._loads]).view(torch.float32)
-        sizes = [load.size * wire.element_size() // came.element_size() for load in self._loads]
-        targets = self.of(stored)
-        numbers = zip(came.split(sizes), targets, strict=True)
-        foreach_copy_(targets, [one.narrow(0, 0, len(target)) for one, target in numbers])
-
-
-def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of the wire's dtype
-    """The same bits as elements of a wire, which only moves them."""
-    padding = -len(numbers) % -(-wire.element_size() // numbers.element_size())
-    whole = torch.cat([numbers, numbers.new_zeros(padding)]) if padding else numbers.contiguous()
-    return whole.view(wire.dtype).to(wire.device)
-
-
-def sides_of_batches(plan: Plan, program: Program) -> list[list[KeptSide]]:
-    """Local storage of the numbers kept of matrices: one side for each batch and each `Spec.kept` of its matrices."""
-    found = []
-    for batch in program.batches:
-        items = [plan.items[number] for number in batch.items]
-        sides = []
-        for number in range(len(plan.specs[items[0].param].kept)):
-            tiles = [plan.specs[i.param].kept[number].layout.tiles[i.matrix][program.rank][0] for i in items]
-            loads = [KeptLoad(item.param, number, tile) for item, tile in zip(items, tiles, strict=True)]
-            sides.append(KeptSide(plan, loads))
-        found.append(sides)
-    return found
-
-
-class BatchStages:
-    """The stages of a batch in one step.
-
-    Args:
-        stages: Stages of its matrices.
-        sides: Storage of what they keep, one for each of `keeping(stages)`.
-        stored: This step's storages.
-        place: The batch, and where results go: (B, rows, cols) in slots, of the wire's dtype.
-
-    Attributes:
-        out: The results before stages after; may be `place`.
-        after: Stages after the orthogonalization.
-        kept: Key -> of each matrix what its stages keep, fp32, where the batch is; changed in place.
-    """
-
-    def __init__(self, stages: Stages, sides: Sequence[KeptSide], stored: Stored, place: Tensor) -> None:
-        self.place = self.out = place
-        self._before = [stage for stage in stages if isinstance(stage, BeforeStage)]
-        self.after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
-        self.kept: dict[str, Sequence[Tensor]] = {}
-        self._moved: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []  # storage elsewhere, and what is here
-        for stage, side in zip(keeping(stages), sides, strict=True):
-            if isinstance(stage, WeightStage):
-                continue
-            rows: Sequence[Tensor] = side.of(stored)
-            if rows[0].device != place.device:
-                here = torch.stack(list(rows)).to(place.device).unbind(0)
-                self._moved.append((rows, here))
-                rows = here
-            self.kept[stage.key] = rows
-
-    def before(
-        self,
-        products: torch.dtype | None,  # None: torch.optim.Muon's
-    ) -> tuple[Tensor, bool]:  # (B, rows, cols) in slots, and True if their norms are 1
-        """Run the stages that come before the orthogonalization, on a CPU one matrix after the other. They overwrite
-        the batch, unless products have another dtype than its half precision."""
-        x = self.place
-        if self._before and x.dtype in (torch.bfloat16, torch.float16) and products not in (None, x.dtype):
-            x = empty_batch(x.shape, torch.float32, x.device)
-            foreach_copy_([x], [self.place])
-        for matrices in x.split(1) if x.device.type == "cpu" else (x,):
-            for stage in self._before:
-                stage.run_(matrices)
-        return x, bool(self._before)
-
-    def may_take(self, fed: torch.dtype, products: torch.dtype) -> bool:
-        """True if results may take the place of what was fed, and so its dtype. A batch of one matrix has that of the
-        products, and what a stage computes in must not depend on the batch, which is another one on every layout."""
-        return fed == products or not self.after
-
-    def settle(self) -> None:
-        """Put results where they go, and what stages have changed, where storage is elsewhere."""
-        if self.out is not self.place:
-            self.place.copy_(self.out)
-        for stored, here in self._moved:
-            foreach_copy_(stored, here)
-
-
-def finish(batches: Sequence[BatchStages]) -> None:
-    """Run the stages after, on all batches that have the same ones together, and put results where they go: see
-    [Note: matrices together] in variants/norms.py."""
-    together: dict[tuple[tuple[AfterStage, ...], torch.dtype], list[BatchStages]] = {}
-    for one in batches:
-        if one.after:
-            one.out = one.out.to(torch.promote_types(one.out.dtype, one.place.dtype))
-            together.setdefault((one.after, one.out.dtype), []).append(one)
-    for (after, _), alike in together.items():
-        kept: Mapping[str, Sequence[Tensor]] = {
-            stage.key: [row for one in alike for row in one.kept[stage.key]] for stage in after if stage.key
-        }
-        scaled_(after, [one.out for one in alike], kept)
-    for one in batches:
-        one.settle()
-
+from shardmuon.variants import Stages, WeightStage, keeping
 
 _PART = 1 << 17  # elements: CPUs copy what they sum to fp64 first, and so many stay in cache
 

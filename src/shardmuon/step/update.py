@@ -1,13 +1,14 @@
-"""Everything that a step does element by element to this rank's storages: momentum, weights, AdamW.
+"""The update of a step on one rank, once all ranks have agreed: buckets from momentum to weights, then AdamW.
 
-Muon's momentum and weights are updated through tiles of a program, views of this step's tensors and of a buffer, alike
-ones in one call. Nothing is communicated or orthogonalized here. Each of weights, gradients and momentum may have its
+`run_buckets` takes buckets in turns: while one is orthogonalized, the next one travels. `run_owners` is one bucket from
+its first line to its last: gather, orthogonalize, scatter, relay. Exchanges are handed in, so real ranks and simulated
+ones run the same lines. Behind it stand the tiles that it moves and changes (views of this step's tensors and of a
+buffer, alike ones in one call), and the rules that change them. Each of weights, gradients and momentum may have its
 own dtype and lie on another device than the buffers.
 
-Muon's rules (momentum, weight decay, apply) stand behind the tiles. Each takes lists of views of local storage and
-changes those whose names end in an underscore. The operations give each element the same bits wherever it stands in a
-shard (checked by tests): fp32 `lerp`, `mul` and `add` do, half precision `add` with `alpha` does not on CPUs, so
-half-precision weights are updated in fp32 and rounded once.
+The rules take lists of views of local storage and change those whose names end in an underscore. The operations give
+each element the same bits wherever it stands in a shard (checked by tests): fp32 `lerp`, `mul` and `add` do, half
+precision `add` with `alpha` does not on CPUs, so half-precision weights are updated in fp32 and rounded once.
 
 [Note: one form of AdamW]
     Parameters that are not matrices are stepped by torch's own functional AdamW, on local shards, with torch's state
@@ -42,24 +43,283 @@ from shardmuon._torch import (
     foreach_to,
     is_dense,
 )
+from shardmuon.comm.groups import Pending, Traffic, group_for, start
+from shardmuon.errors import HALF_DONE, ExchangeError, named, ranks_text
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.pieces import Patch, Tile
-from shardmuon.layout.views import Ints, MatrixView
+from shardmuon.layout.views import Ints, MatrixView, row_major
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.momentum.stores import BLOCK, Rounding, Stream, round_patch, step_stored_
 from shardmuon.options import ADAMW_DEFAULTS, WeightDecayMode
-from shardmuon.plan.program import Load
+from shardmuon.orthogonalize import default_dtype, orthogonalize
+from shardmuon.orthogonalize.choice import Choice
+from shardmuon.orthogonalize.gram import FiniteWatch
+from shardmuon.plan.pipeline import turns
+from shardmuon.plan.plan import Plan
+from shardmuon.plan.program import Batch, BufferPlace, Copy, KeptLoad, Load, Program, Wire
+from shardmuon.step.batch import BatchStages, finish
 from shardmuon.step.options import Settings
+from shardmuon.texts import listed
 from shardmuon.variants import KEPT_KEYS
+
+_CPU = torch.device("cpu")
+_WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+Stored = Sequence[Sequence[Tensor]]  # of each parameter and each of its `Spec.kept`, what this rank stores of it; fp32
+Exchange = Callable[[Tensor, Ints, Ints], Pending]  # what goes to each rank, and how much to and from each
+
+
+@dataclass
+class Work:
+    """Tensors of this step for each parameter of a plan; None for those without a gradient, here and on all ranks.
+
+    Attributes:
+        weights, grads, momenta: This rank's storage for each parameter.
+        settings: Settings of each parameter's group.
+        kept: For each parameter, this rank's storage for each of its `Spec.kept`.
+        rounding: Number of a parameter -> its random bits, for those that are rounded at random.
+    """
+
+    weights: list[Tensor | None]
+    grads: list[Tensor | None]
+    momenta: list[Tensor | None]
+    settings: list[Settings]
+    kept: list[tuple[Tensor, ...]] = field(default_factory=list)
+    rounding: dict[int, Rounding] = field(default_factory=dict)
+
+
+class Kernel(NamedTuple):
+    """Means to orthogonalize the matrices of all buckets.
+
+    Attributes:
+        device: Device that orthogonalizes; None: that of a bucket's wires.
+        watch: See `orthogonalize`.
+    """
+
+    device: torch.device | None = None
+    watch: FiniteWatch | None = None
+
+
+class Bound:
+    """A program with the sides that it has on this rank. Kept from step to step; holds no tensor.
+
+    Args:
+        plan: The plan.
+        program: One of its programs.
+        shapes: Shape of this rank's storage of each parameter.
+        device: Device of its wires.
+
+    Attributes:
+        dtype: Of what travels, and of batches.
+        num_owned: Matrices that are orthogonalized here.
+        moves: True if anything travels.
+        choices: How each batch is orthogonalized.
+        like_torch: See `apply_results`.
+        own, gathered, scattered, late: Tiles of matrices owned here, that the gather sends, that the scatter brings,
+            that the relay brings.
+        held: What changes as soon as the scatter has come.
+        kept: What stages keep of each batch.
+        told, heard: What stages keep, as each exchange has it; of what comes behind the scatter `told_on`,
+            `heard_late`.
+    """
+
+    def __init__(self, plan: Plan, program: Program, shapes: Sequence[Ints], device: torch.device = _CPU) -> None:
+        self.plan, self.program, self.device = plan, program, device
+        self.dtype, self.num_owned = _WIRES[program.bucket.itemsize], program.num_owned
+        self.moves = program.bucket.exchange
+        self.choices = [Choice.of(plan.items[batch.items[0]].how) for batch in program.batches]
+        self.like_torch = Choice.of(plan.items[program.bucket.items[0]].how).method == "torch"
+        scatter, relay = program.scatter, program.relay or Wire((), (), (), ())
+        views = [spec.layout.view for spec in plan.specs]
+        self.own, self.gathered, self.scattered, self.late, self.held = (
+            Side(loads, views, shapes)
+            for loads in (
+                program.own,
+                program.gather.tiles,
+                scatter.tiles,
+                relay.tiles,
+                (*program.own, *scatter.tiles),
+            )
+        )
+        self.kept = sides_of_batches(plan, program)
+        self.told, self.heard, self.told_on, self.heard_late = (
+            KeptSide(plan, loads) for loads in (scatter.told, scatter.heard, relay.told, relay.heard)
+        )
+
+    def __str__(self) -> str:
+        bucket, plan = self.program.bucket, self.plan
+        items = [plan.items[number] for number in bucket.items]
+        named = listed([f"{plan.specs[item.param].name} {item.rows}x{item.cols}" for item in items])
+        return f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)} (ranks {ranks_text(bucket.ranks)}: {named})"
+
+    def buffer(self, splits: Sequence[int]) -> Tensor:  # 1-D
+        """Memory for what goes to each rank."""
+        return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
+
+
+class Buckets:
+    """The buckets of this rank in a step in which certain parameters have a gradient. Kept from step to step.
+
+    Attributes:
+        bounds: The buckets, in the plan's order.
+        order: Their turns, see `shardmuon.plan.pipeline.turns`.
+        moves: True if anything travels, so that other ranks wait for this one.
+    """
+
+    def __init__(self, bounds: list[Bound]) -> None:
+        relays = [bound.program.relay is not None for bound in bounds]
+        self.bounds, self.moves = bounds, any(bound.moves for bound in bounds)
+        self.order = list(turns(relays, [bound.program.bucket.ranks for bound in bounds]))
+
+
+def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) -> None:
+    """Run all buckets of a step. Collective among the ranks of each.
+
+    Args:
+        buckets: This rank's.
+        work: This step's tensors.
+        kernel: What orthogonalizes.
+        traffic: Counts exchanges and matrices.
+
+    Raises:
+        ExchangeError: Something failed in the middle; names the bucket and the operation.
+    """
+    runs: dict[int, Iterator[None]] = {}
+    bounds = buckets.bounds
+    for turn, i in buckets.order:
+        bound = bounds[i]
+        try:
+            if turn == "begin":
+                group = group_for(bound.program.bucket.ranks) if bound.moves else None
+                runs[i] = run_owners(bound, work, kernel, partial(start, group, traffic))
+                traffic.orthogonalized += bound.num_owned
+            next(runs[i], None)  # its last turn ends it
+        except ExchangeError:
+            raise
+        except Exception as error:
+            if not buckets.moves:
+                raise
+            raise named(error, f"{bound}, {turn}", HALF_DONE) from error
+
+
+def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
+    """Carry a bucket out. Yields while something travels (and where it would, if nothing moves), so that another
+    bucket's turn comes: see `shardmuon.plan.pipeline.turns`.
+
+    What came and what was sent is let go of as soon as it has been read: products need room.
+    """
+    program, gathers = bound.program, bound.program.bucket.gathers
+    gather, scatter, relay = program.gather, program.scatter, program.relay
+    pending: list[Pending] = []  # taken out before it is waited for: then nothing here holds what was sent
+    if gathers:
+        pending.append(exchange(_momenta(bound, work), gather.sent, gather.came))
+    batches = torch.empty(program.batch_numel, dtype=bound.dtype, device=kernel.device or bound.device)
+    own = bound.own.on(batches)
+    update_momentum(bound.own, work, own)
+    update_momentum(bound.late, work, None)  # of what another replica sends on
+    yield
+    if gathers:
+        _copy(gather.copies, pending.pop().wait(), batches)
+    _orthogonalize(bound, work, kernel, batches)
+    if gathers:
+        pending.append(exchange(_results(bound, scatter, bound.told, work, batches), scatter.sent, scatter.came))
+    yield
+    came = pending.pop().wait() if gathers else None
+    if came is not None:
+        if scatter.heard:
+            bound.heard.hear(came, work.kept)
+        own += bound.scattered.on(came)
+    passed = None if relay is None else _results(bound, relay, bound.told_on, work, batches, came)
+    apply_results(bound.held, work, own, like_torch=bound.like_torch)
+    if passed is None or relay is None:
+        return
+    del batches, own, came
+    pending.append(exchange(passed, relay.sent, relay.came))
+    del passed
+    yield
+    came = pending.pop().wait()
+    if relay.heard:
+        bound.heard_late.hear(came, work.kept)
+    apply_results(bound.late, work, bound.late.on(came), like_torch=bound.like_torch)
+
+
+def _momenta(bound: Bound, work: Work) -> Tensor:  # 1-D: what the gather sends
+    """Update the momentum of what other ranks orthogonalize."""
+    send = bound.buffer(bound.program.gather.sent)
+    update_momentum(bound.gathered, work, bound.gathered.on(send))
+    return send
+
+
+def _results(
+    bound: Bound,
+    wire: Wire,
+    told: KeptSide,
+    work: Work,
+    batches: Tensor,
+    came: Tensor | None = None,  # 1-D: from the scatter, for the relay
+) -> Tensor:  # 1-D: what the scatter or the relay sends
+    """Results for others, and what stages keep."""
+    send = bound.buffer(wire.sent)
+    _copy(wire.copies, send, batches, back=True)
+    if came is not None:
+        _copy(wire.passed, came, send)
+    if wire.told:
+        told.tell(work.kept, send)
+    return send
+
+
+def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = False) -> None:
+    """Copy blocks from `here` to `there`, or with `back` from `there` to `here`."""
+    for copy in copies:
+        one = here.as_strided(copy.sizes, copy.here.strides, copy.here.start)
+        other = there.as_strided(copy.sizes, copy.there.strides, copy.there.start)
+        if back:
+            one.copy_(other)
+        else:
+            other.copy_(one)
+
+
+def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) -> None:
+    """Put orthogonalized matrices in the place of those owned here."""
+    waiting: list[BatchStages] = []
+    for batch, choice, of_batch in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
+        settings, x = work.settings[bound.plan.items[batch.items[0]].param], _matrices(batch, batches)
+        stages, fed, unit, overwrite = None, x, False, True
+        if settings.stages:
+            stages = BatchStages(settings.stages, [side.of(work.kept) for side in of_batch], x)
+            products = choice.dtype or default_dtype(choice.method, x.device)
+            fed, unit = stages.before(None if choice.method == "torch" else products)
+            overwrite = stages.may_take(fed.dtype, products)
+        out = orthogonalize(
+            fed,
+            settings.coefficients,
+            method=choice.method,
+            dtype=choice.dtype,
+            watch=kernel.watch,
+            overwrite=overwrite,
+            unit=unit,
+        )
+        if stages is not None:
+            stages.out = out
+            waiting.append(stages)
+            if x.device.type == "cpu" or not stages.after:
+                finish([waiting.pop()])
+        elif out is not x:
+            x.copy_(out)
+        del stages, fed, out  # may be wider than the wire, and the next batch needs room
+    if waiting:
+        finish(waiting)  # elsewhere a launch for all costs less than one for each
+
+
+def _matrices(batch: Batch, batches: Tensor) -> Tensor:  # (B, rows, cols)
+    return batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
+
+
+# ------------------------------------------------------------------------------------------------------- Muon's tiles
 
 # Elements of a list of tiles, or one tile: of what momentum makes on its way to a buffer, and an update on its way to
 # half-precision weights. A CPU's cache holds it; elsewhere it fills a launch.
 PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
-
-_HALVES = (torch.bfloat16, torch.float16)
-Stored = Sequence[Sequence[Tensor]]  # of each parameter and each of its `Spec.kept`, what this rank stores of it; fp32
-
-# ------------------------------------------------------------------------------------------------------- Muon's tiles
 
 # Neighbouring tiles of one form at equal distances in a buffer, as one view with a dim more: sizes, strides, start
 _Row = tuple[Ints, Ints, int]
@@ -174,23 +434,55 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
     return rows
 
 
-@dataclass
-class Work:
-    """Tensors of this step for each parameter of a plan; None for those without a gradient, here and on all ranks.
+class KeptSide:
+    """Numbers that stages keep of some matrices, in this rank's storage of them, and on a wire if they travel. Kept
+    from step to step; holds no tensor."""
 
-    Attributes:
-        weights, grads, momenta: This rank's storage for each parameter.
-        settings: Settings of each parameter's group.
-        kept: For each parameter, this rank's storage for each of its `Spec.kept`.
-        rounding: Number of a parameter -> its random bits, for those that are rounded at random.
-    """
+    def __init__(self, plan: Plan, loads: Sequence[KeptLoad]) -> None:
+        self._loads = tuple(loads)
+        views = [plan.specs[load.param].kept[load.number].layout.view for load in loads]
+        tiles = [Load(at, load.tile, BufferPlace(0, row_major(load.tile.sizes))) for at, load in enumerate(loads)]
+        self._side = Side(tiles, views, [()] * len(tiles))
 
-    weights: list[Tensor | None]
-    grads: list[Tensor | None]
-    momenta: list[Tensor | None]
-    settings: list[Settings]
-    kept: list[tuple[Tensor, ...]] = field(default_factory=list)
-    rounding: dict[int, Rounding] = field(default_factory=dict)
+    def of(self, stored: Stored) -> list[Tensor]:  # 1-D each, fp32
+        """Kept numbers of each matrix, as views of this rank's storage."""
+        tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
+        return [tile.view(-1) for tile in tiles]
+
+    def tell(self, stored: Stored, wire: Tensor) -> None:
+        """Write the kept numbers to the wire, bit for bit."""
+        targets = [wire.narrow(0, load.start, load.size) for load in self._loads]
+        foreach_copy_(targets, [_as_elements(numbers, wire) for numbers in self.of(stored)])
+
+    def hear(self, wire: Tensor, stored: Stored) -> None:
+        """Store the numbers that came on the wire."""
+        # one copy into memory of its own, for a slot may begin where no fp32 number may
+        came = torch.cat([wire.narrow(0, load.start, load.size) for load in self._loads]).view(torch.float32)
+        sizes = [load.size * wire.element_size() // came.element_size() for load in self._loads]
+        targets = self.of(stored)
+        numbers = zip(came.split(sizes), targets, strict=True)
+        foreach_copy_(targets, [one.narrow(0, 0, len(target)) for one, target in numbers])
+
+
+def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of the wire's dtype
+    """The same bits as elements of a wire, which only moves them."""
+    padding = -len(numbers) % -(-wire.element_size() // numbers.element_size())
+    whole = torch.cat([numbers, numbers.new_zeros(padding)]) if padding else numbers.contiguous()
+    return whole.view(wire.dtype).to(wire.device)
+
+
+def sides_of_batches(plan: Plan, program: Program) -> list[list[KeptSide]]:
+    """Local storage of the numbers kept of matrices: one side for each batch and each `Spec.kept` of its matrices."""
+    found = []
+    for batch in program.batches:
+        items = [plan.items[number] for number in batch.items]
+        sides = []
+        for number in range(len(plan.specs[items[0].param].kept)):
+            tiles = [plan.specs[i.param].kept[number].layout.tiles[i.matrix][program.rank][0] for i in items]
+            loads = [KeptLoad(item.param, number, tile) for item, tile in zip(items, tiles, strict=True)]
+            sides.append(KeptSide(plan, loads))
+        found.append(sides)
+    return found
 
 
 def update_momentum(
@@ -277,6 +569,8 @@ def apply_results(
 
 
 # -------------------------------------------------------------------------------------------------------- Muon's rules
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def momentum_(
