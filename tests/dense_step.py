@@ -143,7 +143,7 @@ class _Param:
         after = [stage for stage in stages if isinstance(stage, AfterStage)]
         if after:
             out = out.to(torch.promote_types(out.dtype, wire))
-            scaled_(after, [out], {stage.key: [self._kept(stage)[number]] for stage in after if stage.key})
+            scaled_(after, out, {stage.key: [self._kept(stage)[number]] for stage in after if stage.key})
         return out[0].to(wire)
 
     def _kept(self, stage: Any) -> list[Tensor]:

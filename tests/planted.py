@@ -24,7 +24,8 @@ from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict
 from shardmuon.layout import bind
 from shardmuon.layout.engines import engine_of
 from shardmuon.orthogonalize import ITERATIONS
-from shardmuon.step import batch, stages, update
+from shardmuon.step import batch as of_batch
+from shardmuon.step import stages, update
 from shardmuon.step.options import Scales
 from shardmuon.step.stages import WeightSet
 from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on, parameters
@@ -289,9 +290,9 @@ def _rows_left(self: MuonEq, x: Tensor) -> None:
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True))
 
 
-def _one_by_one(stages: Sequence[Any], xs: Sequence[Tensor], kept: Mapping[str, Sequence[Tensor]]) -> None:
+def _one_by_one(stages: Sequence[Any], batch: Tensor, kept: Mapping[str, Sequence[Tensor]]) -> None:
     for stage in stages:
-        for at, x in enumerate(matrix for of_shape in xs for matrix in of_shape.split(1)):
+        for at, x in enumerate(batch.split(1)):
             x.copy_(stage.run(x, kept[stage.key][at].unsqueeze(0) if stage.key else x.new_empty(1, 0)))
 
 
@@ -302,7 +303,7 @@ def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
     def plant(job: Job) -> Iterator[None]:
         with (
             mock.patch.object(stage, "run_" if issubclass(stage, BeforeStage) else "run", run),
-            mock.patch.object(batch, "scaled_", _one_by_one),
+            mock.patch.object(of_batch, "scaled_", _one_by_one),
         ):
             yield
 
@@ -315,8 +316,7 @@ def _norm_of_half(job: Job) -> AbstractContextManager[object]:
     real = HyperballUpdate.factor
 
     def factor(self: Any, of_updates: Norms, kept: Tensor) -> Tensor:
-        of_halves = [norms[torch.Size(shape)] for count, *shape in of_updates.cut.shapes for _ in range(count)]
-        return real(self, of_updates, torch.stack(of_halves).to(kept).view_as(kept))
+        return real(self, of_updates, torch.full_like(kept, norms[of_updates.shape[1:]]))
 
     return mock.patch.object(HyperballUpdate, "factor", factor)
 

@@ -527,10 +527,10 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
 # Launches that a variant adds to a steady step of one rank: of 4 matrices in 4 shapes, and of 16 in these 4 shapes.
 # Each matrix is summed by itself, so that its bits hang on no other; the rest runs on batches or lists of them.
 ADDED = {
-    "normuon": (24, 50),
+    "normuon": (60, 86),
     "muon_eq": (28, 50),
-    "hyperball": (30, 51),
-    "muon_eq+normuon": (52, 100),
+    "hyperball": (51, 72),
+    "muon_eq+normuon": (88, 136),
 }
 
 

@@ -36,7 +36,7 @@ from shardmuon.plan.items import Kept, Policy, Spec
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import KeptLoad
 from shardmuon.step import stages as weights_module
-from shardmuon.step.batch import BatchStages, finish
+from shardmuon.step.batch import BatchStages
 from shardmuon.step.options import settings_of
 from shardmuon.step.stages import weight_sets
 from shardmuon.step.update import KeptSide
@@ -141,41 +141,6 @@ def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtyp
     assert (buffer[:3] == 7).all() and buffer[-1] == 7
     side.hear(buffer, heard)
     assert all(torch.equal(one[0].view(torch.int32), b) for one, b in zip(heard, bits, strict=True))
-
-
-def test_batches_that_wait_for_each_other_have_the_bits_of_each_alone() -> None:
-    """Several shapes, dtypes and stages in one call, as on accelerators, have the bits of each alone."""
-    results: list[tuple[list[BatchStages], list[list[Tensor]]]] = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        batches, kept = [], []
-        for shape, beta2, dtype in [
-            ((3, 6, 9), 0.5, torch.float32),
-            ((2, 9, 6), 0.5, torch.bfloat16),
-            ((1, 4, 4), 0.5, torch.float32),
-            ((2, 6, 9), 0.9, torch.float32),
-        ]:
-            stored = [torch.rand(max(shape[1:])) for _ in range(shape[0])]
-            stages = BatchStages(
-                stages_of({"variant": "normuon", "beta2": beta2}), [stored], torch.zeros(shape, dtype=dtype)
-            )
-            stages.out = torch.randn(shape)
-            batches.append(stages)
-            kept.append(stored)
-        batches.append(BatchStages((), [], torch.randn(2, 3, 5)))
-        results.append((batches, kept))
-    together, apart = results
-    finish(together[0])
-    for one in apart[0]:
-        finish([one])
-    for one, other in zip(together[0], apart[0], strict=True):
-        assert torch.equal(one.place, other.place) and one.place.any()
-    assert all(
-        torch.equal(*pair)
-        for of_batch in zip(together[1], apart[1], strict=True)
-        for pair in zip(*of_batch, strict=True)
-    )
-    assert not torch.equal(together[0][0].place[0], together[0][3].place[0])
 
 
 @dataclass(frozen=True)

@@ -155,9 +155,9 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others(
         numbers[5] = 0.0  # not known yet
     alone = [(x.clone().unsqueeze(0), {key: n[i].clone() for key, n in kept.items()}) for i, x in enumerate(together)]
     before = together.clone()
-    scaled_(stages, [together], {key: numbers.unbind(0) for key, numbers in kept.items()})
+    scaled_(stages, together, {key: numbers.unbind(0) for key, numbers in kept.items()})
     for i, (x, of_one) in enumerate(alone):
-        scaled_(stages, [x], {key: [numbers] for key, numbers in of_one.items()})
+        scaled_(stages, x, {key: [numbers] for key, numbers in of_one.items()})
         assert torch.equal(x[0].view(torch.uint8), together[i].view(torch.uint8)), i
         assert all(torch.equal(n.view(torch.uint8), kept[key][i].view(torch.uint8)) for key, n in of_one.items()), i
     assert not together[3].any()

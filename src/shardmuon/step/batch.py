@@ -3,7 +3,7 @@ variants/base.py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,25 +20,20 @@ class BatchStages:
         stages: Stages of its matrices.
         stored: Storage of what they keep of each matrix, for each of `keeping(stages)`.
         place: The batch, and where results go: (B, rows, cols) in slots, of the wire's dtype.
-
-    Attributes:
-        out: The results before stages after; may be `place`.
-        after: Stages after the orthogonalization.
-        kept: Key -> of each matrix what its stages keep, fp32, where the batch is; changed in place.
     """
 
     def __init__(self, stages: Stages, stored: Sequence[Sequence[Tensor]], place: Tensor) -> None:
-        self.place = self.out = place
+        self.place = place
         self._before = [stage for stage in stages if isinstance(stage, BeforeStage)]
-        self.after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
-        self.kept: dict[str, Sequence[Tensor]] = {}
+        self._after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
+        self._kept: dict[str, Sequence[Tensor]] = {}  # key -> of each matrix, fp32, where the batch is
         self._moved: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []  # storage elsewhere, and what is here
         for stage, rows in zip(keeping(stages), stored, strict=True):
             here = rows
             if rows[0].device != place.device:
                 here = torch.stack(list(rows)).to(place.device).unbind(0)
                 self._moved.append((rows, here))
-            self.kept[stage.key] = here
+            self._kept[stage.key] = here
 
     def before(
         self,
@@ -58,28 +53,15 @@ class BatchStages:
     def may_take(self, fed: torch.dtype, products: torch.dtype) -> bool:
         """True if results may take the place of what was fed, and so its dtype. A batch of one matrix has that of the
         products, and what a stage computes in must not depend on the batch, which is another one on every layout."""
-        return fed == products or not self.after
+        return fed == products or not self._after
 
-    def settle(self) -> None:
-        """Put results where they go, and what stages have changed, where storage is elsewhere."""
-        if self.out is not self.place:
-            self.place.copy_(self.out)
+    def finish(self, out: Tensor) -> None:  # (B, rows, cols), written to
+        """Run the stages after on the results, and put results where they go and what stages have changed where it is
+        stored."""
+        if self._after:
+            out = out.to(torch.promote_types(out.dtype, self.place.dtype))
+            scaled_(self._after, out, self._kept)
+        if out is not self.place:
+            self.place.copy_(out)
         for stored, here in self._moved:
             foreach_copy_(stored, here)
-
-
-def finish(batches: Sequence[BatchStages]) -> None:
-    """Run the stages after, on all batches that have the same ones together, and put results where they go: see
-    [Note: matrices together] in variants/norms.py."""
-    together: dict[tuple[tuple[AfterStage, ...], torch.dtype], list[BatchStages]] = {}
-    for one in batches:
-        if one.after:
-            one.out = one.out.to(torch.promote_types(one.out.dtype, one.place.dtype))
-            together.setdefault((one.after, one.out.dtype), []).append(one)
-    for (after, _), alike in together.items():
-        kept: Mapping[str, Sequence[Tensor]] = {
-            stage.key: [row for one in alike for row in one.kept[stage.key]] for stage in after if stage.key
-        }
-        scaled_(after, [one.out for one in alike], kept)
-    for one in batches:
-        one.settle()

@@ -57,7 +57,7 @@ from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Batch, BufferPlace, Copy, KeptLoad, Load, Program, Wire
-from shardmuon.step.batch import BatchStages, finish
+from shardmuon.step.batch import BatchStages
 from shardmuon.step.options import Settings
 from shardmuon.texts import listed
 from shardmuon.variants import KEPT_KEYS
@@ -281,7 +281,6 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
 
 def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) -> None:
     """Put orthogonalized matrices in the place of those owned here."""
-    waiting: list[BatchStages] = []
     for batch, choice, of_batch in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings, x = work.settings[bound.plan.items[batch.items[0]].param], _matrices(batch, batches)
         stages, fed, unit, overwrite = None, x, False, True
@@ -300,15 +299,10 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
             unit=unit,
         )
         if stages is not None:
-            stages.out = out
-            waiting.append(stages)
-            if x.device.type == "cpu" or not stages.after:
-                finish([waiting.pop()])
+            stages.finish(out)
         elif out is not x:
             x.copy_(out)
         del stages, fed, out  # may be wider than the wire, and the next batch needs room
-    if waiting:
-        finish(waiting)  # elsewhere a launch for all costs less than one for each
 
 
 def _matrices(batch: Batch, batches: Tensor) -> Tensor:  # (B, rows, cols)

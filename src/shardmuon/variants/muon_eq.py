@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from shardmuon.variants.base import BeforeStage
-from shardmuon.variants.norms import line_norms
+from shardmuon.variants.norms import aligned_rows, line_norms
 
 # Rows of norms between these are summed in fp32 without loss: squares that underflow are below 2^-126 each, so 2^20 of
 # them are below 2^-26 of a squared norm above 2^-80; 2^80 is far from where sums overflow.
 _LOW, _HIGH = 2.0**-40, 2.0**40
-_ALIGNED = 16  # elements of fp32: 64 bytes
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def unit_anyway_(x: Tensor) -> None:  # (B, m, n)
     x.div_(_power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
     # From addresses of 64 bytes on, as norms are summed in turn; what lies between means nothing.
     count, rows = x.shape[:2]
-    room = torch.empty(count, -(-rows // _ALIGNED) * _ALIGNED, 1, dtype=wide, device=x.device)
+    room = aligned_rows(count, rows, x).unsqueeze(-1)
     norms = room.narrow(1, 0, rows)  # (B, m, 1): 0 of zeros alone
     _norms_into(norms, x, -1)
     # The root of their number is the norm of a vector that has one and the same number for each; NaN if any norm is.
