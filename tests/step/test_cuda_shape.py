@@ -264,37 +264,6 @@ def test_control_of_norms_waits_for_nothing_and_says_zeros_all_the_same() -> Non
     assert texts[0].startswith("parameter 0 of group 0: zero")
 
 
-def _device_rates_differ() -> list[str]:
-    with CudaShape():
-        place = _sharded(init_device_mesh("cuda", (dist.get_world_size(),)), PLACEMENTS["rows"])
-        matrices, vectors = _parameters(place)
-        lr = torch.tensor(0.0625).to("cuda:0")
-        optimizer = _optimizer(matrices, vectors, lr=lr, orthogonalizer=Orthogonalizer(method="standard"))
-        _set_gradients([*matrices, *vectors], place, 0)
-        optimizer.step()
-        if dist.get_rank() == 1:
-            lr.fill_(0.125)
-        told = []
-        for step in range(4):
-            before = [_values(p) for p in matrices]
-            if step == 3:
-                lr.fill_(0.0625)
-            try:
-                optimizer.step()
-                told.append("")
-            except ValueError as error:
-                told.append(str(error))
-                assert all(torch.equal(a, _values(p)) for a, p in zip(before, matrices, strict=True))
-        return told
-
-
-def test_a_device_lr_that_differs_is_refused_on_all_until_it_is_mended(world2: RankPool) -> None:
-    told, other = world2.run(_device_rates_differ)
-    assert told == other
-    assert [bool(text) for text in told] == [True, True, True, False]
-    assert all("lr=0.0625" in text and "lr=0.125" in text for text in told[:3])
-
-
 def test_an_audit_reads_the_lr_that_was_used() -> None:
     with CudaShape():
         matrices, _ = _parameters(_there)
@@ -742,8 +711,3 @@ def _lists_of(columns: list[list[Tensor]]) -> list[list[list[int]]]:
     calls: list[list[list[int]]] = []
     torch_symbols._foreach(lambda *lists: calls.append([list(map(id, one)) for one in lists]), *columns)
     return calls
-
-
-def test_lists_that_are_not_sorted_fall_back_and_are_seen() -> None:
-    with _in("shardmuon._torch", "_go_together", lambda columns: True), pytest.raises(AssertionError):
-        test_a_column_cut_costs_launches_only_for_what_is_cut()
