@@ -163,6 +163,13 @@ def test_stages_before_run_in_their_order_where_the_batch_is_or_in_fp32(products
     assert found.dtype == expected.dtype and (found is given) != wide
 
 
+def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matrix_has() -> None:
+    x, half, other = torch.randn(2, 3, 4), torch.bfloat16, torch.float16
+    staged = BatchStages(stages_of({"variant": "normuon"}), [[torch.zeros(4)] * 2], x)
+    assert staged.may_take(half, half) and not staged.may_take(half, other)
+    assert BatchStages((), [], x).may_take(half, other)
+
+
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:
     """An expert and a whole parameter of zeros, on shards that are replicated."""
     views = [matrix_view((3, 4, 6), view="stack"), matrix_view((8, 5)), matrix_view((8, 5))]
