@@ -48,7 +48,7 @@ bench: $(READY) ## time optimizer steps (BENCH="...")
 bench-ns: $(READY) ## errors, FLOPs and speed of Newton-Schulz (BENCH="...")
 	$(BIN)/python benchmarks/orthogonalize.py $(BENCH)
 
-gpu: $(READY) ## what only GPUs can tell: no waits, CUDA graphs, kernels, layouts on NCCL, memory, times (GPU="...")
+gpu: $(READY) ## what only GPUs can tell: no waits, a captured step, kernels, layouts on NCCL, memory, times (GPU="...")
 	$(BIN)/python -m pytest tests/test_gpu.py -q
 	$(BIN)/python benchmarks/gpu.py $(GPU)
 

@@ -69,7 +69,6 @@ CONTENDERS = (
     Contender("shardmuon default", _ours()),
     Contender('shardmuon "standard"', _ours(orthogonalizer=Orthogonalizer(method="standard"))),
     Contender('shardmuon "gram"', _ours(orthogonalizer=Orthogonalizer(method="gram"))),
-    Contender("shardmuon cuda_graphs=True", _ours(orthogonalizer=Orthogonalizer(cuda_graphs=True))),
     Contender("shardmuon, buckets of 128 MiB", _ours(exchange=Exchange(bucket_bytes=2**27))),
     Contender("dion", _with_adamw(_dion)),
     Contender("torch.optim.Muon", _with_adamw(_torch)),

@@ -69,18 +69,8 @@ def launches_of(name: str, args: Sequence[Any]) -> int:
         return len(lists[0])
     depth = len(lists) + (not name.endswith("_"))
     most = _TENSORS_A_LAUNCH[min(depth, len(_TENSORS_A_LAUNCH)) - 1]
-    count = tensors = blocks = 0
-    for t in lists[0]:
-        if not t.numel():
-            continue
-        left = -(-t.numel() // _CHUNK)
-        tensors += 1
-        while left:
-            taken = min(left, _BLOCKS_A_LAUNCH - blocks)
-            left, blocks = left - taken, blocks + taken
-            if blocks == _BLOCKS_A_LAUNCH or (not left and tensors == most):
-                count, blocks, tensors = count + 1, 0, int(left > 0)
-    return count + (blocks > 0)
+    blocks = sum(-(-t.numel() // _CHUNK) for t in lists[0])
+    return max(-(-sum(t.numel() > 0 for t in lists[0]) // most), -(-blocks // _BLOCKS_A_LAUNCH))
 
 
 def is_dense(t: Tensor) -> bool:
@@ -176,35 +166,7 @@ class _Stream:
 
 
 class Graph:
-    """A captured graph, as a list of operations. As on a device, capturing them changes nothing."""
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []
-        self._before: dict[int, tuple[Any, Any]] = {}  # storages that were written to, and what they held
-
-    def will_write(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Called before an operation on the CPU's tensors."""
-        schema = func._schema.arguments
-        values = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
-        for argument, value in values:
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for t in tree_leaves(value):
-                storage = t.untyped_storage()
-                self._before.setdefault(storage._cdata, (storage, storage.clone()))
-
-    def ran(self, call: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
-        self._calls.append((call, args, kwargs, out))
-
-    def undo(self) -> None:
-        for storage, held in self._before.values():
-            storage.copy_(held)
-
-    def replay(self) -> None:
-        for call, args, kwargs, out in self._calls:
-            for old, new in zip(tree_leaves(out), tree_leaves(call(*args, **kwargs)), strict=True):
-                if isinstance(old, Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
-                    old.copy_(new)
+    """A graph of which only the capture is real: what waits is refused in it. Nothing is replayed."""
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -444,13 +406,9 @@ class CudaShape(TorchDispatchMode):
             call = functools.partial(_widened, func.overloadpacket)
         elif empty and name == "copy_" and not isinstance(args[1], OnDevice):
             call = _first  # a shape takes no values
-        if self._graph is not None:
-            self._graph.will_write(func, inner_args, inner_kwargs)
         out = call(*inner_args, **inner_kwargs)
         if name == "_to_copy" and any(out is t for t in inner_args):
             out = out.clone()
-        if self._graph is not None:
-            self._graph.ran(call, inner_args, inner_kwargs, out)
         if not on_device and not func._schema.is_mutable:
             return out
         return _mapped(lambda x: self._wrapped(x, given) if isinstance(x, Tensor) else x, out)
@@ -513,7 +471,6 @@ class CudaShape(TorchDispatchMode):
             yield
         finally:
             self._graph = None
-            graph.undo()
 
     def _wait(self, what: str) -> None:
         if what != "synchronize" and (self._graph is not None or self._waits_are_errors):

@@ -133,24 +133,17 @@ class _Param:
         choice = self._chooser.choice(Task(*x.shape, coefficients, CPU))
         narrow = choice.dtype in HALVES or choice.method == "torch"
         wire = torch.bfloat16 if narrow and self._wire != torch.float64 else self._wire
-        x, unit = x.to(wire).unsqueeze(0), None
+        x = x.to(wire, copy=True).unsqueeze(0)
         before = [stage for stage in stages if isinstance(stage, BeforeStage)]
-        if len(before) == 1 and choice.method in ("standard", "gram") and (wire not in HALVES or wire == choice.dtype):
-            unit = before[0].unit(x.clone())  # rows are divided once, by the norm of the whole matrix too
-        if unit is None:
-            for stage in before:
-                x = stage.run(x, torch.empty(1, 0))
-        out = orthogonalize(
-            x if unit is None else unit,
-            coefficients,
-            method=choice.method,
-            dtype=choice.dtype,
-            unit=unit is not None,
-        )
+        if before and wire in HALVES and choice.method != "torch" and wire != choice.dtype:
+            x = x.float()
+        for stage in before:
+            stage.run_(x)
+        out = orthogonalize(x, coefficients, method=choice.method, dtype=choice.dtype, unit=bool(before))
         after = [stage for stage in stages if isinstance(stage, AfterStage)]
         if after:
             out = out.to(torch.promote_types(out.dtype, wire))
-            scaled_(after, [out], {stage.key: [self._kept(stage)[number]] for stage in after if stage.key})
+            scaled_(after, out, {stage.key: [self._kept(stage)[number]] for stage in after if stage.key})
         return out[0].to(wire)
 
     def _kept(self, stage: Any) -> list[Tensor]:

@@ -19,7 +19,7 @@ from shardmuon.comm.groups import Pending, Traffic
 from shardmuon.foresight.counting import count_plan
 from shardmuon.layout.table import Ranks
 from shardmuon.plan.plan import Plan
-from shardmuon.step import bucket
+from shardmuon.step import update
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.frameworks import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
@@ -117,7 +117,7 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     def about(optimizer: Muon) -> tuple[Planned, float]:
         return planned(optimizer), sum(sent) / steps
 
-    with mock.patch.object(bucket, "start", start):
+    with mock.patch.object(update, "start", start):
         dense = compare_with_dense(layout, weight_decay=0.1, steps=steps, exchange=exchange, about=about, **once)
     found = {"dense": dense}
     if world == 4:

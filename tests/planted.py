@@ -24,10 +24,12 @@ from shardmuon.comm import vote as votes
 from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict
 from shardmuon.layout.engines import engine_of
 from shardmuon.orthogonalize import ITERATIONS
-from shardmuon.step import bucket, stages, update
+from shardmuon.step import batch as of_batch
+from shardmuon.step import stages, update
 from shardmuon.step.options import Scales
 from shardmuon.step.stages import WeightSet
 from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on, parameters
+from shardmuon.variants import BeforeStage
 from shardmuon.variants.muon_eq import MuonEq
 from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
 from shardmuon.variants.norms import Norms
@@ -96,7 +98,7 @@ def local(tensor: Tensor) -> Tensor:
 Plant = Callable[[Job], AbstractContextManager[object]]
 
 
-def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int | None = None) -> Plant:
+def replaced(name: str, make: Callable[[Any], Any], on: Any = update, rank: int | None = None) -> Plant:
     """Replace a function of the step by `make(the original)`, on one rank or on all."""
 
     def plant(job: Job) -> AbstractContextManager[object]:
@@ -252,7 +254,7 @@ def _without_agreement(job: Job) -> Iterator[None]:
 
 # ----------------------------------------------------------------------------------------------------- of variants
 
-_NORMUON, _MUON_EQ = NorMuon.run, MuonEq.run
+_NORMUON, _MUON_EQ = NorMuon.run, MuonEq.run_
 
 
 def _stage_by_halves(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
@@ -274,15 +276,15 @@ def _other_dim(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
     return scaled * (x.float().norm(dim=(1, 2), keepdim=True) / scaled.norm(dim=(1, 2), keepdim=True))
 
 
-def _rows_left(self: MuonEq, x: Tensor, kept: Tensor) -> Tensor:
-    out = _MUON_EQ(self, x, kept)
-    out[:, 0] = x[:, 0] * 3
-    return out
+def _rows_left(self: MuonEq, x: Tensor) -> None:
+    _MUON_EQ(self, x)
+    x[:, 0] *= 3
+    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True))
 
 
-def _one_by_one(stages: Sequence[Any], xs: Sequence[Tensor], kept: Mapping[str, Sequence[Tensor]]) -> None:
+def _one_by_one(stages: Sequence[Any], batch: Tensor, kept: Mapping[str, Sequence[Tensor]]) -> None:
     for stage in stages:
-        for at, x in enumerate(matrix for batch in xs for matrix in batch.split(1)):
+        for at, x in enumerate(batch.split(1)):
             x.copy_(stage.run(x, kept[stage.key][at].unsqueeze(0) if stage.key else x.new_empty(1, 0)))
 
 
@@ -292,9 +294,8 @@ def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
     @contextmanager
     def plant(job: Job) -> Iterator[None]:
         with (
-            mock.patch.object(stage, "run", run),
-            mock.patch.object(stages, "scaled_", _one_by_one),
-            mock.patch.object(MuonEq, "unit", return_value=None),
+            mock.patch.object(stage, "run_" if issubclass(stage, BeforeStage) else "run", run),
+            mock.patch.object(of_batch, "scaled_", _one_by_one),
         ):
             yield
 
@@ -307,8 +308,7 @@ def _norm_of_half(job: Job) -> AbstractContextManager[object]:
     real = HyperballUpdate.factor
 
     def factor(self: Any, of_updates: Norms, kept: Tensor) -> Tensor:
-        of_halves = [norms[torch.Size(shape)] for count, *shape in of_updates.cut.shapes for _ in range(count)]
-        return real(self, of_updates, torch.stack(of_halves).to(kept).view_as(kept))
+        return real(self, of_updates, torch.full_like(kept, norms[of_updates.shape[1:]]))
 
     return mock.patch.object(HyperballUpdate, "factor", factor)
 

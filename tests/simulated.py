@@ -23,10 +23,9 @@ from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.step.binding import make_spec
-from shardmuon.step.bucket import Bound, Kernel, run_owners
 from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
-from shardmuon.step.update import Rounding, Work
+from shardmuon.step.update import Bound, Kernel, Rounding, Work, run_owners
 from shardmuon.variants import Stage, Stages
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from shardmuon.options import ADAMW_DEFAULTS, GROUP_DEFAULTS, MUON_OPTIONS, ONLY
 from shardmuon.plan.machines import MACHINES, Machine
 
 OTHERS: dict[str, Any] = {
-    "orthogonalizer": Orthogonalizer("gram", torch.float32, cuda_graphs=True),
+    "orthogonalizer": Orthogonalizer("gram", torch.float32),
     "exchange": Exchange(torch.float64, 1 << 20, MACHINES["h100"]),
     "storage": Storage("int8", "cpu", stochastic_rounding=True),
     "audit": Audit(100, samples=4, action="warn"),
@@ -64,7 +64,6 @@ def test_something_else_in_an_objects_place_is_refused(key: str, wrong: Any) -> 
 @pytest.mark.parametrize(
     ("key", "place"),
     [
-        ("cuda_graphs", r"orthogonalizer=shardmuon.Orthogonalizer(cuda_graphs=...)"),
         ("bucket_bytes", r"exchange=shardmuon.Exchange(bucket_bytes=...)"),
         ("momentum_dtype", r"storage=shardmuon.Storage(momentum_dtype=...)"),
         ("stochastic_rounding", r"storage=shardmuon.Storage(stochastic_rounding=...)"),

@@ -640,7 +640,6 @@ BAD_OBJECTS: list[tuple[Callable[[], object], str]] = [
     (lambda: Orthogonalizer("gram", torch.bfloat16), "method='gram' needs products in torch.float16, torch.float32"),
     (lambda: Exchange(dtype=torch.float16), "Exchange.dtype=torch.float16 is not one of None, torch.bfloat16"),
     (lambda: Exchange(bucket_bytes=0), "Exchange.bucket_bytes=0 must be None or a whole number from 1 on"),
-    (lambda: Orthogonalizer(cuda_graphs=1), "Orthogonalizer.cuda_graphs=1 is not one of True, False"),
     (lambda: Exchange(machine="h100"), "Exchange.machine='h100' must be None or a Machine, as shardmuon.plan.machines"),
     (lambda: Storage(stochastic_rounding="yes"), "Storage.stochastic_rounding='yes' is not one of True, False"),
     (lambda: Storage("float16"), "Storage.momentum_dtype='float16' is not one of None, torch.float32"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 from datetime import timedelta
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # types that are surely no DTensor
 
@@ -231,7 +233,11 @@ def is_capturing(device: torch.device) -> bool:
 
 class Later:
     """A tensor on its way to the host, for which nobody waits. Where the device has no events in torch (MPS), or is the
-    host, it is read at once."""
+    host, it is read at once.
+
+    Attributes:
+        host: The copy there; valid only once it has arrived.
+    """
 
     def __init__(self, value: Tensor) -> None:
         module: Any = torch.get_device_module(value.device)
@@ -239,10 +245,10 @@ class Later:
         self._device = value.device
         self._event: Any = None
         if make is None:
-            self._host = value.cpu()
+            self.host = value.cpu()
             return
-        self._host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
-        self._host.copy_(value, non_blocking=True)
+        self.host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+        self.host.copy_(value, non_blocking=True)
         self._event = make()
         self._event.record(module.current_stream(value.device))
 
@@ -251,9 +257,12 @@ class Later:
         False."""
         return self._event is None or (not is_capturing(self._device) and bool(self._event.query()))
 
-    def value(self) -> Tensor:
-        """The copy on the host; valid only once it has arrived."""
-        return self._host
+
+def arrived(coming: deque[tuple[_T, Later]]) -> Iterator[tuple[_T, Tensor]]:
+    """Take off what has arrived by now, in the order in which it was sent: what each was sent with, and its value."""
+    while coming and coming[0][1].has_arrived():
+        about, later = coming.popleft()
+        yield about, later.host
 
 
 def default_group() -> Any:

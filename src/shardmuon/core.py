@@ -1,7 +1,7 @@
 """One agreed step over groups and state. `Muon` is the torch.optim face over it; a framework's host may run others.
 
 Read `Core.take_step` first: every rank reads all that its step depends on, changing nothing (step/validate.py). Then
-all ranks of the component vote (comm/vote.py): all raise the same error, or all go on (step/bucket.py). What goes wrong
+all ranks of the component vote (comm/vote.py): all raise the same error, or all go on (step/update.py). What goes wrong
 after that leaves weights half updated: the optimizer is broken until state is loaded, and whoever waits for this rank
 fails at once.
 """
@@ -32,10 +32,8 @@ from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize.gram import FiniteWatch
-from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import RoutingRow
-from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import (
     Binding,
     bound,
@@ -48,10 +46,10 @@ from shardmuon.step.binding import (
     number_bits,
     stamp_of,
 )
-from shardmuon.step.bucket import Kernel, run_buckets
 from shardmuon.step.kept import Settled
 from shardmuon.step.options import Group, OptionsReader, Settings
 from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
+from shardmuon.step.update import Kernel, run_buckets, step_adamw
 from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
 from shardmuon.variants import WEIGHT_NORMS
 
@@ -105,7 +103,6 @@ class Core:
         self.component: Ranks | None = None
         self.world = current_world()  # that it is of
         self.options = OptionsReader()
-        self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
         self.settled: Settled = WeakIdKeyDictionary()
@@ -169,7 +166,7 @@ class Core:
             on_weights = frozenset(binding.on_weights) - missing
             new = frozenset(n for n in on_weights if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n]))
             begin_weights(binding.weight_sets(new), proposal, self.traffic, self.zeros)
-        kernel = Kernel(binding.ns_device, self.graphs, self.watch)
+        kernel = Kernel(binding.ns_device, self.watch)
         run_buckets(binding.buckets_without(missing), proposal, kernel, self.traffic)
         if on_weights:
             finish_weights(binding.weight_sets(on_weights), proposal, self.traffic)

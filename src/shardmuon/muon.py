@@ -330,7 +330,7 @@ class Muon(Core, Optimizer):
         super().__setstate__(state)
         fill_up(self.param_groups, mine, self.defaults)
         self.broken = state.get("broken")  # loading state makes the optimizer whole again, copying it does not
-        if "hosts" not in self.__dict__:  # a copy: the plan, process groups, graphs and hosts stay with the original
+        if "hosts" not in self.__dict__:  # a copy: the plan, process groups and hosts stay with the original
             self.process_group = None
             self._forget_process()
 
@@ -346,8 +346,7 @@ class Muon(Core, Optimizer):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickling: everything but what belongs to one process: the plan, process groups, graphs and
-        hosts."""
+        """State for pickling: everything but what belongs to one process: the plan, process groups and hosts."""
         own = {key: self.__dict__[key] for key in _OWN}
         state = super().__getstate__()
         groups = [{**group, "process_group": None} for group in state["param_groups"]]

@@ -84,7 +84,6 @@ def _only(wanted: bool, why: str) -> _FaultOf:
 _CHECKS: dict[str, _FaultOf] = {
     "Orthogonalizer.method": _one_of(*get_args(MethodName)),
     "Orthogonalizer.dtype": _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
-    "Orthogonalizer.cuda_graphs": _one_of(True, False),
     "Exchange.dtype": _one_of(None, torch.bfloat16, torch.float32, torch.float64),
     "Exchange.bucket_bytes": _whole_number(),
     "Exchange.machine": _machine_fault,
@@ -140,8 +139,6 @@ class Orthogonalizer(_Options):
             what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit (bf16 cast before the norm).
         dtype: Products' torch dtype. None: "standard" takes bfloat16 where the device multiplies it in hardware,
             float32 on CPUs that do not; "gram" float16 on accelerators, float32 on CPUs. Ignored by "torch" (bfloat16).
-        cuda_graphs: Capture the orthogonalization of batch shapes that repeat as CUDA graphs: fewer launches, some more
-            memory (each shape keeps a batch and work space). Nothing on other devices.
 
     Raises:
         ValueError: A value that has no meaning here.
@@ -149,7 +146,6 @@ class Orthogonalizer(_Options):
 
     method: MethodName = "auto"
     dtype: torch.dtype | None = None
-    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         _Options.__post_init__(self)

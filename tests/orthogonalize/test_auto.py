@@ -1,5 +1,5 @@
 """Choice of the orthogonalizer by rule, the same on every rank, said in the plan; and how results come about: flags,
-graphs, wires, results that are not finite."""
+wires, results that are not finite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from shardmuon import Exchange, Muon, Orthogonalizer, schedule
 from shardmuon.orthogonalize import ITERATIONS, orthogonalize
 from shardmuon.orthogonalize.choice import Choice, flops, rule
 from shardmuon.orthogonalize.gram import FiniteWatch
-from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.step import binding as binding_module
 from shardmuon.testing import RankPool
@@ -213,31 +212,6 @@ def test_global_precision_flags_change_nothing(method: str) -> None:
     finally:
         flags.fp32_precision = before
     assert torch.equal(found, wanted)
-
-
-# ------------------------------------------------------------------------------------------------- graphs, compilers
-
-
-def test_graphs_are_captured_for_shapes_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture = mock.Mock(side_effect=lambda function, x: function)
-    monkeypatch.setattr("shardmuon.orthogonalize.graphs._captured", capture)
-    cache, batches = GraphCache(), [normal(2, 4, 9, seed=s) for s in range(6)]
-    calls = [(x, 2.0) for x in batches] + [(x, 3.0) for x in batches[:2]] + [(batches[0][:1], 2.0)]
-    for at, (x, factor) in enumerate(calls):  # those with another factor or shape do not repeat enough
-        assert torch.equal(cache.run(lambda t, factor=factor: factor * t, x, factor), factor * x)
-        assert capture.call_count == (at >= 2), "the third call of a shape is captured, and no other"
-    assert tuple(capture.call_args.args[1].shape) == (2, 4, 9)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_graphs_have_the_functions_bits() -> None:
-    cache = GraphCache()
-    for seed in range(5):
-        x = normal(2, 256, 1024, seed=seed).cuda()
-        for method, dtype in (("standard", BF16), ("gram", FP16)):
-            found = orthogonalize(x, KELLER, method=method, dtype=dtype, graphs=cache)
-            assert torch.equal(found, orthogonalize(x, KELLER, method=method, dtype=dtype))
-    assert len(cache._graphs) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch 2.11 of its own module

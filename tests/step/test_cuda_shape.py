@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import shardmuon._torch as torch_symbols
 import shardmuon.core as core
-import shardmuon.step.bucket as buckets
+import shardmuon.step.update as buckets
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
 from shardmuon.comm import lanes
 from shardmuon.comm import vote as votes
@@ -261,38 +261,7 @@ def test_control_of_norms_waits_for_nothing_and_says_zeros_all_the_same() -> Non
             assert not mode.waits, mode.waits
     texts = [str(w.message) for w in said if "zero before the first step" in str(w.message)]
     assert len(texts) == 1
-    assert texts[0].startswith("parameter 0 of group 0 (")
-
-
-def _device_rates_differ() -> list[str]:
-    with CudaShape():
-        place = _sharded(init_device_mesh("cuda", (dist.get_world_size(),)), PLACEMENTS["rows"])
-        matrices, vectors = _parameters(place)
-        lr = torch.tensor(0.0625).to("cuda:0")
-        optimizer = _optimizer(matrices, vectors, lr=lr, orthogonalizer=Orthogonalizer(method="standard"))
-        _set_gradients([*matrices, *vectors], place, 0)
-        optimizer.step()
-        if dist.get_rank() == 1:
-            lr.fill_(0.125)
-        told = []
-        for step in range(4):
-            before = [_values(p) for p in matrices]
-            if step == 3:
-                lr.fill_(0.0625)
-            try:
-                optimizer.step()
-                told.append("")
-            except ValueError as error:
-                told.append(str(error))
-                assert all(torch.equal(a, _values(p)) for a, p in zip(before, matrices, strict=True))
-        return told
-
-
-def test_a_device_lr_that_differs_is_refused_on_all_until_it_is_mended(world2: RankPool) -> None:
-    told, other = world2.run(_device_rates_differ)
-    assert told == other
-    assert [bool(text) for text in told] == [True, True, True, False]
-    assert all("lr=0.0625" in text and "lr=0.125" in text for text in told[:3])
+    assert texts[0].startswith("parameter 0 of group 0: zero")
 
 
 def test_an_audit_reads_the_lr_that_was_used() -> None:
@@ -527,10 +496,10 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
 # Launches that a variant adds to a steady step of one rank: of 4 matrices in 4 shapes, and of 16 in these 4 shapes.
 # Each matrix is summed by itself, so that its bits hang on no other; the rest runs on batches or lists of them.
 ADDED = {
-    "normuon": (24, 50),
+    "normuon": (60, 86),
     "muon_eq": (28, 50),
-    "hyperball": (30, 51),
-    "muon_eq+normuon": (52, 100),
+    "hyperball": (51, 72),
+    "muon_eq+normuon": (88, 136),
 }
 
 
@@ -678,7 +647,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         "launches",
     ),
     "a send buffer with gaps": (
-        lambda: _in("shardmuon.step.bucket", "start", _strided_send),
+        lambda: _in("shardmuon.step.update", "start", _strided_send),
         CONFIGS["standard"],
         8,
         "NCCL takes contiguous",
@@ -692,7 +661,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         "waits",
     ),
     "the host waits for what was finite": (
-        lambda: _in("shardmuon.orthogonalize.gram", "Later", lambda value: mock.Mock(value=value.cpu)),
+        lambda: _in("shardmuon.orthogonalize.gram", "Later", lambda value: mock.Mock(host=value.cpu())),
         CONFIGS["gram"],
         1,
         "waits",
@@ -742,8 +711,3 @@ def _lists_of(columns: list[list[Tensor]]) -> list[list[list[int]]]:
     calls: list[list[list[int]]] = []
     torch_symbols._foreach(lambda *lists: calls.append([list(map(id, one)) for one in lists]), *columns)
     return calls
-
-
-def test_lists_that_are_not_sorted_fall_back_and_are_seen() -> None:
-    with _in("shardmuon._torch", "_go_together", lambda columns: True), pytest.raises(AssertionError):
-        test_a_column_cut_costs_launches_only_for_what_is_cut()

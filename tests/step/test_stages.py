@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -36,13 +36,10 @@ from shardmuon.plan.items import Kept, Policy, Spec
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import KeptLoad
 from shardmuon.step import stages as weights_module
+from shardmuon.step.batch import BatchStages
 from shardmuon.step.options import settings_of
-from shardmuon.step.stages import (
-    BatchStages,
-    KeptSide,
-    finish,
-    weight_sets,
-)
+from shardmuon.step.stages import weight_sets
+from shardmuon.step.update import KeptSide
 from shardmuon.variants import VARIANTS, BeforeStage, Stages, keeping, stages_of
 
 ORDERS = [names for count in range(1, len(VARIANTS) + 1) for names in itertools.permutations(VARIANTS, count)]
@@ -146,91 +143,31 @@ def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtyp
     assert all(torch.equal(one[0].view(torch.int32), b) for one, b in zip(heard, bits, strict=True))
 
 
-def _alone(stages: Stages, x: Tensor, stored: Sequence[Tensor]) -> BatchStages:
-    """The stages of a batch of matrices of one shape, each a parameter with what is `stored` of each."""
-    layout = replicated(kept_view(matrix_view(x.shape[1:]), [stored[0].shape[-1]]), (0,))
-    spec = Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),))
-    plan = Plan((spec,) * len(x), (), ())
-    loads = [KeptLoad(param, 0, layout.tiles[0][0][0], 0, 0) for param in range(len(x))]
-    return BatchStages(stages, [KeptSide(plan, loads)], [[one] for one in stored], x)
-
-
-def test_batches_that_wait_for_each_other_have_the_bits_of_each_alone() -> None:
-    """Several shapes, dtypes and stages in one call, as on accelerators, have the bits of each alone."""
-    results: list[tuple[list[BatchStages], list[list[Tensor]]]] = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        batches, kept = [], []
-        for shape, beta2, dtype in [
-            ((3, 6, 9), 0.5, torch.float32),
-            ((2, 9, 6), 0.5, torch.bfloat16),
-            ((1, 4, 4), 0.5, torch.float32),
-            ((2, 6, 9), 0.9, torch.float32),
-        ]:
-            stored = [torch.rand(1, max(shape[1:])) for _ in range(shape[0])]
-            stages = _alone(stages_of({"variant": "normuon", "beta2": beta2}), torch.zeros(shape, dtype=dtype), stored)
-            stages.out = torch.randn(shape)
-            batches.append(stages)
-            kept.append(stored)
-        batches.append(BatchStages((), [], [], torch.randn(2, 3, 5)))
-        results.append((batches, kept))
-    together, apart = results
-    finish(together[0])
-    for one in apart[0]:
-        finish([one])
-    for one, other in zip(together[0], apart[0], strict=True):
-        assert torch.equal(one.place, other.place) and one.place.any()
-    assert all(
-        torch.equal(*pair)
-        for of_batch in zip(together[1], apart[1], strict=True)
-        for pair in zip(*of_batch, strict=True)
-    )
-    assert not torch.equal(together[0][0].place[0], together[0][3].place[0])
-
-
 @dataclass(frozen=True)
-class _Counting(BeforeStage):
-    """Adds what it keeps, which it counts up."""
+class _Scaled(BeforeStage):
+    by: float
 
-    key: ClassVar[str] = "count"
-
-    def num_kept(self, rows: int, cols: int) -> int:
-        return 1
-
-    def run(self, x: Tensor, kept: Tensor) -> Tensor:
-        kept.add_(1)
-        return x.float() + kept.unsqueeze(-1)
-
-
-@dataclass(frozen=True)
-class _Doubling(BeforeStage):
-    def run(self, x: Tensor, kept: Tensor) -> Tensor:
-        assert kept.shape == (1, 0)
-        return x.float() * 2
+    def run_(self, x: Tensor) -> None:
+        assert len(x) == 1, "each by itself"
+        x.mul_(self.by).add_(1)
 
 
 @pytest.mark.parametrize("products", [None, torch.bfloat16, torch.float32])
-def test_stages_before_run_in_their_order_and_keep_numbers(products: torch.dtype | None) -> None:
+def test_stages_before_run_in_their_order_where_the_batch_is_or_in_fp32(products: torch.dtype | None) -> None:
     x = torch.randn(2, 3, 4).to(torch.bfloat16)
-    stored = [torch.tensor([[1.0]]), torch.tensor([[5.0]])]
-    expected = 2 * (x.float() + torch.tensor([2.0, 6.0]).view(2, 1, 1))
-    found, unit = _alone((_Counting(), _Doubling()), x.clone(), stored).before(products)
-    assert torch.equal(found, expected) and not unit
-    assert [float(one) for one in stored] == [2.0, 6.0]
-    assert found.stride(0) * found.element_size() % 64 == 0
-
-
-def test_a_batch_without_stages_before_is_handed_on() -> None:
-    x = torch.randn(2, 3, 4)
-    found, unit = _alone(stages_of({"variant": "normuon"}), x, [torch.zeros(1, 4)] * 2).before(torch.float32)
-    assert found is x and not unit
+    wide = products == torch.float32
+    given = x.clone()
+    found, unit = BatchStages((_Scaled(2.0), _Scaled(3.0)), [], given).before(products)
+    expected = x.to(torch.float32 if wide else x.dtype).mul(2).add_(1).mul_(3).add_(1)
+    assert torch.equal(found, expected) and unit
+    assert found.dtype == expected.dtype and (found is given) != wide
 
 
 def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matrix_has() -> None:
     x, half, other = torch.randn(2, 3, 4), torch.bfloat16, torch.float16
-    staged = _alone(stages_of({"variant": "normuon"}), x, [torch.zeros(1, 4)] * 2)
+    staged = BatchStages(stages_of({"variant": "normuon"}), [[torch.zeros(4)] * 2], x)
     assert staged.may_take(half, half) and not staged.may_take(half, other)
-    assert BatchStages((), [], [], x).may_take(half, other)
+    assert BatchStages((), [], x).may_take(half, other)
 
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:
@@ -242,7 +179,7 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
     layouts = [sharded(view, [(1, 2), (4, 5)], 1) for view in views]
     ranks = SimulatedRanks(planned(layouts, [group] * 3, Chooser("standard", torch.float32)), weights)
     ranks.step([torch.randn(view.shape) for view in views], [group] * 3)
-    with pytest.warns(UserWarning, match=r"^p0\[1\], p2 \(HyperballWeight\): zero before the first step"):
+    with pytest.warns(UserWarning, match=r"^p0\[1\], p2: zero before the first step"):
         ranks.watches[1].report()
     for rank in (2, 4, 5):
         ranks.watches[rank].report()  # a warning would be an error

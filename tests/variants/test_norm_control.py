@@ -111,7 +111,7 @@ def test_matrices_of_zeros_are_said_once_by_name() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _step(optimizer, params, 0)
-    with pytest.warns(UserWarning, match=r"^w1, w2, experts\[0, 2\] \(\w+\): zero before the first step") as said:
+    with pytest.warns(UserWarning, match=r"^w1, w2, experts\[0\], 1 more: zero before the first step") as said:
         _step(optimizer, params, 1)
     assert len(said) == 1
     with warnings.catch_warnings():

@@ -157,7 +157,7 @@ _Formula = Callable[[Stage, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def _equal_rows(stage: Stage, n: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     norms = n.norm(dim=1, keepdim=True)
-    return torch.where(norms > 0, norms.square().mean().sqrt() / norms, 1.0), kept
+    return torch.where(norms > 0, 1 / (norms * (norms > 0).sum().sqrt()), 1.0), kept
 
 
 def _normuon(stage: Stage, o: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,9 +194,11 @@ def norm_of(matrix: Tensor) -> Tensor:  # (1,)
 
 def prepared(fed: Tensor, stages: Stages) -> Tensor:  # (rows, cols)
     """The orthogonalizer's input as the live stages before it leave it."""
-    for stage in stages:
-        if isinstance(stage, BeforeStage):
-            fed = stage.run(fed.clone().unsqueeze(0), fed.new_empty(1, 0))[0]
+    before = [stage for stage in stages if isinstance(stage, BeforeStage)]
+    if before:
+        fed = fed.to(torch.promote_types(fed.dtype, torch.float32), copy=True)
+    for stage in before:
+        stage.run_(fed.unsqueeze(0))
     return fed
 
 

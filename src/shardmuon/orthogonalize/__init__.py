@@ -55,7 +55,6 @@ from shardmuon._torch import (
     mm_to_fp32,
 )
 from shardmuon.orthogonalize.gram import FiniteWatch, restarts_locally, segments
-from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.schedules import Triples
 
 MethodName = Literal["auto", "standard", "gram", "torch"]
@@ -481,7 +480,6 @@ def orthogonalize(
     method: str = "standard",
     dtype: torch.dtype | None = None,
     watch: FiniteWatch | None = None,
-    graphs: GraphCache | None = None,
     overwrite: bool = False,
     unit: bool = False,
 ) -> Tensor:  # (B, m, n)
@@ -493,7 +491,6 @@ def orthogonalize(
         method: A key of `ITERATIONS`, or "torch".
         dtype: Dtype of the products. Default: `default_dtype`. Ignored by "torch".
         watch: Puts zeros in place of a non-finite "gram" result of a finite matrix. Default: it stays.
-        graphs: Replays shapes that repeat. Default: none.
         overwrite: The caller does not need `x` any more: results may take its place.
         unit: The Frobenius norm of each matrix is 1 (or 0) already and is not divided by again.
 
@@ -514,8 +511,6 @@ def orthogonalize(
         shape = (rows, cols) if size == 1 else (size, rows, cols)
         products = Products(shape, device, dtype)
         run: Callable[[Tensor], Tensor] = partial(ITERATIONS[method], coefficients=coefficients, products=products)
-        if graphs is not None and x.is_cuda:
-            run = partial(graphs.run, run, key=(method, coefficients, dtype))
         many = len(x) > size
         out = empty_batch(x.shape, dtype, device) if many and (watch is not None or not overwrite) else x
         for part, place in zip(x.split(size), out.split(size), strict=True):

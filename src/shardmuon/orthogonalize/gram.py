@@ -52,7 +52,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardmuon._torch import Later, is_capturing
+from shardmuon._torch import Later, arrived, is_capturing
 from shardmuon.orthogonalize.schedules import Triples
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -253,9 +253,8 @@ class FiniteWatch:
 
     def report(self) -> None:
         """Warn of what has arrived by now."""
-        while self.coming and self.coming[0][1].has_arrived():
-            seen, replaced = self.coming.popleft()
-            for (text, count), flags in zip(seen, replaced.value().split([n for _, n in seen]), strict=True):
+        for seen, replaced in arrived(self.coming):
+            for (text, count), flags in zip(seen, replaced.split([n for _, n in seen]), strict=True):
                 if flags.any():
                     warnings.warn(
                         f"{text} gave a non-finite result for {int(flags.sum())} of {count} finite matrices in an "

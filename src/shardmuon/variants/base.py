@@ -11,26 +11,20 @@
     has it whole. So they say nothing of shards, need no exchange, and give the same bits however weights are sharded.
 
 [Note: what a stage keeps]
-    A stage may keep numbers of each matrix from step to step (`num_kept`), fp32. They are state under the stage's
-    `key`: a tensor (number of stacked matrices or 1, numbers of one), see layout/table.py. Every rank that shares the
-    parameter has all of them, so that any of them may be the owner next (another plan, layout or checkpoint). What an
-    owner's stage changed travels to the others behind the results, in the exchange that there is (`travels`), bit for
-    bit. What all ranks compute alike (stages on weights) does not travel. Stages of one `key` share what they keep.
-
-[Note: what a stage costs]
-    Where a launch costs more than its arithmetic, factors after the orthogonalization are found for all matrices of a
-    bucket at once, those on weights for all matrices of a step. So a factor is a formula of vectors, with a number for
-    each matrix or each of its lines (variants/norms.py). A number of a matrix's shape comes in by
-    `NumberLayout.times_`: `where` with a Python number makes a tensor of it, a launch more, and a product with a host's
-    tensor would wait.
+    A stage after or on weights may keep numbers of each matrix from step to step (`num_kept`), fp32. They are state
+    under the stage's `key`: a tensor (number of stacked matrices or 1, numbers of one), see layout/table.py. Every rank
+    that shares the parameter has all of them, so that any of them may be the owner next (another plan, layout or
+    checkpoint). What an owner's stage changed travels to the others behind the results, in the exchange that there is
+    (`travels`), bit for bit. What all ranks compute alike (stages on weights) does not travel. Stages of one `key`
+    share what they keep.
 
 [Note: to add one]
     1. A file here: a frozen dataclass that derives from `BeforeStage`, `AfterStage` or `WeightStage`. Its fields are
        its options; its docstring has the formula, the source, and what differs from that. An `AfterStage` multiplies
        matrices, or lines along their longer side: rows of tall matrices, columns of wide ones. A rule for the rows of
-       every matrix needs this kind of lines first. In norms.py `NumberLayout` (sides, lines, sizes, `shaped`) and
-       `measured` choose by rows >= cols; and as norms of lines of one kind do not follow from those of the other, let
-       `scaled_` below read and scale once for each run of stages whose lines are of one kind.
+       every matrix needs this kind of lines first: `Norms` (norms.py) and `scaled_` choose by rows >= cols; and as
+       norms of lines of one kind do not follow from those of the other, let `scaled_` below read and scale once for
+       each run of stages whose lines are of one kind.
     2. A row at the end of `VARIANTS` (variants/__init__.py): the name that users write, and a function from a group's
        options to the stages. A variant may have several (scale the update at the owner, then the weights).
     3. An option that it reads: a row in `VARIANT_OPTIONS` there, its default, which all variants share; its check in
@@ -69,7 +63,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
-from shardmuon.variants.norms import Norms, NumberLayout, measured
+from shardmuon.variants.norms import Norms
 
 
 @dataclass(frozen=True)
@@ -90,24 +84,16 @@ class Stage:
 
 
 class BeforeStage(Stage):
-    """A stage on the momentum that is to be orthogonalized. Owners run it on batches of whole matrices of one shape."""
+    """A stage on the momentum that is to be orthogonalized. Owners run it on whole matrices of one shape. It keeps
+    nothing."""
 
-    def run(
+    def run_(
         self,
-        x: Tensor,  # (B, rows, cols), any float dtype and strides; may be overwritten
-        kept: Tensor,  # (B, num_kept), fp32, on the device of x; updated in place
-    ) -> Tensor:  # (B, rows, cols), at least fp32
-        """Run on a batch. Computes in fp32, or in fp64 of fp64. Never waits for a device. Zeros stay zeros."""
+        x: Tensor,  # (1, rows, cols) on a CPU, (B, rows, cols) in aligned slots elsewhere
+    ) -> None:
+        """Run in place, and divide each matrix by its Frobenius norm, so that the backend need not. Bits of a matrix
+        hang on no other: each is summed by itself. Never waits for a device. Zeros stay zeros."""
         raise NotImplementedError
-
-    def unit(
-        self,
-        x: Tensor,  # (1, rows, cols) on a CPU, (B, rows, cols) in aligned slots elsewhere; may be overwritten
-    ) -> Tensor | None:  # of the same shape, in the dtype of x
-        """Run on a batch and divide each matrix by its Frobenius norm, in no more passes than a backend needs to divide
-        alone: then the backend does not. Bits of a matrix hang on no other: each is summed by itself. None, with x as
-        it was: this stage or (on CPUs, as nothing waits for a device) this matrix cannot, so `run` it."""
-        return None
 
 
 class AfterStage(Stage):
@@ -116,71 +102,56 @@ class AfterStage(Stage):
     Factors of all stages after a matrix follow from one read of it, and are multiplied in one pass (`scaled_`).
 
     Attributes:
-        of_lines: True: its factor and what it keeps have a number for each line, laid out by `NumberLayout` (see
-            variants/norms.py): rows where rows >= cols, else columns. False: they are those of each whole matrix.
+        of_lines: True: its factor and what it keeps have a number for each line (see variants/norms.py): rows where
+            rows >= cols, else columns. False: one of each whole matrix.
     """
 
     of_lines: ClassVar[bool] = False
 
     def factor(
         self,
-        norms: Norms,  # of N matrices as they are now, of one shape or several: see [Note: matrices together]
-        kept: Tensor,  # (N, num_kept), or (L,) if of lines; fp32, updated in place
-    ) -> Tensor:  # (N,), or (L,) if of lines; in the dtype of the norms
+        norms: Norms,  # of B matrices as they are now
+        kept: Tensor,  # (B, num_kept), or (B, P) if of lines; fp32, updated in place
+    ) -> Tensor:  # (B, 1), or (B, P) if of lines; in the dtype of the norms
         """Factor by which each matrix or line is multiplied. Never waits for a device. Finite for a matrix of zeros: it
         stays one. What is not finite needs no care: its elements show it.
 
-        Given `norms.whole` (N,) or, of lines, the mean squares `norms.means` (L,): `norms.cut.sums(means)[0]` adds up
-        those of each matrix (N,), `norms.cut.combined(torch.div, these, means)` takes (N,) and (L,) in either order,
-        and `over` divides (N,) by (N,) where that may be 0 / 0. `norms.cut.times_(numbers, factors)`
-        multiplies (N,) in place, by one factor of each shape: for (_, rows, cols) in `norms.cut.shapes`.
+        Given `norms.whole` (B, 1) or, of lines, the mean squares `norms.means` (B, P): `norms.sums(means)[0]` adds up
+        those of each matrix (B, 1), and `over` divides (B, 1) by (B, 1) where that may be 0 / 0.
         """
         raise NotImplementedError
 
     def run(self, x: Tensor, kept: Tensor) -> Tensor:  # (B, rows, cols), (B, num_kept) -> (B, rows, cols)
         """Run this stage alone, on a copy in at least fp32."""
         out = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-        scaled_((self,), [out], {self.key: kept.unbind(0)} if self.key else {})
+        scaled_((self,), out, {self.key: kept.unbind(0)} if self.key else {})
         return out
 
 
 def scaled_(
     stages: Sequence[AfterStage],
-    xs: Sequence[Tensor],  # (B, rows, cols) each, of one device and float dtype; written to
+    x: Tensor,  # (B, rows, cols), written to
     kept: Mapping[str, Sequence[Tensor]],  # key -> of each matrix (num_kept,), fp32; updated in place
 ) -> None:
     """Run stages one after the other: one read for the norms, one pass that scales. Zeros stay zeros."""
-    cut = NumberLayout(tuple((x.shape[0], x.shape[1], x.shape[2]) for x in xs))
-    norms = measured(xs, cut, any(stage.of_lines for stage in stages))
+    norms = Norms(x, any(stage.of_lines for stage in stages))
     total: Tensor | None = None
-    for number, stage in enumerate(stages):
-        numbers = _gathered(cut, kept[stage.key], stage.of_lines) if stage.key else _NOTHING
+    for stage in stages:
+        rows = kept.get(stage.key, ())
+        numbers = norms.gathered(rows, stage.of_lines) if rows else x.new_empty(len(x), 0, dtype=torch.float32)
         factor = stage.factor(norms, numbers)
-        if stage.travels and stage.key:
-            foreach_copy_(kept[stage.key], cut.matrices(numbers) if stage.of_lines else numbers.unbind(0))
-        if number + 1 < len(stages):
-            norms = norms.scaled(factor)
-        total = factor if total is None else cut.combined(torch.mul, total, factor)
+        if rows and stage.travels:
+            foreach_copy_(rows, numbers.narrow(1, 0, len(rows[0])).unbind(0))
+        if stage is not stages[-1]:
+            norms.scale_(factor)
+        total = factor if total is None else total * factor
     if total is not None:
-        for x, of_batch in zip(xs, cut.shaped(total), strict=True):
-            x.mul_(of_batch)
+        x.mul_(
+            total.narrow(1, 0, min(total.shape[1], norms.num_lines)).unsqueeze(-1 if x.shape[1] >= x.shape[2] else -2)
+        )
 
 
-_NOTHING = torch.empty(0, 0, device="cpu")
-
-
-def _gathered(
-    cut: NumberLayout, rows: Sequence[Tensor], of_lines: bool
-) -> Tensor:  # N of (num_kept,) -> (N, num_kept) or (L,)
-    """Kept numbers of all matrices in one tensor."""
-    if not of_lines:
-        return torch.stack(list(rows))
-    found = torch.empty(cut.size, dtype=rows[0].dtype, device=rows[0].device)
-    foreach_copy_(cut.matrices(found), rows)
-    return found
-
-
-def over(numbers: Tensor, norms: Tensor) -> Tensor:  # (N,) both
+def over(numbers: Tensor, norms: Tensor) -> Tensor:  # (B, 1) both
     """numbers / norms; 1 where that is not finite: for a matrix of zeros, or one that shows it by its elements."""
     return (numbers / norms).nan_to_num_(nan=1.0, posinf=1.0)
 

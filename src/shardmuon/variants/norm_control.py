@@ -30,7 +30,7 @@ class HyperballUpdate(AfterStage):
         return 1
 
     def factor(self, norms: Norms, kept: Tensor) -> Tensor:
-        radius = kept[:, 0].to(norms.whole.dtype)
+        radius = kept.to(norms.whole.dtype)
         return over(torch.where(radius > 0, radius, norms.whole), norms.whole)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from shardmuon.variants.base import AfterStage, over
@@ -44,5 +43,5 @@ class NorMuon(AfterStage):
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
         floored = kept.to(means.dtype).clamp(min=_LEAST)
         # The squared norm before and after follows from the means.
-        restored = over(*norms.cut.sums(means, means / floored))
-        return norms.cut.combined(torch.div, restored, floored).sqrt_()
+        restored = over(*norms.sums(means, means / floored))
+        return (restored / floored).sqrt_()
