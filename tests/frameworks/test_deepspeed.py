@@ -100,7 +100,7 @@ def _stepped(case: Case) -> float:
 def _check_straddling(job: Job) -> None:
     """A matrix lies on both ranks, the plans list them all, momentum is kept once, and DeepSpeed's own function shows
     the dense one's."""
-    mine = {n: part for known in job.host._flats.values() for n, part in zip(known.names, known.slices, strict=True)}
+    mine = {n: part for known in job.host._flats.values() for n, part, _ in known.parts}
     ranks: list[Any] = [None] * 2
     held = {name: (part.start, part.start + part.numel) for name, part in mine.items() if part.numel}
     dist.all_gather_object(ranks, (held, "\n".join(map(str, job.optimizer.plans))))
@@ -372,7 +372,7 @@ def _audited(stage: int) -> None:
             assert names <= {"clipped_update", "scale_wrong", "update_differs"}
         known = next(iter(job.host._flats.values()))
         with _heard() as found:
-            known.flat.data.narrow(0, known.slices[0].offset, 1).add_(1.0)  # what an update elsewhere would leave
+            known.flat.data.narrow(0, known.parts[0][1].offset, 1).add_(1.0)  # what an update elsewhere would leave
             job.train(2)
         assert any("weights_elsewhere" in text for text in found)
         calls: list[tuple[Callable[[], object], str]] = [
