@@ -175,11 +175,10 @@ class DeepSpeedHost(Host):
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].clone()
         for index, (group, named) in enumerate(self.groups):
-            own, names = self._options[index], [name for name, _ in named]
-            if group.setdefault("param_names", names) != own.setdefault("param_names", names):  # another group's
-                flats = group["params"]
+            names, flats = [name for name, _ in named], group["params"]
+            if group.setdefault("param_names", names) != names:  # another group's
                 group.clear()
-                group.update(own, params=flats)
+                group.update(self._options[index], params=flats, param_names=names)
             self._options[index] = _options(group)
 
     def load(self, core: Stepped, load: Callable[[], None]) -> None:

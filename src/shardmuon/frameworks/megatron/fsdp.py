@@ -29,7 +29,6 @@ from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
 from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed, tell_chunk
 from shardmuon.layout.grid import Grid
 from shardmuon.layout.mesh import Cut, Extent, rows_of_part
-from shardmuon.layout.views import Ints
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -79,10 +78,6 @@ class MegatronFSDPEngine(DTensorEngine):
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
         return form[0], {rank: extent.held for rank, extent in extents.items()}
-
-    def wrap(self, storage: Tensor, param: Any, shape: Ints | None = None) -> Tensor:
-        _mark(storage, param)
-        return super().wrap(storage, param, shape)
 
     def is_aligned(self, grad: Tensor, param: Any) -> bool:
         if not super().is_aligned(grad, param):
@@ -209,9 +204,8 @@ class MegatronFSDPHost(Host):
         return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saving(self, core: Stepped) -> None:
-        """Mark all state tensors of Megatron-FSDP's parameters that have lost their mark (by a cast)."""
+        """Mark all state tensors that lie as Megatron-FSDP's parameters do."""
         for param, values in core.state.items():
             for value in values.values() if _ENGINE.recognizes(param) else ():
-                local = _ENGINE.storage(value) if is_dtensor(value) else None
-                if local is not None and not hasattr(local, "__create_write_items__"):
-                    _mark(local, cast("DTensor", param))
+                if is_dtensor(value) and value.placements == param.placements:
+                    _mark(_ENGINE.storage(value), param)
