@@ -63,6 +63,12 @@ def wrapped(model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> F
     return wrap(model, strategy, auto_wrap_policy=ModuleWrapPolicy({Block, Frozen}), **options)
 
 
+def job(strategy: str = "FULL_SHARD", options: Mapping[str, Any] | None = None, **how: Any) -> tuple[FSDP, Muon]:
+    """The model wrapped, and its optimizer. `how`: of the wrapper."""
+    model = wrapped(tied(), strategy, **how)
+    return model, Muon(model, **OPTIONS, **(options or {}))
+
+
 def loss(model: nn.Module, step: int) -> Tensor:
     """The same tokens on every rank: the mean of 2 or 4 equal gradients is exact."""
     tokens = torch.randint(0, 17, (3, 5), generator=torch.Generator().manual_seed(step))

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -100,7 +101,7 @@ def _stepped(case: Case) -> float:
 def _check_straddling(job: Job) -> None:
     """A matrix lies on both ranks, the plans list them all, momentum is kept once, and DeepSpeed's own function shows
     the dense one's."""
-    mine = {n: part for known in job.host._flats.values() for n, part in zip(known.names, known.slices, strict=True)}
+    mine = {n: part for known in job.host._flats.values() for n, part, _ in known.parts}
     ranks: list[Any] = [None] * 2
     held = {name: (part.start, part.start + part.numel) for name, part in mine.items() if part.numel}
     dist.all_gather_object(ranks, (held, "\n".join(map(str, job.optimizer.plans))))
@@ -298,46 +299,6 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks_and_every_groups_own_op
     deepspeed_pools[world].run(_load, case, str(tmp_path), found, variant)
 
 
-def _goes_on(job: Job, number: int) -> None:
-    """After what was refused: DeepSpeed's gradients are dropped, and a step is the dense one."""
-    job.engine.optimizer.zero_grad()
-    job.step(number)
-    job.check(MUON)
-
-
-def _load_fails(stage: int, folder: str) -> None:
-    """A checkpoint that rank 1 alone cannot load, as a group of its optimizer's state is lost: what loading says, what
-    the next steps say; and how it goes on from the same checkpoint, mended."""
-    with started(Case(stage)) as job:
-        job.step(0)
-        job.engine.save_checkpoint(folder, tag="here")
-        path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
-        whole = path.read_bytes()
-        if dist.get_rank() == 1:
-            saved = torch.load(path, weights_only=False)
-            state = saved["optimizer_state_dict"]
-            state = state["base_optimizer_state"] if stage < 3 else state["optimizer_state_dict"]
-            state["param_groups"].pop()
-            torch.save(saved, path)
-        dist.barrier()
-        began = time.monotonic()
-        loading = said_by(lambda: job.engine.load_checkpoint(folder, tag="here"))
-        assert loading.startswith("ValueError") and "parameter group" in loading
-        for number in (1, 2):
-            assert job.said(number).startswith("ExchangeError: an earlier step was broken off")
-        assert time.monotonic() - began < PROMPT
-        path.write_bytes(whole)
-        dist.barrier()
-        job.engine.load_checkpoint(folder, tag="here")
-        _goes_on(job, 1)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_state_that_one_rank_cannot_load_is_refused_on_all(two: RankPool, stage: int, tmp_path: Path) -> None:
-    """Others are in DeepSpeed's own collectives by then, or train on what they have loaded."""
-    two.run(_load_fails, stage, str(tmp_path))
-
-
 # ------------------------------------------------------------------------------------------- audits and the model
 
 
@@ -372,7 +333,7 @@ def _audited(stage: int) -> None:
             assert names <= {"clipped_update", "scale_wrong", "update_differs"}
         known = next(iter(job.host._flats.values()))
         with _heard() as found:
-            known.flat.data.narrow(0, known.slices[0].offset, 1).add_(1.0)  # what an update elsewhere would leave
+            known.flat.data.narrow(0, known.parts[0][1].offset, 1).add_(1.0)  # what an update elsewhere would leave
             job.train(2)
         assert any("weights_elsewhere" in text for text in found)
         calls: list[tuple[Callable[[], object], str]] = [
@@ -453,36 +414,66 @@ def _out_of_memory() -> AbstractContextManager[object]:
 AUDITED: dict[str, Any] = {"audit": Audit(every=1, samples=2), **FP32}
 
 
-def _broken(
-    stage: int, options: dict[str, Any], plant: Callable[[], AbstractContextManager[object]], words: str, folder: str
-) -> None:
+def _in_a_step(plant: Callable[[], AbstractContextManager[object]], job: Job, folder: str) -> str:
+    with plant():
+        return job.said(1)
+
+
+def _in_loading(job: Job, folder: str) -> str:
+    """A checkpoint that rank 1 alone cannot load, as a group of its optimizer's state is lost; then it is mended."""
+    path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
+    whole = path.read_bytes()
+    if dist.get_rank() == 1:
+        saved = torch.load(path, weights_only=False)
+        state = saved["optimizer_state_dict"]
+        state = state["base_optimizer_state"] if job.case.stage < 3 else state["optimizer_state_dict"]
+        state["param_groups"].pop()
+        torch.save(saved, path)
+    dist.barrier()
+    said = said_by(lambda: job.engine.load_checkpoint(folder, tag="here"))
+    path.write_bytes(whole)
+    dist.barrier()
+    return said
+
+
+def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str], words: str, folder: str) -> None:
     with started(Case(stage), **options) as job:
         job.step(0)
-        job.engine.save_checkpoint(folder)
+        job.engine.save_checkpoint(folder, tag="here")
         began = time.monotonic()
-        with plant():
-            assert re.match(words.split(" or ")[-dist.get_rank()], job.said(1), re.DOTALL)
-            assert job.said(2).startswith("ExchangeError: an earlier step was broken off")
+        assert re.match(words.split(" or ")[-dist.get_rank()], fail(job, folder), re.DOTALL)
+        for number in (2, 3):
+            assert job.said(number).startswith("ExchangeError: an earlier step was broken off")
         assert time.monotonic() - began < PROMPT
         assert len(job.optimizer.param_groups) == len(GROUPS)
-        job.engine.load_checkpoint(folder)
-        _goes_on(job, 1)
+        job.engine.load_checkpoint(folder, tag="here")
+        job.engine.optimizer.zero_grad()  # DeepSpeed's gradients of what was refused
+        job.step(1)
+        job.check(MUON)
 
 
 @pytest.mark.parametrize(
-    ("stage", "options", "plant", "words"),
+    ("stage", "options", "fail", "words"),
     [
-        (3, {}, _out_of_memory, "ExchangeError: .*out of memory"),
+        (3, {}, partial(_in_a_step, _out_of_memory), "ExchangeError: .*out of memory"),
         # of rank 1 in a call for AdamW's group alone: rank 0 is at Muon's next group by then, and fails at once
-        (1, {}, _adamw_raises, "ExchangeError: .*does not answer or ValueError: planted in AdamW"),
+        (
+            1,
+            {},
+            partial(_in_a_step, _adamw_raises),
+            "ExchangeError: .*does not answer or ValueError: planted in AdamW",
+        ),
         # between two groups
-        (3, AUDITED, _halved, "AuditError"),
+        (3, AUDITED, partial(_in_a_step, _halved), "AuditError"),
+        # others are in DeepSpeed's own collectives by then, or train on what they have loaded
+        *((stage, {}, _in_loading, "ValueError.*parameter group") for stage in (1, 3)),
     ],
 )
-def test_a_training_step_that_broke_off_is_the_last_until_a_checkpoint_is_loaded(
-    two: RankPool, stage: int, options: dict[str, Any], plant: Any, words: str, tmp_path: Path
+def test_what_broke_off_on_one_rank_is_raised_on_all_until_a_checkpoint_is_loaded(
+    two: RankPool, stage: int, options: dict[str, Any], fail: Any, words: str, tmp_path: Path
 ) -> None:
-    two.run(_broken, stage, options, plant, words, str(tmp_path))
+    """A training step, or loading itself."""
+    two.run(_broken, stage, options, fail, words, str(tmp_path))
 
 
 def _option(index: int, key: str, value: Any) -> Callable[[Job], AbstractContextManager[object]]:

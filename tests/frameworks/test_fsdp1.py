@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp1_model import OPTIONS, alone, full_state, loss, plain_weights, tied, train, unlike, wrapped
+from fsdp1_model import OPTIONS, alone, full_state, job, loss, plain_weights, tied, train, unlike, wrapped
 from injection import join, plant_in_all
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -106,8 +106,7 @@ def test_a_rank_may_keep_nothing_at_all(world3: RankPool) -> None:
 
 def _saved_full(strategy: str, file: str) -> list[str]:
     """Two steps, a full state dict, two more."""
-    model = wrapped(tied(), strategy)
-    optimizer = Muon(model, **OPTIONS)
+    model, optimizer = job(strategy)
     train(model, optimizer, range(2))
     saved = full_state(model, optimizer)
     if dist.get_rank() == 0:
@@ -118,8 +117,7 @@ def _saved_full(strategy: str, file: str) -> list[str]:
 
 def _resumed_full(strategy: str, file: str) -> list[str]:
     saved = torch.load(file, weights_only=True)
-    model = wrapped(tied(), strategy)
-    optimizer = Muon(model, **OPTIONS)
+    model, optimizer = job(strategy)
     with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved["optimizer"]))
@@ -159,22 +157,36 @@ def _load(folder: str, model: nn.Module, optimizer: Muon, options: StateDictOpti
         set_state_dict(model, optimizer, **states, options=options)
 
 
-def _through_dcp(folder: str, form: str) -> list[str]:
-    options = StateDictOptions(full_state_dict=form == "full", flatten_optimizer_state_dict=form == "flattened")
+def _resumed(folder: str, form: str, options: dict[str, Any]) -> list[str]:
+    """Two steps, then two more of another optimizer, that has the state of the first one in some form."""
     placed = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if form == "dtensors" else {}
-    first, second = (wrapped(tied(), **placed) for _ in range(2))
-    optimizer, other = (Muon(model, **OPTIONS) for model in (first, second))
+    first, optimizer = job("FULL_SHARD", options, **placed)
     train(first, optimizer, range(2))
-    with quiet():
-        dcp.save(_states(first, optimizer, options), checkpoint_id=folder)
-    _load(folder, second, other, options)
+    if form == "a rank's own":
+        second, other = first, Muon(first, **OPTIONS, **options)
+        other.load_state_dict(optimizer.state_dict())
+    else:
+        how = StateDictOptions(full_state_dict=form == "full", flatten_optimizer_state_dict=form == "flattened")
+        with quiet():
+            dcp.save(_states(first, optimizer, how), checkpoint_id=folder)
+        second, other = job("FULL_SHARD", options, **placed)
+        _load(folder, second, other, how)
     train(second, other, range(2, 4))
-    return unlike(whole_weights(second), alone(4))
+    return unlike(whole_weights(second), alone(4, **options))
 
 
-@pytest.mark.parametrize("form", ["full", "sharded tensors", "dtensors", "flattened"])
-def test_distributed_checkpoints_resume(world2: RankPool, form: str, tmp_path: Path) -> None:
-    assert world2.run(_through_dcp, str(tmp_path), form) == [[], []]
+BF16 = {"storage": Storage(momentum_dtype=torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        *((form, {}) for form in ("full", "sharded tensors", "dtensors", "flattened", "a rank's own")),
+        ("a rank's own", BF16),
+    ],
+)
+def test_state_in_every_form_resumes(world2: RankPool, form: str, options: dict[str, Any], tmp_path: Path) -> None:
+    assert world2.run(_resumed, str(tmp_path), form, options) == [[], []]
 
 
 def _net(kind: str) -> nn.Module:
@@ -260,27 +272,12 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
     assert world3.run(_loaded_by, str(tmp_path), expected) == [[], [], []]
 
 
-def _own_state(storage: Storage) -> list[str]:
-    """Each rank's own state dict, and momentum of another dtype."""
-    model = wrapped(tied())
-    optimizer, other = (Muon(model, storage=storage, **OPTIONS) for _ in range(2))
-    train(model, optimizer, range(2))
-    other.load_state_dict(optimizer.state_dict())
-    train(model, other, range(2, 4))
-    return unlike(whole_weights(model), alone(4, storage=storage))
-
-
-@pytest.mark.parametrize("storage", [Storage(), Storage(momentum_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
-def test_a_ranks_own_state_resumes(world2: RankPool, storage: Storage) -> None:
-    assert world2.run(_own_state, storage) == [[], []]
-
-
 # --------------------------------------------------------------------------------- clipping, audits, offload
 
 
 def _clipped(strategy: str) -> list[tuple[float, ...]]:
-    plain, model = tied(), wrapped(tied(), strategy)
-    reference, optimizer = Muon(plain, **OPTIONS), Muon(model, **OPTIONS)
+    plain, (model, optimizer) = tied(), job(strategy)
+    reference = Muon(plain, **OPTIONS)
     found = []
     for step in range(2):
         for each in (plain, model):
@@ -327,8 +324,7 @@ def _audited(factor: int) -> None:
     def spoiled(params: Any, updates: Any, *rest: Any, **named: Any) -> Any:
         return apply_(params, [factor * update for update in updates], *rest, **named)
 
-    model = wrapped(tied())
-    optimizer = Muon(model, audit=Audit(every=1, samples=8), **OPTIONS)
+    model, optimizer = job(options={"audit": Audit(every=1, samples=8)})
     with mock.patch.object(pipeline, "apply_", spoiled):
         train(model, optimizer, range(2))
     assert optimizer.audits.num_audits == 2
@@ -340,12 +336,12 @@ def test_an_audit_names_a_planted_fault_and_none_in_a_sound_step(world2: RankPoo
 
 
 def _offloaded() -> list[str]:
-    model = wrapped(tied(), cpu_offload=CPUOffload(offload_params=True))
+    model, optimizer = job(cpu_offload=CPUOffload(offload_params=True))
     with (  # these two need an accelerator
         mock.patch.object(Tensor, "pin_memory", lambda self: self),
         mock.patch.object(torch.cpu.Stream, "synchronize", create=True),
     ):
-        train(model, Muon(model, **OPTIONS), range(1))  # on a CPU FSDP1 adds a second gradient to the first one
+        train(model, optimizer, range(1))  # on a CPU FSDP1 adds a second gradient to the first one
         return unlike(whole_weights(model), alone(1))
 
 
@@ -378,7 +374,7 @@ def _mistake(case: str) -> None:
         train(model, optimizer, range(1))
 
 
-REFUSED = {
+MISTAKES = {
     "all parameters": "give Muon the model",
     "memory order": "0.weight: FSDP1 has flattened it in the order of its memory, which was not contiguous",
     "tensor parallel": "layers.0.up.weight: it is marked as a tensor-parallel shard",
@@ -386,13 +382,6 @@ REFUSED = {
     "no_sync": "its gradient is a tensor of shape",
     "model gone": "its wrapped model cannot be found",
 }
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_with_what_to_write(world2: RankPool, case: str) -> None:
-    assert_refused(world2, REFUSED[case], _mistake, case)
-
-
 FLAT = (
     "it is a flat parameter of FSDP1 (use_orig_params=False), the tensors of a unit in one: write "
     "FullyShardedDataParallel(..., use_orig_params=True)"
@@ -421,24 +410,28 @@ def _flat(case: str) -> None:
     GIVEN[case](wrapped(tied(), strategy, use_orig_params=False))
 
 
-@pytest.mark.parametrize("case", GIVEN)
-def test_flat_parameters_are_refused_at_once(world2: RankPool, case: str) -> None:
-    assert_refused(world2, FLAT, _flat, case)
-
-
 def _put_in_later(use_muon: bool) -> None:
     """Frameworks swap the tensors of groups; here one rank's."""
-    net, flat = wrapped(tied()), wrapped(tied(), use_orig_params=False)
-    optimizer = Muon(net, **OPTIONS)
+    (_net, optimizer), flat = job(), wrapped(tied(), use_orig_params=False)
     if dist.get_rank() == 1:
         group = next(g for g in optimizer.param_groups if g["use_muon"] == use_muon)
         group["params"] = [next(flat.parameters()), *group["params"][1:]]
     optimizer.prepare()
 
 
-@pytest.mark.parametrize("use_muon", [True, False])
-def test_flat_parameters_that_come_into_groups_later_are_refused_by_all_ranks(world2: RankPool, use_muon: bool) -> None:
-    assert_refused(world2, FLAT, _put_in_later, use_muon)
+@pytest.mark.parametrize(
+    ("call", "case", "says"),
+    [
+        *((_mistake, case, says) for case, says in MISTAKES.items()),
+        *((_flat, case, FLAT) for case in GIVEN),
+        *((_put_in_later, use_muon, FLAT) for use_muon in (True, False)),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_all_ranks_with_what_to_write(
+    world2: RankPool, call: Callable[..., None], case: Any, says: str
+) -> None:
+    """Also flat parameters: at once, and where they come into one rank's groups later."""
+    assert_refused(world2, says, call, case)
 
 
 STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))  # 1 plants in every function, which takes a minute

@@ -444,8 +444,12 @@ def test_checkpoints_resume_with_the_same_bits_on_other_ranks(
 @pytest.mark.parametrize(
     ("sizes", "distributed", "words"),
     [
-        (EP, False, "keeps second_moment, which Megatron's dist_checkpointing saves from rank 0 alone"),
-        (EP, False, "with pipeline or expert parallelism other ranks have parameters of their own"),
+        (
+            EP,
+            False,
+            "keeps second_moment, which Megatron's dist_checkpointing saves from rank 0 alone, and with pipeline or "
+            "expert parallelism other ranks have parameters of their own",
+        ),
         ({}, True, "keeps state of its own, and of distrib_optim_sharding_type='fully_reshardable'"),
     ],
 )

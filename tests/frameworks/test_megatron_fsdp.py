@@ -15,10 +15,9 @@ import io
 import itertools
 import logging
 import math
-import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,15 +29,12 @@ import torch.distributed.checkpoint as dcp
 from megatron_gpt import import_megatron_fsdp
 from standin_cuda import cuda_on_cpu
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon.layout.engines import engine_of
-from shardmuon.layout.mesh import AxisCut, Extent, pieces_of_extents
-from shardmuon.layout.table import ParamLayout
-from shardmuon.layout.views import matrix_view
+from shardmuon.layout.mesh import Cut, rows_of_part
 from shardmuon.testing.layouts import mesh_of, shard_like_megatron
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_bitwise
@@ -51,77 +47,29 @@ needs_package = pytest.mark.skipif(
 # ------------------------------------------------------------------------------------------------ as numbers alone
 
 
-def _cut_at_random(rng: random.Random, length: int, parts: int) -> list[tuple[int, int]]:
-    edges = [0, *sorted(rng.randint(0, length) for _ in range(parts - 1)), length]
-    return list(itertools.pairwise(edges))
-
-
 def _tensor_parallel_part(full: Tensor, part: int, parts: int, dim: int, stride: int) -> Tensor:
     """The part that Megatron's layers keep: a share of each of `stride` equal blocks, one after the other."""
     return torch.cat([block.chunk(parts, dim)[part] for block in full.chunk(stride, dim)], dim)
 
 
-def _check_content(layout: ParamLayout, full: Tensor, storages: Mapping[int, Tensor]) -> None:
-    for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
-        storage = storages[rank]
-        assert sum(piece.numel for piece, _ in of_rank) == storage.numel()
-        for piece, local in of_rank:
-            there = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
-            here = tuple(slice(o, o + n) for o, n in zip(local, piece.size, strict=True))
-            assert torch.equal(full[there], storage[here])
-
-
-def _layout_of(
-    extents: Sequence[Extent],
-    shape: tuple[int, ...],
-    mesh: tuple[int, ...],
-    ranks: tuple[int, ...],
-    cuts: tuple[AxisCut, ...],
-) -> ParamLayout:
-    held = pieces_of_extents(shape, mesh, ranks, cuts, tuple(extents))
-    return ParamLayout(matrix_view(shape), ranks, held)
-
-
-def test_extents_name_exactly_what_each_rank_stores() -> None:
-    # mesh (replica, outer, inner, tensor parallel); any rows on any rank; TP on rows or columns, also in strides
-    rng = random.Random(1)
-    for _ in range(200):
-        sizes = [rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 2)]
-        num_parts, stride, dim = sizes[3], rng.choice((1, 1, 2)), rng.randint(0, 1)
-        shape = [rng.randint(1, 9), rng.randint(1, 5)]
-        shape[dim] *= num_parts * stride
-        full = torch.arange(float(math.prod(shape))).view(shape)
-        storages: dict[int, Tensor] = {}
-        extents: list[Extent] = []
-        edges: dict[int, list[tuple[int, int]]] = {}
-        for rank, (_, outer, inner, part) in enumerate(itertools.product(*(range(n) for n in sizes))):
-            kept = _tensor_parallel_part(full, part, num_parts, dim, stride)
-            cut = edges.setdefault(part, _cut_at_random(rng, len(kept), sizes[1] * sizes[2]))
-            start, stop = cut[inner * sizes[1] + outer]
-            storages[rank] = kept[start:stop].clone()
-            known = start * kept.shape[1] if rng.random() < 0.5 else -1
-            extents.append(Extent(tuple(storages[rank].shape), known))
-        cuts = (AxisCut(3, dim, True, stride), AxisCut(2, 0), AxisCut(1, 0))
-        if num_parts == 1 and stride == 1:
-            cuts = cuts[1:]
-        ranks = tuple(range(len(extents)))
-        layout = _layout_of(extents, tuple(shape), tuple(sizes), ranks, cuts)
-        _check_content(layout, full, storages)
-
-
 @pytest.mark.parametrize(
-    ("extents", "message"),
-    [
-        ([Extent((3, 4)), Extent((2, 4))], "leave a gap"),
-        ([Extent((3, 4)), Extent((4, 4))], "out of bounds"),
-        ([Extent((3, 4)), Extent((3, 3))], r"rank 5 stores shape \(3, 3\), which is not as wide"),
-        ([Extent((3, 4), 0), Extent((3, 4), 8)], r"rank 5 says that its part begins at element 8.*store 12"),
-        ([Extent((3, 4)), Extent((12,))], r"rank 5 stores shape \(12,\), which is not as wide"),
-    ],
+    ("shape", "dim", "stride"), [((9, 4), 0, 1), ((12, 5), 0, 2), ((3, 6), 1, 1), ((7, 12), 1, 2), ((5, 4, 6), 2, 1)]
 )
-def test_extents_that_do_not_make_the_whole_are_refused(extents: list[Extent], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _layout_of(extents, (6, 4), (2,), (2, 5), (AxisCut(0, 0),))
+def test_rows_of_a_part_are_what_slicing_it_gives(shape: tuple[int, ...], dim: int, stride: int) -> None:
+    """Tensor-parallel parts of rows or columns, also in strides; any rows of them on any rank."""
+    full = torch.arange(float(math.prod(shape))).view(shape)
+    for num_parts in (1, 3):
+        for part in range(num_parts):
+            kept = _tensor_parallel_part(full, part, num_parts, dim, stride)
+            for start, stop in itertools.combinations_with_replacement(range(len(kept) + 1), 2):
+                rows, found = kept[start:stop], torch.full((stop - start, *kept.shape[1:]), torch.nan)
+                held, stored = rows_of_part(shape, Cut(dim, stride), part, num_parts, range(start, stop))
+                assert stored == tuple(rows.shape)
+                for (offset, size), local in held:
+                    there = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+                    here = tuple(slice(o, o + n) for o, n in zip(local, size, strict=True))
+                    found[here] = full[there]
+                assert torch.equal(found, rows)
 
 
 # --------------------------------------------------------------------------------- cut like Megatron-FSDP, without it
@@ -180,18 +128,18 @@ def _lacks_a_gradient(job: CutJob) -> None:
         job.params["second"].grad = None
 
 
-def _lies_about_its_place(job: CutJob) -> None:
-    if job.is_holder("second", -1):
-        kept = job.params["second"].megatron_fsdp_slice
-        job.params["second"].megatron_fsdp_slice = slice(kept.start + 8, kept.stop + 8)
+def _lies_about_its_place(elements: int) -> Callable[[CutJob], None]:
+    def plant(job: CutJob) -> None:
+        if job.is_holder("second", -1):
+            kept = job.params["second"].megatron_fsdp_slice
+            job.params["second"].megatron_fsdp_slice = slice(kept.start + elements, kept.stop + elements)
+
+    return plant
 
 
-def _lacks_a_row(job: CutJob) -> None:
-    p = job.params["second"]
-    local = p.to_local().detach()
-    rows = local[: max(0, len(local) - 1)]
-    q = nn.Parameter(DTensor.from_local(rows, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()))
-    job.optimizer.param_groups[0]["params"][1] = q
+def _has_lost_its_place(job: CutJob) -> None:
+    if job.is_holder("second", 0):
+        del job.params["second"].megatron_fsdp_slice
 
 
 def _is_of_another_kind(key: str) -> Callable[[CutJob], None]:
@@ -209,8 +157,10 @@ def _is_misplaced(job: CutJob) -> None:
 
 FAULTS: dict[str, tuple[Callable[[CutJob], None], str]] = {
     "lacks": (_lacks_a_gradient, r"second: ranks .*have no gradient"),
-    "lies": (_lies_about_its_place, r"second: ranks \(0, 1, 2\) store shapes .*says that its part begins at element"),
-    "gap": (_lacks_a_row, r"second: .*leave a gap"),
+    "gap": (_lies_about_its_place(-8), r"second: ranks \(0, 1, 2\) store shapes .*leave a gap"),
+    "beyond": (_lies_about_its_place(8), r"second: rank 2 stores shape \(4, 8\) .*, which should be \(3, 8\)"),
+    "inside a row": (_lies_about_its_place(-3), r"second: its attribute megatron_fsdp_slice, .* does not say where"),
+    "lost": (_has_lost_its_place, r"second: its attribute megatron_fsdp_slice, .* does not say where its"),
     "decoupled": (_is_of_another_kind("decoupled_grad"), r"second: .*use_decoupled_grad=False"),
     "main_grad": (_is_of_another_kind("main_grad"), r"second: .*shardmuon\.frameworks\.megatron"),
     "version 2": (_is_of_another_kind("_mfsdp_parameter_group"), r"second: .*experimental version 2, which is not"),
@@ -271,19 +221,6 @@ def test_empty_shards_without_a_gradient_step_and_keep_norms_as_one_process_does
 ) -> None:
     """Also AdamW's state, which a rank that stores nothing of a vector has as the others do."""
     world3.run(_beside_one_process, **({"variant": variant, "weight_decay": 0.0} if variant else {}))
-
-
-def _save_without_offsets(folder: str) -> None:
-    job = CutJob()
-    for p in job.params.values():
-        del p.megatron_fsdp_slice
-    job.step(1)  # the rows of the other ranks are enough for that
-    with pytest.raises(CheckpointException, match="this rank's part of Megatron-FSDP's buffer is not known here"):
-        dcp.save({"optimizer": job.optimizer.state_dict()["state"]}, checkpoint_id=folder)
-
-
-def test_state_of_unknown_offset_is_not_saved_by_placements(world3: RankPool, tmp_path: Path) -> None:
-    world3.run(_save_without_offsets, str(tmp_path))
 
 
 # --------------------------------------------------------------------------------------- as the package builds it
@@ -393,8 +330,8 @@ class Job:
         settings = {"lr": 0.1, "adamw_lr": 0.01, "overrides": {"*up.weight": {"split_sizes": (4, 6)}}}
         groups = param_groups(self.model, **settings)
         self.names = [row.name for row in groups.rows if row.optimizer == "Muon"]
-        self.optimizer = Muon(groups, **{"lr": 0.1, **options})
-        self.dense = Muon(param_groups(self.dense_model, **settings), lr=1e-3)
+        self.optimizer = Muon(groups, lr=0.1, **options)
+        self.dense = Muon(param_groups(self.dense_model, **settings), lr=0.1, **options)
         self.gather = Gatherer(self.params())
         self.before = self.gather(self.params())
         self.wrap()
@@ -435,7 +372,7 @@ class Job:
             wanted = {"weight": q.detach(), **self.dense.state[q]}
             assert self.optimizer.state[params[name]].keys() == self.dense.state[q].keys(), name
             for key, value in wanted.items():
-                have = self.optimizer.state[params[name]]["step"] if key == "step" else found[key][name]
+                have = found[key][name] if key in found else _local(self.optimizer.state[params[name]][key])
                 assert torch.equal(have, value), (name, key)
 
 
@@ -489,17 +426,17 @@ def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(form: str,
 # -------------------------------------------------------------------------------------------------- checkpoints
 
 
-def _save(form: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _save(form: str, folder: str, variant: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     with _megatron():
-        job = Job(form)
+        job = Job(form, **variant)
         job.step(10)
         dcp.save(job.state_dicts(), checkpoint_id=folder)
         return job.dense_model.state_dict(), job.dense.state_dict()
 
 
-def _load(form: str, folder: str, dense_model: dict[str, Any], dense: dict[str, Any]) -> None:
+def _load(form: str, folder: str, variant: dict[str, Any], dense_model: dict[str, Any], dense: dict[str, Any]) -> None:
     with _megatron():
-        job = Job(form)
+        job = Job(form, **variant)
         saved = job.state_dicts()
         dcp.load(saved, checkpoint_id=folder)
         job.model.load_state_dict(saved["model"])
@@ -514,18 +451,18 @@ def _load(form: str, folder: str, dense_model: dict[str, Any], dense: dict[str, 
 
 @needs_package
 @pytest.mark.parametrize(
-    ("saved", "loaded", "world"),
+    ("saved", "loaded", "world", "variant"),
     [
-        ("optim_grads_params", "optim_grads_params", 3),
-        ("hybrid shard optim_grads_params", "optim", 4),
-        ("optim_grads", "hybrid optim_grads_params", 4),
+        ("optim_grads_params", "optim_grads_params", 3, {"variant": "normuon"}),
+        ("hybrid shard optim_grads_params", "optim", 4, {}),
+        ("optim_grads", "hybrid optim_grads_params", 4, {}),
     ],
 )
 def test_a_checkpoint_resumes_with_the_same_bits_on_other_ranks(
-    saved: str, loaded: str, world: int, tmp_path: Path
+    saved: str, loaded: str, world: int, variant: dict[str, Any], tmp_path: Path
 ) -> None:
-    states = get_pool(4).run(_save, saved, str(tmp_path))[0]
-    get_pool(world).run(_load, loaded, str(tmp_path), *states)
+    states = get_pool(4).run(_save, saved, str(tmp_path), variant)[0]
+    get_pool(world).run(_load, loaded, str(tmp_path), variant, *states)
 
 
 # ---------------------------------------------------------------------------------- tensor parallel, experts

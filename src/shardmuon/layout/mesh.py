@@ -21,7 +21,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -220,9 +219,23 @@ def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: in
     return tuple(found)
 
 
-# ------------------------------------------------------------------------------------------------- what storage tells
+def rows_of_part(shape: Ints, cut: Cut, part: int, num_parts: int, rows: range) -> OfRank:
+    """The pieces that some rows of a tensor-parallel part are, and the shape of their storage.
 
-UNKNOWN = -1
+    Args:
+        shape: Shape of the tensor.
+        cut: How it is cut in parts.
+        part, num_parts: Number of the part, and how many there are, of the sizes of `torch.chunk`.
+        rows: Indices of dim 0 of the part.
+
+    Raises:
+        ValueError: See `parts_of`.
+    """
+    num = shape[cut.dim]
+    step = -(-num // num_parts)
+    sizes = tuple(max(0, min(step, num - at * step)) for at in range(num_parts))
+    ranges = list(_parts(shape, cut, sizes))[part]
+    return _stored([_narrow(ranges[0], rows.start, len(rows)), *ranges[1:]])
 
 
 class Extent(NamedTuple):
@@ -230,81 +243,8 @@ class Extent(NamedTuple):
 
     Attributes:
         shape: Shape of the storage.
-        start: Number of its first element in the tensor-parallel part, as the engine says, or UNKNOWN.
+        held: The pieces in it, where no other rank can tell them.
     """
 
     shape: Ints
-    start: int = UNKNOWN
-
-
-class AxisCut(NamedTuple):
-    """A mesh axis that cuts a tensor dim in parts of any size: dim 0, or any dim for tensor parallelism.
-
-    Attributes:
-        axis: The mesh axis.
-        dim: The tensor's dim.
-        tensor_parallel: True if its parts are tensor-parallel shards, within which the data-parallel axes cut.
-        stride: Each tensor-parallel shard has a share of that many equal blocks of the dim (Megatron's
-            `partition_stride`: 2 for fused gate and up).
-    """
-
-    axis: int
-    dim: int
-    tensor_parallel: bool = False
-    stride: int = 1
-
-
-def pieces_of_extents(
-    shape: Ints, mesh: Ints, mesh_ranks: Ints, cuts: tuple[AxisCut, ...], extents: tuple[Extent, ...]
-) -> tuple[tuple[Held, ...], ...]:
-    """The pieces of each place of a mesh: the ranks' parts one after the other.
-
-    Args:
-        shape: Shape of the tensor.
-        mesh: Size of each axis.
-        mesh_ranks: Global ranks in row-major order.
-        cuts: The axes that cut the tensor; the one that cuts first comes first.
-        extents: What each of `mesh_ranks` stores.
-
-    Raises:
-        ValueError: The parts do not fit together, or a rank says that its part begins elsewhere. The message lacks the
-            name.
-    """
-    parallel = next((cut for cut in cuts if cut.tensor_parallel), AxisCut(-1, 0))
-    found: dict[int, tuple[Held, ...]] = dict.fromkeys(range(len(extents)), ())
-    for line in _lines(mesh, cuts, parallel.axis):
-        filled = [[number for number in of_part if math.prod(extents[number].shape)] for of_part in line]
-        along = [[extents[number].shape[parallel.dim] for number in of_part] for of_part in filled]
-        sizes = tuple(max(of_part, default=0) if parallel.dim else sum(of_part) for of_part in along)
-        for of_part, part in zip(filled, _parts(shape, Cut(parallel.dim, parallel.stride), sizes), strict=True):
-            start = 0
-            for number in of_part:
-                found[number] = _share(part, start, extents[number], mesh_ranks[number])
-                start += extents[number].shape[0]
-    return tuple(found.values())
-
-
-def _lines(mesh: Ints, cuts: Sequence[AxisCut], parallel: int) -> list[list[list[int]]]:
-    """Numbers of mesh places, for each replica and each tensor-parallel part in it, in the order in which the places'
-    shares follow each other."""
-    places, axes = list(itertools.product(*map(range, mesh))), [cut.axis for cut in cuts]
-    lines: dict[Ints, dict[int, list[int]]] = {}
-    for number in sorted(range(len(places)), key=lambda number: [places[number][axis] for axis in axes]):
-        replica = tuple(at for axis, at in enumerate(places[number]) if axis not in axes)
-        part = places[number][parallel] if parallel >= 0 else 0
-        lines.setdefault(replica, {}).setdefault(part, []).append(number)
-    return [list(line.values()) for line in lines.values()]
-
-
-def _share(part: Sequence[_Ranges], start: int, extent: Extent, rank: int) -> tuple[Held, ...]:
-    """The pieces of a part that a rank stores whose storage begins at this index of dim 0."""
-    begins = start * math.prod(extent.shape[1:])
-    if extent.start not in (UNKNOWN, begins):
-        raise ValueError(
-            f"rank {rank} says that its part begins at element {extent.start}, but the ranks before it store {begins} "
-            "elements"
-        )
-    held, size = _stored([_narrow(part[0], start, extent.shape[0]), *part[1:]])
-    if size != extent.shape:
-        raise ValueError(f"rank {rank} stores shape {extent.shape}, which is not as wide as the tensor")
-    return held
+    held: tuple[Held, ...] = ()

@@ -119,7 +119,7 @@ def _elements_of(full: Tensor, built: Tensor) -> Tensor:
 
 
 def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
-    """Parameters around what a row built, with the attributes that say how a plain tensor is cut."""
+    """Parameters around what a row built, with the attributes that say how it is cut."""
     made: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):  # nn.Parameter would trace it anew for each shape, dtype and placement
@@ -127,7 +127,7 @@ def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
             made[name]._is_param = True  # all that nn.Parameter does of a tensor of such a class
         else:
             made[name] = nn.Parameter(tensor)
-            vars(made[name]).update(vars(tensor))
+        vars(made[name]).update(vars(tensor))
     return made
 
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon.comm.groups import group_ranks
+from shardmuon.comm.groups import num_ranks
 from shardmuon.comm.vote import Fault, run_together
 from shardmuon.core import Core
 from shardmuon.errors import REMEDY, Refused, made_public
@@ -46,7 +46,6 @@ from shardmuon.frameworks.deepspeed.partitions import (
     refuse_options,
     refuse_params,
     refuse_swaps,
-    shape_of,
     slices_of,
     swapped_numel,
     zero3_of,
@@ -55,11 +54,10 @@ from shardmuon.host import Host, Progress, Stepped, Weight, caller
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
 from shardmuon.options import check_hyperparameters
-from shardmuon.step.kept import CARRIED, carry, kept_in, missing_fault, take_carried
+from shardmuon.step.kept import carry, kept_in, missing_fault, take_carried
 from shardmuon.step.update import init_state, step_adamw
 
 if TYPE_CHECKING:
-    from shardmuon.comm.groups import Ranks
     from shardmuon.plan.plan import Plan
 
 _Named = tuple[str, Tensor]
@@ -73,9 +71,7 @@ class Flat(Core):
         index: Number of its group.
         is_muon: True for a flat of matrices; AdamW's are stepped whole.
         swapped: True if DeepSpeed keeps it in files (NVMe) while it is not stepped.
-        slices, names: Parts of parameters on this rank, and the parameters' names.
-        ranks: Ranks that share the flat.
-        shards: One tensor for each slice, empty until `show`.
+        parts: Of each parameter its name, its slice on this rank, and the tensor that is stepped, empty until `show`.
     """
 
     def __init__(
@@ -85,34 +81,27 @@ class Flat(Core):
         params, names = [p for _, p in named], {id(p): name for name, p in named}
         self.index, self.flat, self.is_muon = index, flat, bool(group["use_muon"])
         self.swapped = swapped_numel(flat, zero3_of(params)) > 0
-        self.slices, process_group = slices_of(flat, params)
-        strangers = [shape_of(part.param) for part in self.slices if id(part.param) not in names]
-        if strangers:
-            raise ValueError(
-                f"a ZeRO partition holds parameters of shapes {strangers} that the optimizer was not made with: "
-                "DeepSpeed has put them in the place of others (AutoTP, AutoEP). Set autotp_size=1 and leave "
-                "expert_parallel out"
-            )
-        self.names = [names[id(part.param)] for part in self.slices]
-        self.ranks = group_ranks(process_group)
-        self.shards = [make_shard(flat, part, process_group) for part in self.slices]
-        self.param_groups = [{**group, "params": self.shards, "param_names": self.names}]
+        slices, process_group = slices_of(flat, params)
+        self.parts = [(names[id(part.param)], part, make_shard(flat, part, process_group)) for part in slices]
+        self.param_names = [name for name, _, _ in self.parts]
+        self.param_groups = [
+            {**group, "params": [shard for _, _, shard in self.parts], "param_names": self.param_names}
+        ]
         self.state = defaultdict(dict)
 
     @property
     def states(self) -> dict[str, dict[str, Any]]:
         """State of each parameter's part, by the parameter's name."""
-        return {name: self.state[shard] for name, shard in zip(self.names, self.shards, strict=True)}
+        return {name: self.state[shard] for name, _, shard in self.parts}
 
     def unlike_model(self) -> list[str]:
         """Names of the parameters whose part in the flat is not what the model has there."""
-        pairs = zip(self.names, self.slices, strict=True)
-        return [name for name, part in pairs if part.numel and differs_from_model(self.flat, part)]
+        return [name for name, part, _ in self.parts if part.numel and differs_from_model(self.flat, part)]
 
     def show(self) -> None:
         """Let shards and their gradients share memory with the flat's, which DeepSpeed may have moved."""
         flat, grad = self.flat.detach(), self.flat.grad
-        for shard, part in zip(self.shards, self.slices, strict=True):
+        for _, part, shard in self.parts:
             shard.data = flat.narrow(0, part.offset, part.numel)
             shard.grad = None if grad is None else grad.detach().narrow(0, part.offset, part.numel)
 
@@ -145,7 +134,6 @@ class DeepSpeedHost(Host):
         self.groups: list[tuple[dict[str, Any], list[_Named]]] = []
         self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
         self._flats: dict[int, Flat] = {}  # id of a flat -> what is known of it; AdamW's too
-        self._ranks: Ranks | None = None  # that share any flat; None: not agreed yet, all ranks
         self._unchecked = True  # weights may have come from elsewhere since the last step
         self._carried: dict[str, dict[str, Tensor]] = {}  # name -> what stages keep, loaded and not taken over yet
         self._num_stepped = 0  # flats, in this training step
@@ -154,10 +142,6 @@ class DeepSpeedHost(Host):
     def _params(self) -> list[Tensor]:
         """Parameters of the model, with which the optimizer was made."""
         return [p for _, named in self.groups for _, p in named]
-
-    @property
-    def _cores(self) -> list[Flat]:
-        return [known for known in self._flats.values() if known.is_muon]
 
     # -------------------------------------------------------------------------------------------- groups and state
 
@@ -171,12 +155,7 @@ class DeepSpeedHost(Host):
         self.groups = [(new, named) for new, (_, named) in zip(core.param_groups, self.groups, strict=True)]
         self._options = [_options(group) for group in core.param_groups]
         self._unchecked, self._num_stepped = True, 0
-        self._take_carried()
-
-    def _take_carried(self) -> None:
-        """Take what loaded groups carry in the place of what stages have kept."""
-        self._carried = take_carried(group for group, _ in self.groups)
-        self._flats = {}
+        self._carried, self._flats = {}, {}
 
     def restore_groups(self, core: Stepped) -> None:
         """Put the groups back as they are between steps, as DeepSpeed does only without an error."""
@@ -189,24 +168,24 @@ class DeepSpeedHost(Host):
         """Loading a universal checkpoint, DeepSpeed writes to the groups that there are. It gives them the options of
         the checkpoint's groups in their order, at stage 3 all of them those of the first. And all sub-groups get one
         and the same tensor as "step" there, which each of them would then count up for all."""
-        if any(CARRIED in group for group, _ in self.groups):
-            self._take_carried()
+        carried = take_carried(group for group, _ in self.groups)
+        if carried:
+            self._carried, self._flats = carried, {}
         for state in core.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].clone()
         for index, (group, named) in enumerate(self.groups):
-            own, names = self._options[index], [name for name, _ in named]
-            if group.setdefault("param_names", names) != own.setdefault("param_names", names):  # another group's
-                flats = group["params"]
+            names, flats = [name for name, _ in named], group["params"]
+            if group.setdefault("param_names", names) != names:  # another group's
                 group.clear()
-                group.update(own, params=flats)
+                group.update(self._options[index], params=flats, param_names=names)
             self._options[index] = _options(group)
 
     def load(self, core: Stepped, load: Callable[[], None]) -> None:
         """Raise on all ranks what one raises while DeepSpeed loads a checkpoint: all do, and collectives of its own
         follow; but where they load one after the other (`pipeline_loading_checkpoint`)."""
         frame = caller("load_checkpoint", "deepspeed")
-        if frame is None or frame.f_locals["self"]._config.zero_config.pipeline_loading_checkpoint:
+        if frame is not None and frame.f_locals["self"]._config.zero_config.pipeline_loading_checkpoint:
             load()
             return
         try:
@@ -224,8 +203,8 @@ class DeepSpeedHost(Host):
         """Let the groups carry what stages of variants keep, for which state as long as a flat has no place."""
         if self.is_active:
             kept = dict(self._carried)
-            for inner in self._cores:
-                kept |= {name: kept_in(state) for name, state in inner.states.items() if state}
+            for known in self._flats.values():
+                kept |= {name: kept_in(state) for name, state in known.states.items() if state}
             # By name, all in the first group: of a universal checkpoint stage 3 loads that one's options for every one.
             carry(saved["param_groups"][0], kept)
 
@@ -242,7 +221,7 @@ class DeepSpeedHost(Host):
 
     def plans(self, core: Stepped) -> tuple[Plan, ...]:
         """The plans of all flats that have been stepped so far."""
-        return tuple(inner.binding.plan for inner in self._cores if inner.binding is not None)
+        return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
 
     def plan(self, core: Stepped) -> Plan | None:
         raise AttributeError(_SEVERAL_PLANS)
@@ -259,11 +238,11 @@ class DeepSpeedHost(Host):
         for known in self._flats.values():
             if known.swapped:
                 raise ValueError(
-                    f"{known.names[0]}: DeepSpeed keeps it in files (offload to NVMe), where nothing but a step "
+                    f"{known.param_names[0]}: DeepSpeed keeps it in files (offload to NVMe), where nothing but a step "
                     'reaches it. Use offload_optimizer {"device": "cpu"}'
                 )
             known.show()
-            for name, part, shard in zip(known.names, known.slices, known.shards, strict=True):
+            for name, part, shard in known.parts:
                 found.append(Weight(name, part.param, shard, self.groups[known.index][0], id(known.flat) in stepped))
         return found
 
@@ -280,8 +259,8 @@ class DeepSpeedHost(Host):
         """Step those of the groups that DeepSpeed has put into `core.param_groups` for this call."""
         try:
             if self._num_stepped in (0, len(self._flats)):  # see [Note: one vote before the first call]
-                self._num_stepped = 0
-                self._ranks = core.component = run_together(lambda: self._begin(core, fault), self._ranks)
+                self._num_stepped, core.component = 0, tuple(range(num_ranks()))
+                run_together(lambda: self._begin(core, fault))
                 self._unchecked = False
             progress.changing = True
             if fault.cause is not None:
@@ -295,8 +274,8 @@ class DeepSpeedHost(Host):
             self._num_stepped = 0
             raise
 
-    def _begin(self, core: Stepped, fault: Fault) -> Ranks:
-        """Raise what is wrong with any flat on this rank, and change nothing. Returns the ranks that share any flat."""
+    def _begin(self, core: Stepped, fault: Fault) -> None:
+        """Raise what is wrong with any flat on this rank, and change nothing."""
         if fault.cause is not None:
             raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
@@ -319,7 +298,6 @@ class DeepSpeedHost(Host):
                 "a group of the optimizer is none of those that it was made with: DeepSpeed's (or another) wrapper "
                 "replaced it. Make the optimizer from the groups as they are and initialize again"
             )
-        return tuple(sorted({rank for known in self._flats.values() for rank in known.ranks}))
 
     def _attach(self, core: Stepped) -> None:
         """Find what every flat holds."""
@@ -378,10 +356,10 @@ class DeepSpeedHost(Host):
                 if known.is_muon:
                     known.broken, fault = None, Fault()
                     with fault:
-                        known.param_groups[0].update(_options(group) | {"param_names": known.names})
+                        known.param_groups[0].update(_options(group) | {"param_names": known.param_names})
                         known.show()
                         momentum = self._state(core, known)["exp_avg"]
-                        for shard, part in zip(known.shards, known.slices, strict=True):
+                        for _, part, shard in known.parts:
                             known.state[shard][BUFFER] = momentum.narrow(0, part.offset, part.numel)
                     known.take_step(fault)
                     core.state[flat]["step"] += 1
@@ -417,7 +395,8 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         As `engine.load_checkpoint`.
 
     Raises:
-        ValueError: It does not fit, on any rank: raised on all, before anything changes.
+        ValueError: It does not fit, on any rank: raised on all, before anything changes. If the state of the
+            optimizer does not, everything else has been loaded, and no step may follow.
     """
     zero3 = engine.optimizer
     optimizer = getattr(zero3, "optimizer", None)
@@ -427,9 +406,10 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         if not getattr(zero3, "swap_optimizer", False):
             return engine.load_checkpoint(str(load_dir), tag, **options)  # type: ignore[no-any-return]
         saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
-        run_together(lambda: _place(zero3, saved))  # what follows is collective
         found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
-        _fill(zero3, saved)
+        zero3.checkpoint_event_prologue()
+        zero3.load_state_dict([saved] * num_ranks())  # reads the files again, now that there is state to read them to
+        zero3.checkpoint_event_epilogue()
         engine.loaded_checkpoint_dp_world_size = None  # see `refuse_loaded`
     return found
 
@@ -446,7 +426,8 @@ def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]
     path = Path(engine._get_zero_ckpt_name(str(folder), tag))
     saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False).get("optimizer_state_dict", {})
     flats = zero3.fp32_partitioned_groups_flat
-    mine = [0 if swapped_numel(flat, zero3) else flat.numel() for flat in flats]
+    swapped = [swapped_numel(flat, zero3) for flat in flats]
+    mine = [0 if numel else flat.numel() for flat, numel in zip(flats, swapped, strict=True)]
     theirs = [flat.numel() for flat in saved.get("fp32_flat_groups", ())]
     ranks = saved.get("partition_count")
     if mine != theirs or ranks != zero3.partition_count:
@@ -456,49 +437,16 @@ def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]
         )
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     copies = folder / tag / "offloaded_tensors" / f"rank{rank:02d}"
-    files = [f"{flat.ds_id}.tensor.swp" for flat in flats if swapped_numel(flat, zero3)]
+    files = [f"{flat.ds_id}.tensor.swp" for flat, numel in zip(flats, swapped, strict=True) if numel]
     missing = [name for name in files if not (copies / name).is_file()]
     if missing:
         raise ValueError(
             f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
             "the same model as when it was saved, in a process that has made no other engine"
         )
+    for number, numel in enumerate(swapped):  # what was in files was saved empty: zeros as long stand for it
+        state = saved["optimizer_state_dict"]["state"].get(number, {})
+        for key, value in state.items() if numel else ():
+            if isinstance(value, Tensor) and value.shape == (0,):
+                state[key] = value.new_zeros(()).expand(numel)
     return saved
-
-
-def _place(zero3: Any, saved: dict[str, Any]) -> None:
-    """Set up what files do not bring back: step counts, options, state in memory, and something to read the files to.
-
-    Args:
-        zero3: DeepSpeed's stage-3 optimizer.
-        saved: From `_read`.
-    """
-    optimizer = zero3.optimizer
-    zero3.optimizer_swapper.purge_state()  # it looks for state anew when it reads
-    zero3._set_fp32_optimizer_param_groups()
-    flats = [flat for group in optimizer.param_groups for flat in group["params"]]
-    wanted = saved["optimizer_state_dict"]
-    ids = [number for group in wanted["param_groups"] for number in group["params"]]
-    state = dict(wanted["state"])
-    for number, flat in zip(ids, flats, strict=True):
-        numel = swapped_numel(flat, zero3)
-        if numel:  # what was in files was saved empty: zeros as long stand for it
-            state[number] = {
-                key: value.new_zeros(()).expand(numel) if isinstance(value, Tensor) and value.shape == (0,) else value
-                for key, value in state.get(number, {}).items()
-            }
-    optimizer.load_state_dict({**wanted, "state": state})
-    zero3._clear_fp32_optimizer_param_groups()
-
-
-def _fill(zero3: Any, saved: dict[str, Any]) -> None:
-    """Fill in weights that were in memory and the loss scale, once the files have come back. Collective."""
-    zero3.loss_scaler = saved["loss_scaler"]
-    zero3.dynamic_loss_scale = saved["dynamic_loss_scale"]
-    zero3.overflow = saved["overflow"]
-    zero3.checkpoint_event_prologue()
-    for number, flat in enumerate(zero3.fp32_partitioned_groups_flat):
-        if not swapped_numel(flat, zero3):
-            flat.data.copy_(saved["fp32_flat_groups"][number])
-            zero3._reassign_or_swap_out_partitioned_parameters(number)
-    zero3.checkpoint_event_epilogue()

@@ -101,9 +101,34 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
     """
     zero3 = zero3_of(params)
     slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
-    for part in slices:
-        _refuse_tensor_parallel(part.param)
+    _refuse_replaced(params, [part.param for part in slices], partly=zero3 is not None)
     return slices, group
+
+
+def _refuse_replaced(given: Sequence[Any], found: Sequence[Any], partly: bool) -> None:
+    """Raise ValueError for parameters that are parts of those that the optimizer was made with, or that only one of
+    both sides has.
+
+    Args:
+        given: Those that a group was made with.
+        found: Those in ZeRO partitions.
+        partly: Others of the group may be in other partitions.
+    """
+    known, kept = {id(p) for p in given}, {id(p) for p in found}
+    wrong = [p for p in found if id(p) not in known]
+    wrong += [p for p in given if p.requires_grad and id(p) not in kept and not partly]
+    if wrong:
+        raise ValueError(
+            f"parameters of shapes {[shape_of(p) for p in wrong]} are in ZeRO partitions, and the optimizer was not "
+            "made with them, or the other way round: DeepSpeed has put others in their place (AutoTP, AutoEP), or they "
+            "were frozen in initialize(). Set autotp_size=1, leave expert_parallel out, or make the optimizer anew"
+        )
+    for p in found:
+        if getattr(p, "tensor_model_parallel", False) or getattr(p, "ds_is_replaced_module", False):
+            raise ValueError(
+                f"a parameter of shape {shape_of(p)} is a tensor-parallel shard (AutoTP), and the ZeRO partition that "
+                f"DeepSpeed steps in its place is not known to be one. {_TENSOR_PARALLEL}"
+            )
 
 
 def check_version() -> None:
@@ -129,13 +154,6 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], 
     members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
     if not members:
         raise ValueError("none of the group's parameters carries a ZeRO fragment (attribute _hp_mapping)")
-    replaced = [shape_of(p) for p in params if p.requires_grad and not hasattr(p, "_hp_mapping")]
-    if replaced:
-        raise ValueError(
-            f"trainable parameters of shapes {replaced} that the optimizer was made with are in no ZeRO partition: "
-            "DeepSpeed has put others in their place (AutoTP, AutoEP), or they were frozen in initialize(). Set "
-            "autotp_size=1, leave expert_parallel out, or make the optimizer anew"
-        )
     tagged = next((p for p in members if getattr(p, "use_muon", False)), None)
     if tagged is not None:
         raise ValueError(
@@ -244,14 +262,6 @@ def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 _TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_dim, or set autotp_size=1"
-
-
-def _refuse_tensor_parallel(param: Any) -> None:
-    if getattr(param, "tensor_model_parallel", False) or getattr(param, "ds_is_replaced_module", False):
-        raise ValueError(
-            f"a parameter of shape {shape_of(param)} is a tensor-parallel shard (AutoTP), and the ZeRO partition that "
-            f"DeepSpeed steps in its place is not known to be one. {_TENSOR_PARALLEL}"
-        )
 
 
 def _version() -> str:

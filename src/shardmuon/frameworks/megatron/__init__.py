@@ -65,7 +65,7 @@ def get_megatron_optimizer(
         for chunk in model_chunks:
             here = _matching(chunk, given)
             matched.update(here)
-            rules = [*(given[i] for i in here), *parse_overrides(_qkv(config, chunk, groups))]
+            rules = [*(given[i] for i in here), *parse_overrides(_qkv(config, chunk))]
             listed += _routed(config, chunk, adamw_lr, rules, options["adjust_lr_fn"], groups)
         for expert in (False, True) if distributed else ():
             check_shards([g for g in listed if g["is_expert_parallel"] == expert], _tp(groups, expert))
@@ -191,12 +191,12 @@ def _scale_of(config: Any) -> str:
     return "match_rms_adamw" if extra == 0.2 else str(mode)
 
 
-def _qkv(config: Any, chunk: nn.Module, groups: Any) -> list[tuple[Any, Any]]:
+def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
     """Fused projections as Megatron lays them out, (q, k, v) rows per query group: three matrices."""
     if not config.muon_split_qkv:
         return []
     found: list[tuple[Any, Any]] = []
-    for name, module in chunk.named_modules():
+    for module in chunk.modules():
         layer = getattr(module, "linear_qkv", None)
         model = getattr(module, "config", None)
         weight = getattr(layer, "weight", None)
@@ -205,15 +205,6 @@ def _qkv(config: Any, chunk: nn.Module, groups: Any) -> list[tuple[Any, Any]]:
         queries = model.num_attention_heads // model.num_query_groups * model.kv_channels
         gates = 2 if getattr(model, "attention_output_gate", False) else 1
         sizes = (queries,) * gates + (model.kv_channels, model.kv_channels)
-        parallel = _tp(groups, _is_expert(weight))
-        cut = parallel is not None and getattr(weight, "partition_dim", -1) == 0
-        num_rows = weight.shape[0] * (len(group_ranks(parallel)) if cut else 1)
-        if num_rows != sum(sizes) * model.num_query_groups:
-            raise ValueError(
-                f"{name}.linear_qkv.weight has {num_rows} rows, not {model.num_query_groups} query groups of "
-                f"{sizes}. Set muon_split_qkv=False in OptimizerConfig to orthogonalize it as one matrix, or pass an "
-                "override with its split_sizes and split_groups"
-            )
         choice = {"split_sizes": sizes, "split_groups": model.num_query_groups}
         found.append((lambda name, param, module, weight=weight: param is weight, choice))
     return found

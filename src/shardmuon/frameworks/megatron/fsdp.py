@@ -5,11 +5,9 @@ Every private attribute of Megatron-FSDP that shardmuon reads is in this file. T
 [Note: Megatron-FSDP's storage]
     A unit (an FSDP module) is one flat buffer of its parameters, with padding between them, cut in equal parts over the
     data-parallel ranks. So a parameter is `Shard(0)` with any number of whole rows on any rank and none on most;
-    torch's chunk rule, its offset helper and `full_tensor()` are wrong about it without an error. Of the axes that cut
-    a tensor the last one cuts first (tensor parallel, then inner data parallel, then outer), though placements list
-    them the other way round and none is a `_StridedShard`; the mesh has that order, as `_shard_order`.
-    What counts here are the shapes that all ranks really store, put one after the other in that order. Where
-    Megatron-FSDP also keeps the offset of a rank's part, the two must agree.
+    torch's chunk rule, its offset helper and `full_tensor()` are wrong about it without an error. Tensor parallelism
+    cuts first, along any dim. Which elements of its tensor-parallel part a rank stores, a parameter says itself
+    (`megatron_fsdp_slice`); nothing does where no data-parallel axis cuts. What all ranks say must make up the whole.
 
 [Note: empty shards]
     `grad` stays None where a rank stores nothing of a parameter. Such a rank neither holds nor owns any of it, so
@@ -20,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -28,10 +26,9 @@ from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
 from shardmuon.host import Host, Stepped, caller
 from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
-from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed, refuse_to_save, tell_chunk
+from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed, tell_chunk
 from shardmuon.layout.grid import Grid
-from shardmuon.layout.mesh import UNKNOWN, AxisCut, Extent, pieces_of_extents
-from shardmuon.layout.views import Ints
+from shardmuon.layout.mesh import Cut, Extent, rows_of_part
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -55,7 +52,7 @@ class MegatronFSDPCopy(Engine):
 
 
 class MegatronFSDPEngine(DTensorEngine):
-    """A Megatron-FSDP parameter's local tensor, by the extents that all ranks claim: see
+    """A Megatron-FSDP parameter's local tensor, whose place it says itself: see
     [Note: Megatron-FSDP's storage]."""
 
     believes_placements = False
@@ -70,19 +67,17 @@ class MegatronFSDPEngine(DTensorEngine):
         mesh, ranks = mesh_key(param.device_mesh)
         if my_rank() not in ranks:
             raise ValueError(f"rank {my_rank()} is not in the parameter's mesh {param.device_mesh}")
-        cuts, shape = _cuts_of(param), tuple(param.shape)
-        text = f"Megatron-FSDP's {placed(param)}, cut by {[tuple(cut) for cut in cuts]}"
-        extent = Extent(tuple(self.storage(param).shape), _known_start(param))
-        return Claim((shape, mesh, ranks, cuts), text, extent, True, _uncounted(param))
+        place, shape, local = _place_of(param), tuple(param.shape), tuple(self.storage(param).shape)
+        rows = range(place.row, place.row + local[0])
+        held, stored = rows_of_part(shape, place.cut, place.part, place.num_parts, rows)
+        if local != stored:
+            raise ValueError(f"rank {my_rank()} stores shape {local} of rows {rows} of it, which should be {stored}")
+        text = f"Megatron-FSDP's {placed(param)}, along dim {place.cut.dim} with stride {place.cut.stride}"
+        form = shape, mesh, ranks, place.cut, place.num_parts
+        return Claim(form, text, Extent(local, held), True, _uncounted(param))
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        shape, mesh, ranks, cuts = form
-        held = pieces_of_extents(shape, mesh, ranks, cuts, tuple(extents[rank] for rank in ranks))
-        return shape, dict(zip(ranks, held, strict=True))
-
-    def wrap(self, storage: Tensor, param: Any, shape: Ints | None = None) -> Tensor:
-        _mark(storage, param)
-        return super().wrap(storage, param, shape)
+        return form[0], {rank: extent.held for rank, extent in extents.items()}
 
     def is_aligned(self, grad: Tensor, param: Any) -> bool:
         if not super().is_aligned(grad, param):
@@ -105,55 +100,56 @@ _ENGINE = MegatronFSDPEngine()
 # ---------------------------------------------------------------------------------------------- which part is where
 
 
-def _cuts_of(param: DTensor) -> tuple[AxisCut, ...]:
-    """The mesh axes that cut the tensor, the one that cuts first first."""
+class _Place(NamedTuple):
+    """The place of this rank's storage: it begins at this row of one of the tensor-parallel parts."""
+
+    cut: Cut
+    num_parts: int
+    part: int
+    row: int
+
+
+def _place_of(param: Any) -> _Place:
     from torch.distributed.tensor import Replicate, Shard
 
-    mesh, placements = param.device_mesh, tuple(param.placements)
-    if all(isinstance(placement, Replicate) for placement in placements):
-        return ()  # "no_shard" lists one placement, also on hybrid meshes
-    order = getattr(mesh, "_shard_order", None)
-    order = list(reversed(range(mesh.ndim))) if order is None else list(order)
-    if sorted(order) != list(range(mesh.ndim)) or len(placements) != mesh.ndim:
-        raise ValueError(f"its mesh says that its axes cut in the order {order}, but it is placed {placed(param)}")
-    parallel = _tensor_parallel_axis(param)
-    cuts = []
-    for axis in order:
-        placement = placements[axis]
+    mesh, parallel = param.device_mesh, _tensor_parallel_name(param)
+    names = mesh.mesh_dim_names or ()
+    cut, num_parts, part, row = Cut(0, 1), 1, 0, 0
+    for axis, placement in enumerate(param.placements):
         if isinstance(placement, Replicate):
             continue
-        whole_rows = axis == parallel or getattr(placement, "dim", None) == 0
-        if isinstance(placement, strided_shard()) or not isinstance(placement, Shard) or not whole_rows:
+        is_parallel = parallel is not None and names[axis : axis + 1] == (parallel,)
+        is_shard = isinstance(placement, Shard) and not isinstance(placement, strided_shard())
+        if not is_shard or (placement.dim % param.ndim and not is_parallel):
             raise ValueError(
                 f"it is placed {placed(param)}; Megatron-FSDP cuts parameters along dim 0, and tensor parallelism "
                 "by Shard"
             )
-        stride = int(getattr(param, "partition_stride", 1) or 1) if axis == parallel else 1
-        cuts.append(AxisCut(axis, placement.dim % param.ndim, axis == parallel, stride))
-    return tuple(cuts)
+        if is_parallel:
+            cut = Cut(placement.dim % param.ndim, int(getattr(param, "partition_stride", 1) or 1))
+            num_parts, part = mesh.size(axis), mesh.get_local_rank(axis)
+        else:
+            row = _first_row(param)
+    return _Place(cut, num_parts, part, row)
 
 
-def _tensor_parallel_axis(param: DTensor) -> int | None:
-    """The mesh axis of tensor parallelism."""
-    from torch.distributed.tensor import Shard
-
-    name, names = _tensor_parallel_name(param), param.device_mesh.mesh_dim_names or ()
-    if name in names:
-        return names.index(name)
-    # Without its attributes a parameter can still be told by its mesh: only a tensor-parallel axis cuts other dims.
-    others = [a for a, p in enumerate(param.placements) if isinstance(p, Shard) and p.dim % param.ndim != 0]
-    return others[0] if not hasattr(param, "megatron_fsdp_dist_index") and len(others) == 1 else None
+def _first_row(param: Any) -> int:
+    """The row of the tensor-parallel part at which this rank's storage begins, as the parameter says."""
+    local = _ENGINE.storage(param)
+    if not local.numel():
+        return 0
+    kept = getattr(param, "megatron_fsdp_slice", slice(0, 0))
+    row, inside = divmod(kept.start, math.prod(local.shape[1:]))
+    if inside or kept.stop - kept.start != local.numel():
+        raise ValueError(
+            f"its attribute megatron_fsdp_slice, {kept}, does not say where its {local.numel()} elements of this rank "
+            "lie. Make the optimizer from the wrapped model's own parameters"
+        )
+    return row
 
 
 def _tensor_parallel_name(param: DTensor) -> str | None:
     return getattr(getattr(param, "megatron_fsdp_dist_index", None), "tp_dim", None)
-
-
-def _known_start(param: DTensor) -> int:
-    """The element of the tensor-parallel part at which this rank's storage begins, if Megatron-FSDP says so."""
-    numel = _ENGINE.storage(param).numel()
-    kept = getattr(param, "megatron_fsdp_slice", None)  # of the buffer that the model computes from
-    return int(kept.start) if isinstance(kept, slice) and numel and kept.stop - kept.start == numel else UNKNOWN
 
 
 def _uncounted(param: Any) -> str | None:
@@ -177,29 +173,11 @@ def _uncounted(param: Any) -> str | None:
 
 def _mark(storage: Tensor, param: DTensor) -> None:
     """Write on a state tensor's storage which part of the whole it is: torch.distributed.checkpoint asks for that
-    before it believes placements."""
-    cuts = _cuts_of(param)
-    if not cuts:
-        return
-    start = _known_start(param)
-    local = tuple(_ENGINE.storage(param).shape)
-    widths = [(cut, param.shape[cut.dim], param.device_mesh.size(cut.axis)) for cut in cuts if cut.tensor_parallel]
-    even = all(size % parts == 0 for _, size, parts in widths)
-    if storage.numel() and (start == UNKNOWN or not even):
-        refuse_to_save(
-            storage,
-            "this rank's part of Megatron-FSDP's buffer is not known here. Make the optimizer's state dict with "
-            "fully_shard_optimizer(..., preproc_state_dict_for_dcp_ckpt=True), or pass it through "
-            "megatron_fsdp.uneven_dtensor.preprocess_state_dict_for_uneven_dtensor",
-        )
-        return
-    offsets = [0] * storage.ndim
-    if storage.numel():
-        offsets[0] = start // math.prod(local[1:])
-        coordinate = list(param.device_mesh.get_coordinate() or ())
-        for cut, size, parts in widths:  # one after the other, as Megatron-FSDP saves weights, whatever the stride
-            width = size // parts if cut.dim == 0 else storage.shape[cut.dim]
-            offsets[cut.dim] += coordinate[cut.axis] * width
+    before it believes placements. Tensor-parallel parts follow each other there whatever the stride, as Megatron-FSDP
+    saves weights."""
+    place, offsets = _place_of(param), [0] * storage.ndim
+    offsets[0] = place.row
+    offsets[place.cut.dim] += place.part * -(-param.shape[place.cut.dim] // place.num_parts)
     tell_chunk(storage, tuple(offsets))
 
 
@@ -226,9 +204,8 @@ class MegatronFSDPHost(Host):
         return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saving(self, core: Stepped) -> None:
-        """Mark all state tensors of Megatron-FSDP's parameters that have lost their mark (by a cast)."""
+        """Mark all state tensors that lie as Megatron-FSDP's parameters do."""
         for param, values in core.state.items():
             for value in values.values() if _ENGINE.recognizes(param) else ():
-                local = _ENGINE.storage(value) if is_dtensor(value) else None
-                if local is not None and not hasattr(local, "__create_write_items__"):
-                    _mark(local, cast("DTensor", param))
+                if is_dtensor(value) and value.placements == param.placements:
+                    _mark(_ENGINE.storage(value), param)

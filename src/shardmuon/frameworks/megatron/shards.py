@@ -72,20 +72,27 @@ class WholeHost(Host):
 # --------------------------------------------------------------------------------------------- flat shards
 
 
-class _ShardHost(Host):
-    """Host for Megatron's distributed optimizer. Made before the shards take their place; `attach` says that they have.
+class _Unfinished(Host):
+    """Host while Megatron makes its wrapper: it saves and loads an optimizer of shards that nothing describes yet."""
+
+    @property
+    def is_active(self) -> bool:
+        return True
+
+
+class _ShardHost(_Unfinished):
+    """Host for Megatron's distributed optimizer.
 
     Args:
-        core: The optimizer, with the model's parameters. Model chunks may have some of one name: names become unique.
-
-    Attributes:
+        core: The optimizer, whose groups hold shards of all their parameters, empty ones where this rank has nothing.
+            Model chunks may have some parameters of one name: names become unique.
         shards: The model's parameter -> its fp32 shard, if this rank has some of it.
     """
 
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
 
-    def __init__(self, core: Stepped) -> None:
-        self.shards: dict[Tensor, Tensor] = {}
+    def __init__(self, core: Stepped, shards: Mapping[Tensor, Tensor]) -> None:
+        self.shards, self._count = shards, 0
         seen: Counter[str] = Counter()
         for group in core.param_groups:
             group["rank_local"] = not group["use_muon"]  # AdamW's shards are replicas of nothing
@@ -96,22 +103,10 @@ class _ShardHost(Host):
         # A checkpoint has those of the rank that wrote it, or none.
         own = ("tp_group", "process_group", "rank_local", "param_names")
         self._own_options = [{key: group[key] for key in own} for group in core.param_groups]
-        self._count, self._attached = 0, False
-
-    @property
-    def is_active(self) -> bool:
-        return True
-
-    def attach(self, core: Stepped, shards: dict[Tensor, Tensor]) -> None:
-        """Take over groups that now hold shards of all their parameters, empty ones where this rank has nothing."""
-        self.shards, self._attached = shards, True
         self._restore(core)
 
     def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state dict as torch does, and what stages keep. Collective over all ranks, once attached."""
-        if not self._attached:
-            super().take_over(core, state_dict)
-            return
+        """Take over a state dict as torch does, and what stages keep. Collective over all ranks."""
         kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
         super().take_over(core, state_dict)
         for weight in self.weights(core):  # state that Megatron loads is what there was before
@@ -126,18 +121,16 @@ class _ShardHost(Host):
         """Saved numbers of stages by name, and the saved count of steps.
 
         Raises:
-            ValueError: There is momentum, and not what the variant keeps; or counts differ.
+            ValueError: There is momentum, and not what the variant keeps.
         """
         kept = take_carried([dict(group) for group in packed])
-        counts = {int(group["step"]) for group in packed if group.get("step") is not None}
-        if len(counts) > 1:
-            raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
         for group, theirs in zip(core.param_groups, packed, strict=True):
             loaded = loaded_over(group, theirs)
             for name in group["param_names"] if group["use_muon"] and loaded.get("step") else ():
                 fault = missing_fault(name, loaded, kept.get(name, {}))
                 if fault is not None:
                     raise ValueError(fault)
+        counts = [int(group["step"]) for group in packed if group.get("step") is not None]
         return kept, max(counts, default=self._count)
 
     def _restore(self, core: Stepped) -> None:
@@ -169,11 +162,11 @@ class _ShardHost(Host):
             group["step"] = self._count
 
     def weights(self, core: Stepped) -> list[Weight]:
-        """Weights of the matrices. None before Megatron is made, which saves and loads to make itself."""
+        """Weights of the matrices."""
         return [
             Weight(name, shard, shard, group)
             for group in core.param_groups
-            if group["use_muon"] and self._attached
+            if group["use_muon"]
             for name, shard in zip(group["param_names"], group["params"], strict=True)
         ]
 
@@ -229,11 +222,9 @@ def distributed_optimizer(
         tp_group: Their tensor-parallel group, or None.
     """
     made = [list(group["params"]) for group in muon.param_groups]
-    host = _ShardHost(muon)
-    muon.hosts.insert(0, host)
+    muon.hosts.insert(0, _Unfinished())
     with torch.no_grad():  # else shards of fp32 parameters are no leaves
         wrapped = _optimizer_class(base)(muon, *args, **kwargs)
-    wrapped.shardmuon = host
     shards: dict[Tensor, Tensor] = {}
     for whole, cut in (
         (wrapped.model_fp32_groups, wrapped.shard_fp32_groups),
@@ -255,7 +246,7 @@ def distributed_optimizer(
                     start = wrapped._get_model_param_range_map(param)["param"].start
                     wrapped.model_param_group_index_map[param] = index, order
                 group["params"].append(mark_flat(shard, _flat_shard(param, start, process_group, tp_group)))
-    host.attach(muon, shards)
+    wrapped.shardmuon = muon.hosts[0] = _ShardHost(muon, shards)
     return wrapped
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -211,12 +211,3 @@ def tell_chunk(
 
     local.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
     local.__create_write_items__ = write_items  # type: ignore[attr-defined]
-
-
-def refuse_to_save(local: Tensor, why: str) -> None:
-    """Write on `local` that it must not be saved or loaded by its placements."""
-
-    def refuse(fqn: str = "a state tensor", *_: Any) -> NoReturn:
-        raise ValueError(f"{fqn}: {why}")
-
-    local.__create_chunk_list__ = local.__create_write_items__ = refuse  # type: ignore[attr-defined]

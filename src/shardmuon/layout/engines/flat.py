@@ -91,22 +91,19 @@ class FlatEngine(Engine):
 
     def claim(self, param: Tensor, group: Group) -> Claim:
         info = self.info(param)
-        num_parts = 1 if info.tp_group is None else len(info.tp_group.ranks)
+        parts = (my_rank(),) if info.tp_group is None else info.tp_group.ranks
+        num_parts = len(parts)
         parallel = f" of tensor-parallel shards on {num_parts} ranks" if num_parts > 1 else ""
         if info.copies:
             parallel = f", {num_parts} replicas,"
         cut = "" if info.cut is None else f", cut along dim {info.cut.dim} with stride {info.cut.stride}"
-        text = f"{info.kind}{parallel}{cut}"
-        return Claim((info.shape, info.cut), text, Extent(tuple(param.shape), info.start), empty_lacks_gradient=True)
+        stop = info.start + param.numel()
+        held = flat_part(info.shape, info.cut, parts.index(my_rank()), num_parts, info.start, stop)
+        extent = Extent(tuple(param.shape), held)
+        return Claim((info.shape, info.cut), f"{info.kind}{parallel}{cut}", extent, empty_lacks_gradient=True)
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        shape, cut = form
-        held = {}
-        for row in grid:
-            for part, rank in enumerate(row):
-                (numel,), start = extents[rank]
-                held[rank] = flat_part(shape, cut, part, len(row), start, start + numel)
-        return shape, held
+        return form[0], {rank: extent.held for rank, extent in extents.items()}
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
         info = self.info(param)
