@@ -88,10 +88,9 @@ class Core:
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
-        audit = config.audit
         self.config = config
         self.keeper = keeper or config.keeper()
-        self.audits = audits or AuditSchedule(audit.every, audit.samples, audit.action)
+        self.audits = audits or AuditSchedule(config.audit_every, config.audit_action)
         self.process_group = process_group
         self.traffic = traffic or Traffic()
         self.routing: tuple[RoutingRow, ...] = ()
@@ -104,7 +103,7 @@ class Core:
         self.component: Ranks | None = None
         self.world = current_world()  # that it is of
         self.options = OptionsReader()
-        self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
+        self.graphs = GraphCache() if self.config.cuda_graphs else None
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
         self.settled: Settled = WeakIdKeyDictionary()

@@ -52,7 +52,7 @@ def _kept_here(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
     """Plain matrices that, by what the groups say, this rank shares with nobody."""
     for group in groups:
         shared = group["process_group"] is not None or group["tp_group"] is not None
-        if group["use_muon"] and not shared and not group["rank_local"]:
+        if group["use_muon"] and not shared:
             yield from (p for p in group["params"] if not is_dtensor(p))
 
 

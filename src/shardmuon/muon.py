@@ -9,7 +9,7 @@ import copy
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +23,19 @@ from shardmuon.core import Core
 from shardmuon.errors import ExchangeError, Refused, made_public
 from shardmuon.host import Host, creates_state_only
 from shardmuon.layout.engines.base import name_of
+from shardmuon.momentum.keeper import MomentumDtype
 from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
-    Audit,
-    Exchange,
+    AuditAction,
     LrScale,
     MuonConfig,
-    Orthogonalizer,
-    Storage,
-    WeightDecayMode,
     check_hyperparameters,
     given_lr,
     options_text,
     refuse_sets,
 )
+from shardmuon.orthogonalize import MethodName
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import Overrides, routed
@@ -67,15 +65,13 @@ class Muon(Core, Optimizer):
 
     Args:
         params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group
-            may set any option from `lr` to `beta2`, `process_group`, `tp_group`, and:
+            may set any option from `lr` to `tp_group`, and:
             ``use_muon`` (True): False sends the group to AdamW with ``betas`` ((0.9, 0.95)), ``eps`` (1e-8), ``lr`` and
             ``weight_decay``;
-            ``view``, ``split_sizes``, ``split_groups``, ``num_heads``, ``transposed``: which matrices a
-            parameter holds, see `shardmuon.layout.views.matrix_view`;
-            ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`
-            does not apply to them.
+            ``view``, ``split_sizes``, ``split_groups``, ``transposed``: which matrices a parameter holds, see
+            `shardmuon.layout.views.matrix_view`.
         lr: Learning rate, a float or a one-element tensor. Required; groups may have their own. docs/learning_rate.md.
-        weight_decay: Factor of the decay.
+        weight_decay: Factor wd of the decay.
         momentum: mu.
         nesterov: Use Nesterov momentum.
         ns_coefficients: Name of a schedule ("keller", "quintic", "polar_express", .., see `shardmuon.schedule`), (a, b,
@@ -86,20 +82,39 @@ class Muon(Core, Optimizer):
             (`sqrt(max(1, rows/cols))`), "match_rms_adamw" (`0.2 sqrt(max(rows, cols))`), "spectral"
             (`sqrt(max(rows, cols))`), "unit_rms_norm" (`sqrt(rows/cols)`), "none", or a callable
             (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
-        weight_decay_mode: "decoupled", "independent" or "cautious", see `shardmuon.step.update.apply_`.
-        variant: "normuon", "muon_eq", "hyperball", or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
-        beta2: Of the running average of "normuon".
+        variant: "normuon", "muon_eq", "hyperball", "cautious" (W decays only where that does not work against the
+            update), or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
         process_group: Plain (not DTensor) parameters are replicas over this group, as under DDP: share
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
-            its own plain tensors. Not kept by pickling.
+            its own plain tensors. In a group, () says that no other rank has its tensors (experts). Not kept by
+            pickling.
         tp_group: Plain parameters are shards over this group, if they are marked so (`tensor_model_parallel`,
             `partition_dim`, `partition_stride`, as by TransformerEngine and Megatron), and replicas otherwise: a
             process group, or global ranks. `process_group` then joins the ranks with the same shards. See
             docs/tensor_parallel.md. Default: none; a marked shard is refused.
-        orthogonalizer: How matrices are orthogonalized, see `Orthogonalizer`.
-        exchange: What travels between ranks, see `Exchange`.
-        storage: What momentum is stored as and where, and how weights are rounded, see `Storage`.
-        audit: When steps are compared with a dense reference, see `Audit`.
+        method: "standard": fp32 norm, then Newton-Schulz in batches. "gram": the same steps iterated on the m x m Gram
+            matrix, up to twice as fast for long matrices. "auto": "gram" where its arithmetic, at its dtype's rate, is
+            less by a quarter, else "standard": a rule of shape, schedule, dtype and kind of device. The plan prints
+            what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit (bf16 cast before the norm).
+        ns_dtype: Products' torch dtype. None: "standard" takes bfloat16 where the device multiplies it in hardware,
+            float32 on CPUs that do not; "gram" float16 on accelerators, float32 on CPUs. Ignored by "torch" (bfloat16).
+            What travels between ranks is rounded to bfloat16 where products are bfloat16 or float16, on every layout
+            and on one process; it is float64 where parameters or products are, else float32.
+        split_k: Slices of the long side over which X X^T is summed (split-K): 1, 2, 4 or 8. Above 1, a matrix may have
+            so many owners, each of one slice, where that is cheaper: ranks of one node, among many more ranks than
+            matrices. It rounds otherwise than 1 does, and alike on every layout. For matrices whose slices fill a
+            device, if their number divides the long side, of "standard" and "gram"; others stay whole.
+        cuda_graphs: Capture the orthogonalization of batch shapes that repeat as CUDA graphs: fewer launches, some more
+            memory (each shape keeps a batch and work space). Nothing on other devices.
+        momentum_dtype: Dtype that momentum is stored as: None (the gradient's, in which it is computed too),
+            torch.float32, torch.bfloat16 or "int8" (all computed in fp32). docs/memory.md.
+        momentum_device: None (with the parameter) or "cpu".
+        stochastic_rounding: Round bf16 weights at random, without bias, after each update.
+        bucket_bytes: Most bytes of whole matrices that one owner holds per bucket. None: as many as are cheapest,
+            within the bound that `shardmuon.plan.items.Policy` states.
+        audit_every: The first step and every so many are compared with a dense reference. None: only when
+            `shardmuon.audit` asks for it. docs/audit.md.
+        audit_action: "raise" an `AuditError` on every rank, after the step; or "warn".
         adamw_lr: Of a module only: the learning rate of all that is not a matrix. Default: the one at which AdamW's
             updates are as large as the matrices', which `shardmuon.param_groups` prints. docs/learning_rate.md.
         overrides: Of a module only: changes to its routing, see `shardmuon.param_groups`.
@@ -128,20 +143,35 @@ class Muon(Core, Optimizer):
         *,
         ns_steps: int | None = None,
         adjust_lr_fn: LrScale = None,
-        weight_decay_mode: WeightDecayMode = "decoupled",
         variant: str | None = None,
-        beta2: float = 0.95,
         process_group: Any = None,
         tp_group: Any = None,
-        orthogonalizer: Orthogonalizer = Orthogonalizer(),
-        exchange: Exchange = Exchange(),
-        storage: Storage = Storage(),
-        audit: Audit = Audit(),
+        method: MethodName = "auto",
+        ns_dtype: torch.dtype | None = None,
+        split_k: int = 1,
+        cuda_graphs: bool = False,
+        momentum_dtype: MomentumDtype = None,
+        momentum_device: Literal["cpu"] | None = None,
+        stochastic_rounding: bool = False,
+        bucket_bytes: int | None = None,
+        audit_every: int | None = None,
+        audit_action: AuditAction = "raise",
         adamw_lr: float | Tensor | None = None,
         overrides: Overrides | None = None,
     ) -> None:
         lr = given_lr("Muon", lr)
-        config = MuonConfig(orthogonalizer, exchange, storage, audit)
+        config = MuonConfig(
+            method=method,
+            ns_dtype=ns_dtype,
+            split_k=split_k,
+            cuda_graphs=cuda_graphs,
+            momentum_dtype=momentum_dtype,
+            momentum_device=momentum_device,
+            stochastic_rounding=stochastic_rounding,
+            bucket_bytes=bucket_bytes,
+            audit_every=audit_every,
+            audit_action=audit_action,
+        )
         Core.__init__(self, config, GroupRef.of(process_group))
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -151,9 +181,7 @@ class Muon(Core, Optimizer):
             "ns_coefficients": ns_coefficients,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "weight_decay_mode": weight_decay_mode,
             "variant": variant,
-            "beta2": beta2,
             **GROUP_DEFAULTS,
             "process_group": self.process_group,
             "tp_group": GroupRef.of(tp_group, "tp_group"),
@@ -300,7 +328,8 @@ class Muon(Core, Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state and the options of every group. Momentum of another dtype or place becomes what this
-        optimizer keeps: its gradient's dtype, or what its `Storage` asks for.
+        optimizer keeps: its gradient's dtype, or what `momentum_dtype` and
+        `momentum_device` ask for.
 
         Works before the first step and after any. Checked whole before anything changes: names (if both sides have
         them), number and shapes, keys, options. A state dict saved on another layout comes through
@@ -350,9 +379,14 @@ class Muon(Core, Optimizer):
         hosts."""
         own = {key: self.__dict__[key] for key in _OWN}
         state = super().__getstate__()
-        groups = [{**group, "process_group": None} for group in state["param_groups"]]
-        defaults = {**state["defaults"], "process_group": None}
-        return {**state, **own, "param_groups": groups, "defaults": defaults}
+        groups = list(map(_without_ranks, state["param_groups"]))
+        return {**state, **own, "param_groups": groups, "defaults": _without_ranks(state["defaults"])}
+
+
+def _without_ranks(options: dict[str, Any]) -> dict[str, Any]:
+    """Options without a process group over which there are replicas."""
+    group = options["process_group"]
+    return options if group is None or not group.ranks else {**options, "process_group": None}
 
 
 _OWN = ("config", "keeper", "audits", "traffic", "routing", "broken")  # what copies and pickles take along

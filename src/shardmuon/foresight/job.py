@@ -19,7 +19,7 @@ from shardmuon.foresight.models import Model, Param, in_megatrons_order, load_mo
 from shardmuon.layout.table import ParamLayout, kept_layout
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
-from shardmuon.options import Exchange, Orthogonalizer, Storage
+from shardmuon.options import CONFIG_OPTIONS, STORED, MuonConfig
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.plan.items import Policy, Spec
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
@@ -91,11 +91,10 @@ def count(
         gpus_per_node: Ranks of a node.
         device: Kind of device: "cuda" or "cpu".
         weights: dtype of the model's parameters; gradients have it too, as `fully_shard` and DDP leave them.
-        machine: By whose rates buckets are chosen. Default: as a live job on such a device does. `Exchange.machine`
-            comes before.
+        machine: By whose rates buckets are chosen. Default: as a live job on such a device does.
         active_params: How many parameters work on one token. Default: all but embeddings, and of experts as many as
             a token takes, if the model or its configuration says that.
-        **options: Of `Muon`, such as ``exchange``, ``ns_steps`` or ``overrides``.
+        **options: Of `Muon`, such as ``method``, ``ns_steps`` or ``overrides``.
 
     Raises:
         ValueError: The model has no shapes, or the mesh does not fit it; says what to write.
@@ -109,16 +108,16 @@ def count(
     return job.exact(machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
 
 
-def _check(model: Model, mesh: Mesh, storage: Storage) -> None:
+def _check(model: Model, mesh: Mesh, config: MuonConfig) -> None:
     """Raise ValueError for what an engine cannot do with a model."""
     if mesh.tp > 1:
         for what, number in (("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads)):
             check_divides(mesh, what, number, model.name)
-    own_momentum = storage.momentum_dtype not in (None, torch.float32) or storage.momentum_device
-    if mesh.masters and (own_momentum or storage.stochastic_rounding):
+    stored = {key: value for key, value in config.changed().items() if key in STORED}
+    if mesh.masters and stored not in ({}, {"momentum_dtype": torch.float32}):
         raise ValueError(
-            f"engine {mesh.engine} keeps fp32 momentum and weights itself, and refuses {storage!r}. Leave storage out "
-            "(--momentum of the command)"
+            f"engine {mesh.engine} keeps fp32 momentum and weights itself, and refuses {', '.join(stored)}. Leave that "
+            "out (--momentum of the command)"
         )
 
 
@@ -126,29 +125,24 @@ class _Planned:
     """A model on a mesh with the options of its optimizer."""
 
     def __init__(self, model: Model, mesh: Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]) -> None:
-        given = {"lr": 0.02, "exchange": Exchange(), "storage": Storage(), **options}
         self._model, self._mesh, self._device, self._weights = model, mesh, device, weights
-        self._orthogonalizer: Orthogonalizer = given.pop("orthogonalizer", Orthogonalizer())
-        self._exchange: Exchange = given["exchange"]
-        self._storage: Storage = given["storage"]
-        _check(model, mesh, self._storage)
+        self._config = MuonConfig(**{key: options[key] for key in CONFIG_OPTIONS if key in options})
+        _check(model, mesh, self._config)
         with warnings.catch_warnings():  # routing repeats its doubts when the job is built
             warnings.simplefilter("ignore")
-            self._groups = Muon(model.module, orthogonalizer=self._orthogonalizer, **given).param_groups
+            self._groups = Muon(model.module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(self._groups)
-        self._chooser = self._orthogonalizer.chooser()
-        self._wire = self._exchange.dtype, weights == torch.float64
+        self._chooser = self._config.chooser()
         self._views: dict[tuple[int, Ints], MatrixView] = {}
         self._coefficients: dict[tuple[int, int], Triples] = {}
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # by group and layout
 
     def exact(self, machine: Machine) -> Exact:
         """The counts of the job."""
-        model, mesh, exchange = self._model, self._mesh, self._exchange
+        model, mesh = self._model, self._mesh
         params = parameters_of(self._groups, model.module)
         params = in_megatrons_order(params, self._groups) if mesh.engine == "megatron" else params
-        split_k = self._orthogonalizer.split_k
-        policy = Policy(exchange.bucket_bytes, exchange.machine or machine, split_k)
+        policy = Policy(self._config.bucket_bytes, machine, self._config.split_k)
         units = make_units(params, mesh, self._view_of)
         plans = [make_plan([self._spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
         shares: dict[int, list[_UnitOfRank]] = {}
@@ -172,9 +166,7 @@ class _Planned:
             {
                 "device": self._device,
                 "weights": str(self._weights).removeprefix("torch."),
-                "orthogonalizer": repr(self._orthogonalizer),
-                "exchange": repr(exchange),
-                "storage": repr(self._storage),
+                **{key: str(value) for key, value in self._config.changed().items()},
             },
             6 * model.active[0],
             model.active[1],
@@ -190,7 +182,7 @@ class _Planned:
 
     def _spec_of(self, placed: Placed) -> Spec:
         param, layout, place = placed
-        key, settings, int8 = (param.group, layout), self._options[param.group], self._storage.momentum_dtype == "int8"
+        key, settings, int8 = (param.group, layout), self._options[param.group], self._config.momentum_dtype == "int8"
         if key not in self._specs:
             assert settings is not None, "a group of matrices"
             if int8:
@@ -201,7 +193,9 @@ class _Planned:
                 return kept_layout(layout, kept_view(layout.view, numbers), place)
 
             device = torch.device(self._device)
-            made = make_spec(param.name, layout, settings, device, self._chooser, self._wire, kept_of)
+            made = make_spec(
+                param.name, layout, settings, device, self._chooser, self._weights == torch.float64, kept_of
+            )
             self._specs[key] = made._replace(slicings=()) if int8 else made
             shapes = ((m.rows, m.cols) for m in layout.view.matrices)
             self._coefficients.update(dict.fromkeys(shapes, settings.coefficients))
@@ -216,7 +210,7 @@ class _Planned:
 
     def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> Stored:
         """Bytes that a rank keeps of so many elements, and scales of 8-bit momentum."""
-        size, engine, momentum = self._weights.itemsize, self._mesh.engine, self._storage.momentum_dtype
+        size, engine, momentum = self._weights.itemsize, self._mesh.engine, self._config.momentum_dtype
         stepped = muon + adamw
         if self._mesh.masters:
             masters = 4 * stepped if engine != "megatron" or self._weights != torch.float32 else 0

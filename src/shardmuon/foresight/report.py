@@ -15,7 +15,6 @@ from shardmuon.foresight.hardware import Hardware, Time, load, scaled, seconds
 from shardmuon.foresight.job import Exact, count
 from shardmuon.foresight.layouts import Mesh, parse_mesh
 from shardmuon.foresight.pricing import Price, adamw_step, price
-from shardmuon.options import Exchange, Orthogonalizer
 from shardmuon.plan.pipeline import Event
 
 
@@ -45,7 +44,7 @@ def plan(
             experts a token takes.
         weights: dtype of the model's parameters and gradients.
         advice: Plan and price changes that might help.
-        **options: Of `Muon`, such as ``exchange``, ``storage`` or ``ns_steps``.
+        **options: Of `Muon`, such as ``method``, ``momentum_dtype`` or ``ns_steps``.
 
     Returns:
         A report: `print` it, `report.write_html(path)`, `report.price.step`, `report.exact`.
@@ -178,16 +177,14 @@ class _Advice:
 
 def _changes(exact: Exact, options: Mapping[str, Any]) -> list[_Change]:
     """Changes to try, the smallest first. `options`: of the plan as it is."""
-    exchange, orthogonalizer = options.get("exchange", Exchange()), options.get("orthogonalizer", Orthogonalizer())
     found: list[_Change] = []
     exchanged = any(c.exchanges for c in exact.classes)
     if exchanged:
-        bound = {"exchange": replace(exchange, bucket_bytes=512 * 2**20)}
-        found.append(("memory for speed: buckets of 512 MiB", "Exchange(bucket_bytes=512 * 2**20)", bound))
+        bound = {"bucket_bytes": 512 * 2**20}
+        found.append(("memory for speed: buckets of 512 MiB", "bucket_bytes=512 * 2**20", bound))
         for num in (2, 4):
             split = f"matrices above the mean load split among {num} owners each, within rounding"
-            write = f"Orthogonalizer(split_k={num})"
-            found.append((split, write, {"orthogonalizer": replace(orthogonalizer, split_k=num)}))
+            found.append((split, f"split_k={num}", {"split_k": num}))
     mesh = exact.mesh
     inner, ranks = mesh.gpus_per_node // mesh.tp, mesh.dp * mesh.shard
     if mesh.engine == "fsdp2" and mesh.shard > inner >= 2 and mesh.shard % inner == 0:

@@ -30,7 +30,6 @@ from shardmuon.options import (
     PLACE_OPTIONS,
     VIEW_OPTIONS,
     LrScale,
-    WeightDecayMode,
     check_hyperparameters,
     check_keys,
     lr_scale,
@@ -40,13 +39,14 @@ from shardmuon.options import (
 )
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.step.kept import loaded_over
-from shardmuon.variants import Stages, stages_of, stages_text
+from shardmuon.variants import CAUTIOUS, Stages, names_in, stages_of, stages_text
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 
-_ALIKE = ("use_muon", "rank_local")
 _READ = (
-    *dict.fromkeys((*_ALIKE, *VIEW_OPTIONS, *PLACE_OPTIONS)),
+    "use_muon",
+    *VIEW_OPTIONS,
+    *PLACE_OPTIONS,
     "lr",
     "weight_decay",
     *MUON_OPTIONS,
@@ -90,6 +90,7 @@ class Settings:
         lr: Learning rate; `given_lr` as the group has it, which may be a tensor.
         coefficients: (a, b, c) of each Newton-Schulz step.
         stages: Stages of its variant.
+        cautious: Weights decay only where that does not work against the update.
         scales: Factor on the learning rate by the shape of a matrix.
         view: How its parameters are read as matrices.
         alike: Text of what ranks must have alike when a plan is made, besides `view`.
@@ -102,7 +103,7 @@ class Settings:
     nesterov: bool
     coefficients: Triples
     adjust_lr_fn: LrScale
-    weight_decay_mode: WeightDecayMode
+    cautious: bool
     stages: Stages
     given_lr: float | Tensor = field(compare=False)
     scales: Scales = field(compare=False)
@@ -137,7 +138,7 @@ def settings_of(group: Group) -> Settings:
     function = cache(function) if callable(function) else function
     coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
     batch = _batch_text(coefficients, stages).replace(" ", "")
-    alike = " ".join([*(f"{key}={group.get(key)!r}" for key in _ALIKE), batch])
+    alike = f"use_muon={group.get('use_muon')!r} {batch}"
     return Settings(
         lr=float(group["lr"]),
         weight_decay=float(group["weight_decay"]),
@@ -145,7 +146,7 @@ def settings_of(group: Group) -> Settings:
         nesterov=bool(group["nesterov"]),
         coefficients=coefficients,
         adjust_lr_fn=function,
-        weight_decay_mode=group["weight_decay_mode"],
+        cautious=CAUTIOUS in names_in(group["variant"]),
         stages=stages,
         given_lr=group["lr"],
         scales=Scales(function),

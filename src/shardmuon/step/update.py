@@ -33,7 +33,6 @@ from shardmuon._torch import (
 from shardmuon.layout.pieces import Patch, Tile
 from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.momentum.stores import BLOCK, Rounding, Stream, round_patch, step_stored_
-from shardmuon.options import WeightDecayMode
 from shardmuon.plan.program import Load
 from shardmuon.step.options import Settings
 
@@ -253,12 +252,12 @@ def apply_results(
                 partial(round_patch, cast("Stream", one), side.patches[i])
                 for one, i in zip(streams, places, strict=True)
             ]
-        elif like_torch and s.weight_decay_mode == "decoupled":
+        elif like_torch and not s.cautious:
             for w, u, i in zip(chosen, added, places, strict=True):
                 scale = s.scales[side.shapes[i]]
                 apply_like_torch_(w, u, s.given_lr, scale, side.patches[i], side.shapes[i], weight_decay=s.weight_decay)
             continue
-        apply_(chosen, added, alphas, s.lr, s.weight_decay, s.weight_decay_mode, rounded)
+        apply_(chosen, added, alphas, s.lr, s.weight_decay, s.cautious, rounded)
 
 
 # -------------------------------------------------------------------------------------------------------- rules
@@ -322,20 +321,16 @@ def apply_(
     alphas: Sequence[float],  # lr * scale of each view's matrix
     lr: float,
     weight_decay: float,
-    mode: WeightDecayMode,
+    cautious: bool,
     rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,  # fp32 -> half precision; default: to nearest
 ) -> None:
-    """W <- decayed W - alpha * O for each view.
-
-    decoupled   W (1 - lr * wd)                      AdamW's; torch.optim.Muon's
-    independent W (1 - wd)                           not scaled by lr
-    cautious    W (1 - lr * wd) where O * W > 0      elsewhere W: decay never works against the update
-    """
+    """W <- (1 - lr * wd) W - alpha * O for each view. `cautious`: W decays only where O * W > 0, so that decay never
+    works against the update."""
     half = params[0].dtype in _HALVES
-    factor = 1 - (weight_decay if mode == "independent" else lr * weight_decay)
+    factor = 1 - lr * weight_decay
     for stored, given in [(params, updates)] if rounded else in_cache(params, updates):
         weights = foreach_to(stored, stored, torch.float32) if half else stored
-        if weight_decay and mode == "cautious":
+        if weight_decay and cautious:
             for w, update in zip(weights, given, strict=True):
                 decay_agreeing_(w, update * w, factor)
         elif weight_decay:
