@@ -25,11 +25,12 @@
     tensor would wait.
 
 [Note: to add one]
-    1. A file here: a frozen dataclass that derives from `BeforeStage`, `AfterStage` or `WeightStage`. Its docstring
-       has the formula, the source, and what differs from that. An `AfterStage` multiplies matrices, or lines along their longer side: rows of tall matrices, columns of wide ones. A rule for the rows of
-       every matrix needs this kind of lines first. In norms.py `NumberLayout` (sides, lines, sizes, `shaped`) and
-       `measured` choose by rows >= cols; and as norms of lines of one kind do not follow from those of the other, let
-       `scaled_` below read and scale once for each run of stages whose lines are of one kind.
+    1. A file here: a frozen dataclass that derives from `BeforeStage`, `AfterStage` or `WeightStage`. Its docstring has
+       the formula, the source, and what differs from that. An `AfterStage` multiplies matrices, or lines along their
+       longer side: rows of tall matrices, columns of wide ones. A rule for the rows of every matrix needs this kind of
+       lines first. In norms.py `NumberLayout` (sides, lines, sizes, `shaped`) and `measured` choose by rows >= cols;
+       and as norms of lines of one kind do not follow from those of the other, let `scaled_` below read and scale once
+       for each run of stages whose lines are of one kind.
     2. A row at the end of `VARIANTS` (variants/__init__.py): the name that users write, and the stages. A variant may
        have several (scale the update at the owner, then the weights).
     3. A row of `FORMULAS` (auditing/reference.py): the formula once more, in fp64, written anew. Without one the audit
