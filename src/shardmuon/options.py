@@ -30,9 +30,9 @@ def _one_of(*allowed: object) -> _FaultOf:
     return lambda value: "" if any(type(value) is type(one) and value == one for one in allowed) else text
 
 
-def _whole_number(most: float = math.inf, *, optional: bool = True) -> _FaultOf:
-    text = f"must be {'None or ' if optional else ''}a whole number from 1 {'on' if most == math.inf else f'to {most}'}"
-    return lambda value: "" if (optional and value is None) or (type(value) is int and 1 <= value <= most) else text
+def _whole_number(most: float = math.inf) -> _FaultOf:
+    text = f"must be None or a whole number from 1 {'on' if most == math.inf else f'to {most}'}"
+    return lambda value: "" if value is None or (type(value) is int and 1 <= value <= most) else text
 
 
 def _number(most: float = math.inf) -> _FaultOf:
@@ -54,7 +54,7 @@ def _number(most: float = math.inf) -> _FaultOf:
 
 
 def _scale_fault(value: object) -> str:
-    return "" if callable(value) else _one_of(None, *LR_SCALES)(value)
+    return "" if callable(value) else _one_of(None, *_LR_SCALES)(value)
 
 
 def _betas_fault(value: Any) -> str:
@@ -136,6 +136,11 @@ class MuonConfig:
         """The options that differ from their defaults."""
         return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
 
+    def stored(self) -> str:
+        """Text of how momentum and weights are stored, if otherwise than in fp32 and in place; else ""."""
+        found = {key: value for key, value in self.changed().items() if key in STORED}
+        return "" if found == {"momentum_dtype": torch.float32} else ", ".join(f"{k}={v}" for k, v in found.items())
+
     def chooser(self) -> Chooser:
         """The object that chooses how to orthogonalize each matrix."""
         return Chooser(self.method, self.ns_dtype, split_k=self.split_k)
@@ -149,7 +154,7 @@ class MuonConfig:
         return " ".join(f"{key}={value}" for key, value in self.changed().items() if key != "momentum_device")
 
 
-STORED = ("momentum_dtype", "momentum_device", "stochastic_rounding")  # those of what is stored, and how
+STORED = ("momentum_dtype", "momentum_device", "stochastic_rounding")
 CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 
 
@@ -158,7 +163,7 @@ CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 LrScale = str | Callable[[int, int], float] | None
 
 # rows x cols -> factor on lr. Formulas and the field's clashing names: docs/learning_rate.md
-LR_SCALES: dict[str, Callable[[int, int], float]] = {
+_LR_SCALES: dict[str, Callable[[int, int], float]] = {
     # Keller Jordan's Muon; torch.optim.Muon "original"
     "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
     # Moonlight, arXiv 2502.16982; torch.optim.Muon "match_rms_adamw"
@@ -176,16 +181,12 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "transposed": False,
 }
 # Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
-PLACE_DEFAULTS: dict[str, Any] = {
-    "tp_group": None,
-    "process_group": None,
-}
+PLACE_OPTIONS = ("tp_group", "process_group")
 GROUP_DEFAULTS: dict[str, Any] = {
     "use_muon": True,
     **VIEW_DEFAULTS,
-    **PLACE_DEFAULTS,
+    **dict.fromkeys(PLACE_OPTIONS),
 }
-VIEW_OPTIONS, PLACE_OPTIONS = tuple(VIEW_DEFAULTS), tuple(PLACE_DEFAULTS)
 # Not among the optimizer's defaults: CyclicLR and OneCycleLR cycle betas[0] if they find "betas" there, else momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
 MUON_OPTIONS = (
@@ -196,10 +197,10 @@ MUON_OPTIONS = (
     "adjust_lr_fn",
     "variant",
 )
-ONLY_MUON = {*MUON_OPTIONS, *VIEW_OPTIONS}
+ONLY_MUON = {*MUON_OPTIONS, *VIEW_DEFAULTS}
 GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
 # What is written otherwise, though it reads like an option of a group -> how.
-_ELSEWHERE = {
+ELSEWHERE = {
     **{
         key: f"applies to the whole optimizer. Write Muon(..., {key}=...); where another class makes the optimizer, as "
         f"torch's ZeroRedundancyOptimizer, give it functools.partial(Muon, {key}=...)"
@@ -222,7 +223,7 @@ _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_mom
 
 def lr_scale(adjust_lr_fn: LrScale, rows: int, cols: int) -> float:
     """The factor on the learning rate of a rows x cols matrix. The shape is the global matrix's, never a shard's."""
-    function = adjust_lr_fn if callable(adjust_lr_fn) else LR_SCALES[adjust_lr_fn or "original"]
+    function = adjust_lr_fn if callable(adjust_lr_fn) else _LR_SCALES[adjust_lr_fn or "original"]
     return function(rows, cols)
 
 
@@ -232,8 +233,8 @@ def check_keys(where: str, given: Iterable[str]) -> None:
     for key in given:
         if key in GROUP_OPTIONS or key in _FOREIGN:
             continue
-        if key in _ELSEWHERE:
-            raise ValueError(f"{where}{key} {_ELSEWHERE[key]}")
+        if key in ELSEWHERE:
+            raise ValueError(f"{where}{key} {ELSEWHERE[key]}")
         near = nearest(key, GROUP_OPTIONS, cutoff=0.8)
         if near is not None:
             raise ValueError(f"{where}there is no option {key!r}. Did you mean {near!r}?")
@@ -262,7 +263,7 @@ def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def view_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's options of which rows form a matrix."""
-    return {key: group[key] for key in VIEW_OPTIONS}
+    return {key: group[key] for key in VIEW_DEFAULTS}
 
 
 def per_step(coefficients: Any, steps: int | None) -> Triples:

@@ -58,7 +58,7 @@ from shardmuon.variants import WeightStage, stages_of
 from shardmuon_qkclip.layers import Attention, Rows
 
 if TYPE_CHECKING:
-    from shardmuon.core import Core
+    from shardmuon.muon import Core
 
 Measure = Callable[[], Mapping[str, Tensor]]  # layer -> maxima of this rank, (num_heads,)
 

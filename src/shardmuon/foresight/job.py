@@ -19,7 +19,7 @@ from shardmuon.foresight.models import Model, Param, in_megatrons_order, load_mo
 from shardmuon.layout.table import ParamLayout, kept_layout
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
-from shardmuon.options import CONFIG_OPTIONS, STORED, MuonConfig
+from shardmuon.options import CONFIG_OPTIONS, MuonConfig
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.plan.items import Policy, Spec
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
@@ -113,10 +113,9 @@ def _check(model: Model, mesh: Mesh, config: MuonConfig) -> None:
     if mesh.tp > 1:
         for what, number in (("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads)):
             check_divides(mesh, what, number, model.name)
-    stored = {key: value for key, value in config.changed().items() if key in STORED}
-    if mesh.masters and stored not in ({}, {"momentum_dtype": torch.float32}):
+    if mesh.masters and config.stored():
         raise ValueError(
-            f"engine {mesh.engine} keeps fp32 momentum and weights itself, and refuses {', '.join(stored)}. Leave that "
+            f"engine {mesh.engine} keeps fp32 momentum and weights itself, and refuses {config.stored()}. Leave that "
             "out (--momentum of the command)"
         )
 

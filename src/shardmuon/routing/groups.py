@@ -23,6 +23,7 @@ from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.options import (
     ADAMW_DEFAULTS,
+    ELSEWHERE,
     GROUP_OPTIONS,
     ONLY_MUON,
     PLACE_OPTIONS,
@@ -327,6 +328,8 @@ def parse_overrides(overrides: Overrides | None) -> list[Rule]:
         if not isinstance(options, Mapping):
             raise ValueError(f"override {label}: {choice!r} is not 'muon', 'adamw' or a dict of group options")
         unknown = next((key for key in options if key not in GROUP_OPTIONS), None)
+        if unknown in ELSEWHERE:
+            raise ValueError(f"override {label}: {unknown} {ELSEWHERE[unknown]}")
         if unknown is not None:
             raise ValueError(
                 f"override {label}: there is no group option {unknown!r}{did_you_mean(unknown, GROUP_OPTIONS)}. "

@@ -203,7 +203,7 @@ def listed_of(
             if settings is None:
                 _check_not_flat(name, p)
             elif takes_part(p):
-                text = f"{settings.alike} {whole} weights={p.dtype} products={_products(chooser, p.device)}"
+                text = f"{settings.batch} {whole} weights={p.dtype} products={_products(chooser, p.device)}"
                 found.append(Listed(name, name if named else "", p, group, settings.view, text))
     return found
 

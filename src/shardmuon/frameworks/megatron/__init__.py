@@ -130,10 +130,10 @@ def _check(config: Any, chunks: Sequence[nn.Module], options: Mapping[str, Any])
     refused = next((key for key in _NOT_DISTRIBUTED if wanted and getattr(config, key, False)), None)
     if refused is not None:
         raise ValueError(f"{refused}=True does not go with shardmuon. Set it to False in OptimizerConfig")
-    kept = MuonConfig(**{key: options[key] for key in STORED if key in options}).changed()
-    if wanted and kept not in ({}, {"momentum_dtype": torch.float32}):
+    stored = MuonConfig(**{key: options[key] for key in STORED if key in options}).stored()
+    if wanted and stored:
         raise ValueError(
-            f"Megatron's distributed optimizer keeps fp32 shards of weights and state. Leave out {', '.join(kept)}"
+            f"{stored}: Megatron's distributed optimizer keeps fp32 shards of weights and state. Leave it out"
         )
 
 
