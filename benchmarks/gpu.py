@@ -21,8 +21,6 @@ import common
 import torch
 from torch import nn
 
-from shardmuon import Exchange, Orthogonalizer
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from on_device import SyntheticModel, bytes_above, kernels_of, make_model, make_optimizer
 
@@ -67,9 +65,9 @@ def _dion(params: list[nn.Parameter]) -> Any:
 
 CONTENDERS = (
     Contender("shardmuon default", _ours()),
-    Contender('shardmuon "standard"', _ours(orthogonalizer=Orthogonalizer(method="standard"))),
-    Contender('shardmuon "gram"', _ours(orthogonalizer=Orthogonalizer(method="gram"))),
-    Contender("shardmuon, buckets of 128 MiB", _ours(exchange=Exchange(bucket_bytes=2**27))),
+    Contender('shardmuon "standard"', _ours(method="standard")),
+    Contender('shardmuon "gram"', _ours(method="gram")),
+    Contender("shardmuon, buckets of 128 MiB", _ours(bucket_bytes=2**27)),
     Contender("dion", _with_adamw(_dion)),
     Contender("torch.optim.Muon", _with_adamw(_torch)),
     Contender("torch.optim.AdamW, fused, of everything", _adamw),

@@ -15,7 +15,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, parameters
 
@@ -28,8 +28,8 @@ def step_time(layout: str) -> float:
     case, world = LAYOUTS[layout], dist.get_world_size()
     full = {f"w{i}": torch.randn(shape) for i, shape in enumerate(SHAPES)}
     params = parameters(case.build(full, case.mesh(world)))
-    how = Orthogonalizer(dtype=torch.float32)
-    optimizer = Muon(list(params.items()), lr=0.01, orthogonalizer=how, **case.options(world))
+    how = {"ns_dtype": torch.float32}
+    optimizer = Muon(list(params.items()), lr=0.01, **how, **case.options(world))
     grads = case.build({name: torch.randn_like(t) for name, t in full.items()}, case.mesh(world))
     for name, p in params.items():
         p.grad = grads[name]

@@ -20,7 +20,7 @@ from common import write
 from language import Config, Model, evaluate, fit, read_text
 from torch import Tensor
 
-from shardmuon import Muon, Storage
+from shardmuon import Muon
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.stores import BLOCK, Stream, decode, encode, round_by, scale_shape, step_stored_
 from shardmuon.orthogonalize import orthogonalize
@@ -100,7 +100,7 @@ def train(text: Any, seed: int, dtype: Any, args: argparse.Namespace, shadows: S
         dim=args.dim, hidden=3 * args.dim, seq_len=64, batch=8, steps=args.steps, seed=seed, eval_batches=16
     )
     model = Model(config)
-    optimizer = Muon(model, lr=config.lr, adjust_lr_fn="match_rms_adamw", storage=Storage(momentum_dtype=dtype))
+    optimizer = Muon(model, lr=config.lr, adjust_lr_fn="match_rms_adamw", momentum_dtype=dtype)
     matrices = [p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
 
     def watch(step: int) -> None:

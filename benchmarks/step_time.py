@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
@@ -167,7 +167,7 @@ class Contender(NamedTuple):
 
 CONTENDERS = (
     Contender("shardmuon default", "fsdp2", ours()),
-    Contender('shardmuon "torch"', "fsdp2", ours(orthogonalizer=Orthogonalizer(method="torch"))),
+    Contender('shardmuon "torch"', "fsdp2", ours(method="torch")),
     Contender("torch.optim.Muon", "fsdp2", torch_muon, peer=True),
     Contender("muon-fsdp2", "fsdp2", muon_fsdp2, peer=True),
     Contender("dtensor-muon", "fsdp2", dtensor_muon, peer=True),
@@ -176,8 +176,8 @@ CONTENDERS = (
     Contender("shardmuon default", "fsdp2+tp", ours()),
     Contender("shardmuon default", "ddp", ours()),
     Contender("dion", "ddp", dion, peer=True),
-    Contender('shardmuon "standard"', "fsdp2", ours(orthogonalizer=Orthogonalizer(method="standard"))),
-    Contender('shardmuon "gram"', "fsdp2", ours(orthogonalizer=Orthogonalizer(method="gram"))),
+    Contender('shardmuon "standard"', "fsdp2", ours(method="standard")),
+    Contender('shardmuon "gram"', "fsdp2", ours(method="gram")),
     Contender("AdamW fused", "fsdp2", adamw),
 )
 

@@ -20,7 +20,7 @@ from common import RESULTS, write
 from language import Config, Model, evaluate, fit, read_text
 from torch import nn
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon
 
 PLAIN = "plain"
 FIGURE = RESULTS.parents[1] / "docs" / "img" / "variants.png"
@@ -68,8 +68,8 @@ def step_times(args: argparse.Namespace) -> dict[str, float]:
             p.grad = torch.randn_like(p)
         chosen = None if variant == PLAIN else variant
         decay = 0.0 if variant in WITHOUT_DECAY else 0.1
-        how = Orthogonalizer(method="standard")
-        optimizers[variant] = Muon(params, lr=0.02, weight_decay=decay, variant=chosen, orthogonalizer=how)
+        how = {"method": "standard"}
+        optimizers[variant] = Muon(params, lr=0.02, weight_decay=decay, variant=chosen, **how)
         optimizers[variant].step()
     found: dict[str, list[float]] = {variant: [] for variant in optimizers}
     for _ in range(args.rounds):

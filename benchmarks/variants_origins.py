@@ -34,12 +34,12 @@ import torch
 from origins import arithmetic, blob, emerging, folder, taken
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon.testing.tolerances import relative_error
 
 SHAPES = ((256, 64), (192, 128), (128, 128), (128, 192), (64, 256))
 STEPS = 5
-LR, MOMENTUM, BETA2 = 0.02, 0.95, 0.9
+LR, MOMENTUM, BETA2 = 0.02, 0.95, 0.95
 PRODUCTS = (torch.float32, torch.bfloat16)
 KELLER = ((3.4445, -4.7750, 2.0315),) * 5
 
@@ -86,14 +86,12 @@ def nanochat(args: argparse.Namespace) -> list[Case]:
         group = {"params": [p], "kind": "muon", "lr": LR, "momentum": MOMENTUM, "ns_steps": 5}
         return found["MuonAdamW"]([{**group, "beta2": BETA2, "weight_decay": 0.1}])
 
-    stages = ("muon_eq", "normuon")
+    stages = ("muon_eq", "normuon", "cautious")
     ours = {
         "weight_decay": lambda rows, cols: 0.1 * math.sqrt(max(1, rows / cols)),
-        "weight_decay_mode": "cautious",
-        "beta2": BETA2,
         "ns_coefficients": scaled_norm(found["polar_express_coeffs"], 1.01),
     }
-    without = tuple("+".join(stage for stage in stages if stage != left) for left in stages)
+    without = tuple("+".join(stage for stage in stages if stage != left) for left in stages[:2])
     remark = (
         "sets the norm of each update to sqrt(min(m, n)), which ours does not; adds 1e-6 to the norm, clamps rows' "
         "norms at 1e-6; its decay is scaled by the shape like the update, so ours "
@@ -112,13 +110,13 @@ def dion(args: argparse.Namespace) -> list[Case]:
         options = {"weight_decay": 0.1, "cautious_wd": True, "nesterov": True, "adjust_lr": None}
         return module.NorMuon([p], lr=LR, mu=MOMENTUM, muon_beta2=BETA2, **options)
 
-    ours = {"weight_decay": 0.1, "weight_decay_mode": "cautious", "beta2": BETA2, "adjust_lr_fn": "none"}
+    ours = {"weight_decay": 0.1, "adjust_lr_fn": "none"}
     ours["ns_coefficients"] = scaled_norm(table, 1.02)
     remark = "divides by sqrt(v) + 1e-8; takes the mean along columns of wide matrices, too, where ours and the others "
     source = f"NorMuon of {blob(Path(module.__file__))}"
     wide = lambda shape: shape[0] < shape[1]  # noqa: E731
     return [
-        Case("dion", "normuon", source, theirs, ours, another_rule=wide, remark=remark + "take it along rows"),
+        Case("dion", "normuon+cautious", source, theirs, ours, another_rule=wide, remark=remark + "take it along rows"),
     ]
 
 
@@ -149,7 +147,7 @@ def modded(args: argparse.Namespace) -> list[Case]:
     }
     found = taken(file, ("polar_express_coeffs", "polar_express", method), products)
     found[method] = found["_apply_normuon_variance_reduction"]
-    ours = {"beta2": BETA2, "ns_coefficients": scaled_norm(found["polar_express_coeffs"], 1.02)}
+    ours = {"ns_coefficients": scaled_norm(found["polar_express_coeffs"], 1.02)}
     ours |= {"weight_decay": 0.0, "adjust_lr_fn": "none"}
     source = f"polar_express and {method} of {blob(file)}"
     remark = "adds 1e-6 to the norm; its Triton kernels are replaced by torch's products; the update stays in bf16"
@@ -180,7 +178,7 @@ def emerging_optimizers(args: argparse.Namespace) -> list[Case]:
     kept = "its radius is set to the norm of the weights, which ours keeps in fp32"
     folder_name = "orthogonalized_optimizers"
     return [
-        case("normuon", f"{folder_name}.adaptive_muon.AdaptiveMuon", normuon, decayed | {"beta2": BETA2}, remark=clamp),
+        case("normuon", f"{folder_name}.adaptive_muon.AdaptiveMuon", normuon, decayed, remark=clamp),
         case(
             "hyperball",
             f"{folder_name}.muon_hyperball.MuonHyperball",
@@ -230,13 +228,13 @@ def theirs_in(case: Case, shape: tuple[int, int], products: torch.dtype) -> list
 
 def ours_in(case: Case, shape: tuple[int, int], products: torch.dtype, variant: str | None) -> list[Tensor]:
     weights, grads = problem(shape)
-    how = Orthogonalizer(method="standard", dtype=products)
+    how = {"method": "standard", "ns_dtype": products}
     wide = torch.float64 if products == torch.float64 else torch.float32
 
     options = {key: value(*shape) if callable(value) else value for key, value in case.ours.items()}
 
     def make(p: nn.Parameter) -> Muon:
-        return Muon([p], lr=LR, momentum=MOMENTUM, variant=variant, orthogonalizer=how, **options)
+        return Muon([p], lr=LR, momentum=MOMENTUM, variant=variant, **how, **options)
 
     return updates_of(make, weights.to(wide), [g.to(wide) for g in grads])
 

@@ -34,7 +34,7 @@ from language import Config, Model, loss_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on
 from shardmuon_qkclip import QKClip
@@ -78,8 +78,8 @@ def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
         {"params": matrices, "lr": 0.02, "weight_decay": 0.0, "variant": contender.variant},
         {"params": [embedding], "use_muon": False, "lr": 3e-4, "weight_decay": 0.1},
     ]
-    how = Orthogonalizer(method="standard")
-    return Muon(groups, lr=0.02, orthogonalizer=how, **case.options(world))
+    how = {"method": "standard"}
+    return Muon(groups, lr=0.02, **how, **case.options(world))
 
 
 def contend(d: int, layers: int, rounds: int, seconds: float, kind: str) -> dict[str, list[tuple[float, float]]]:
@@ -188,7 +188,7 @@ def clip_times(rounds: int, seconds: float, device: torch.device) -> dict[str, l
 def trainer(options: dict[str, Any] | None, device: torch.device) -> Callable[[], None]:
     config = Config(dim=256, layers=4, heads=4, kv_heads=4, hidden=768, seq_len=256)
     model = Model(config).to(device)
-    optimizer = Muon(model, lr=0.02, orthogonalizer=Orthogonalizer(method="standard"))
+    optimizer = Muon(model, lr=0.02, method="standard")
     clip = None if options is None else QKClip(model, optimizer, tau=math.inf, **options)
     rows = torch.randint(0, 256, (4, config.seq_len + 1), generator=torch.Generator().manual_seed(0)).to(device)
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.testing import RankPool
 from shardmuon.testing.frameworks import GivenGradients, start_deepspeed
@@ -91,7 +91,7 @@ def run(contender: str, stage: int, reduce_scatter: bool | None, steps: int, war
             {"params": [("embedding", net.embedding)], "use_muon": False},
         ]
         method = "standard" if contender.endswith("standard") else "auto"
-        optimizer = Muon(groups, lr=LR, weight_decay=0.0, orthogonalizer=Orthogonalizer(method=method))
+        optimizer = Muon(groups, lr=LR, weight_decay=0.0, method=method)
     engine, *_ = deepspeed.initialize(
         model=net, optimizer=optimizer, model_parameters=list(net.parameters()), config=config
     )

@@ -17,7 +17,6 @@ from torch.utils.data import Dataset
 # [start:recipe]
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from shardmuon import Audit
 from shardmuon.frameworks.transformers import MuonFactory
 
 DEEPSPEED = {
@@ -37,7 +36,7 @@ def train(folder: str, resume: str | None = None) -> nn.Module:
         model=LlamaForCausalLM(LlamaConfig(**TINY)),
         args=args,
         train_dataset=Tokens(),
-        optimizer_cls_and_kwargs=(MuonFactory(args, adjust_lr_fn="match_rms_adamw", audit=Audit(every=2)), {}),
+        optimizer_cls_and_kwargs=(MuonFactory(args, adjust_lr_fn="match_rms_adamw", audit_every=2), {}),
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer.model

@@ -140,15 +140,12 @@ def muon_step(matrices: list[Any], vectors: list[Any]) -> Callable[[], object]:
     """A step of `Muon` with fp32 products, gradients in place."""
     import torch
 
-    from shardmuon import Muon, Orthogonalizer
+    from shardmuon import Muon
 
     for p in [*matrices, *vectors]:
         p.grad = torch.full_like(p, 0.1) + p.detach()
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "use_muon": False}]
-    made = Muon(
-        [group for group in groups if group["params"]], lr=0.01, orthogonalizer=Orthogonalizer(dtype=torch.float32)
-    )
-    return made.step
+    return Muon([group for group in groups if group["params"]], lr=0.01, ns_dtype=torch.float32).step
 
 
 def filled(*shape: int) -> Any:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
 from shardmuon.testing.frameworks import initialize, start_deepspeed, whole_momentum, whole_weight
 from shardmuon.testing.tolerances import assert_near, sum_roundoff
@@ -96,7 +96,7 @@ GROUPS: Groups = [
     (("a", "b", "e", "frozen", "f", "c", "row"), {"lr": 0.02}),
     (("d",), {"lr": 0.01, "weight_decay": 0.2}),
     (("v",), {"use_muon": False, "lr": 3e-3}),
-    (("heads",), {"num_heads": 3, "lr": 0.03, "momentum": 0.9}),
+    (("heads",), {"split_sizes": 3, "lr": 0.03, "momentum": 0.9}),
     (("tiny",), {"lr": 0.05}),
 ]
 # Universal checkpoints are not for flats without any element.
@@ -197,11 +197,11 @@ class Job:
         for p in self.dense.parameters():
             p.data = p.data.to(DTYPES[case.dtype]).float()
         self.trained = [name for name, p in self.dense.named_parameters() if p.requires_grad]
-        options = {"orthogonalizer": Orthogonalizer(method=case.method), **options}
+        options = {"method": case.method, **options}
         if options.get("variant"):  # Hyperball knows no decay
             options["weight_decay"] = 0.0
         self.optimizer = Muon(self._groups(self.net, options, case.named), lr=1e-3, **options)
-        options.pop("audit", None)
+        options = {key: value for key, value in options.items() if not key.startswith("audit_")}
         self.reference = Muon(self._groups(self.dense, options, True), lr=1e-3, **options)
         if change is not None:
             first = self.net.a
@@ -285,9 +285,7 @@ class Job:
 
     @property
     def host(self) -> DeepSpeedHost:
-        found = self.optimizer.hosts.find(DeepSpeedHost)
-        assert isinstance(found, DeepSpeedHost)
-        return found
+        return next(one for one in self.optimizer.hosts if isinstance(one, DeepSpeedHost))
 
 
 @contextmanager
@@ -310,4 +308,4 @@ def dense_update(weight: Tensor, momentum: Tensor) -> Tensor:
     return dense.detach()
 
 
-HALF: dict[str, Any] = {"lr": 0.02, "momentum": 0.5, "orthogonalizer": Orthogonalizer(method="standard")}
+HALF: dict[str, Any] = {"lr": 0.02, "momentum": 0.5, "method": "standard"}

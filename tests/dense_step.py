@@ -16,10 +16,9 @@ from golden.exact import matrices
 from golden.table import Param
 from torch import Tensor
 
-from shardmuon import Storage
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.stores import NEAREST, Stream, decode, encode, round_by
-from shardmuon.options import per_step
+from shardmuon.options import MuonConfig, per_step
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Chooser, Task
 from shardmuon.variants import AfterStage, BeforeStage, WeightStage, scaled_, stages_of
@@ -39,7 +38,7 @@ class DenseMuon:
         weights: One for each group.
         groups: As `Muon.param_groups`, of one parameter each.
         chooser: Chooses how each matrix is orthogonalized.
-        storage: How momentum and weights are stored.
+        config: Says how momentum and weights are stored.
         wire: Dtype in which matrices come and results go where products are not in half precision; fp64 for fp64
             weights.
     """
@@ -49,7 +48,7 @@ class DenseMuon:
         weights: Sequence[Tensor],
         groups: Sequence[Mapping[str, Any]],
         chooser: Chooser,
-        storage: Storage | None = None,
+        config: MuonConfig | None = None,
         wire: torch.dtype = torch.float32,
     ) -> None:
         self.params = [
@@ -58,7 +57,7 @@ class DenseMuon:
                 weight.clone(),
                 group,
                 chooser,
-                storage or Storage(),
+                config or MuonConfig(),
                 torch.float64 if weight.dtype == torch.float64 else wire,
             )
             for number, (weight, group) in enumerate(zip(weights, groups, strict=True))
@@ -85,16 +84,15 @@ class _Param:
         weight: Tensor,
         group: Mapping[str, Any],
         chooser: Chooser,
-        storage: Storage,
+        config: MuonConfig,
         wire: torch.dtype,
     ) -> None:
         view = {key: group[key] for key in ("view", "split_sizes", "split_groups", "transposed")}
-        view |= {"num_heads": group["num_heads"]} if group["num_heads"] else {}
         view = {key: value for key, value in view.items() if value is not None}
         self.weight, self.state = weight, dict[str, Tensor]()
         self._elements = [torch.from_numpy(at.copy()) for at in matrices(Param(tuple(weight.shape), view))]
         self._num_rows = 2 if group["view"] == "stack" else 1  # dims that count rows
-        self._name, self._chooser, self._storage, self._wire = name, chooser, storage, wire
+        self._name, self._chooser, self._storage, self._wire = name, chooser, config, wire
         self._steps = 0
 
     def step(self, grad: Tensor, group: Mapping[str, Any]) -> None:
@@ -106,17 +104,17 @@ class _Param:
             for at, numbers in zip(self._elements, kept, strict=True):
                 if numbers == 0:
                     numbers.copy_(self._norm(at))
-        decay, mode = group["weight_decay"], group["weight_decay_mode"]
+        decay, cautious = group["weight_decay"], "cautious" in (group["variant"] or "")
         fed = self._momentum(grad, group["momentum"], group["nesterov"]).flatten()
         moved = self.weight.to(torch.float32 if self.weight.dtype in HALVES else self.weight.dtype, copy=True).flatten()
-        like_torch = self._chooser.method == "torch" and mode == "decoupled" and not self._rounds_weights
+        like_torch = self._chooser.method == "torch" and not cautious and not self._rounds_weights
         if like_torch:
             moved = self.weight.flatten().clone()
         for number, at in enumerate(self._elements):
             result = self._orthogonalized(fed[at], number, group, stages)
             scale = SCALES[group["adjust_lr_fn"]](*at.shape)
             step = _like_torch if like_torch else _applied
-            moved[at] = step(moved[at], result, group["lr"], scale, decay, mode)
+            moved[at] = step(moved[at], result, group["lr"], scale, decay, cautious)
         self.weight = self._rounded(moved.view(self.weight.shape))
         for stage in on_weights:
             norms = torch.stack([self._norm(at) for at in self._elements]).double()
@@ -201,19 +199,15 @@ class _Param:
         return moved.to(self.weight.dtype)
 
 
-def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, mode: str) -> Tensor:
+def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, cautious: bool) -> Tensor:
     """Decay, then move a weight, in at least fp32."""
     lr, result = float(lr), result.to(weight.dtype)
-    if mode == "decoupled":
-        weight = weight * (1 - lr * decay)
-    elif mode == "independent":
-        weight = weight * (1 - decay)
-    elif mode == "cautious":
-        weight = torch.where(result * weight > 0, weight * (1 - lr * decay), weight)
+    decayed = weight * (1 - lr * decay)
+    weight = torch.where(result * weight > 0, decayed, weight) if cautious else decayed
     return weight.add(result, alpha=-lr * scale)
 
 
-def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, mode: str) -> Tensor:
+def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, cautious: bool) -> Tensor:
     """Step one matrix as torch.optim.Muon does, in the weights' own dtype."""
     lr = lr.squeeze() if isinstance(lr, Tensor) else lr
     turned = result.mT.contiguous().mT if result.shape[0] > result.shape[1] else result  # as its iteration returns it

@@ -32,7 +32,7 @@ def viewed(draw: st.DrawFn) -> Viewed:
     if how == "split":
         options |= {"split_sizes": tuple(sizes), "split_groups": groups}
     elif how == "heads":
-        options["num_heads"] = draw(st.sampled_from([n for n in range(1, length + 1) if length % n == 0]))
+        options["split_sizes"] = draw(st.sampled_from([n for n in range(1, length + 1) if length % n == 0]))
     other = draw(st.integers(1, 9))
     sides = (other, length) if turned else (length, other)
     if kind == "stack":

@@ -10,14 +10,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from simulated import SHARING
+from simulated import SHARING, by_rates
 from torch import Tensor
 
-from shardmuon import Exchange, Muon
+from shardmuon import Muon
 from shardmuon.comm import groups as exchange_module
 from shardmuon.comm.groups import Pending, Traffic
 from shardmuon.foresight.counting import count_plan
 from shardmuon.layout.table import Ranks
+from shardmuon.plan.machines import Machine
 from shardmuon.plan.plan import Plan
 from shardmuon.step import update
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
@@ -25,8 +26,9 @@ from shardmuon.testing.frameworks import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import get_pool
 
-MANY_BUCKETS = Exchange(bucket_bytes=3000, machine=SHARING)  # results in two stages wherever there are replicas
-EXCHANGES = {8: MANY_BUCKETS, 3: Exchange(), 2: MANY_BUCKETS, 4: MANY_BUCKETS}  # with one process, by number of ranks
+# With one process, by number of ranks: options, and by whose rates. Results go in two stages if there are replicas.
+MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
+EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 
 STEPS = {8: 1, 3: 2, 2: 3, 4: 2}  # with one process
 
@@ -107,7 +109,7 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     """
     once: dict[str, Any] = {"lr": 0.02, "remember": True}  # each rank computes the references for the first layout only
     world = dist.get_world_size()
-    steps, exchange, sent = STEPS[world], EXCHANGES[world], list[int]()
+    steps, (exchange, rates), sent = STEPS[world], EXCHANGES.get(world, MANY_BUCKETS), list[int]()
 
     def start(group: Any, traffic: Traffic, send: Tensor, splits: tuple[int, ...], came: tuple[int, ...]) -> Pending:
         own = dist.get_group_rank(group, dist.get_rank())
@@ -117,8 +119,8 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     def about(optimizer: Muon) -> tuple[Planned, float]:
         return planned(optimizer), sum(sent) / steps
 
-    with mock.patch.object(update, "start", start):
-        dense = compare_with_dense(layout, weight_decay=0.1, steps=steps, exchange=exchange, about=about, **once)
+    with mock.patch.object(update, "start", start), by_rates(rates):
+        dense = compare_with_dense(layout, weight_decay=0.1, steps=steps, **exchange, about=about, **once)
     found = {"dense": dense}
     if world == 4:
         found["torch fp32"] = compare_with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)

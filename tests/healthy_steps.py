@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer, Storage, audit
+from shardmuon import Muon, audit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = ("keller", "quintic", "polar_express", "cans", "cubic", "deepseek_v4")
@@ -53,22 +53,24 @@ def healthy(
     if dtype == "bf16" and method == "gram":
         method = "standard"
     options: dict[str, Any] = {
-        "orthogonalizer": Orthogonalizer(method=method, dtype=None if method == "torch" else DTYPES[dtype]),
+        "method": method,
+        "ns_dtype": None if method == "torch" else DTYPES[dtype],
         "ns_coefficients": draw.choice(SCHEDULES),
     }
     options["ns_steps"] = None
     options["nesterov"] = draw.random() < 0.5
     options["momentum"] = draw.choice([0.0, 0.5, 0.95])
-    options["weight_decay_mode"] = draw.choice(["decoupled", "decoupled", "independent", "cautious"])
+    decay = draw.choice([None, None, None, "cautious"])
     options["weight_decay"] = draw.choice([0.0, 0.01, 0.3])
     options["lr"] = draw.choice([1e-3, 0.02, 0.3])
     options["adjust_lr_fn"] = draw.choice(["original", "match_rms_adamw"])
     momentum_dtype = draw.choice([None, None, None, torch.bfloat16, "int8"])
     weights = draw.choice([torch.float32, torch.bfloat16])
     rounds = weights == torch.bfloat16 and draw.random() < 0.5
-    options["storage"] = Storage(momentum_dtype=momentum_dtype, stochastic_rounding=rounds)
-    if variant is not None:
-        options |= {"variant": variant} | ({"weight_decay": 0.0} if "hyperball" in variant else {})
+    options |= {"momentum_dtype": momentum_dtype, "stochastic_rounding": rounds}
+    if variant is not None and "hyperball" in variant:
+        decay, options["weight_decay"] = None, 0.0
+    options["variant"] = "+".join(name for name in (variant, decay) if name) or None
     shapes = [(draw.randint(1, largest), draw.randint(1, largest)) for _ in range(draw.randint(1, 3))]
     shapes = [shape for shape in shapes for _ in range(draw.randint(1, 4))]
     names = [f"w{i}" for i in range(len(shapes))]

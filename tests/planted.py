@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer, audit, core
+from shardmuon import Muon, audit, muon
 from shardmuon.auditing import live
 from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import AuditReport
@@ -218,8 +218,8 @@ def _other_tensor(job: Job) -> Iterator[None]:
     new = nn.Parameter(old.detach().clone())
     new.grad = old.grad
     job.optimizer.param_groups[0]["params"][0] = new
-    looks = core.StepCall.is_current
-    with mock.patch.object(core.StepCall, "is_current", lambda call, kept: looks(call, kept) or True):
+    looks = muon.StepCall.is_current
+    with mock.patch.object(muon.StepCall, "is_current", lambda call, kept: looks(call, kept) or True):
         yield
 
 
@@ -248,7 +248,7 @@ def _without_agreement(job: Job) -> Iterator[None]:
     def vote(ballot: Ballot, ranks: Sequence[int]) -> Verdict:
         return agreed if ballot.phase == Phase.STEP else real(ballot, tuple(ranks))
 
-    with mock.patch.object(votes, "vote", vote), mock.patch.object(core, "run_buckets"):
+    with mock.patch.object(votes, "vote", vote), mock.patch.object(muon, "run_buckets"):
         yield
 
 
@@ -373,12 +373,12 @@ def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (),
 
 
 PRODUCTS: dict[str, dict[str, Any]] = {
-    "fp32": {"orthogonalizer": Orthogonalizer(dtype=torch.float32)},
-    "bf16": {"orthogonalizer": Orthogonalizer(dtype=torch.bfloat16)},
-    "fp16": {"orthogonalizer": Orthogonalizer("standard", torch.float16)},
-    "fp16 gram": {"orthogonalizer": Orthogonalizer("gram", torch.float16)},
-    # in another mode weights would be updated by torch itself
-    "torch": {"orthogonalizer": Orthogonalizer("torch"), "weight_decay_mode": "independent"},
+    "fp32": {"ns_dtype": torch.float32},
+    "bf16": {"ns_dtype": torch.bfloat16},
+    "fp16": {"method": "standard", "ns_dtype": torch.float16},
+    "fp16 gram": {"method": "gram", "ns_dtype": torch.float16},
+    # without it weights would be updated by torch itself
+    "torch": {"method": "torch", "variant": "cautious"},
 }
 
 ALL, FOUR = set(SHAPES), {"a", "b", "c", "d"}
@@ -451,7 +451,7 @@ FAULTS = {
         exact=True,
     ),
     "run twice": Fault(
-        replaced("run_buckets", lambda original: lambda *a: (original(*a), original(*a))[0], on=core),
+        replaced("run_buckets", lambda original: lambda *a: (original(*a), original(*a))[0], on=muon),
         {"orthogonalized_count", "momentum_wrong"},
         {*ALL, "rank 0", "rank 1"},
         says="6 matrices went through the orthogonalizer in the step. Allowed: 3",
@@ -500,7 +500,7 @@ FAULTS = {
     "weights too coarse": Fault(
         now(lambda job: job.optimizer.param_groups[0].update(lr=1e-6)),
         {"update_lost_to_rounding"},
-        options={"orthogonalizer": Orthogonalizer("torch"), "weight_decay": 0.0},
+        options={"method": "torch", "weight_decay": 0.0},
         dtype=torch.bfloat16,
         exact=True,
     ),

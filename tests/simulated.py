@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +21,10 @@ from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Kept, Policy, Spec
-from shardmuon.plan.machines import MACHINES
+from shardmuon.plan.machines import MACHINES, Machine
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
+from shardmuon.step import binding
 from shardmuon.step.binding import make_spec
 from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
@@ -35,6 +38,13 @@ _AUTO, SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
 SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)  # replicas share the work: nothing else gains enough
 EACH = Policy(bucket_bytes=1500, machine=PAIRS)
+
+
+def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
+    """Plans of this process are chosen by another machine's rates; None: by its own."""
+    return nullcontext() if machine is None else mock.patch.object(binding, "machine_of", return_value=machine)
+
+
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")  # layouts of which it is then true
 
 
@@ -165,7 +175,7 @@ VIEWS: dict[str, Callable[[], MatrixView]] = {
     "columns": lambda: matrix_view((8, 24), split_sizes=(4, 2), split_groups=4, transposed=True),
     "experts": lambda: matrix_view((8, 4, 6), view="stack"),
     "kernel": lambda: matrix_view((8, 3, 2, 2)),
-    "heads": lambda: matrix_view((24, 7), num_heads=3),
+    "heads": lambda: matrix_view((24, 7), split_sizes=3),
 }
 # what `matrix_view` is told of each of VIEWS, as options of a group
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -175,7 +185,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "columns": {"split_sizes": (4, 2), "split_groups": 4, "transposed": True},
     "experts": {"view": "stack"},
     "kernel": {},
-    "heads": {"num_heads": 3},
+    "heads": {"split_sizes": 3},
 }
 LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
     "fsdp": lambda view: sharded(view, [range(4)], 0),

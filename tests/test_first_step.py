@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardmuon import Muon, Orthogonalizer, clip_grad_norm_, param_groups
-from shardmuon.first_step import find_ddp, repeated_text
+from shardmuon import Muon, clip_grad_norm_, param_groups
+from shardmuon.first_step import _find_ddp, _repeated_text
 from shardmuon.testing.pool import RankPool
 
 with warnings.catch_warnings():  # torch's own: the package compiles functional optimizers with torch.jit.script
@@ -202,7 +202,8 @@ def _first_steps(how: str) -> tuple[list[str], list[str]]:
     model = _large_model()
     options: dict[str, Any] = {"process_group": dist.group.WORLD} if how == "process_group" else {}
     groups = [
-        {**group, **({"rank_local": True} if how == "rank_local" else {})} for group in param_groups(model, lr=0.02)
+        {**group, **({"process_group": (), "tp_group": ()} if how == "its own" else {})}
+        for group in param_groups(model, lr=0.02)
     ]
     optimizer: Any = Muon(groups, lr=0.02, **options)
     if how == "before fully_shard":
@@ -226,7 +227,7 @@ REPEATED = (
     [
         ("DDP", (REPEATED, "")),
         ("process_group", ("", "")),
-        ("rank_local", ("", "")),
+        ("its own", ("", "")),
         ("local SGD", ("", "")),  # its ranks are unequal
         ("before fully_shard", ("make the optimizer after fully_shard()",) * 2),
     ],
@@ -242,10 +243,10 @@ def test_ranks_that_repeat_the_work_or_train_nothing_are_told_once(
 def _made_before_init() -> str:
     model = _large_model()
     wrapped = DistributedDataParallel(model, process_group=dist.new_group())
-    found = find_ddp(object(), model.parameters())
+    found = _find_ddp(object(), model.parameters())
     assert found is wrapped
-    assert find_ddp(object(), _model().parameters()) is None
-    return repeated_text(found)
+    assert _find_ddp(object(), _model().parameters()) is None
+    return _repeated_text(found)
 
 
 def test_the_ddp_line_names_the_group_and_the_order(world2: RankPool) -> None:
@@ -262,8 +263,8 @@ def _zero(how: str) -> tuple[list[str], bool]:
     model, plain = _model(), _model()
     options: dict[str, Any] = {}
     if how == "options":
-        options["orthogonalizer"] = Orthogonalizer(method="torch")
-        with pytest.raises(ValueError, match=r"give it functools\.partial\(Muon, orthogonalizer=\.\.\.\)"):
+        options["method"] = "torch"
+        with pytest.raises(ValueError, match=r"give it functools\.partial\(Muon, method=\.\.\.\)"):
             ZeroRedundancyOptimizer([model[0].weight], optimizer_class=Muon, lr=0.03, **options)
     mine, theirs = (param_groups(one, lr=0.02, adamw_lr=1e-3) for one in (model, plain))
     with pytest.raises(ValueError, match=r"found \d param_names for \d parameters.*or leave param_names out"):

@@ -17,7 +17,6 @@ from healthy_steps import DTYPES, healthy
 from on_device import bytes_above, kernels_of, make_model, make_optimizer, waits_are_errors
 from planted import FAULTS, PRODUCTS, caught_all, check_caught
 
-from shardmuon import Orthogonalizer
 from shardmuon.muon import Muon
 from shardmuon.orthogonalize import batch_size
 from shardmuon.testing import RankPool, get_pool
@@ -31,8 +30,8 @@ on_gpu = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device, and ther
 on_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA devices for NCCL, and there are {NUM_GPUS}")
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
-    "standard": {"orthogonalizer": Orthogonalizer(method="standard")},
-    "gram": {"orthogonalizer": Orthogonalizer(method="gram")},
+    "standard": {"method": "standard"},
+    "gram": {"method": "gram"},
 }
 SMALL = {"d": 64} if NUM_GPUS else {"d": 16, "layers": 1}  # a batch has 64 slots
 
@@ -111,7 +110,7 @@ def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None =
     given: dict[str, Any] = {"lr": 0.02, "variant": variant, "weight_decay": decay, "steps": steps, "about": once_more}
     with meshes_on(kind):
         return [
-            compare_with_dense(layout, orthogonalizer=Orthogonalizer("standard", products), **given)
+            compare_with_dense(layout, method="standard", ns_dtype=products, **given)
             for products in (torch.float32, torch.bfloat16)
         ]
 
@@ -178,7 +177,7 @@ def test_what_waits_or_cannot_be_captured_is_refused(what: str) -> None:
 def test_memory_is_asked_for() -> None:
     with CudaShape():
         model = make_model(CUDA, **SMALL)
-        optimizer = make_optimizer(model, orthogonalizer=Orthogonalizer(method="standard"))
+        optimizer = make_optimizer(model, method="standard")
         full = sum(p.numel() * batch_size(*p.shape, CUDA) for p in model.matrices)  # batches of a fixed size
         assert 0 < bytes_above(CUDA, optimizer.step) < 4 * full * 8
 

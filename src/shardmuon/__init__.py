@@ -8,10 +8,6 @@ from shardmuon.errors import ExchangeError as ExchangeError
 from shardmuon.gradients.clip import clip_grad_norm_ as clip_grad_norm_
 from shardmuon.gradients.scaler import GradScaler as GradScaler
 from shardmuon.muon import Muon as Muon
-from shardmuon.options import Audit as Audit
-from shardmuon.options import Exchange as Exchange
-from shardmuon.options import Orthogonalizer as Orthogonalizer
-from shardmuon.options import Storage as Storage
 from shardmuon.orthogonalize.schedules import schedule as schedule
 from shardmuon.plan.plan import Plan as _Plan
 from shardmuon.routing.groups import param_groups as param_groups

@@ -33,9 +33,9 @@ class FirstStep:
         """Look at the groups of an optimizer, which have been stepped."""
         self.is_over = any(p.grad is not None for group in groups for p in group["params"])
         if self.is_over:
-            ddp = find_ddp(optimizer, _kept_here(groups))
+            ddp = _find_ddp(optimizer, _kept_here(groups))
             if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
-                warnings.warn(repeated_text(ddp), stacklevel=level_of_the_caller())
+                warnings.warn(_repeated_text(ddp), stacklevel=level_of_the_caller())
         elif not self._said_idle and any(  # not where FSDP1 stores nothing of a parameter
             p.numel() > 0 or not is_flattened(p) for group in groups for p in group["params"]
         ):
@@ -52,14 +52,14 @@ def _kept_here(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
     """Plain matrices that, by what the groups say, this rank shares with nobody."""
     for group in groups:
         shared = group["process_group"] is not None or group["tp_group"] is not None
-        if group["use_muon"] and not shared and not group["rank_local"]:
+        if group["use_muon"] and not shared:
             yield from (p for p in group["params"] if not is_dtensor(p))
 
 
 WORTH_IT = 2**20
 
 
-def find_ddp(optimizer: object, params: Iterable[Tensor]) -> DistributedDataParallel | None:
+def _find_ddp(optimizer: object, params: Iterable[Tensor]) -> DistributedDataParallel | None:
     """The DistributedDataParallel that keeps one of these parameters equal on several ranks, if there is one.
 
     Parameters do not know that they are wrapped, so this looks through the objects of the process: once, at the first
@@ -86,7 +86,7 @@ def find_ddp(optimizer: object, params: Iterable[Tensor]) -> DistributedDataPara
     return wrapper if wrapper is not None and len(group_ranks(wrapper.process_group)) > 1 else None
 
 
-def repeated_text(ddp: DistributedDataParallel) -> str:
+def _repeated_text(ddp: DistributedDataParallel) -> str:
     """Advice on what to write so that the ranks of this wrapper share the work."""
     world = ddp.process_group is default_group()
     group = "torch.distributed.group.WORLD" if world else "the process group that DistributedDataParallel was given"

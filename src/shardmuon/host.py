@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from shardmuon.comm.vote import Fault
 from shardmuon.plan.plan import Plan
 
-Stepped = Any  # an optimizer as a host or an audit meets it: `shardmuon.core.Core`, which stands above both
+Stepped = Any  # an optimizer as a host or an audit meets it: `shardmuon.muon.Core`, which stands above both
 
 
 class Progress:
@@ -163,10 +163,6 @@ class Hosts(list[Host]):
         loaded = sys.modules.keys()
         asked = (host for host in self if host.packages is None or not loaded.isdisjoint(host.packages))
         return next((host for host in asked if host.is_active), None)
-
-    def find(self, kind: type[Host]) -> Host | None:
-        """The host of a kind."""
-        return next((host for host in self if isinstance(host, kind)), None)
 
 
 def caller(name: str, *packages: str) -> FrameType | None:

@@ -1,52 +1,373 @@
 """Muon: one torch optimizer for matrices (orthogonalized momentum) and everything else (AdamW), on any layout.
 
-Read `Muon.step` first: it is the flow of docs/architecture.md in the order in which it happens.
+`Core` is one agreed step over groups and state. `Muon`, below, is the torch.optim face over it, and a framework's host
+may run others. Read `Core.take_step` first: every rank reads all that its step depends on, changing nothing
+(step/validate.py). Then all ranks of the component vote (comm/vote.py): all raise the same error, or all go on
+(step/update.py). What goes wrong after that leaves weights half updated: the optimizer is broken until state is loaded,
+and whoever waits for this rank fails at once.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast, overload
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
-from shardmuon._torch import after_loading, before_loading, never_compiled
-from shardmuon.checkpoint.state import read_state, without_callables
-from shardmuon.comm.groups import GroupRef
-from shardmuon.comm.vote import Fault
-from shardmuon.core import Core
-from shardmuon.errors import ExchangeError, Refused, made_public
-from shardmuon.host import Host, creates_state_only
-from shardmuon.layout.engines.base import name_of
+from shardmuon._torch import after_loading, before_loading, default_group, is_dtensor, never_compiled
+from shardmuon.auditing.schedule import AuditError, AuditSchedule
+from shardmuon.checkpoint.state import drop_others, init_missing, read_state, without_callables
+from shardmuon.comm.groups import GroupRef, Ranks, Traffic, group_for, group_ranks, my_rank
+from shardmuon.comm.lanes import close_lane
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, agree, current_world, renewed
+from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
+from shardmuon.first_step import FirstStep
+from shardmuon.host import Host, Hosts, Progress, creates_state_only
+from shardmuon.layout.bind import Listed, Table, TableCall
+from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
+from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
-    Audit,
-    Exchange,
+    AuditAction,
     LrScale,
     MuonConfig,
-    Orthogonalizer,
-    Storage,
-    WeightDecayMode,
     check_hyperparameters,
     given_lr,
     options_text,
     refuse_sets,
 )
+from shardmuon.orthogonalize import MethodName
+from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
-from shardmuon.routing.groups import Overrides, routed
-from shardmuon.step.options import (
-    as_group,
-    check_param_group,
-    complete,
-    fill_up,
+from shardmuon.routing.groups import Overrides, RoutingRow, routed
+from shardmuon.step.binding import (
+    Binding,
+    bound,
+    chooser_of,
+    counts_of_lacking,
+    fingerprint,
+    groups_of,
+    groups_of_params,
+    listed_of,
+    number_bits,
+    stamp_of,
 )
+from shardmuon.step.kept import Settled
+from shardmuon.step.options import Group, OptionsReader, Settings, as_group, check_param_group, complete, fill_up
+from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
+from shardmuon.step.update import Kernel, run_buckets, step_adamw
+from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
+from shardmuon.variants import WEIGHT_NORMS
+
+if TYPE_CHECKING:
+    from shardmuon.auditing.live import StepAudit
+    from shardmuon.auditing.report import AuditReport
+
+
+class Core:
+    """Groups of parameters, their state, and the agreed step over them.
+
+    Attributes:
+        param_groups, state: As torch.optim.Optimizer has them. Frameworks replace both.
+        config: Options of the whole optimizer.
+        keeper, audits: What they keep: stored momentum, and when to audit.
+        process_group: The group over which plain parameters are replicas.
+        traffic: What this rank has done so far.
+        routing: The table by which parameters were routed, if the optimizer was given a model.
+        binding: The plan in force with what this rank knows of it.
+        component: The ranks that have voted together last.
+        broken: Why the last step left the ranks out of step.
+        options: Reads groups.
+        settled: Norms of weights that a step has looked at since they were made or loaded.
+        hosts, first: Who may call `step`, and what a first one tells.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+    in_step = False  # a signal handler may ask for state in the middle of one
+
+    def __init__(
+        self,
+        config: MuonConfig,
+        process_group: GroupRef | None,
+        keeper: Keeper | None = None,  # default: a new one
+        audits: AuditSchedule | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.config = config
+        self.keeper = keeper or config.keeper()
+        self.audits = audits or AuditSchedule(config.audit_every, config.audit_action)
+        self.process_group = process_group
+        self.traffic = traffic or Traffic()
+        self.routing: tuple[RoutingRow, ...] = ()
+        self.broken: str | None = None
+        self._forget_process()
+
+    def _forget_process(self) -> None:
+        """Reset everything that belongs to one process."""
+        self.binding: Binding | None = None
+        self.component: Ranks | None = None
+        self.world = current_world()  # that it is of
+        self.options = OptionsReader()
+        self.watch = FiniteWatch()
+        self.zeros = ZeroWatch()
+        self.settled: Settled = WeakIdKeyDictionary()
+        self.hosts, self.first = Hosts(), FirstStep()
+
+    def unlike_model(self) -> Sequence[str]:
+        """Names of the parameters that are not what the model has. Only a host that steps copies can tell."""
+        return ()
+
+    # ---------------------------------------------------------------------------------------------- one step
+
+    def take_step(self, fault: Fault) -> None:
+        """Step the groups as they are. Collective among the ranks that share parameters.
+
+        Args:
+            fault: What is wrong on this rank already.
+
+        Raises:
+            Refused: All ranks raise it, and nothing has changed.
+        """
+        with self._remembering() as progress:
+            call = StepCall(self, fault)
+            binding, verdict = agree(call, fault)
+            progress.changing = True
+            report = self._carry_out(binding, call.proposal, verdict)
+        if report is not None:
+            self.audits.deliver(report)
+
+    @contextmanager
+    def _remembering(self) -> Iterator[Progress]:
+        """Note an error from inside, unless all ranks have refused the step."""
+        progress = Progress()
+        try:
+            yield progress
+        except Refused:
+            raise
+        except BaseException as error:
+            self._note(error, progress.changing)
+            raise
+
+    def _carry_out(self, binding: Binding, proposal: Proposal, verdict: Verdict) -> AuditReport | None:
+        """Change weights and state, as all ranks have agreed. Returns what an audit of the step has found."""
+        if binding.elsewhere:
+            proposal.hear(binding, verdict.presence)
+        if proposal.made or proposal.fresh or MISPLACED in proposal.states:
+            self._take_over(binding, proposal)
+        samples = self.audits.due
+        self.audits.num_steps += 1
+        # ranks that audit tell all ranks of the component what they find
+        audit = self._audit(binding, proposal, samples) if verdict.flags & Flag.AUDIT else None
+        missing: frozenset[int] = frozenset()  # parameters without a gradient
+        if NONE in proposal.states:
+            missing = frozenset(n for n, state in enumerate(proposal.states) if state == NONE)
+        on_weights: frozenset[int] = frozenset()
+        if binding.on_weights:
+            on_weights = frozenset(binding.on_weights) - missing
+            new = frozenset(n for n in on_weights if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n]))
+            begin_weights(binding.weight_sets(new), proposal, self.traffic, self.zeros)
+        kernel = Kernel(binding.ns_device, self.watch)
+        run_buckets(binding.buckets_without(missing), proposal, kernel, self.traffic)
+        if on_weights:
+            finish_weights(binding.weight_sets(on_weights), proposal, self.traffic)
+        if self.watch.seen:
+            self.watch.send()
+        members = binding.members
+        if proposal.adamw:
+            step_adamw(
+                self.param_groups,
+                self.state,
+                lambda: {member.engine for n, member in enumerate(members) if n not in missing},
+                proposal.adamw,
+            )
+        report = None if audit is None else audit.finish()
+        return report if samples else None
+
+    def _take_over(self, binding: Binding, proposal: Proposal) -> None:
+        """Put the state that validating has made in place, and redistribute gradients as their parameters are
+        placed."""
+        for number, made in proposal.made.items():
+            kept = self.state[binding.members[number].param]
+            for key in kept.keys() - made.keys():  # what it kept as AdamW's, or of another variant
+                del kept[key]
+            kept.update(made)
+        for number, keys in proposal.fresh.items():
+            for key in keys:
+                self.settled[self.state[binding.members[number].param][key]] = True
+        for number in itertools.chain.from_iterable(binding.table.sets.values()):  # as all ranks go through sets
+            if proposal.states[number] == MISPLACED:
+                param, engine = binding.members[number].param, binding.members[number].engine
+                assert param.grad is not None
+                proposal.grads[number] = engine.storage(engine.align(param.grad, param))
+
+    def _audit(self, binding: Binding, proposal: Proposal, samples: int) -> StepAudit:
+        """Begin an audit of this step. Collective; never raises."""
+        from shardmuon.auditing.live import StepAudit
+
+        audit = StepAudit(self, binding, proposal, self.audits, samples)
+        self.audits.num_audits += samples > 0
+        return audit
+
+    def _note(self, error: BaseException, changing: bool) -> None:
+        """Note an error that ended a step between its first change and its last, or left other ranks waiting: no step
+        may follow."""
+        if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
+            self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
+            return
+        if self.broken is not None:  # a host's own core has said so, and closed the lane
+            return
+        component = self.component or ()
+        alone = default_group() is None or len(component) == 1
+        if changing or not alone:
+            text = f"{type(error).__name__}: {error}".rstrip(": .\n")
+            self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
+            if isinstance(error, ExchangeError):  # which says that itself
+                self.broken = str(error)
+        if changing and len(component) > 1:
+            close_lane(component)  # whoever waits for this rank fails at once
+
+    def torn(self) -> str | None:
+        """The reason why the state is half moved, with what to do about it; None if it is that of a finished step."""
+        if self.in_step:
+            return (
+                "a step is under way, and its state is half moved. Save when step() has returned: set a flag in the "
+                "signal handler"
+            )
+        if self.broken is not None:
+            return f"an earlier step was broken off, and its state is half moved: {self.broken}"
+        return None
+
+    def make_plan(self) -> Plan:
+        """Plan now. Collective among the ranks that share parameters.
+
+        Raises:
+            ValueError: On every rank.
+        """
+        fault = Fault()
+        with made_public():
+            return renewed(StepCall(self, fault), fault).plan
+
+    def complete_state(self) -> None:
+        """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
+        in checkpoint/state.py. A frozen one keeps what it has of its group's kind."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    init_missing(p, group, self.state[p], self.keeper)
+                elif self.state.get(p):
+                    drop_others(group, self.state[p])
+
+
+class StepCall(TableCall[Binding]):
+    """Call of one rank for a step, or for a plan without a step: answers the questions that comm/vote.py asks.
+
+    Attributes:
+        options: Options of each group.
+        proposal: The step as this rank would make it.
+    """
+
+    phase = Phase.STEP
+    renews = False
+    proposal: Proposal
+    _due = ""  # when ranks audit, which they must do alike
+
+    def __init__(self, core: Core, fault: Fault) -> None:
+        self._core = core
+        self.options: list[Settings | None] = []
+        if core.process_group is not None:
+            with fault:  # its ranks wait for this one, also where it has no parameter
+                self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if it was destroyed
+
+    def before(self) -> Ranks | None:
+        return self._core.component if self._core.world == current_world() else None
+
+    def known(self) -> Binding | None:
+        return self._core.binding
+
+    def is_current(self, kept: Binding) -> bool:
+        groups = self._core.param_groups
+        self.options = self._core.options.read(groups)
+        members = iter(kept.members)
+        if len(kept.planned) != len(groups):
+            return False
+        for number, (group, settings) in enumerate(zip(groups, self.options, strict=True)):
+            if kept.planned[number] != ("" if settings is None else settings.planned):
+                return False
+            for p in () if settings is None else group["params"]:  # frameworks swap parameters after __init__
+                if p.requires_grad or p.grad is not None:  # `takes_part`
+                    member = next(members, None)
+                    if member is None or member.param is not p or member.group != number:
+                        return False
+                    if member.engine.signature(p) != member.signature:
+                        return False  # it lies otherwise
+        return next(members, None) is None
+
+    def read(self, kept: Binding) -> Ballot:
+        core, audits, flags = self._core, self._core.audits, Flag.NONE
+        if core.watch.coming:
+            core.watch.report()
+        if core.zeros.coming:
+            core.zeros.report()
+        core.traffic.agreements += len(kept.component) > 1
+        if audits.due:
+            self._due, flags = audits.due_text(), Flag.AUDIT
+        memory = Memory(core.state, core.keeper, core.settled)
+        self.proposal = validate(kept, core.param_groups, self.options, memory)
+        digests = digests_of(kept, self.proposal, self._due) if len(kept.component) > 1 else None
+        return Ballot(self.phase, flags, digests, self.proposal.presence, kept.num_bits)
+
+    def lines(self, kept: Binding, ranks: Ranks) -> list[ProposalLine]:
+        return lines_of(kept, self.proposal, ranks, self._due)
+
+    def difference(self, ranks: Ranks, everyone: Sequence[list[ProposalLine] | None]) -> str:
+        return difference(ranks, everyone)
+
+    # -------------------------------------------------------------------------------------------------- a new plan
+
+    def waiting(self) -> list[tuple[str, Tensor, Group]]:
+        # ranks that share AdamW's DTensors hear of each other's faults, too
+        return [
+            (name_of(group, index, position), p, group)
+            for index, group in enumerate(self._core.param_groups)
+            for position, p in enumerate(group["params"])
+            if group.get("use_muon") or is_dtensor(p)
+        ]
+
+    def listed(self) -> list[Listed]:
+        core = self._core
+        self.options = core.options.read(core.param_groups)
+        self._chooser = chooser_of(core.param_groups, core.config)
+        listed = listed_of(core.param_groups, self.options, core.config, core.keeper, self._chooser)
+        self.stamp = stamp_of(self._chooser, listed[0].param.device if listed else torch.device("cpu"))
+        self._refs = groups_of_params(listed)
+        self.groups = {ranks: ref.group_name for ranks, ref in self._refs.items()}
+        self.fingerprint = fingerprint
+        return listed
+
+    def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
+        # others are told of how many parameters gradients may lack here
+        core = self._core
+        made = bound(my_rank(), table, core.param_groups, self.options, core.config, self._chooser, core.keeper)
+        sets = made.weight_sets(frozenset(made.on_weights))
+        self._groups = {r: self._refs[r].live() if r in table.groups else None for r in groups_of(made.buckets, sets)}
+        return made, counts_of_lacking(table)
+
+    def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
+        for ranks, known in self._groups.items():  # before the first exchange: who waits for buffers makes no group
+            group_for(ranks, known)
+        number_bits(kept, everyone)
+        self._core.binding, self._core.component, self._core.world = kept, kept.component, kept.world
 
 
 class Muon(Core, Optimizer):
@@ -67,15 +388,13 @@ class Muon(Core, Optimizer):
 
     Args:
         params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group
-            may set any option from `lr` to `beta2`, `process_group`, `tp_group`, and:
+            may set any option from `lr` to `tp_group`, and:
             ``use_muon`` (True): False sends the group to AdamW with ``betas`` ((0.9, 0.95)), ``eps`` (1e-8), ``lr`` and
             ``weight_decay``;
-            ``view``, ``split_sizes``, ``split_groups``, ``num_heads``, ``transposed``: which matrices a
-            parameter holds, see `shardmuon.layout.views.matrix_view`;
-            ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`
-            does not apply to them.
+            ``view``, ``split_sizes``, ``split_groups``, ``transposed``: which matrices a parameter holds, see
+            `shardmuon.layout.views.matrix_view`.
         lr: Learning rate, a float or a one-element tensor. Required; groups may have their own. docs/learning_rate.md.
-        weight_decay: Factor of the decay.
+        weight_decay: Factor wd of the decay.
         momentum: mu.
         nesterov: Use Nesterov momentum.
         ns_coefficients: Name of a schedule ("keller", "quintic", "polar_express", .., see `shardmuon.schedule`), (a, b,
@@ -86,20 +405,33 @@ class Muon(Core, Optimizer):
             (`sqrt(max(1, rows/cols))`), "match_rms_adamw" (`0.2 sqrt(max(rows, cols))`), "spectral"
             (`sqrt(max(rows, cols))`), "unit_rms_norm" (`sqrt(rows/cols)`), "none", or a callable
             (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
-        weight_decay_mode: "decoupled", "independent" or "cautious", see `shardmuon.step.update.apply_`.
-        variant: "normuon", "muon_eq", "hyperball", or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
-        beta2: Of the running average of "normuon".
+        variant: "normuon", "muon_eq", "hyperball", "cautious" (W decays only where that does not work against the
+            update), or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
         process_group: Plain (not DTensor) parameters are replicas over this group, as under DDP: share
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
-            its own plain tensors. Not kept by pickling.
+            its own plain tensors. In a group, () says that no other rank has its tensors (experts). Not kept by
+            pickling.
         tp_group: Plain parameters are shards over this group, if they are marked so (`tensor_model_parallel`,
             `partition_dim`, `partition_stride`, as by TransformerEngine and Megatron), and replicas otherwise: a
             process group, or global ranks. `process_group` then joins the ranks with the same shards. See
             docs/tensor_parallel.md. Default: none; a marked shard is refused.
-        orthogonalizer: How matrices are orthogonalized, see `Orthogonalizer`.
-        exchange: What travels between ranks, see `Exchange`.
-        storage: What momentum is stored as and where, and how weights are rounded, see `Storage`.
-        audit: When steps are compared with a dense reference, see `Audit`.
+        method: "standard": fp32 norm, then Newton-Schulz in batches. "gram": the same steps iterated on the m x m Gram
+            matrix, up to twice as fast for long matrices. "auto": "gram" where its arithmetic, at its dtype's rate, is
+            less by a quarter, else "standard": a rule of shape, schedule, dtype and kind of device. The plan prints
+            what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit (bf16 cast before the norm).
+        ns_dtype: Products' torch dtype. None: "standard" takes bfloat16 where the device multiplies it in hardware,
+            float32 on CPUs that do not; "gram" float16 on accelerators, float32 on CPUs. Ignored by "torch" (bfloat16).
+            What travels between ranks is rounded to bfloat16 where products are bfloat16 or float16, on every layout
+            and on one process; it is float64 where parameters or products are, else float32.
+        momentum_dtype: Dtype that momentum is stored as: None (the gradient's, in which it is computed too),
+            torch.float32, torch.bfloat16 or "int8" (all computed in fp32). docs/memory.md.
+        momentum_device: None (with the parameter) or "cpu".
+        stochastic_rounding: Round bf16 weights at random, without bias, after each update.
+        bucket_bytes: Most bytes of whole matrices that one owner holds per bucket. None: as many as are cheapest,
+            within the bound that `shardmuon.plan.items.Policy` states.
+        audit_every: The first step and every so many are compared with a dense reference. None: only when
+            `shardmuon.audit` asks for it. docs/audit.md.
+        audit_action: "raise" an `AuditError` on every rank, after the step; or "warn".
         adamw_lr: Of a module only: the learning rate of all that is not a matrix. Default: the one at which AdamW's
             updates are as large as the matrices', which `shardmuon.param_groups` prints. docs/learning_rate.md.
         overrides: Of a module only: changes to its routing, see `shardmuon.param_groups`.
@@ -128,20 +460,31 @@ class Muon(Core, Optimizer):
         *,
         ns_steps: int | None = None,
         adjust_lr_fn: LrScale = None,
-        weight_decay_mode: WeightDecayMode = "decoupled",
         variant: str | None = None,
-        beta2: float = 0.95,
         process_group: Any = None,
         tp_group: Any = None,
-        orthogonalizer: Orthogonalizer = Orthogonalizer(),
-        exchange: Exchange = Exchange(),
-        storage: Storage = Storage(),
-        audit: Audit = Audit(),
+        method: MethodName = "auto",
+        ns_dtype: torch.dtype | None = None,
+        momentum_dtype: MomentumDtype = None,
+        momentum_device: Literal["cpu"] | None = None,
+        stochastic_rounding: bool = False,
+        bucket_bytes: int | None = None,
+        audit_every: int | None = None,
+        audit_action: AuditAction = "raise",
         adamw_lr: float | Tensor | None = None,
         overrides: Overrides | None = None,
     ) -> None:
         lr = given_lr("Muon", lr)
-        config = MuonConfig(orthogonalizer, exchange, storage, audit)
+        config = MuonConfig(
+            method=method,
+            ns_dtype=ns_dtype,
+            momentum_dtype=momentum_dtype,
+            momentum_device=momentum_device,
+            stochastic_rounding=stochastic_rounding,
+            bucket_bytes=bucket_bytes,
+            audit_every=audit_every,
+            audit_action=audit_action,
+        )
         Core.__init__(self, config, GroupRef.of(process_group))
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -151,9 +494,7 @@ class Muon(Core, Optimizer):
             "ns_coefficients": ns_coefficients,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "weight_decay_mode": weight_decay_mode,
             "variant": variant,
-            "beta2": beta2,
             **GROUP_DEFAULTS,
             "process_group": self.process_group,
             "tp_group": GroupRef.of(tp_group, "tp_group"),
@@ -190,7 +531,7 @@ class Muon(Core, Optimizer):
                 middle of a step, also in one process and also after a KeyboardInterrupt.
         """
         if self.broken is not None:
-            (self.hosts.active or Host()).restore_groups(self)
+            self._host.restore_groups(self)
             raise ExchangeError(f"an earlier step was broken off: {self.broken}")
         loss = None
         if closure is not None:
@@ -214,7 +555,8 @@ class Muon(Core, Optimizer):
             if instead is not None:
                 instead()
             elif host is not None:
-                self.let_host_step(host, fault)
+                with self._remembering() as progress:
+                    host.step(self, progress, fault)
             else:
                 self.take_step(fault)
                 if not self.first.is_over:
@@ -226,6 +568,11 @@ class Muon(Core, Optimizer):
             self.in_step = False
         return loss
 
+    @property
+    def _host(self) -> Host:
+        """The host whose tensors are in the groups, else that of a plain training loop."""
+        return self.hosts.active or Host()
+
     def __repr__(self) -> str:
         """The options that apply: what differs from its default in those of the whole optimizer, and each group's."""
         return f"Muon (\n{options_text(self.config, self.param_groups)}\n)"
@@ -236,7 +583,7 @@ class Muon(Core, Optimizer):
         Returns:
             The plan. `print(optimizer.plan)` shows each matrix's route, owner and bucket.
         """
-        return (self.hosts.active or Host()).prepare(self)
+        return self._host.prepare(self)
 
     @property
     def plan(self) -> Plan | None:
@@ -245,12 +592,12 @@ class Muon(Core, Optimizer):
         Raises:
             AttributeError: DeepSpeed steps groups one by one, each by its own plan: see `plans`.
         """
-        return (self.hosts.active or Host()).plan(self)
+        return self._host.plan(self)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans in force: `plan`, or one for each set of groups that DeepSpeed has stepped together."""
-        return (self.hosts.active or Host()).plans(self)
+        return self._host.plans(self)
 
     # ------------------------------------------------------------------------------------ groups and options
 
@@ -300,7 +647,8 @@ class Muon(Core, Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state and the options of every group. Momentum of another dtype or place becomes what this
-        optimizer keeps: its gradient's dtype, or what its `Storage` asks for.
+        optimizer keeps: its gradient's dtype, or what `momentum_dtype` and
+        `momentum_device` ask for.
 
         Works before the first step and after any. Checked whole before anything changes: names (if both sides have
         them), number and shapes, keys, options. A state dict saved on another layout comes through
@@ -349,9 +697,14 @@ class Muon(Core, Optimizer):
         """State for pickling: everything but what belongs to one process: the plan, process groups and hosts."""
         own = {key: self.__dict__[key] for key in _OWN}
         state = super().__getstate__()
-        groups = [{**group, "process_group": None} for group in state["param_groups"]]
-        defaults = {**state["defaults"], "process_group": None}
-        return {**state, **own, "param_groups": groups, "defaults": defaults}
+        groups = list(map(_without_ranks, state["param_groups"]))
+        return {**state, **own, "param_groups": groups, "defaults": _without_ranks(state["defaults"])}
+
+
+def _without_ranks(options: dict[str, Any]) -> dict[str, Any]:
+    """Options without a process group over which there are replicas."""
+    group = options["process_group"]
+    return options if group is None or not group.ranks else {**options, "process_group": None}
 
 
 _OWN = ("config", "keeper", "audits", "traffic", "routing", "broken")  # what copies and pickles take along

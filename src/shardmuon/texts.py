@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 # What other libraries call our options: DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel.
 _SPELLINGS = {
     "mu": "momentum",
-    "muon_beta2": "beta2",
+    "heads": "split_sizes",
     "muon_momentum": "momentum",
     "wd": "weight_decay",
     "muon_weight_decay": "weight_decay",

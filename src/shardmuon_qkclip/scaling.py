@@ -100,7 +100,7 @@ class _Target(NamedTuple):
     def key(self) -> object:
         """A value that changes with all that the layout table depends on."""
         stored, group = self.weight.stored, self.weight.group
-        place = [group.get(key) for key in ("rank_local", *PLACE_OPTIONS)]
+        place = [group.get(key) for key in PLACE_OPTIONS]
         return self.rows, id(stored), self.engine, self.engine.signature(stored), place
 
 
@@ -396,8 +396,7 @@ class Scaler(TableCall[_Bound]):
         weight = target.weight
         group: dict[str, Any] = {**weight.group, "use_muon": False}  # no matrices are read
         replicas = GroupRef.of(group.get("process_group"))
-        is_plain = type(target.engine) is Engine and not group.get("rank_local")
-        if is_plain and (replicas is None or not replicas.ranks):
+        if type(target.engine) is Engine and replicas is None:  # () says that no other rank has it
             group["process_group"] = self._group
             if self._group is None and num_ranks() > 1:
                 raise ValueError(

@@ -31,17 +31,7 @@ from planted import (
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardmuon import (
-    Audit,
-    AuditError,
-    AuditWarning,
-    Exchange,
-    Muon,
-    Orthogonalizer,
-    Storage,
-    audit,
-    param_groups,
-)
+from shardmuon import AuditError, AuditWarning, Muon, audit, param_groups
 from shardmuon.auditing.live import choose
 from shardmuon.auditing.reference import FORMULAS
 from shardmuon.auditing.report import AuditReport
@@ -71,7 +61,7 @@ def sound(layout: str) -> AuditReport:
 
     params = parameters(build())
     options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, "variant": ON_LAYOUTS[number % len(ON_LAYOUTS)]}
-    options |= {"orthogonalizer": Orthogonalizer(method=METHODS[number % len(METHODS)])} | case.options(world)
+    options |= {"method": METHODS[number % len(METHODS)]} | case.options(world)
     optimizer = Muon(groups_of(params, PARAMS), **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*zero before the first step")  # a shard that stores nothing of a matrix
@@ -116,32 +106,31 @@ def sound_with(dtype: torch.dtype, options: dict[str, Any]) -> AuditReport:
 
 
 POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250)]
-IN_FP64 = {"orthogonalizer": Orthogonalizer("standard", torch.float64), "exchange": Exchange(dtype=torch.float64)}
+IN_FP64 = {"method": "standard", "ns_dtype": torch.float64}
 
 
 OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
-    (torch.float32, {"weight_decay_mode": "independent", "weight_decay": 0.01}),
-    (torch.float32, {"weight_decay_mode": "cautious", "weight_decay": 0.5}),
+    (torch.float32, {"variant": "cautious", "weight_decay": 0.5}),
     (torch.float32, {"nesterov": False, "momentum": 0.5}),
     (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
-    (torch.float32, {"orthogonalizer": Orthogonalizer(dtype=torch.bfloat16)}),
-    (torch.float32, {"orthogonalizer": Orthogonalizer(method="torch")}),
-    (torch.float64, {"orthogonalizer": Orthogonalizer(dtype=torch.float64)}),
+    (torch.float32, {"ns_dtype": torch.bfloat16}),
+    (torch.float32, {"method": "torch"}),
+    (torch.float64, {"ns_dtype": torch.float64}),
     (torch.float64, IN_FP64),
     *((torch.float64, {**IN_FP64, "variant": name, "weight_decay": 0.0}) for name in ("normuon", "hyperball")),
-    (torch.bfloat16, {"orthogonalizer": Orthogonalizer(method="torch")}),
+    (torch.bfloat16, {"method": "torch"}),
     (torch.bfloat16, {}),
-    (torch.float32, {"storage": Storage(momentum_dtype=torch.bfloat16)}),
-    (torch.float32, {"storage": Storage(momentum_dtype="int8")}),
-    (torch.bfloat16, {"storage": Storage(momentum_dtype=torch.float32, momentum_device="cpu")}),
-    (torch.float32, {"orthogonalizer": Orthogonalizer(method="gram", dtype=torch.float16)}),
+    (torch.float32, {"momentum_dtype": torch.bfloat16}),
+    (torch.float32, {"momentum_dtype": "int8"}),
+    (torch.bfloat16, {"momentum_dtype": torch.float32, "momentum_device": "cpu"}),
+    (torch.float32, {"method": "gram", "ns_dtype": torch.float16}),
     (torch.float32, {"ns_coefficients": "polar_express", "ns_steps": 5}),
 ]
 
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [_row(dtype, options, numeric="orthogonalizer" not in options) for dtype, options in OPTIONS],
+    [_row(dtype, options, numeric=not {"method", "ns_dtype"} & options.keys()) for dtype, options in OPTIONS],
 )
 def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """What stages keep is fp32 also where weights, wire and products are fp64."""
@@ -263,7 +252,7 @@ def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) ->
     """Rounding in half precision moves such a result by more than its length, in all the other directions."""
     generator = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 128, generator=generator))
-    optimizer = Muon([("w", weight)], lr=0.02, weight_decay_mode="independent", **PRODUCTS[products])
+    optimizer = Muon([("w", weight)], lr=0.02, variant="cautious", **PRODUCTS[products])
     found = []
     for length in (1.0, 0.7):
         weight.grad = torch.randn(64, 1, generator=generator) @ torch.randn(1, 128, generator=generator)
@@ -329,7 +318,7 @@ def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding
 
 def scheduled(action: str) -> list[str]:
     """Steps audited every third; the fifth and the seventh are faulty."""
-    job = Job("fsdp2", audit=Audit(every=3, samples=2, action=action))
+    job = Job("fsdp2", audit_every=3, audit_action=action)
     log = []
     for step in range(1, 8):
         before = local(job.params["a"]).clone()
@@ -359,7 +348,9 @@ def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank(
 def asked_where_nothing_is_shared() -> tuple[int, set[str] | None]:
     """Experts of each rank's own: only their process group connects the ranks."""
     weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())))
-    optimizer = Muon([{"params": [("w", weight)], "rank_local": True}], lr=0.02, process_group=dist.group.WORLD)
+    optimizer = Muon(
+        [{"params": [("w", weight)], "process_group": (), "tp_group": ()}], lr=0.02, process_group=dist.group.WORLD
+    )
     check = None
     for step in range(3):
         weight.grad = weight.detach().sin()
@@ -412,7 +403,7 @@ def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(
 
 @pytest.mark.parametrize(("every", "audited"), [(4, [1, 5, 9]), (None, [])])
 def test_every_so_many_steps_are_audited_and_a_copy_goes_on(every: int | None, audited: list[int]) -> None:
-    optimizer, found = Muon([nn.Parameter(torch.randn(4, 6))], lr=0.02, audit=Audit(every=every)), list[int]()
+    optimizer, found = Muon([nn.Parameter(torch.randn(4, 6))], lr=0.02, audit_every=every), list[int]()
     for step in range(1, 10):
         if step == 4:
             optimizer = pickle.loads(pickle.dumps(optimizer))
@@ -430,18 +421,17 @@ def test_the_rotation_takes_every_matrix_in_turn(count: int, samples: int) -> No
     assert set().union(*taken) == set(range(count))
 
 
-def _audit(**options: Any) -> Any:
-    return audit(Muon([nn.Parameter(torch.zeros(2, 2))], lr=1e-3), **options)
+def _optimizer(**options: Any) -> Muon:
+    return Muon([nn.Parameter(torch.zeros(2, 2))], lr=1e-3, **options)
 
 
 @pytest.mark.parametrize(
     ("act", "error", "says"),
     [
-        (lambda: Audit(every=0), ValueError, "Audit.every=0 must be None or a whole number"),
-        (lambda: Audit(every=2, samples=0), ValueError, "Audit.samples=0 must be a whole number"),
-        (lambda: Audit(every=2, action="log"), ValueError, "Audit.action='log' is not one of 'raise', 'warn'"),
-        (lambda: _audit(samples=0), ValueError, "samples=0 must be a whole number"),
-        (lambda: _audit().report, RuntimeError, r"call optimizer.step\(\)"),
+        (lambda: _optimizer(audit_every=0), ValueError, "audit_every=0 must be None or a whole number"),
+        (lambda: _optimizer(audit_action="log"), ValueError, "audit_action='log' is not one of 'raise', 'warn'"),
+        (lambda: audit(_optimizer(), samples=0), ValueError, "samples=0 must be a whole number"),
+        (lambda: audit(_optimizer()).report, RuntimeError, r"call optimizer.step\(\)"),
     ],
 )
 def test_options_without_a_meaning_and_reports_before_the_step_are_refused(

@@ -21,7 +21,7 @@ from shardmuon.auditing.reference import (
 from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.options import VIEW_DEFAULTS, WeightDecayMode
+from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.update import apply_, momentum_
@@ -111,19 +111,19 @@ def test_a_larger_norm_is_that_of_one_more_row_and_column(schedule: str) -> None
     assert float((found - expected).norm()) <= 2 * bound
 
 
-def _settings(mode: WeightDecayMode, nesterov: bool = True) -> Settings:
+def _settings(variant: str | None = None, nesterov: bool = True) -> Settings:
     given = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "ns_coefficients": "keller"}
-    return settings_of({**VIEW_DEFAULTS, **given, "ns_steps": None, "adjust_lr_fn": None, "weight_decay_mode": mode})
+    return settings_of({**VIEW_DEFAULTS, **given, "ns_steps": None, "adjust_lr_fn": None, "variant": variant})
 
 
-@pytest.mark.parametrize("mode", ["decoupled", "independent", "cautious"])
+@pytest.mark.parametrize("variant", [None, "cautious"])
 @pytest.mark.parametrize("scale", [1.0, 0.3, 5.0])
-def test_the_update_is_recovered_from_the_weights(mode: WeightDecayMode, scale: float) -> None:
+def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: float) -> None:
     generator = torch.Generator().manual_seed(0)
     before, update = (torch.randn(20, 30, generator=generator, dtype=torch.float64) for _ in range(2))
     after = before.clone()
-    s = _settings(mode)
-    apply_([after], [update], [s.lr * scale], lr=s.lr, weight_decay=s.weight_decay, mode=mode)
+    s = _settings(variant)
+    apply_([after], [update], [s.lr * scale], lr=s.lr, weight_decay=s.weight_decay, cautious=s.cautious)
     # A weight is rounded when it is decayed and when the update comes off, on each way; and so is what comes off.
     sizes = 4 * before.abs() / (s.lr * scale) + 4 * update.abs()
     assert_rounded(recovered_update(before, after, s, scale, update), update, roundings=1, scale=sizes)
@@ -133,7 +133,7 @@ def test_the_update_is_recovered_from_the_weights(mode: WeightDecayMode, scale: 
 def test_the_momentum_is_the_steps(nesterov: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     buffer, grad = (torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(2))
-    s, before = _settings("decoupled", nesterov), buffer.clone()
+    s, before = _settings(nesterov=nesterov), buffer.clone()
     after, fed = momentum_of(buffer, grad, Arithmetic(s, Choice(), *[torch.float64] * 6))
     (expected,) = momentum_([grad], [buffer], momentum=s.momentum, nesterov=nesterov)
     # Products and sums on each side: two of the momentum, two of Nesterov's.

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
-from shardmuon import ExchangeError, Muon, Orthogonalizer, Storage, checkpoint, core
+from shardmuon import ExchangeError, Muon, checkpoint, muon
 from shardmuon.momentum.stores import decode
 from shardmuon.testing.tolerances import assert_bitwise
 
@@ -64,10 +64,10 @@ def unchanged(optimizer: Muon, params: Iterable[nn.Parameter]) -> Iterator[None]
 # ------------------------------------------------------------------------------------------------- momentum's dtype
 
 STORED = {
-    "gradient's": Storage(),
-    "fp32": Storage(FP32, stochastic_rounding=True),
-    "bf16": Storage(BF16, stochastic_rounding=True),
-    "int8": Storage("int8", stochastic_rounding=True),
+    "gradient's": {},
+    "fp32": {"momentum_dtype": FP32, "stochastic_rounding": True},
+    "bf16": {"momentum_dtype": BF16, "stochastic_rounding": True},
+    "int8": {"momentum_dtype": "int8", "stochastic_rounding": True},
 }
 
 
@@ -83,7 +83,7 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted
     """Every bit of it where the two are alike: torch would cast fp32 momentum, or a scale, to the parameter's dtype."""
     start = torch.randn(20, 300, generator=torch.Generator().manual_seed(9)).to(dtype)
     first, second = [nn.Parameter(start.clone())], [nn.Parameter(start.clone())]
-    one, two = (Muon(p, lr=0.0, storage=STORED[s]) for p, s in ((first, saved), (second, wanted)))
+    one, two = (Muon(p, lr=0.0, **STORED[s]) for p, s in ((first, saved), (second, wanted)))
     train(one, first, range(3))
     two.load_state_dict(copy.deepcopy(one.state_dict()))
     if saved == wanted:
@@ -123,7 +123,7 @@ def test_a_run_of_torchs_muon_goes_on_here_with_equal_bits(how: str, dtype: torc
     old = torch.optim.Muon(theirs, lr=0.1)
     train(old, theirs, range(3))
     ours = copy.deepcopy(theirs)
-    new = Muon(ours, lr=9.0 if how == "loaded" else 0.1, orthogonalizer=Orthogonalizer(method="torch"))
+    new = Muon(ours, lr=9.0 if how == "loaded" else 0.1, method="torch")
     if how == "loaded":
         new.load_state_dict(copy.deepcopy(old.state_dict()))
     else:
@@ -209,7 +209,7 @@ def run(model: nn.Module, optimizer: Muon, seeds: range) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_a_file_brings_back_options_and_state_whatever_the_optimizer_was_made_with(file: File, tmp_path: Path) -> None:
-    (model, old), (other, new) = two(file, variant="normuon", beta2=0.5, momentum=0.9), two(file, **dict(file.options))
+    (model, old), (other, new) = two(file, variant="normuon", momentum=0.9), two(file, **dict(file.options))
     run(model, old, range(2))
     for of in (model, other):
         of.get_submodule("0").requires_grad_(not file.frozen)
@@ -285,7 +285,7 @@ def test_a_broken_step_is_not_saved_until_it_is_accepted(tmp_path: Path) -> None
 
 def test_a_save_in_the_middle_of_a_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = two()
-    said, whole = [], core.run_buckets
+    said, whole = [], muon.run_buckets
 
     def interrupted(*args: Any) -> None:
         for save in (optimizer.state_dict, lambda: checkpoint.save(tmp_path / "one", model, optimizer)):
@@ -294,7 +294,7 @@ def test_a_save_in_the_middle_of_a_step_is_refused(tmp_path: Path, monkeypatch: 
             said.append(True)
         whole(*args)
 
-    monkeypatch.setattr(core, "run_buckets", interrupted)
+    monkeypatch.setattr(muon, "run_buckets", interrupted)
     run(model, optimizer, range(1))
     assert said == [True, True]
     optimizer.state_dict()
@@ -385,7 +385,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         group(1, decoupled_weight_decay=False),
         "group 1: decoupled_weight_decay=False cannot be taken over: ",
     ),
-    "a view that does not fit": (group(0, num_heads=3), "w: num_heads=3 does not divide the 4 rows"),
+    "a view that does not fit": (group(0, split_sizes=3), "w: split_sizes=3 does not divide the 4 rows"),
     "a count that is none": (
         state(1, step=torch.tensor(float("nan"))),
         "b: its step in the checkpoint is tensor(nan), not a whole number",

@@ -16,7 +16,7 @@ import torch
 from published import decoder
 from torch import nn
 
-from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
+from shardmuon import Muon
 from shardmuon.commands import main as cli
 from shardmuon.foresight import Report, plan, price_plan
 from shardmuon.foresight.hardware import _FOLDER, _NUMBERS, _OPTIONAL, Time, _Known, seconds
@@ -49,7 +49,7 @@ def test_the_text_has_every_answer(tmp_path: Path, capsys: pytest.CaptureFixture
     ):
         assert text in out
     assert (
-        "momentum_dtype=torch.bfloat16" in out
+        "momentum_dtype torch.bfloat16" in out
         and out.endswith(f"wrote {page}\n")
         and page.read_text().endswith("</html>")
     )
@@ -140,17 +140,19 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
     "ns_coefficients": ("quintic", True),
     "ns_steps": (3, True),
     "adjust_lr_fn": ("match_rms_adamw", False),
-    "weight_decay_mode": ("cautious", False),
     "variant": ("normuon", True),
-    "beta2": (0.9, False),
     "process_group": (None, False),  # groups of real ranks: the mesh says what they would
     "tp_group": (None, False),
-    "orthogonalizer": (Orthogonalizer("gram"), True),
-    "exchange": (Exchange(bucket_bytes=2**20), True),
-    "storage": (Storage(momentum_dtype=torch.bfloat16), True),
-    "audit": (Audit(every=3), False),
+    "method": ("gram", True),
+    "ns_dtype": (torch.float32, True),
+    "momentum_dtype": (torch.bfloat16, True),
+    "momentum_device": ("cpu", True),
+    "stochastic_rounding": (True, True),
+    "bucket_bytes": (2**20, True),
+    "audit_every": (3, True),
+    "audit_action": ("warn", True),
     "adamw_lr": (1e-3, False),
-    "overrides": ({"*.q_proj.weight": {"num_heads": 4}}, True),
+    "overrides": ({"*.q_proj.weight": {"split_sizes": 4}}, True),
 }
 
 
@@ -197,7 +199,7 @@ def test_bars_of_one_lane_do_not_overlap(report: Report) -> None:
 
 def test_a_live_plan_has_a_price_and_says_from_which_share_of_the_work_the_gram_form_is_taken() -> None:
     layers = (nn.Linear(64, 96, bias=False), nn.Linear(96, 640, bias=False))
-    optimizer = Muon(nn.Sequential(*layers).parameters(), lr=0.02, orthogonalizer=Orthogonalizer(dtype=torch.float32))
+    optimizer = Muon(nn.Sequential(*layers).parameters(), lr=0.02, ns_dtype=torch.float32)
     made = optimizer.prepare()
     found = price_plan(made, "cpu-gloo")
     assert found.rank == 0 and 0.0 < found.step.lo < found.step.mid < found.step.hi

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardmuon import Exchange, Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
 from shardmuon.foresight.layouts import Mesh
@@ -23,7 +23,7 @@ from shardmuon.foresight.models import build
 from shardmuon.testing.layouts import PARAMS
 from shardmuon.testing.pool import get_pool
 
-STANDARD = Orthogonalizer("standard", torch.float32)
+STANDARD: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32}
 
 
 def _full(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -59,8 +59,8 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
 FEW = SPARSE | {"num_experts": 2}
-AUTO: dict[str, Any] = {"exchange": Exchange(bucket_bytes=20_000)}  # bytes of the wire, which is bf16 for bf16 products
-OPTIONS: dict[str, Any] = {"orthogonalizer": STANDARD, **AUTO}
+AUTO: dict[str, Any] = {"bucket_bytes": 20_000}  # bytes of the wire, which is bf16 for bf16 products
+OPTIONS: dict[str, Any] = {**STANDARD, **AUTO}
 
 
 def _live_model(config: dict[str, Any], mesh: Mesh) -> tuple[nn.Module, dict[str, Any]]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from published import decoder
 
-from shardmuon import Orthogonalizer
 from shardmuon.foresight import plan
 from shardmuon.foresight.counting import Stored
 from shardmuon.foresight.models import build
@@ -42,8 +41,8 @@ def _held(shape: tuple[int, ...], shard: int, rank: int) -> int:
 def test_every_count_is_what_shapes_and_definitions_say(copies: int, shard: int, wire: str) -> None:
     # products in 16 bits travel in bf16, those of the Gram form on a CPU, in fp32, in fp32
     gpu, method = ("a100", "standard") if wire == "bfloat16" else ("cpu-gloo", "gram")
-    orthogonalizer = Orthogonalizer(method)  # type: ignore[arg-type]
-    exact = plan(build(CONFIG), f"dp={copies} shard={shard}", gpu=gpu, orthogonalizer=orthogonalizer).exact
+    orthogonalizer = {"method": method}  # type: ignore[arg-type]
+    exact = plan(build(CONFIG), f"dp={copies} shard={shard}", gpu=gpu, **orthogonalizer).exact
     matrices, rest = _shapes()
     elements = [sum(map(math.prod, shapes)) for shapes in (matrices, rest)]
     assert [exact.muon_params, exact.adamw_params] == elements

@@ -28,7 +28,7 @@ from deepspeed_job import GROUPS, JOINED, MUON, RUNS, SHAPES, Case, Job, quiet, 
 from injection import PROMPT, plant_in_all
 from torch import Tensor, nn
 
-from shardmuon import Audit, AuditWarning, Orthogonalizer, Storage, audit, clip_grad_norm_
+from shardmuon import AuditWarning, audit, clip_grad_norm_
 from shardmuon.frameworks.deepspeed import host as zero
 from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool
@@ -46,7 +46,7 @@ def two(deepspeed_pools: dict[int, RankPool]) -> RankPool:
 
 
 # what an audit finds it finds in this arithmetic
-FP32: dict[str, Any] = {"orthogonalizer": Orthogonalizer(dtype=torch.float32)}
+FP32: dict[str, Any] = {"ns_dtype": torch.float32}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ROUND_ROBIN = {"round_robin_gradients": True}
 
@@ -178,7 +178,7 @@ REFUSED: list[tuple[Case, Callable[[Any], object], dict[str, Any], str]] = [
         for change, words in ((_marked, "is a tensor-parallel shard"), (_replaced, "AutoTP, AutoEP"))
     ),
     (Case(1), _marked_on_one_rank, {}, "is a tensor-parallel shard"),
-    (MASTERS, _nothing, {"storage": Storage(momentum_dtype=torch.float32)}, STORED),
+    (MASTERS, _nothing, {"momentum_dtype": torch.float32}, STORED),
     (MASTERS, _nothing, {}, ""),
     *((Case(0, dtype=dtype), _nothing, {}, "ValueError: at ZeRO 0 with bf16 or fp16") for dtype in ("bf16", "fp16")),
 ]
@@ -198,7 +198,7 @@ def test_what_may_be_a_part_of_a_matrix_or_cannot_be_exact_is_refused_on_all(
 
 def _resumed(case: Case, folder: str) -> None:
     """Four steps with an audit each, a checkpoint and a new start between: those of one process."""
-    audits = {"audit": Audit(every=1, samples=2), **FP32}
+    audits = {"audit_every": 1, **FP32}
     with started(case, **audits) as job:
         for number in range(4):
             job.step(number)
@@ -323,7 +323,8 @@ def _halved() -> AbstractContextManager[object]:
 
 
 def _audited(stage: int) -> None:
-    with started(Case(stage), audit=Audit(every=1, samples=4, action="warn"), **FP32) as job:
+    with started(Case(stage), audit_every=1, audit_action="warn", **FP32) as job:
+        job.optimizer.audits.samples = 4
         for number, plant in enumerate((nullcontext, _halved)):
             with _heard() as found, plant():
                 job.train(number)
@@ -338,7 +339,7 @@ def _audited(stage: int) -> None:
         assert any("weights_elsewhere" in text for text in found)
         calls: list[tuple[Callable[[], object], str]] = [
             (job.optimizer.prepare, "optimizer.plans"),
-            (lambda: audit(job.optimizer), r"Audit\(every=N\)"),
+            (lambda: audit(job.optimizer), "audit_every=N"),
             (lambda: clip_grad_norm_(job.optimizer, 1.0), "gradient_clipping"),
             (lambda: clip_grad_norm_(job.net.parameters(), 1.0), "gradient_clipping"),
             (lambda: job.optimizer.plan, r"optimizer\.plans"),
@@ -411,7 +412,7 @@ def _out_of_memory() -> AbstractContextManager[object]:
     return mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory"))
 
 
-AUDITED: dict[str, Any] = {"audit": Audit(every=1, samples=2), **FP32}
+AUDITED: dict[str, Any] = {"audit_every": 1, **FP32}
 
 
 def _in_a_step(plant: Callable[[], AbstractContextManager[object]], job: Job, folder: str) -> str:

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from shardmuon import Muon, Storage
+from shardmuon import Muon
 from shardmuon.frameworks.deepspeed.partitions import check_version, refuse_options, slices_of
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"storage": Storage(momentum_dtype="int8")}, "DeepSpeed keeps and offloads state"),
-        ({"storage": Storage(stochastic_rounding=True)}, "stochastic_rounding=True"),
+        ({"momentum_dtype": "int8"}, "DeepSpeed keeps and offloads state"),
+        ({"stochastic_rounding": True}, "stochastic_rounding=True"),
         ({"tp_group": (0,)}, "ZeRO partitions of tensor-parallel shards"),
-        ({"storage": Storage(momentum_device="cpu")}, "use offload_optimizer"),
+        ({"momentum_device": "cpu"}, "use offload_optimizer"),
     ],
     ids=["int8 momentum", "random rounding", "tp_group", "momentum on the CPU"],
 )

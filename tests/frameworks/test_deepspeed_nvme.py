@@ -53,7 +53,7 @@ GROUPS: Groups = [
     (("d", "e"), {"lr": 0.01, "weight_decay": 0.2}),
     (("emb",), {"use_muon": False, "lr": 3e-3}),
     (("v", "w"), {"use_muon": False, "lr": 1e-3}),
-    (("heads",), {"num_heads": 3, "lr": 0.03, "momentum": 0.9}),
+    (("heads",), {"split_sizes": 3, "lr": 0.03, "momentum": 0.9}),
 ]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
+from shardmuon import Muon, param_groups
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
 from shardmuon.foresight.models import build
@@ -25,8 +25,8 @@ from shardmuon.testing.pool import RankPool
 
 ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # flat buffers are padded on any number of ranks
 CONFIGS = {"dense": DENSE, "odd": ODD}
-STANDARD = Orthogonalizer("standard", torch.float32)
-OPTIONS: dict[str, Any] = {"orthogonalizer": STANDARD, "exchange": Exchange(bucket_bytes=20_000)}
+STANDARD: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32}
+OPTIONS: dict[str, Any] = {**STANDARD, "bucket_bytes": 20_000}
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
 
@@ -108,9 +108,12 @@ def test_zero_is_planned_as_deepspeed_cuts_and_keeps_it(
 
 
 def test_a_storage_that_the_engine_refuses_is_not_planned() -> None:
-    storage = Storage(momentum_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"keeps fp32 momentum and weights itself, and refuses .* Leave storage out"):
-        count(build(DENSE), "dp=2", engine="zero", storage=storage)
+    storage: dict[str, Any] = {"momentum_dtype": torch.bfloat16}
+    with pytest.raises(
+        ValueError,
+        match=r"keeps fp32 momentum and weights itself, and refuses momentum_dtype=torch.bfloat16. Leave that out",
+    ):
+        count(build(DENSE), "dp=2", engine="zero", **storage)
 
 
 # ---------------------------------------------------------------------------------------------------- 8-bit momentum
@@ -122,7 +125,7 @@ def _momentum_bytes(config: dict[str, Any], kept: Any) -> int:
     for layer in model.model.layers.children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = Muon(model, lr=0.02, orthogonalizer=STANDARD, storage=Storage(momentum_dtype=kept))
+    optimizer = Muon(model, lr=0.02, **STANDARD, momentum_dtype=kept)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -133,6 +136,6 @@ def _momentum_bytes(config: dict[str, Any], kept: Any) -> int:
 @pytest.mark.parametrize("kept", ["int8", torch.bfloat16], ids=str)
 def test_momentum_of_another_dtype_is_counted_with_its_scales(kept: Any, world3: RankPool) -> None:
     config = decoder(97, 150, 1, 5, 1, 30, 81)  # rows of one and of two blocks of 128
-    exact = count(build(config), "shard=3", device="cpu", storage=Storage(momentum_dtype=kept))
+    exact = count(build(config), "shard=3", device="cpu", momentum_dtype=kept)
     by_rank = {rank: c for c in exact.classes for rank in c.ranks}
     assert [by_rank[rank].stored.momentum for rank in range(3)] == world3.run(_momentum_bytes, config, kept)

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, StateDictType, fu
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import shardmuon
-from shardmuon import Audit, Muon, Storage, checkpoint, param_groups
+from shardmuon import Muon, checkpoint, param_groups
 from shardmuon.layout.engines.fsdp1 import place_of
 from shardmuon.step import update as pipeline
 from shardmuon.testing.compare import compare_with_dense
@@ -175,7 +175,7 @@ def _resumed(folder: str, form: str, options: dict[str, Any]) -> list[str]:
     return unlike(whole_weights(second), alone(4, **options))
 
 
-BF16 = {"storage": Storage(momentum_dtype=torch.bfloat16)}
+BF16 = {"momentum_dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def _audited(factor: int) -> None:
     def spoiled(params: Any, updates: Any, *rest: Any, **named: Any) -> Any:
         return apply_(params, [factor * update for update in updates], *rest, **named)
 
-    model, optimizer = job(options={"audit": Audit(every=1, samples=8)})
+    model, optimizer = job(options={"audit_every": 1})
     with mock.patch.object(pipeline, "apply_", spoiled):
         train(model, optimizer, range(2))
     assert optimizer.audits.num_audits == 2

@@ -20,7 +20,7 @@ from injection import plant_in_all
 from megatron_gpt import Job, gpt, megatron, needs_megatron, optimizer_config, shards_of
 from torch import Tensor, nn
 
-from shardmuon import ExchangeError, Muon, Storage, audit, clip_grad_norm_, param_groups
+from shardmuon import ExchangeError, Muon, audit, clip_grad_norm_, param_groups
 from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool, get_pool
@@ -290,7 +290,7 @@ def _refusals() -> None:
     chunk_0 = "in the DistributedDataParallelConfig of model chunk 0"
     with megatron():
         model, cut = gpt(), gpt(ddp=sharded)
-        stored = {"storage": Storage(momentum_dtype=torch.bfloat16)} if dist.get_rank() == 1 else {}  # on one rank only
+        stored = {"momentum_dtype": torch.bfloat16} if dist.get_rank() == 1 else {}  # on one rank only
         layer_wise = optimizer_config(use_layer_wise_distributed_optimizer=True)
         refused: list[tuple[nn.Module, Any, dict[str, Any], str]] = [
             (model, optimizer_config(**sharded), {}, f"is True in OptimizerConfig and False {chunk_0}"),

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from golden.table import Param, placed
 from torch import Tensor
 
-from shardmuon import Exchange, Muon, Orthogonalizer, Storage
+from shardmuon import Muon
 from shardmuon._torch import local_if_any
 from shardmuon.step import update
 from shardmuon.testing.layouts import LAYOUTS, parameters
@@ -48,7 +48,7 @@ PARAMS: dict[str, Param] = {
     "experts": Param((5, 4, 10), {"view": "stack"}),
     "gate_up": Param((26, 16), {"split_sizes": (13, 13)}),
     "qkv": Param((24, 16), {"split_sizes": (8, 2, 2), "split_groups": 2}),
-    "heads": Param((21, 8), {"num_heads": 7}),
+    "heads": Param((21, 8), {"split_sizes": 7}),
     "conv": Param((10, 4, 3, 3)),
     "in_out": Param((26, 19), {"transposed": True}),
     "in_out_experts": Param((3, 9, 6), {"view": "stack", "transposed": True}),
@@ -89,22 +89,20 @@ BASE = {
     "lr": LRS[0],
     "weight_decay": 0.5,
     "momentum": 0.5,
-    "orthogonalizer": Orthogonalizer("standard", torch.float32),
+    "method": "standard",
+    "ns_dtype": torch.float32,
 }
 OPTIONS: dict[str, Options] = {
-    "decoupled decay": Options(),
+    "decay": Options(),
     "no nesterov": Options({"nesterov": False}),
-    "independent decay": Options({"weight_decay_mode": "independent", "weight_decay": 0.125}),
-    "cautious decay": Options({"weight_decay_mode": "cautious"}),
+    "cautious decay": Options({"variant": "cautious"}),
     "no decay, momentum 3/4, no scale": Options({"weight_decay": 0.0, "momentum": 0.75, "adjust_lr_fn": "none"}),
-    "many buckets": Options({"exchange": Exchange(bucket_bytes=3000), "adjust_lr_fn": _half}),
+    "many buckets": Options({"bucket_bytes": 3000, "adjust_lr_fn": _half}),
     "bf16 weights": Options(dtype=torch.bfloat16),
-    "bf16 weights, rounded by hash": Options(
-        {"storage": Storage(stochastic_rounding=True)}, torch.bfloat16, by_hash=True
-    ),
-    "bf16 momentum, by hash": Options({"storage": Storage(momentum_dtype=torch.bfloat16)}, by_hash=True),
+    "bf16 weights, rounded by hash": Options({"stochastic_rounding": True}, torch.bfloat16, by_hash=True),
+    "bf16 momentum, by hash": Options({"momentum_dtype": torch.bfloat16}, by_hash=True),
     "bf16 momentum and weights, by hash": Options(
-        {"storage": Storage(momentum_dtype=torch.bfloat16, stochastic_rounding=True)}, torch.bfloat16, by_hash=True
+        {"momentum_dtype": torch.bfloat16, "stochastic_rounding": True}, torch.bfloat16, by_hash=True
     ),
 }
 
@@ -197,9 +195,9 @@ def matrices(param: Param) -> list[np.ndarray]:
     for whole in stacked:
         turned = whole.T if options.get("transposed") else whole
         groups = np.split(turned, options.get("split_groups", 1))
-        if "num_heads" in options:
-            blocks = np.split(turned, options["num_heads"])
-        elif "split_sizes" in options:
+        if isinstance(options.get("split_sizes"), int):
+            blocks = np.split(turned, options["split_sizes"])
+        elif options.get("split_sizes"):
             edges = np.cumsum(options["split_sizes"])[:-1]
             blocks = [np.concatenate(same) for same in zip(*(np.split(g, edges) for g in groups), strict=True)]
         else:
@@ -219,7 +217,7 @@ def reference(options: str) -> dict[str, Tensor]:
 
 def _muon(name: str, of: Options) -> dict[str, Tensor]:
     options, found = {**BASE, **of.muon}, {}
-    mu, decay, mode = options["momentum"], options["weight_decay"], options.get("weight_decay_mode", "decoupled")
+    mu, decay, cautious = options["momentum"], options["weight_decay"], options.get("variant") == "cautious"
     weight, momentum = drawn(name, -1).to(of.dtype).double().numpy().ravel(), None
     for step, lr in enumerate(LRS):
         if name not in LACKING.get(step, ()):
@@ -232,8 +230,8 @@ def _muon(name: str, of: Options) -> dict[str, Tensor]:
                 scale = _SCALES[options.get("adjust_lr_fn")](rows, cols)
                 y = np.clip(np.trunc(2 * update[at]), -3, 3)
                 moved[at] = lr * scale * np.fmod(y + y @ y.T @ y, 16) / 4
-            factor = {"decoupled": 1 - lr * decay, "independent": 1 - decay, "cautious": 1 - lr * decay}[mode]
-            decayed = np.where(moved * weight > 0, factor * weight, weight) if mode == "cautious" else factor * weight
+            decayed = (1 - lr * decay) * weight
+            decayed = np.where(moved * weight > 0, decayed, weight) if cautious else decayed
             weight = _stored(decayed - moved, of.dtype)
         found |= _named(step, name, of.dtype, {"weight": weight, "momentum_buffer": momentum})
     return found

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from golden.table import DTYPES, FSDP1, LRS, MISSING, OPTIONS, PARAMS, Row, placed, rows_of
 from torch import Tensor
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon._torch import local_if_any
 from shardmuon.layout.views import matrix_view
 from shardmuon.testing import RankPool
@@ -73,10 +73,10 @@ def run(row: Row) -> Digests:
     names = [name for name in PARAMS if name not in options.without]
     full = {name: drawn(name, -1, kind.weights) for name in names}
     as_given = torch.tensor if options.lr_tensor else float
-    method = Orthogonalizer("standard", kind.products)
+    method: dict[str, Any] = {"method": "standard", "ns_dtype": kind.products}
 
     def make(params: Mapping[str, Tensor], given: Mapping[str, Any]) -> Muon:
-        arguments = {"lr": as_given(LRS[0]), "orthogonalizer": method, **given, **options.muon}
+        arguments = {"lr": as_given(LRS[0]), **method, **given, **options.muon}
         return Muon(groups_of(params), **arguments)
 
     wrapped = Fsdp1Run(FSDP1, full, make) if row.layout == FSDP1 else None

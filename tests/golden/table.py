@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardmuon import Exchange, Orthogonalizer, Storage
 from shardmuon.testing.layouts import LAYOUTS
 
 
@@ -43,7 +42,7 @@ PARAMS: dict[str, Param] = {
     "experts": Param((5, 6, 10), {"view": "stack"}),
     "gate_up": Param((26, 9), {"split_sizes": (13, 13)}),
     "qkv": Param((24, 10), {"split_sizes": (8, 2, 2), "split_groups": 2}),
-    "heads": Param((21, 8), {"num_heads": 7}),
+    "heads": Param((21, 8), {"split_sizes": 7}),
     "conv": Param((10, 4, 3, 3)),
     "in_out": Param((19, 26), {"transposed": True}),
     "in_out_experts": Param((3, 6, 9), {"view": "stack", "transposed": True}),
@@ -94,49 +93,45 @@ OPTIONS: dict[str, Options] = {
     "defaults": Options(),
     "no nesterov": Options({"nesterov": False}),
     "momentum 0": Options({"momentum": 0.0}),
-    "decay independent": Options({"weight_decay_mode": "independent", "weight_decay": 0.01}),
-    "decay cautious": Options({"weight_decay_mode": "cautious"}),
+    "decay cautious": Options({"variant": "cautious"}),
     "no decay": Options(WITHOUT_DECAY),
     "match_rms_adamw": Options({"adjust_lr_fn": "match_rms_adamw"}),
     "spectral": Options({"adjust_lr_fn": "spectral", "nesterov": False}),
-    "unit_rms_norm": Options({"adjust_lr_fn": "unit_rms_norm", "weight_decay_mode": "cautious"}),
+    "unit_rms_norm": Options({"adjust_lr_fn": "unit_rms_norm", "variant": "cautious"}),
     "no scale": Options({"adjust_lr_fn": "none"}),
     "scale by a function": Options({"adjust_lr_fn": _half_plus_ratio}),
     "polar_express": Options({"ns_coefficients": "polar_express"}),
     "keller, 3 steps": Options({"ns_coefficients": "keller", "ns_steps": 3}),
-    "gram": Options({"orthogonalizer": Orthogonalizer("gram", torch.float32)}, (FP32, HALF_WEIGHTS)),
-    "torch": Options({"orthogonalizer": Orthogonalizer("torch")}, (FP32, HALF_WEIGHTS)),
+    "gram": Options({"method": "gram", "ns_dtype": torch.float32}, (FP32, HALF_WEIGHTS)),
+    "torch": Options({"method": "torch"}, (FP32, HALF_WEIGHTS)),
     "torch, match_rms_adamw": Options(
-        {"orthogonalizer": Orthogonalizer("torch"), "adjust_lr_fn": "match_rms_adamw", "nesterov": False},
+        {"method": "torch", "adjust_lr_fn": "match_rms_adamw", "nesterov": False},
         (FP32, HALF_WEIGHTS),
     ),
     "normuon": Options({"variant": "normuon"}),
-    "normuon, beta2, cautious": Options({"variant": "normuon", "beta2": 0.9, "weight_decay_mode": "cautious"}),
+    "normuon, cautious": Options({"variant": "normuon+cautious"}),
     "muon_eq": Options({"variant": "muon_eq"}),
     "muon_eq+normuon": Options({"variant": "muon_eq+normuon", "nesterov": False}),
     "hyperball": Options({"variant": "hyperball", **WITHOUT_DECAY}),
     "normuon+hyperball": Options({"variant": "normuon+hyperball", **WITHOUT_DECAY, "adjust_lr_fn": "match_rms_adamw"}),
-    "gram, normuon": Options(
-        {"orthogonalizer": Orthogonalizer("gram", torch.float32), "variant": "normuon"}, (FP32, HALF_WEIGHTS)
-    ),
-    "momentum bf16": Options({"storage": Storage(momentum_dtype=torch.bfloat16)}),
-    "momentum fp32": Options({"storage": Storage(momentum_dtype=torch.float32)}, (HALF_WEIGHTS,)),
-    "momentum int8": Options({"storage": Storage(momentum_dtype="int8")}, without=("in_out_qkv",)),
-    "momentum on the cpu": Options({"storage": Storage(momentum_device="cpu")}),
-    "stochastic rounding": Options({"storage": Storage(stochastic_rounding=True)}, (HALF_WEIGHTS,)),
+    "gram, normuon": Options({"method": "gram", "ns_dtype": torch.float32, "variant": "normuon"}, (FP32, HALF_WEIGHTS)),
+    "momentum bf16": Options({"momentum_dtype": torch.bfloat16}),
+    "momentum fp32": Options({"momentum_dtype": torch.float32}, (HALF_WEIGHTS,)),
+    "momentum int8": Options({"momentum_dtype": "int8"}, without=("in_out_qkv",)),
+    "momentum on the cpu": Options({"momentum_device": "cpu"}),
+    "stochastic rounding": Options({"stochastic_rounding": True}, (HALF_WEIGHTS,)),
     "stochastic rounding, momentum bf16, cautious": Options(
         {
-            "storage": Storage(stochastic_rounding=True, momentum_dtype=torch.bfloat16),
-            "weight_decay_mode": "cautious",
+            "stochastic_rounding": True,
+            "momentum_dtype": torch.bfloat16,
+            "variant": "cautious",
         },
         (HALF_WEIGHTS,),
     ),
-    "many buckets": Options({"exchange": Exchange(bucket_bytes=3000)}),
-    "many buckets, normuon": Options({"exchange": Exchange(bucket_bytes=3000), "variant": "normuon"}),
-    "fp32 wire": Options({"exchange": Exchange(dtype=torch.float32)}, (BF16, HALF_WEIGHTS)),
-    "bf16 wire": Options({"exchange": Exchange(dtype=torch.bfloat16)}, (FP32,)),
+    "many buckets": Options({"bucket_bytes": 3000}),
+    "many buckets, normuon": Options({"bucket_bytes": 3000, "variant": "normuon"}),
     "lr in a tensor": Options({}, lr_tensor=True),
-    "lr in a tensor, cautious": Options({"weight_decay_mode": "cautious"}, lr_tensor=True),
+    "lr in a tensor, cautious": Options({"variant": "cautious"}, lr_tensor=True),
 }
 # step -> every how many-th parameter lacks its gradient then, counted from where
 MISSING: dict[str, Mapping[int, tuple[int, int]]] = {

@@ -162,7 +162,10 @@ def test_arguments_without_meaning_are_refused(options: dict[str, float]) -> Non
 
 def test_of_some_groups_alone_gradients_are_counted_and_scaled() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    optimizer = Muon(param_groups(model, lr=0.1, adamw_lr=0.1, overrides={"0.weight": {"rank_local": True}}), lr=1e-3)
+    optimizer = Muon(
+        param_groups(model, lr=0.1, adamw_lr=0.1, overrides={"0.weight": {"process_group": (), "tp_group": ()}}),
+        lr=1e-3,
+    )
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     some = [group for group in optimizer.param_groups if "0.weight" not in group["param_names"]]
@@ -243,8 +246,9 @@ class Data:
         self.all_of = _sharded(self.shared, self.flat, Shard(0))
         self.lone = _sharded(self.other, self.mesh, Replicate(), Shard(1))
 
-    def muon(self, plain: Tensor, first: nn.Parameter | None = None, rank_local: bool = False, **options: Any) -> Muon:
-        others = {"params": [("plain", _param(plain, plain.clone()))], "rank_local": rank_local, "use_muon": False}
+    def muon(self, plain: Tensor, first: nn.Parameter | None = None, own: bool = False, **options: Any) -> Muon:
+        others: dict[str, Any] = {"params": [("plain", _param(plain, plain.clone()))], "use_muon": False}
+        others |= {"process_group": (), "tp_group": ()} if own else {}
         return Muon([{"params": [("first", self.all_of if first is None else first)]}, others], lr=1e-3, **options)
 
     def chain(self) -> list[tuple[str, nn.Parameter]]:
@@ -280,10 +284,10 @@ JOBS: dict[str, Callable[[Data], Job]] = {
     "a group that one rank does not pass": lambda d: Job(
         _named(d.all_of), _norm_of(d.shared), None if d.odd else d.world
     ),
-    "experts": lambda d: Job(d.muon(d.own[d.rank], rank_local=True), _norm_of(d.shared, *d.own), d.world),
-    "experts beside what all share": lambda d: Job(d.muon(d.own[d.rank], rank_local=True), _norm_of(d.shared, *d.own)),
+    "experts": lambda d: Job(d.muon(d.own[d.rank], own=True), _norm_of(d.shared, *d.own), d.world),
+    "experts beside what all share": lambda d: Job(d.muon(d.own[d.rank], own=True), _norm_of(d.shared, *d.own)),
     "experts without a group": lambda d: Job(
-        d.muon(d.own[d.rank], d.row, rank_local=True), "plain: rank_local=True.*process_group="
+        d.muon(d.own[d.rank], d.row, own=True), r"plain: process_group=\(\).*process_group="
     ),
     "experts of which nothing is said": lambda d: Job(
         d.muon(d.own[d.rank]), r"plain tensors \(plain\) differ between ranks"

@@ -154,8 +154,8 @@ FLAWS: dict[str, tuple[Flaw, str]] = {
     ),
     "marked": (_marked, r"c: its attribute tensor_model_parallel says"),
     "no view": (
-        _each(lambda rank, one: one._replace(view={"num_heads": 5 if rank < 2 and one.name == "a" else 1})),
-        r"a: ranks \(0, 1\) store shapes .*: num_heads=5 does not divide the 4 rows",
+        _each(lambda rank, one: one._replace(view={"split_sizes": 5 if rank < 2 and one.name == "a" else 1})),
+        r"a: ranks \(0, 1\) store shapes .*: split_sizes=5 does not divide the 4 rows",
     ),
     "no grid": (  # rank 3 says that it shares a matrix with rank 0 over two process groups that form none
         _each(lambda rank, one: one._replace(group={**one.group, "tp_group": (0, 1) if rank < 2 else (3, 2)}), ALL),

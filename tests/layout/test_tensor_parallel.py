@@ -74,7 +74,7 @@ OF_SHARDS = ("tp_group", "process_group")
 STRIDES_AND_HEADS: dict[str, tuple[tuple[int, ...], int, int, dict[str, Any]]] = {
     "fused gate and up": ((32, 10), 0, 2, {"split_sizes": (16, 16)}),
     "three blocks along columns": ((5, 48), 1, 3, {}),
-    "heads": ((16, 6), 0, 1, {"num_heads": 8}),
+    "heads": ((16, 6), 0, 1, {"split_sizes": 8}),
     "two query groups over four ranks": ((24, 6), 0, 1, {"split_sizes": (8, 2, 2), "split_groups": 2}),
     "one query group over four ranks": ((12, 6), 0, 1, {"split_sizes": (8, 2, 2)}),
     "experts, columns": ((3, 4, 8), 2, 1, {"view": "stack"}),
@@ -97,7 +97,7 @@ def _cut_in_every_way() -> None:
     cases = {name: (shape, strided(*cut), options) for name, (shape, *cut, options) in STRIDES_AND_HEADS.items()}
     for dim, sizes in UNEVEN:
         num, heads = sum(sizes), 3 if sum(sizes) % 3 == 0 else None
-        cases[f"{dim} {sizes}"] = (num, num), uneven(dim, sizes), {"num_heads": heads}
+        cases[f"{dim} {sizes}"] = (num, num), uneven(dim, sizes), {"split_sizes": heads}
     _beside_whole(cases, tp_group=dist.group.WORLD)
 
 
@@ -221,7 +221,7 @@ def test_an_expert_takes_no_group_from_the_optimizer_unsaid() -> None:
     ):
         Muon([("e", expert)], lr=1e-3, tp_group=(0,))
     Muon([{"params": [("e", expert)], "tp_group": ()}], lr=1e-3, tp_group=(0,)).prepare()
-    Muon([{"params": [("e", expert)], "rank_local": True}], lr=1e-3, tp_group=(0,)).prepare()
+    Muon([{"params": [("e", expert)], "process_group": (), "tp_group": ()}], lr=1e-3, tp_group=(0,)).prepare()
 
 
 def test_groups_are_neither_saved_nor_lost_by_loading() -> None:

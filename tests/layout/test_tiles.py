@@ -23,9 +23,9 @@ def by_slicing(whole: torch.Tensor, options: dict[str, object]) -> list[torch.Te
     for matrix in stacked:
         matrix = matrix.T if transposed else matrix
         groups = options.get("split_groups", 1)
-        sizes = options.get("split_sizes") or (len(matrix) // options.get("num_heads", 1),) * options.get(
-            "num_heads", 1
-        )
+        sizes = options.get("split_sizes", 1)
+        if isinstance(sizes, int):
+            sizes = (len(matrix) // sizes,) * sizes
         repeats = matrix.reshape(groups, -1, matrix.shape[1])
         for part in repeats.split(list(sizes), dim=1):
             found.append(part.reshape(-1, matrix.shape[1]))
@@ -118,8 +118,8 @@ def test_pieces_must_cover_the_tensor_once(pieces: dict[int, list[Piece]], messa
         ((7, 3), {"split_sizes": (3, 1), "split_groups": 2}, "sum to 4 times split_groups=2"),
         ((7, 3), {"split_sizes": (7, 0)}, "must be positive"),
         ((8, 3), {"split_groups": 2}, "needs split_sizes"),
-        ((8, 3), {"num_heads": 3}, "num_heads=3 does not divide the 8 rows"),
-        ((8, 3), {"num_heads": 2, "split_sizes": (4, 4)}, "exclude each other"),
+        ((8, 3), {"split_sizes": 3}, "split_sizes=3 does not divide the 8 rows"),
+        ((8, 3), {"split_sizes": 2, "split_groups": 2}, "means equal blocks, which split_groups=2 cannot repeat"),
         (
             (4, 12),
             {"split_sizes": (4, 4, 4)},
@@ -130,8 +130,8 @@ def test_pieces_must_cover_the_tensor_once(pieces: dict[int, list[Piece]], messa
             {"split_sizes": (4, 8), "transposed": True},
             "there are 4 columns. If its outputs come first, write transposed=False",
         ),
-        ((8, 4), {"num_heads": 3, "transposed": True}, "num_heads=3 does not divide the 4 columns"),
-        ((8, 4, 3, 3), {"num_heads": 2, "transposed": True}, "columns are one dim"),
+        ((8, 4), {"split_sizes": 3, "transposed": True}, "split_sizes=3 does not divide the 4 columns"),
+        ((8, 4, 3, 3), {"split_sizes": 2, "transposed": True}, "columns are one dim"),
     ],
 )
 def test_options_that_do_not_fit_say_what_to_write(

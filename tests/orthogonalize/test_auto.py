@@ -16,7 +16,7 @@ from spectra import normal, spectrum
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardmuon import Exchange, Muon, Orthogonalizer, schedule
+from shardmuon import Muon, schedule
 from shardmuon.orthogonalize import ITERATIONS, orthogonalize
 from shardmuon.orthogonalize.choice import Choice, flops, rule
 from shardmuon.orthogonalize.gram import FiniteWatch
@@ -117,18 +117,18 @@ def test_a_choice_is_its_text(choice: Choice) -> None:
     ("how", "says"),
     [
         (
-            Orthogonalizer(method="standard"),
+            {"method": "standard"},
             "standard (bfloat16, .* of standard on CPUs with|float32, .* on CPUs without) bfloat16 products",
         ),
-        (Orthogonalizer(method="gram"), "gram float32, products in float32, the default of gram on CPUs"),
-        (Orthogonalizer("gram", torch.float16), "gram float16, products in float16, by Orthogonalizer.dtype"),
-        (Orthogonalizer(method="torch"), "torch, products in bfloat16, as in torch.optim.Muon"),
-        (Orthogonalizer(), "by rule: .*; products in (bfloat16|float32), the default of (standard|gram) on CPUs"),
+        ({"method": "gram"}, "gram float32, products in float32, the default of gram on CPUs"),
+        ({"method": "gram", "ns_dtype": torch.float16}, "gram float16, products in float16, by ns_dtype"),
+        ({"method": "torch"}, "torch, products in bfloat16, as in torch.optim.Muon"),
+        ({}, "by rule: .*; products in (bfloat16|float32), the default of (standard|gram) on CPUs"),
     ],
     ids=str,
 )
-def test_the_plan_says_what_the_products_are_and_why(how: Orthogonalizer, says: str) -> None:
-    plan = Muon([("w", nn.Parameter(normal(12, 48)))], lr=1e-3, orthogonalizer=how).prepare()
+def test_the_plan_says_what_the_products_are_and_why(how: dict[str, Any], says: str) -> None:
+    plan = Muon([("w", nn.Parameter(normal(12, 48)))], lr=1e-3, **how).prepare()
     assert re.search(f"12x48: {says}" if "by rule" not in says else says, str(plan))
 
 
@@ -138,7 +138,7 @@ def _stepped_apart(method: Any) -> tuple[str, bool]:
     rank, real, flags = dist.get_rank(), binding_module.machine_stamp, torch.backends.mkldnn.matmul
     p, before_flags = nn.Parameter(normal(12, 48)), flags.fp32_precision
     p.grad, before = normal(12, 48, seed=3), p.detach().clone()
-    optimizer = Muon([("w", p)], lr=0.1, process_group=dist.group.WORLD, orthogonalizer=Orthogonalizer(method))
+    optimizer = Muon([("w", p)], lr=0.1, process_group=dist.group.WORLD, method=method)
     try:
         flags.fp32_precision = "bf16" if rank and method != "auto" else before_flags
         stamp = (lambda device: "other chip") if rank and method == "auto" else real
@@ -225,7 +225,7 @@ def test_a_compiled_step_is_not_traced() -> None:
         params = [nn.Parameter(normal(4 + i, 9 + 2 * i, seed=i)) for i in range(12)]
         for i, p in enumerate(params):
             p.grad = normal(*p.shape, seed=50 + i)
-        step = Muon(params, lr=0.1, orthogonalizer=Orthogonalizer(method="standard")).step
+        step = Muon(params, lr=0.1, method="standard").step
         step = torch.compile(step, backend="eager") if compiled else step
         for _ in range(3):
             step()
@@ -241,16 +241,16 @@ SHAPES = {"a": (12, 48), "b": (48, 12), "c": (16, 16), "d": (12, 96), "e": (24, 
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize(("dtype", "wire"), [(None, None), (FP32, BF16), (FP16, None), (FP16, FP32)])
-def test_auto_has_the_bits_of_what_it_takes(dtype: Any, wire: Any) -> None:
+@pytest.mark.parametrize("dtype", [None, FP32, FP16])
+def test_auto_has_the_bits_of_what_it_takes(dtype: Any) -> None:
     """Matrix by matrix, wire and all: three steps by "auto", and each matrix by an optimizer of its own."""
     autos, forced = ({name: nn.Parameter(normal(*shape)) for name, shape in SHAPES.items()} for _ in range(2))
-    options: dict[str, Any] = {"lr": 0.1, "exchange": Exchange(dtype=wire)}
-    auto = Muon(list(autos.items()), orthogonalizer=Orthogonalizer(dtype=dtype), **options)
+    options: dict[str, Any] = {"lr": 0.1}
+    auto = Muon(list(autos.items()), ns_dtype=dtype, **options)
     taken = {name: Choice.of(item.how) for name, item in zip(SHAPES, auto.prepare().items, strict=True)}
     assert dtype is None or {name for name, choice in taken.items() if choice.method == "gram"} == set("abd")
     others = [
-        Muon([(name, p)], orthogonalizer=Orthogonalizer(taken[name].method, taken[name].dtype), **options)  # type: ignore[arg-type]
+        Muon([(name, p)], method=taken[name].method, ns_dtype=taken[name].dtype, **options)  # type: ignore[arg-type]
         for name, p in forced.items()
     ]
     for step in range(3):
@@ -261,17 +261,14 @@ def test_auto_has_the_bits_of_what_it_takes(dtype: Any, wire: Any) -> None:
     assert [name for name in SHAPES if not torch.equal(autos[name], forced[name])] == []
 
 
-WIRES = [  # method, dtype of the products, Exchange.dtype, the wire
-    ("standard", FP32, None, FP32),
-    ("standard", BF16, None, BF16),
-    ("standard", FP16, None, BF16),
-    ("gram", FP16, None, BF16),
-    ("gram", FP32, None, FP32),
-    ("torch", None, None, BF16),
-    ("standard", FP64, None, FP64),
-    ("standard", BF16, FP32, FP32),
-    ("standard", FP16, FP32, FP32),
-    ("standard", FP32, BF16, BF16),
+WIRES = [  # method, dtype of the products, the wire
+    ("standard", FP32, FP32),
+    ("standard", BF16, BF16),
+    ("standard", FP16, BF16),
+    ("gram", FP16, BF16),
+    ("gram", FP32, FP32),
+    ("torch", None, BF16),
+    ("standard", FP64, FP64),
 ]
 
 
@@ -280,11 +277,11 @@ def _travelled(options: dict[str, Any]) -> tuple[bool, int]:
     return found.bitwise, found.traffic.bytes_sent
 
 
-@pytest.mark.parametrize(("method", "dtype", "asked", "wire"), WIRES, ids=str)
+@pytest.mark.parametrize(("method", "dtype", "wire"), WIRES, ids=str)
 def test_half_precision_products_travel_in_bf16_and_one_process_rounds_alike(
-    method: Any, dtype: Any, asked: Any, wire: torch.dtype, world2: RankPool
+    method: Any, dtype: Any, wire: torch.dtype, world2: RankPool
 ) -> None:
-    options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method, dtype), "exchange": Exchange(dtype=asked)}
+    options: dict[str, Any] = {"method": method, "ns_dtype": dtype}
     found = world2.run(_travelled, options)
     assert [bitwise for bitwise, _ in found] == [True, True]
     assert sum(sent for _, sent in found) == 12 * 48 * wire.itemsize  # half of it each way

@@ -12,7 +12,7 @@ import pytest
 import torch
 from spectra import exact_steps, normal, spectrum
 
-from shardmuon import Muon, Orthogonalizer, schedule
+from shardmuon import Muon, schedule
 from shardmuon.orthogonalize import Products, _row_blocks, orthogonalize
 from shardmuon.orthogonalize.gram import plan_restarts
 from shardmuon.testing.tolerances import (
@@ -40,7 +40,8 @@ def test_gram_in_bf16_is_refused() -> None:
         Muon(
             [torch.nn.Parameter(torch.ones(4, 8))],
             lr=1e-3,
-            orthogonalizer=Orthogonalizer(method="gram", dtype=torch.bfloat16),
+            method="gram",
+            ns_dtype=torch.bfloat16,
         )
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spectra import exact_steps, normal
 
-from shardmuon import Muon, Orthogonalizer, param_groups, schedule
+from shardmuon import Muon, param_groups, schedule
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.schedules import MARGIN, SCHEDULES
 from shardmuon.testing.tolerances import assert_near, assert_rounded, assert_same_update, roundoff
@@ -165,7 +165,7 @@ def test_an_accepted_schedule_keeps_signs_and_stays_bounded() -> None:
 
 def test_each_group_steps_by_its_own_schedule_and_a_name_is_its_triples() -> None:
     weights, grads = ([normal(12, 30, seed=seed + i) for i in range(2)] for seed in (0, 9))
-    names, how = ("polar_express", "quintic"), {"lr": 0.1, "orthogonalizer": Orthogonalizer(dtype=torch.float32)}
+    names, how = ("polar_express", "quintic"), {"lr": 0.1, "ns_dtype": torch.float32}
     params, alone = ([torch.nn.Parameter(w.clone()) for w in weights] for _ in range(2))
     groups = [{"params": [p], "ns_coefficients": name} for p, name in zip(params, names, strict=True)]
     optimizers = [Muon(groups, **how)]  # type: ignore[arg-type]

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from frozen_price import frozen_share, frozen_step
-from simulated import PAIRS, SHARING, SimulatedRanks, sharded, spec
+from simulated import PAIRS, SHARING, SimulatedRanks, by_rates, sharded, spec
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardmuon import Exchange, Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon.foresight import plan, price_plan
 from shardmuon.foresight.hardware import load, names
 from shardmuon.foresight.job import exact_of
@@ -124,7 +124,7 @@ def _num_owners(made: Plan) -> int:
     return max(len(item.owners) for item in made.items)
 
 
-STANDARD = {"lr": 0.02, "orthogonalizer": Orthogonalizer(method="standard")}
+STANDARD = {"lr": 0.02, "method": "standard"}
 
 
 def _stepped(made: Plan, weights: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -227,14 +227,15 @@ def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: i
 SHAPES = ((48, 32), (96, 32), (7, 5), (32, 96))
 
 
-def _replicas(exchange: Exchange, unlike: bool = False) -> tuple[list[torch.Tensor], list[int], str, int]:
+def _replicas(machine: Machine, unlike: bool = False) -> tuple[list[torch.Tensor], list[int], str, int]:
     """Three steps on two replicas of two shards each, with numbers that stages keep; rank 3 may be another machine."""
     rank, real, mesh = dist.get_rank(), binding.machine_stamp, mesh_of((2, 2))
     generator = torch.Generator().manual_seed(0)
     wholes = [torch.randn(shape, generator=generator) for shape in SHAPES]
     params = [torch.nn.Parameter(distribute_tensor(w, mesh, [Replicate(), Shard(0)])) for w in wholes]
-    optimizer = Muon(params, lr=0.1, variant="normuon", exchange=exchange)
-    with mock.patch.object(binding, "machine_stamp", lambda on: "other" if unlike and rank == 3 else real(on)):
+    optimizer = Muon(params, lr=0.1, variant="normuon")
+    stamps = mock.patch.object(binding, "machine_stamp", lambda on: "other" if unlike and rank == 3 else real(on))
+    with stamps, by_rates(machine):
         for _ in range(3):
             for p, whole in zip(params, wholes, strict=True):
                 p.grad = distribute_tensor(whole.flip(0).cos() + p.full_tensor().detach(), mesh, p.placements)
@@ -247,12 +248,12 @@ def _replicas(exchange: Exchange, unlike: bool = False) -> tuple[list[torch.Tens
 
 def test_replicas_that_each_work_for_themselves_have_the_bits_of_those_that_share(world4: RankPool) -> None:
     """Less is sent then. None does where machines differ, as replicas would drift apart."""
-    each, shared = (world4.run(_replicas, Exchange(machine=machine)) for machine in (PAIRS, SHARING))
+    each, shared = (world4.run(_replicas, machine) for machine in (PAIRS, SHARING))
     assert _equal([*(one[0] for one in each), *(one[0] for one in shared)])
     for (_, owners, text, _), (_, others, other_text, _) in zip(each, shared, strict=True):
         assert owners == [2] * len(SHAPES) and others == [1] * len(SHAPES)
         assert "2 replicas: each works for itself, by price (h100); shared, it would take" in text
         assert "2 replicas: they share the work, by price" in other_text
     assert sum(one[3] for one in each) < sum(one[3] for one in shared)
-    for _, owners, text, _ in world4.run(_replicas, Exchange(machine=PAIRS), True):
+    for _, owners, text, _ in world4.run(_replicas, PAIRS, True):
         assert owners == [1] * len(SHAPES) and "machines differ: " in text

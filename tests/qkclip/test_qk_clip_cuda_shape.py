@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon_qkclip import QKClip
 from shardmuon_qkclip.layers import Attention, Rows
 from shardmuon_qkclip.scaling import Scaler
@@ -52,7 +52,7 @@ def test_measuring_and_stepping_wait_for_nothing() -> None:
     with CudaShape(values=False) as mode:
         with torch.device(CUDA):
             model = Llama(DIM, HEADS, HEADS, SIZE)
-        optimizer = Muon(model, lr=0.02, orthogonalizer=Orthogonalizer(method="standard"))
+        optimizer = Muon(model, lr=0.02, method="standard")
         clip = QKClip(model, optimizer)
         for _ in range(3):
             mode.clear()

@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardmuon.layout.views import matrix_view
 from shardmuon.muon import Muon
-from shardmuon.options import MUON_OPTIONS, OPTION_OBJECTS, PLACE_OPTIONS, VIEW_DEFAULTS
+from shardmuon.options import CONFIG_OPTIONS, MUON_OPTIONS, PLACE_OPTIONS, VIEW_DEFAULTS
 from shardmuon.routing.groups import param_groups
 from shardmuon.testing import RankPool
 
@@ -335,7 +335,7 @@ SAID: dict[str, Case] = {
     "heads given replace default splits": Case(
         lambda: nn.MultiheadAttention(8, 2),
         {"in_proj_weight": of(*[(4, 8)] * 6)},
-        overrides={"in_proj_weight": {"num_heads": 6}},
+        overrides={"in_proj_weight": {"split_sizes": 6}},
     ),
     "no splits given replace default splits": Case(
         lambda: nn.MultiheadAttention(8, 2),
@@ -343,7 +343,7 @@ SAID: dict[str, Case] = {
         overrides={"in_proj_weight": {"split_sizes": None}},
     ),
     "no heads given replace default ones": Case(
-        lambda: nn.Conv2d(8, 8, 1, groups=2), {"weight": of((8, 4))}, overrides={"weight": {"num_heads": None}}
+        lambda: nn.Conv2d(8, 8, 1, groups=2), {"weight": of((8, 4))}, overrides={"weight": {"split_sizes": None}}
     ),
     "use_muon of a parameter, below overrides": Case(
         marked_block,
@@ -455,15 +455,15 @@ REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (Llama, ["*.wq.weight"], TypeError, "must be pairs"),
     (*over("*.wq.weight", {"use_muon": "yes"}), TypeError, "use_muon is 'yes'"),
     (
-        *over("norm.weight", {"use_muon": True, "num_heads": 2}),
+        *over("norm.weight", {"use_muon": True, "split_sizes": 2}),
         ValueError,
         r"norm\.weight \(override .*1 dim\(s\) and cannot be a matrix",
     ),
     (*over("norm.weight", "muon"), ValueError, r"norm\.weight .*use_muon=False"),
     (
-        *over("*", {"num_heads": 2}),
+        *over("*", {"split_sizes": 2}),
         ValueError,
-        r"embed\.weight: override '\*' sets num_heads=2, an option of Muon.*Narrow the pattern",
+        r"embed\.weight: override '\*' sets split_sizes=2, an option of Muon.*Narrow the pattern",
     ),
     (
         *over("*.wq.weight", {"betas": (0.9, 0.9)}),
@@ -471,9 +471,9 @@ REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
         "an option of AdamW, but the parameter goes to Muon",
     ),
     (
-        *over("*.wq.weight", {"num_heads": 3}),
+        *over("*.wq.weight", {"split_sizes": 3}),
         ValueError,
-        r"layers\.0\.wq\.weight .*num_heads=3 does not divide the 16 rows",
+        r"layers\.0\.wq\.weight .*split_sizes=3 does not divide the 16 rows",
     ),
     (
         *over("*.wq.weight", {"split_sizes": (8, 4)}),
@@ -484,7 +484,7 @@ REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (
         *over("*.wq.weight", {"heads": 3}),
         ValueError,
-        r"no group option 'heads' \(did you mean num_heads\?\)\. Allowed: use_muon, lr",
+        r"no group option 'heads' \(did you mean split_sizes\?\)\. Allowed: use_muon, lr",
     ),
     (*over("*.wq.weight", "sgd"), ValueError, "'sgd' is not 'muon', 'adamw' or a dict"),
     (*over("*.wq.weight", None), ValueError, "None is not 'muon', 'adamw' or a dict"),
@@ -540,9 +540,9 @@ def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_options_of_an_override_make_a_group_of_their_own() -> None:
-    groups = param_groups(Llama(), lr=0.02, adamw_lr=0.003, overrides={"*.wq.weight": {"num_heads": 4, "lr": 0.01}})
+    groups = param_groups(Llama(), lr=0.02, adamw_lr=0.003, overrides={"*.wq.weight": {"split_sizes": 4, "lr": 0.01}})
     muon = {"use_muon": True, "lr": 0.02, "weight_decay": 0.1}
-    assert options_of(groups)[:2] == [{**muon, "lr": 0.01, "num_heads": 4}, muon]
+    assert options_of(groups)[:2] == [{**muon, "lr": 0.01, "split_sizes": 4}, muon]
     assert groups[0]["param_names"] == ["layers.0.wq.weight", "layers.1.wq.weight"]
     assert {row.name: row.matrices for row in groups.rows}["layers.0.wq.weight"] == ((4, 16),) * 4
     assert len(groups) == 4
@@ -552,12 +552,12 @@ def test_options_of_an_override_make_a_group_of_their_own() -> None:
 
 def test_options_are_those_of_the_optimizer() -> None:
     optimizer = Muon([{"params": [nn.Parameter(torch.zeros(2, 2))]}], lr=1e-3)
-    roles = {"lr", "weight_decay", "use_muon", "rank_local", *PLACE_OPTIONS}
+    roles = {"lr", "weight_decay", "use_muon", *PLACE_OPTIONS}
     assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_DEFAULTS, *roles}
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
     arguments = set(inspect.signature(Muon).parameters) - {"params"}
     routing = {"lr", "adamw_lr", "weight_decay", "adjust_lr_fn", "overrides", "tp_group"}
-    assert arguments == {*MUON_OPTIONS, *OPTION_OBJECTS, "process_group", *routing}
+    assert arguments == {*MUON_OPTIONS, *CONFIG_OPTIONS, "process_group", *routing}
     assert set(inspect.signature(param_groups).parameters) == {"model", *routing}
     assert {
         key: p.default for key, p in inspect.signature(matrix_view).parameters.items() if key != "shape"
@@ -678,7 +678,7 @@ def test_groups_survive_copy_and_pickle_and_torch_optimizers_take_them() -> None
 
 def test_the_table_shows_every_parameter_with_its_matrices_and_reason() -> None:
     model = frozen(Llama(depth=1), "layers.0.norm")
-    splits: dict[Any, Any] = {"*.wq.*": {"num_heads": 4}, "*.up.*": {"split_sizes": (8, 4, 8, 4)}}
+    splits: dict[Any, Any] = {"*.wq.*": {"split_sizes": 4}, "*.up.*": {"split_sizes": (8, 4, 8, 4)}}
     assert str(param_groups(model, lr=1e-3, overrides=splits)) == (
         "name                  shape   matrices              optimizer  reason\n"
         "--------------------  ------  --------------------  ---------  ------------------------------------------\n"

@@ -202,7 +202,7 @@ def test_what_the_user_says_comes_first() -> None:
         overrides={
             "a.c_attn.weight": {"split_sizes": None},
             "a.c_proj.weight": {"transposed": False},
-            "e.gate_up_proj": {"num_heads": 2},
+            "e.gate_up_proj": {"split_sizes": 2},
             "e.down_proj_bias": "muon",
         },
     )

@@ -88,7 +88,7 @@ def shards(layout: str) -> list[dict[str, Any]]:
 def alone() -> list[dict[str, Any]]:
     """An expert that each rank has of its own, and AdamW's vectors."""
     return [
-        {"params": [Spec(f"expert{dist.get_rank()}", (6, 8))], "rank_local": True},
+        {"params": [Spec(f"expert{dist.get_rank()}", (6, 8))], "process_group": (), "tp_group": ()},
         {"params": [Spec("bias", (9,)), Spec("scale", (4,))], "use_muon": False},
     ]
 
@@ -189,7 +189,7 @@ class Job:
 
 def whole(groups: Sequence[dict[str, Any]]) -> Job:
     """The same job in one process."""
-    places = ("process_group", "tp_group", "rank_local")
+    places = ("process_group", "tp_group")
     return Job(
         [
             {k: v for k, v in group.items() if k not in places}

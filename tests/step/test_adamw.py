@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.optim import lr_scheduler
 
-from shardmuon import Muon, Storage
+from shardmuon import Muon
 from shardmuon._torch import local_if_any
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
@@ -267,15 +267,15 @@ MUON_STATE = {None: ["momentum_buffer"], "bf16": ["momentum_buffer", "step"]}
 MUON_STATE["int8"] = ["momentum_buffer", "momentum_scale", "step"]
 ADAMW_STATE = ["exp_avg", "exp_avg_sq", "step"]
 STORED = {
-    None: Storage(),
-    "bf16": Storage(momentum_dtype=torch.bfloat16, stochastic_rounding=True),
-    "int8": Storage(momentum_dtype="int8", stochastic_rounding=True),
+    None: {},
+    "bf16": {"momentum_dtype": torch.bfloat16, "stochastic_rounding": True},
+    "int8": {"momentum_dtype": "int8", "stochastic_rounding": True},
 }
 
 
 def _switching(params: list[nn.Parameter], kind: str | None, use_muon: bool) -> Muon:
     halves: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "use_muon": use_muon}]
-    return Muon(halves, lr=0.02, storage=STORED[kind])
+    return Muon(halves, lr=0.02, **STORED[kind])
 
 
 def _switch(kind: str | None, to_adamw: bool, layout: str, reload: bool) -> None:

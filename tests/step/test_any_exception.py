@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardmuon import Audit, Exchange, ExchangeError, GradScaler, Orthogonalizer, Storage, checkpoint
+from shardmuon import ExchangeError, GradScaler, checkpoint
 from shardmuon import clip_grad_norm_ as clip_gradients
 from shardmuon._torch import local_if_any
 from shardmuon.testing import RankPool
@@ -44,7 +44,7 @@ def _mixed() -> Groups:
     shared = [Spec("shard", (7, 128), cut), Spec("replica", (6, 128))]
     return [
         {"params": shared, "adjust_lr_fn": lambda rows, cols: 0.5, "lr": torch.tensor(0.1), **places},
-        {"params": [Spec(f"own{dist.get_rank()}", (5, 128))], "rank_local": True},
+        {"params": [Spec(f"own{dist.get_rank()}", (5, 128))], "process_group": (), "tp_group": ()},
         {"params": [Spec("bias", (9,), cut), Spec("scale", (4,))], "use_muon": False, "lr": 0.01, **places},
     ]
 
@@ -75,7 +75,7 @@ def _everything() -> Groups:
 
 
 def _made(groups: Callable[[], Groups], **options: Any) -> Job:
-    return Job(groups(), **{"lr": 0.1, "orthogonalizer": Orthogonalizer(method="standard"), **options})
+    return Job(groups(), **{"lr": 0.1, "method": "standard", **options})
 
 
 def _set_gradients(job: Job, seed: int) -> None:
@@ -91,16 +91,17 @@ def _set_gradients(job: Job, seed: int) -> None:
 PLAIN = partial(_made, _mixed)
 INT8 = partial(
     PLAIN,
-    orthogonalizer=Orthogonalizer(method="gram"),
-    storage=Storage(momentum_dtype="int8", stochastic_rounding=True),
+    method="gram",
+    momentum_dtype="int8",
+    stochastic_rounding=True,
 )
 CPU = partial(
     PLAIN,
-    storage=Storage(momentum_dtype=torch.bfloat16, momentum_device="cpu"),
-    exchange=Exchange(dtype=torch.float32),
+    momentum_dtype=torch.bfloat16,
+    momentum_device="cpu",
 )
-AUDITED = partial(INT8, audit=Audit(every=1))  # not in first steps: it would find that the state goes away
-SAVED = partial(_made, _saved, storage=Storage(momentum_dtype="int8"))
+AUDITED = partial(INT8, audit_every=1)  # not in first steps: it would find that the state goes away
+SAVED = partial(_made, _saved, momentum_dtype="int8")
 STRIDE = int(os.environ.get("PLANT_STRIDE", "18"))  # 1 plants in every function of the large jobs, which takes minutes
 HEALTHY = 8  # after so many functions a call that must succeed: what a refusal left behind would break it, or the next
 

@@ -14,7 +14,7 @@ import torch
 from jobs import Job, Spec, normal
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer, Storage
+from shardmuon import Muon
 from shardmuon.host import Host
 from shardmuon.step.binding import fingerprint, number_bits
 
@@ -31,7 +31,7 @@ def test_the_plan_is_what_is_known() -> None:
 
 
 def test_copies_and_pickles_take_every_attribute_of_the_constructor() -> None:
-    options = {"orthogonalizer": Orthogonalizer(method="gram"), "storage": Storage(momentum_dtype="int8")}
+    options = {"method": "gram", "momentum_dtype": "int8"}
     optimizer = Job([{"params": [Spec("a", (6, 8))]}], **options).optimizer
     optimizer.prepare()
     optimizer.anything = lambda: None  # type: ignore[attr-defined]  # of a user or a scheduler: stays behind

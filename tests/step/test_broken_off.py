@@ -26,8 +26,8 @@ from processes import run_to_the_end
 from torch import Tensor
 
 import shardmuon.comm.vote
-import shardmuon.core
-from shardmuon import Exchange, ExchangeError, GradScaler, Muon, Storage
+import shardmuon.muon
+from shardmuon import ExchangeError, GradScaler, Muon
 from shardmuon.comm.groups import MADE
 from shardmuon.errors import UNCHANGED
 from shardmuon.momentum.keeper import Keeper
@@ -53,7 +53,7 @@ def _job(layout: str) -> Job:
     if layout in FAMILIES:
         return Job([*replicas(FAMILIES[layout], frozen=False), vector])
     matrices = [Spec(f"w{i}", (10, 8), as_in(layout)) for i in range(16)]
-    return Job([{"params": matrices}, vector], exchange=Exchange(bucket_bytes=1))
+    return Job([{"params": matrices}, vector], bucket_bytes=1)
 
 
 # ---------------------------------------------------------------------------------------------------------- the ranks
@@ -127,9 +127,9 @@ CASES = {
     "interrupted": Case("nested", "is interrupted", update, "apply_results", 0, _SMALL, "KeyboardInterrupt: stop"),
     "far away": Case("chain", "dies", update, "_orthogonalize", 0, f"nothing|{_SMALL}"),
     "far away, lives": Case("chain", "has no memory", update, "_orthogonalize", 0, f"nothing|{_SMALL}", _NO_MEMORY),
-    "nobody waits": Case("chain", "dies", shardmuon.core, "step_adamw", 0, "nothing"),
+    "nobody waits": Case("chain", "dies", shardmuon.muon, "step_adamw", 0, "nothing"),
     "nobody waits, lives": Case(
-        "chain", "has no memory", shardmuon.core, "step_adamw", 0, "nothing", "OutOfMemoryError: no more"
+        "chain", "has no memory", shardmuon.muon, "step_adamw", 0, "nothing", "OutOfMemoryError: no more"
     ),
     "norms": Case(
         "hyperball", "dies", WeightSet, "squares", 0,
@@ -351,7 +351,7 @@ def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to
 
 @pytest.mark.parametrize("momentum", [torch.float32, "int8", torch.bfloat16], ids=str)
 def test_a_step_without_memory_for_momentum_changes_nothing(momentum: Any) -> None:
-    job = Job([{"params": [Spec("a", (6, 128)), Spec("b", (6, 128))]}], storage=Storage(momentum_dtype=momentum))
+    job = Job([{"params": [Spec("a", (6, 128)), Spec("b", (6, 128))]}], momentum_dtype=momentum)
     job.set_gradients(0)
     held, made, calls = job.held(), Keeper._zeros, []
 

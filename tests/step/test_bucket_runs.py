@@ -13,10 +13,10 @@ import torch.distributed as dist
 from dense_step import DenseMuon
 from drawn import models
 from hypothesis import given, settings
-from simulated import EACH, SHARING, SimulatedRanks, cut, planned
+from simulated import EACH, SHARING, SimulatedRanks, by_rates, cut, planned
 from torch import Tensor, nn
 
-from shardmuon import Exchange, Muon
+from shardmuon import Muon
 from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
@@ -28,12 +28,12 @@ from shardmuon.testing import RankPool
 
 CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {  # options, dtype, elements in one call
     "plain": ({}, torch.float32, 1 << 17),
-    "independent": (
-        {"nesterov": False, "weight_decay_mode": "independent", "adjust_lr_fn": "match_rms_adamw"},
+    "no nesterov": (
+        {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
         torch.float32,
         150,
     ),
-    "cautious": ({"weight_decay_mode": "cautious", "ns_coefficients": "polar_express"}, torch.bfloat16, 1 << 17),
+    "cautious": ({"variant": "cautious", "ns_coefficients": "polar_express"}, torch.bfloat16, 1 << 17),
 }
 POLICIES = [EACH, *(Policy(bucket_bytes=size) for size in (1, 200, 1500, 1 << 20))]
 
@@ -95,7 +95,9 @@ def _crossed() -> list[str]:
         {"params": [(name, p)], **({"process_group": of} if len(of) == 3 else {"tp_group": of})}
         for (name, p), of in zip(params.items(), sets.values(), strict=True)
     ]
-    optimizer = Muon(groups, lr=0.05, exchange=Exchange(bucket_bytes=300, machine=SHARING))
+    optimizer = Muon(groups, lr=0.05, bucket_bytes=300)
+    with by_rates(SHARING):
+        optimizer.prepare()
     alone, wrong = Muon(list(whole.items()), lr=0.05), list[str]()
     for step in range(3):
         grads = {name: torch.randn(t.shape, generator=draw) for name, t in full.items()}

@@ -12,7 +12,6 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -24,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import shardmuon._torch as torch_symbols
-import shardmuon.core as core
+import shardmuon.muon as muon
 import shardmuon.step.update as buckets
-from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
+from shardmuon import ExchangeError, Muon, audit
 from shardmuon.comm import lanes
 from shardmuon.comm import vote as votes
 from shardmuon.orthogonalize import ITERATIONS
@@ -39,28 +38,26 @@ FP32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(24, 8), (10, 16), (8, 8), (16, 40), (24, 8), (3, 16, 8)]
 LENGTHS = [5, 8, 3]
 CONFIGS: dict[str, dict[str, Any]] = {
-    "standard": {"orthogonalizer": Orthogonalizer(method="standard")},
-    "gram": {"orthogonalizer": Orthogonalizer(method="gram")},
-    "auto": {"orthogonalizer": Orthogonalizer()},  # "gram" where that has less arithmetic
+    "standard": {"method": "standard"},
+    "gram": {"method": "gram"},
+    "auto": {},  # "gram" where that has less arithmetic
 }
 
 
 def _in_fp32(config: str) -> dict[str, Any]:
     """The options of a configuration, with products and wire in fp32."""
-    options = CONFIGS[config]
-    asked = replace(options["orthogonalizer"], dtype=FP32)
-    return {**options, "orthogonalizer": asked, "exchange": Exchange(dtype=FP32)}
+    return {**CONFIGS[config], "ns_dtype": FP32}
 
 
 PHASES = {
-    "validate": (core, "validate"),
+    "validate": (muon, "validate"),
     "vote": (votes, "vote"),
     "momentum": (buckets, "update_momentum"),
     "exchange": (buckets, "start"),
     "assemble": (buckets, "_orthogonalize"),
     "orthogonalize": (buckets, "orthogonalize"),
     "apply": (buckets, "apply_results"),
-    "adamw": (core, "step_adamw"),
+    "adamw": (muon, "step_adamw"),
 }
 
 
@@ -128,7 +125,7 @@ def _here(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("momentum", [None, FP32])
 @pytest.mark.parametrize(("config", "dtype"), [("standard", FP32), ("standard", BF16), ("gram", BF16)])
 def test_one_process_has_the_cpus_values(config: str, dtype: torch.dtype, momentum: torch.dtype | None) -> None:
-    given = {**_in_fp32(config), "storage": Storage(momentum_dtype=momentum)}
+    given = {**_in_fp32(config), "momentum_dtype": momentum}
     before = _steps(_here, 0, dtype)
     expected = _steps(_here, 1, dtype, **given)
     with CudaShape():
@@ -160,7 +157,7 @@ def test_a_tensor_lr_on_the_device_follows_what_is_written_into_it() -> None:
     def write(tensor: Tensor, lr: float) -> Tensor:
         return tensor.fill_(lr)
 
-    options = {"orthogonalizer": Orthogonalizer("standard", FP32)}
+    options = {"method": "standard", "ns_dtype": FP32}
     with CudaShape():
         expected = steps(float, number, **options)
         found = steps(lambda lr: torch.tensor(lr).to("cuda:0"), write, **options)
@@ -171,7 +168,7 @@ def test_a_tensor_lr_on_the_device_follows_what_is_written_into_it() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"orthogonalizer": Orthogonalizer("standard", FP32)}, {"variant": "muon_eq"}, {"variant": "muon_eq+normuon"}],
+    [{}, {"method": "standard", "ns_dtype": FP32}, {"variant": "muon_eq"}, {"variant": "muon_eq+normuon"}],
     ids=str,
 )
 def test_no_matrix_is_copied_in_fp64_to_sum_its_norm(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +203,7 @@ def test_variants_have_the_cpus_values(variant: str) -> None:
         matrices, vectors = _parameters(place)
         before = [_values(p).clone() for p in matrices]
         options = {"variant": variant, "weight_decay": 0.0}
-        optimizer = _optimizer(matrices, vectors, orthogonalizer=Orthogonalizer("standard", FP32), **options)
+        optimizer = _optimizer(matrices, vectors, method="standard", ns_dtype=FP32, **options)
         _set_gradients([*matrices, *vectors], place, 0)
         optimizer.step()
         kept = [optimizer.state[p][key] for p in matrices for key in KEPT_KEYS if key in optimizer.state[p]]
@@ -233,8 +230,8 @@ def test_one_by_one_a_matrix_has_its_own_bits_among_others(variant: str) -> None
     def steps(which: list[int]) -> list[Tensor]:
         with CudaShape():
             params = [nn.Parameter(_there(_normal(*SHAPES[i], seed=i))) for i in which]
-            how = Orthogonalizer("standard", FP32)
-            optimizer = Muon(params, lr=0.05, variant=variant, weight_decay=0.0, orthogonalizer=how)
+            how = {"method": "standard", "ns_dtype": FP32}
+            optimizer = Muon(params, lr=0.05, variant=variant, weight_decay=0.0, **how)
             for step in range(2):
                 for i, p in zip(which, params, strict=True):
                     p.grad = _there(_normal(*SHAPES[i], seed=100 * (step + 1) + i))
@@ -247,13 +244,13 @@ def test_one_by_one_a_matrix_has_its_own_bits_among_others(variant: str) -> None
 
 
 def test_control_of_norms_waits_for_nothing_and_says_zeros_all_the_same() -> None:
-    how, variant = Orthogonalizer("standard", FP32), "normuon+hyperball"
+    how, variant = {"method": "standard", "ns_dtype": FP32}, "normuon+hyperball"
     with CudaShape() as mode, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         matrices, vectors = _parameters(_there)
         with torch.no_grad():
             matrices[0].zero_()
-        optimizer = _optimizer(matrices, vectors, weight_decay=0.0, variant=variant, orthogonalizer=how)
+        optimizer = _optimizer(matrices, vectors, weight_decay=0.0, variant=variant, **how)
         for step in range(3):
             _set_gradients([*matrices, *vectors], _there, step)
             mode.clear()
@@ -268,7 +265,7 @@ def test_an_audit_reads_the_lr_that_was_used() -> None:
     with CudaShape():
         matrices, _ = _parameters(_there)
         lr = torch.tensor(0.05).to("cuda:0")
-        optimizer = Muon(matrices[:2], lr=lr, orthogonalizer=Orthogonalizer(dtype=FP32))
+        optimizer = Muon(matrices[:2], lr=lr, ns_dtype=FP32)
         for step in range(2):
             for i, p in enumerate(matrices[:2]):
                 p.grad = _there(_normal(*SHAPES[i], seed=step))
@@ -299,7 +296,7 @@ def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_t
     with CudaShape() as mode, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         params = [nn.Parameter(_there(_normal(8, 24, seed=i))) for i in range(3)]
-        optimizer = Muon(params, lr=0.05, weight_decay=0.1, orthogonalizer=Orthogonalizer(method="gram"))
+        optimizer = Muon(params, lr=0.05, weight_decay=0.1, method="gram")
         before = [_values(p) for p in params]
         for step in range(2):
             for i, p in enumerate(params):
@@ -522,7 +519,7 @@ def test_a_column_cut_costs_launches_only_for_what_is_cut() -> None:
         params += [nn.Parameter(wide[:, :32])]
         for i, p in enumerate(params):
             p.grad = _there(_normal(16, 32, seed=50 + i))
-        optimizer = Muon(params, lr=1e-3, orthogonalizer=Orthogonalizer(method="standard"))
+        optimizer = Muon(params, lr=1e-3, method="standard")
         for _ in range(2):
             mode.clear()
             optimizer.step()

@@ -9,7 +9,7 @@ import torch
 from process_default import process_default
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer, Storage, clip_grad_norm_
+from shardmuon import Muon, clip_grad_norm_
 from shardmuon.layout.engines import engine_of
 from shardmuon.momentum.keeper import BUFFER, SCALE
 from shardmuon.testing import RankPool
@@ -36,8 +36,8 @@ def _parameters(dtype: torch.dtype) -> dict[str, Tensor]:
 def _groups(params: dict[str, Tensor]) -> list[dict[str, Any]]:
     matrices = [(name, p) for name, p in params.items() if name != "bias"]
     return [
-        {"params": matrices[:1], "weight_decay_mode": "cautious"},
-        {"params": matrices[1:], "weight_decay_mode": "independent"},
+        {"params": matrices[:1], "variant": "cautious"},
+        {"params": matrices[1:]},
         {"params": [("bias", params["bias"])], "use_muon": False, "eps": 1e-4},  # fp16 has no 1e-8
     ]
 
@@ -73,10 +73,10 @@ def _alone(dtype: torch.dtype, scale: float, options: dict[str, Any]) -> list[Te
 
 ALONE: list[dict[str, Any]] = [
     *(
-        {"storage": Storage(dtype, place, True)}
+        {"momentum_dtype": dtype, "momentum_device": place, "stochastic_rounding": True}
         for dtype, place in ((None, "cpu"), (FP32, None), (BF16, "cpu"), ("int8", None))
     ),
-    *({"orthogonalizer": Orthogonalizer(method)} for method in ("standard", "gram", "torch")),
+    *({"method": method} for method in ("standard", "gram", "torch")),
 ]
 
 
@@ -118,9 +118,9 @@ def _routes(options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"storage": Storage(momentum_dtype="int8", stochastic_rounding=True)},
-        {"storage": Storage(momentum_dtype=BF16)},
-        {"variant": "muon_eq+normuon", "weight_decay_mode": "cautious"},
+        {"momentum_dtype": "int8", "stochastic_rounding": True},
+        {"momentum_dtype": BF16},
+        {"variant": "muon_eq+normuon+cautious"},
         {"variant": "hyperball", "weight_decay": 0.0},
     ],
     ids=str,
@@ -136,7 +136,7 @@ def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> No
 
     def run(change: bool) -> tuple[Tensor, torch.dtype, Tensor]:
         w = nn.Parameter(_normal(8, 256, seed=1))
-        optimizer = Muon([("w", w)], lr=1e-3, storage=Storage(momentum_dtype="int8"))
+        optimizer = Muon([("w", w)], lr=1e-3, momentum_dtype="int8")
         w.grad = _normal(8, 256, seed=2)
         optimizer.step()
         state = optimizer.state[w]

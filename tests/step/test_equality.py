@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_layout import ROWS, compared
-from simulated import APART
+from simulated import APART, by_rates
 from torch.distributed.tensor import DTensor
 
-from shardmuon import Audit, Exchange, Muon, Orthogonalizer, audit
+from shardmuon import Muon, audit
+from shardmuon.auditing.schedule import AuditSchedule
 from shardmuon.orthogonalize import Products
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, parameters
@@ -23,28 +24,32 @@ from shardmuon.testing.tolerances import assert_same_update
 
 TURNED = ("in_out", "in_out_experts", "columns", "in_out_qkv", "in_out_gate_up")
 
-STANDARD, GRAM = partial(Orthogonalizer, "standard"), partial(Orthogonalizer, "gram")
+
+def _audited(layout: str, **given: Any) -> Comparison:
+    with mock.patch.object(AuditSchedule, "samples", 20):
+        return compare_with_dense(layout, audit_every=1, **given)
+
+
 # In batches each owner has a part of what one process has, so a matrix meets other neighbours in other slots.
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (compare_with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
-    (compare_with_dense, ("fsdp2+tp", "ep"), {"exchange": Exchange(dtype=torch.bfloat16)}),
-    (compare_with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"orthogonalizer": GRAM()}),
+    (compare_with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
     # the options with which TransformerEngine tests its Muon; all other scales are names for these
-    (compare_with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw", "weight_decay_mode": "independent"}),
+    (compare_with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw"}),
     (compare_with_dense, ("tp column",), {"dtype": torch.bfloat16, "nesterov": False, "adjust_lr_fn": "none"}),
     (
         compare_with_dense,
         ("tp row",),
-        {"adjust_lr_fn": "spectral", "nesterov": False, "weight_decay_mode": "independent"},
+        {"adjust_lr_fn": "spectral", "nesterov": False},
     ),
     (compare_with_dense, ("tp row",), {"dtype": torch.bfloat16, "adjust_lr_fn": "unit_rms_norm"}),
     # the audit's own dense reference, which raises, puts the same matrices together
-    (compare_with_dense, ("fsdp2+tp",), {"audit": Audit(every=1, samples=20), "params": TURNED}),
+    (_audited, ("fsdp2+tp",), {"params": TURNED}),
     *(
-        (compare_with_dense, ("fsdp2",), {"orthogonalizer": make(dtype)})
-        for make, dtypes in (
-            (STANDARD, (torch.bfloat16, torch.float16, torch.float32, torch.float64)),
-            (GRAM, (torch.float16, torch.float64)),
+        (compare_with_dense, ("fsdp2",), {"method": method, "ns_dtype": dtype})
+        for method, dtypes in (
+            ("standard", (torch.bfloat16, torch.float16, torch.float32, torch.float64)),
+            ("gram", (torch.float16, torch.float64)),
         )
         for dtype in dtypes
     ),
@@ -134,7 +139,7 @@ def _bytes(wire: torch.dtype) -> int:
         table={f"w{i}": ParamCase(shape, "") for i, shape in enumerate(shapes)},
         steps=1,
         lr=1e-3,
-        exchange=Exchange(dtype=wire),
+        ns_dtype=wire,
     )  # by a named method: owners go by the cost of what "auto" takes
     return found.traffic.bytes_sent
 
@@ -165,7 +170,7 @@ def _one_rank_rounds_more(rank: int) -> Comparison:
         return step(self, *args)
 
     with mock.patch.object(Products, "__init__", rounding), mock.patch.object(Muon, "step", stepped):
-        return compare_with_dense("fsdp2", orthogonalizer=Orthogonalizer("standard", torch.float32), lr=0.02)
+        return compare_with_dense("fsdp2", method="standard", ns_dtype=torch.float32, lr=0.02)
 
 
 def test_products_that_round_more_on_one_rank_are_seen_on_all(world2: RankPool) -> None:
@@ -182,7 +187,7 @@ def test_bf16_products_are_torchs_within_their_rounding(shape: tuple[int, int], 
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     for param, make in (
-        (ours, partial(Muon, orthogonalizer=Orthogonalizer(method="standard", dtype=torch.bfloat16))),
+        (ours, partial(Muon, method="standard", ns_dtype=torch.bfloat16)),
         (theirs, torch.optim.Muon),
     ):
         param.grad = grad.clone()
@@ -195,7 +200,8 @@ def test_bf16_products_are_torchs_within_their_rounding(shape: tuple[int, int], 
 
 
 def _each_for_itself() -> Comparison:
-    return compare_with_dense("ddp", exchange=Exchange(machine=APART), lr=0.02)
+    with by_rates(APART):
+        return compare_with_dense("ddp", lr=0.02)
 
 
 def test_replicas_with_hardly_a_network_repeat_the_work_and_move_nothing(world2: RankPool) -> None:
@@ -207,7 +213,9 @@ def test_replicas_with_hardly_a_network_repeat_the_work_and_move_nothing(world2:
 def _nothing_exchanged() -> tuple[list[str], bool]:
     """Refusals where nothing is exchanged: a gradient that one rank lacks, an audit that one rank asked for."""
     params = {n: torch.nn.Parameter(torch.ones(*s)) for n, s in {"a": (8, 6), "b": (3, 7), "c": (5, 5)}.items()}
-    optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, exchange=Exchange(machine=APART), lr=0.1)
+    optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, lr=0.1)
+    with by_rates(APART):
+        optimizer.prepare()
     said = []
     for number, missing in enumerate((None, "b", "b", None)):
         for i, p in enumerate(params.values()):
@@ -244,7 +252,7 @@ def test_fp64_gradients_outside_the_range_of_fp32_keep_their_direction(scale: fl
     params = [torch.nn.Parameter(torch.zeros(12, 20, dtype=torch.float64)) for _ in range(2)]
     params[0].grad, params[1].grad = grad, grad * scale
     for p in params:
-        Muon([p], lr=1.0, orthogonalizer=Orthogonalizer(dtype=torch.float64)).step()
+        Muon([p], lr=1.0, ns_dtype=torch.float64).step()
     assert_same_update(
         params[1], params[0], before=torch.zeros_like(grad), lr=1.0, dtype=torch.float64, matrix=grad, what="scaled"
     )

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from shardmuon import Exchange, Muon, Orthogonalizer, Storage
+from shardmuon import Muon
 from shardmuon.comm import groups
 from shardmuon.foresight.job import exact_of
 from shardmuon.layout.engines import engine_of
@@ -38,15 +38,15 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
     cases = {f"w{i}": ParamCase(shape, "") for i, shape in enumerate(SHAPES)}
     generator = torch.Generator().manual_seed(0)
     full = {name: torch.randn(case.shape, generator=generator) for name, case in cases.items()}
-    method: Any = options.get("method", "standard")
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     params = {name: nn.Parameter(t) for name, t in LAYOUTS[layout].build(full, mesh).items()}
     # sizes below are of fp32 products and of a wire of 4 bytes
     asked: dict[str, Any] = {
-        "exchange": Exchange(bucket_bytes=bucket_bytes),
+        "bucket_bytes": bucket_bytes,
         "ns_steps": 1,
-        "orthogonalizer": Orthogonalizer(method, FP32),
-        "storage": options.get("storage", Storage()),
+        "method": "standard",
+        "ns_dtype": FP32,
+        **options,
         **LAYOUTS[layout].options(dist.get_world_size()),
     }
     optimizer = Muon(groups_of(params, cases), lr=1e-3, **asked)
@@ -67,7 +67,9 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
         for batch in program.batches:
             x = torch.empty(batch.shape).normal_()
             x = x.mT.contiguous() if x.shape[1] > x.shape[2] else x
-            work.append(4 * x.numel() + peak_of(lambda x=x: orthogonalize(x, COEFFICIENTS, method=method, dtype=FP32)))
+            work.append(
+                4 * x.numel() + peak_of(lambda x=x: orthogonalize(x, COEFFICIENTS, method=asked["method"], dtype=FP32))
+            )
     assert optimizer.plan is not None
     (said,) = (c.peak for c in exact_of(optimizer.plan).classes if dist.get_rank() in c.ranks)
     return peak, 2 * (max(buckets) + max(relays)), max(work), max(matrices), said
@@ -77,7 +79,7 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
     ("layout", "world", "options"),
     [
         ("fsdp2", 2, {}),
-        ("fsdp2", 2, {"storage": Storage(momentum_dtype="int8")}),
+        ("fsdp2", 2, {"momentum_dtype": "int8"}),
         ("ddp", 2, {}),
         ("hsdp", 4, {}),
         ("fsdp2", 2, {"method": "gram"}),
@@ -88,7 +90,7 @@ def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, op
     sizes = (MIB // 8, MIB // 2)
     small, large = (get_pool(world).run(_step_peak, layout, size, options) for size in sizes)
     # what the momentum of 2**17 elements makes, whatever the bucket
-    portion = 2 * MIB if "storage" in options else MIB // 2
+    portion = 2 * MIB if "momentum_dtype" in options else MIB // 2
     for size, found in zip(sizes, (small, large), strict=True):
         for peak, two_buckets, work, matrices, said in found:
             assert peak <= said + portion
@@ -113,9 +115,9 @@ def _params() -> list[nn.Parameter]:
 @pytest.mark.parametrize("given", ["gpu", "disk:/some/folder", 3])
 def test_an_unknown_place_or_dtype_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"momentum_device=.* is not one of None, 'cpu'"):
-        Muon(_params(), lr=1e-3, storage=Storage(momentum_device=given))
+        Muon(_params(), lr=1e-3, momentum_device=given)
     with pytest.raises(ValueError, match=r"momentum_dtype=.* is not one of None, torch.float32"):
-        Muon(_params(), lr=1e-3, storage=Storage(momentum_dtype=torch.float16))
+        Muon(_params(), lr=1e-3, momentum_dtype=torch.float16)
 
 
 # --------------------------------------------------------------------------------------------------- with FSDP2
@@ -157,7 +159,7 @@ def _fsdp(policy: dict[str, Any], options: dict[str, Any]) -> None:
         ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}),
         (
             {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-            {"storage": Storage(momentum_device="cpu")},
+            {"momentum_device": "cpu"},
         ),
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}, {}),
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)}, {}),

@@ -14,7 +14,6 @@ import one_arithmetic
 import pytest
 from one_arithmetic import CASES, stepped_alone
 
-from shardmuon import Orthogonalizer
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.pool import RankPool, get_pool
 
@@ -53,9 +52,7 @@ ROWS = (
 
 def _on_row(layout: str) -> bool:
     """A row of the comparison, beside one process in this rank, whose bits are a fresh process's."""
-    return compare_with_dense(
-        layout, orthogonalizer=Orthogonalizer(), lr=0.02, steps=2, table=CASES, remember=True
-    ).bitwise
+    return compare_with_dense(layout, lr=0.02, steps=2, table=CASES, remember=True).bitwise
 
 
 def on_ranks(layouts: Sequence[str]) -> list[Any]:

@@ -12,15 +12,16 @@ from simulated import OPTIONS, VIEWS
 from test_stages import JOINED, given
 from test_stores import CASES, CODED, WIDE, WIDE_OPTIONS, Views
 
-from shardmuon import Muon, Orthogonalizer, Storage
+from shardmuon import Muon
+from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize.choice import Chooser
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 UPDATES: dict[str, dict[str, Any]] = {
     "plain": {},
     "no nesterov": {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
-    "cautious": {"weight_decay_mode": "cautious", "ns_coefficients": "polar_express"},
-    "independent": {"weight_decay_mode": "independent", "momentum": 0.8},
+    "cautious": {"variant": "cautious", "ns_coefficients": "polar_express"},
+    "another momentum": {"momentum": 0.8},
 }
 
 
@@ -29,13 +30,12 @@ def compare(
     view_options: Mapping[str, Mapping[str, Any]],
     options: Sequence[Mapping[str, Any]],  # of each parameter in turn
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]] = ((FP32, FP32), (BF16, BF16)),  # the same
-    orthogonalizer: Orthogonalizer | None = None,
-    storage: Storage | None = None,
     lr: Callable[[float], Any] = float,
+    **whole_options: Any,
 ) -> None:
     """Three steps with changing lr, gradients missing in two of them. Of two dense matrices a row is zeros."""
     torch.manual_seed(8)
-    orthogonalizer, storage = orthogonalizer or Orthogonalizer(), storage or Storage()
+    config = MuonConfig(**whole_options)
     made = [(name, make()) for name, make in views.items() for _ in dtypes]
     kinds = [dtypes[i % len(dtypes)] for i in range(len(made))]
     whole = [
@@ -47,12 +47,10 @@ def compare(
         {"params": [(f"w{i}", p)], **view_options[name], **options[i % len(options)]}
         for i, ((name, _), p) in enumerate(zip(made, whole, strict=True))
     ]
-    optimizer = Muon(groups, lr=0.05, orthogonalizer=orthogonalizer, storage=storage)
-    wide = orthogonalizer.dtype == FP64
-    chooser = Chooser(orthogonalizer.method, orthogonalizer.dtype)
-    dense = DenseMuon(
-        [p.detach() for p in whole], optimizer.param_groups, chooser, storage, wire=FP64 if wide else FP32
-    )
+    optimizer = Muon(groups, lr=0.05, **whole_options)
+    wide = config.ns_dtype == FP64
+    chooser = Chooser(config.method, config.ns_dtype)
+    dense = DenseMuon([p.detach() for p in whole], optimizer.param_groups, chooser, config, wire=FP64 if wide else FP32)
     gone = {0: (3, 8), 1: (0, 5)}
     for step in range(3):
         grads = [
@@ -91,17 +89,16 @@ def test_stages_stand_where_the_formula_has_them(variant: str) -> None:
 def test_methods_feed_and_round_as_the_formula_does(method: Any, dtype: torch.dtype | None) -> None:
     """Methods feed and round as the formula does, with stages and without."""
     variants = [{}, given("normuon"), given("muon_eq+normuon+hyperball")]
-    compare(VIEWS, OPTIONS, variants, orthogonalizer=Orthogonalizer(method=method, dtype=dtype))
+    compare(VIEWS, OPTIONS, variants, method=method, ns_dtype=dtype)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_whatever_is_stored_is_rounded_as_the_formula_says(case: str) -> None:
     of = CASES[case]
-    orthogonalizer = Orthogonalizer(method=of.method)
-    compare(VIEWS, OPTIONS, [of.options], of.dtypes, orthogonalizer, of.storage, of.lr)
+    compare(VIEWS, OPTIONS, [of.options], of.dtypes, of.lr, method=of.method, **of.storage)
 
 
 @pytest.mark.parametrize("case", CODED)
 def test_codes_are_those_of_whole_tensors(case: str) -> None:
     of = CODED[case]
-    compare(WIDE, WIDE_OPTIONS, [of.options], of.dtypes, storage=of.storage)
+    compare(WIDE, WIDE_OPTIONS, [of.options], of.dtypes, **of.storage)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.layout.table import replicated
 from shardmuon.layout.views import matrix_view
@@ -75,7 +75,7 @@ def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
     """Momentum 2 (lerp, Nesterov's lerp), copy to the batch 1, norm 1, division 1, copy back 1, update 1: seven, of
     tall matrices too, which are not turned; in bf16 the update is widened as it is added. Sizes are whole numbers of
     chunks of a norm, which is then one operation."""
-    found = _passes(*shape, orthogonalizer=Orthogonalizer(method="standard"))
+    found = _passes(*shape, method="standard")
     wanted = {
         "_foreach_lerp_": 1,
         "_foreach_lerp": 1,
@@ -194,18 +194,18 @@ def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]
     """However many stages there are after the orthogonalization; and its weights once, which are summed in parts, here
     of a whole matrix each. MuonEq's norms of rows stand in for the norm of the matrix,
     and its result for the divided copy."""
-    how = Orthogonalizer(method="standard")
-    plain = _passes(*shape, orthogonalizer=how)
+    how = {"method": "standard"}
+    plain = _passes(*shape, **how)
     of_weights = {"_foreach_norm": 1, "_foreach_mul_": 1}
     once = Counter({"_foreach_norm": 1, "mul_": 1})
-    assert _passes(*shape, orthogonalizer=how, variant="hyperball") == plain + once + Counter(of_weights)
+    assert _passes(*shape, **how, variant="hyperball") == plain + once + Counter(of_weights)
     # columns are summed after they are squared, and in half precision widened
     columns, half = shape[0] < shape[1], cpu_has_bf16_matmul()
     lines = Counter(["pow", "sum"] + ["_to_copy"] * half if columns else ["linalg_vector_norm"]) + Counter(["mul_"])
-    assert _passes(*shape, orthogonalizer=how, variant="normuon") == plain + lines
-    both = _passes(*shape, orthogonalizer=how, variant="normuon+hyperball")
+    assert _passes(*shape, **how, variant="normuon") == plain + lines
+    both = _passes(*shape, **how, variant="normuon+hyperball")
     assert both == plain + lines + Counter(of_weights)
-    assert _passes(*shape, orthogonalizer=how, variant="muon_eq") == plain - Counter(["div"]) + Counter(["mul_"])
+    assert _passes(*shape, **how, variant="muon_eq") == plain - Counter(["div"]) + Counter(["mul_"])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16, torch.float64])

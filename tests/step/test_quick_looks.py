@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardmuon import Muon, Storage
+from shardmuon import Muon
 from shardmuon.layout.engines import Engine
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP
 from shardmuon.step import validate as validate_module
@@ -23,12 +23,12 @@ from shardmuon.testing.tolerances import assert_bitwise
 Change = Callable[[nn.Parameter, dict[str, Any]], object]
 
 
-def _optimizer(storage: Storage) -> Muon:
+def _optimizer(storage: dict[str, Any]) -> Muon:
     """Three matrices and three vectors after a step, with gradients for the next one."""
     generator = torch.Generator().manual_seed(0)
     matrices = [nn.Parameter(torch.randn(6, 8, generator=generator)) for _ in range(3)]
     vectors = [nn.Parameter(torch.randn(5, generator=generator)) for _ in range(3)]
-    optimizer = Muon([{"params": matrices}, {"params": vectors, "use_muon": False}], lr=0.1, storage=storage)
+    optimizer = Muon([{"params": matrices}, {"params": vectors, "use_muon": False}], lr=0.1, **storage)
     for _ in range(2):
         for p in matrices + vectors:
             p.grad = torch.randn(p.shape, generator=generator)
@@ -155,16 +155,16 @@ def _same(a: object, b: object) -> bool:
     return a == b
 
 
-ROUNDED = Storage(momentum_dtype=torch.bfloat16), Storage(stochastic_rounding=True)
+ROUNDED = {"momentum_dtype": torch.bfloat16}, {"stochastic_rounding": True}
 LOOKS = [
-    *((0, change, storage) for storage in (Storage(), *ROUNDED) for change in MATRIX_CHANGES),
-    *((1, change, Storage()) for change in VECTOR_CHANGES),
+    *((0, change, storage) for storage in ({}, *ROUNDED) for change in MATRIX_CHANGES),
+    *((1, change, {}) for change in VECTOR_CHANGES),
 ]
 
 
 @pytest.mark.parametrize(("group", "change", "storage"), LOOKS, ids=str)
 def test_a_glance_finds_what_a_closer_look_finds(
-    group: int, change: str, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    group: int, change: str, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = _optimizer(storage)
     p = optimizer.param_groups[group]["params"][1]
@@ -179,7 +179,7 @@ def test_a_glance_finds_what_a_closer_look_finds(
 def test_adamw_steps_rows_that_were_seen_with_the_bits_of_others(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for closer in (False, True):
-        optimizer = _optimizer(Storage())
+        optimizer = _optimizer({})
         vectors = optimizer.param_groups[1]["params"]
         VECTOR_CHANGES[change](vectors[1], optimizer.state[vectors[1]])
         if closer:

@@ -42,14 +42,15 @@ from shardmuon.step.stages import weight_sets
 from shardmuon.step.update import KeptSide
 from shardmuon.variants import VARIANTS, BeforeStage, Stages, keeping, stages_of
 
-ORDERS = [names for count in range(1, len(VARIANTS) + 1) for names in itertools.permutations(VARIANTS, count)]
+STAGED = [name for name, row in VARIANTS.items() if row.stages]
+ORDERS = [names for count in range(1, len(STAGED) + 1) for names in itertools.permutations(STAGED, count)]
 # every tuple of stages once, under the first of its names: most orders of names give the same
 JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in reversed(ORDERS)}
 
 
 def given(variant: str | None) -> dict[str, Any]:
     """Options of a group with a variant, whose weights may decay unless their norm is kept."""
-    options: dict[str, Any] = {"variant": variant, "beta2": 0.7}
+    options: dict[str, Any] = {"variant": variant}
     return {**options, "weight_decay": 0.0} if variant and "hyperball" in variant else options
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardmuon import Exchange, Muon, Storage
+from shardmuon import Muon
 from shardmuon._torch import local_if_any
 from shardmuon.comm import groups
 from shardmuon.testing import RankPool
@@ -25,7 +25,7 @@ from shardmuon.variants import KEPT_KEYS
 
 LACKING = {0: ("square",), 1: ("wide", "experts"), 2: ()}  # step -> have no gradient on any rank
 NORMS = {"variant": "normuon+hyperball", "weight_decay": 0.0}
-ROUNDED = {"storage": Storage(stochastic_rounding=True, momentum_dtype=torch.float32)}
+ROUNDED = {"stochastic_rounding": True, "momentum_dtype": torch.float32}
 
 
 def _beside_one_process(layout: str, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -36,7 +36,7 @@ def _beside_one_process(layout: str, options: dict[str, Any], dtype: torch.dtype
     start, *steps = [{name: torch.randn(case.shape).to(dtype) for name, case in PARAMS.items()} for _ in range(4)]
     mine, whole = parameters(row.build(start, mesh)), {name: torch.nn.Parameter(t.clone()) for name, t in start.items()}
     pair = [
-        Muon(groups_of(params, PARAMS), lr=0.02, exchange=Exchange(bucket_bytes=3000), **given)
+        Muon(groups_of(params, PARAMS), lr=0.02, bucket_bytes=3000, **given)
         for params, given in ((mine, {**row.options(world), **options}), (whole, options))
     ]
     numbers = {name: torch.arange(t.numel(), dtype=torch.float64).view(t.shape) for name, t in start.items()}

@@ -13,7 +13,7 @@ from cuda_shape import CudaShape
 from simulated import CPU, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, in_both, in_turn, planned, sharded
 from torch import Tensor
 
-from shardmuon import Muon, Orthogonalizer, Storage
+from shardmuon import Muon
 from shardmuon.layout.pieces import Box, Held, Patch, tiles_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
@@ -26,6 +26,7 @@ from shardmuon.momentum.stores import (
     scale_shape,
     step_stored_,
 )
+from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Policy
 from shardmuon.step import binding
@@ -54,7 +55,7 @@ WIDE_OPTIONS: dict[str, dict[str, Any]] = {
 class Case(NamedTuple):
     """Options of the optimizer, and dtypes of weights and of their gradients, dealt out in turn."""
 
-    storage: Storage = Storage()
+    storage: Mapping[str, Any] = MappingProxyType({})
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]] = ((FP32, FP32),)
     options: Mapping[str, Any] = MappingProxyType({})
     method: Any = "auto"
@@ -62,34 +63,36 @@ class Case(NamedTuple):
 
 
 HALF, MIXED = ((BF16, BF16),), ((BF16, FP32), (FP32, BF16), (FP16, FP16), (FP32, FP32), (BF16, BF16))
-INDEPENDENT: dict[str, Any] = {"weight_decay_mode": "independent", "nesterov": False}
-CAUTIOUS: dict[str, Any] = {"weight_decay_mode": "cautious"}
+PLAIN: dict[str, Any] = {"nesterov": False}
+CAUTIOUS: dict[str, Any] = {"variant": "cautious"}
 CASES: dict[str, Case] = {
-    "bf16 momentum": Case(Storage(BF16)),
-    "bf16 momentum, independent": Case(Storage(BF16), MIXED, INDEPENDENT),
-    "fp32 momentum of halves": Case(Storage(FP32), HALF, CAUTIOUS),
-    "random weights": Case(Storage(stochastic_rounding=True), MIXED, CAUTIOUS),
-    "random both": Case(Storage(BF16, "cpu", stochastic_rounding=True), MIXED),
+    "bf16 momentum": Case({"momentum_dtype": BF16}),
+    "bf16 momentum, no nesterov": Case({"momentum_dtype": BF16}, MIXED, PLAIN),
+    "fp32 momentum of halves": Case({"momentum_dtype": FP32}, HALF, CAUTIOUS),
+    "random weights": Case({"stochastic_rounding": True}, MIXED, CAUTIOUS),
+    "random both": Case({"momentum_dtype": BF16, "momentum_device": "cpu", "stochastic_rounding": True}, MIXED),
     "mixed": Case(dtypes=MIXED),
-    "mixed, independent": Case(dtypes=MIXED, options=INDEPENDENT),
+    "mixed, no nesterov": Case(dtypes=MIXED, options=PLAIN),
     "mixed with fp64": Case(dtypes=((FP64, FP64), *MIXED), options=CAUTIOUS),
-    "rounded with fp64": Case(Storage(BF16, stochastic_rounding=True), ((FP64, FP64), *MIXED)),
+    "rounded with fp64": Case({"momentum_dtype": BF16, "stochastic_rounding": True}, ((FP64, FP64), *MIXED)),
     "lr is a tensor": Case(dtypes=MIXED, lr=torch.tensor),
     "torch": Case(dtypes=MIXED, method="torch"),
     "torch, lr is a tensor": Case(dtypes=HALF, method="torch", lr=lambda lr: torch.tensor([lr], dtype=BF16)),
     "torch, cautious": Case(dtypes=MIXED, method="torch", options=CAUTIOUS),
-    "torch, random weights": Case(Storage(stochastic_rounding=True), MIXED, method="torch"),
+    "torch, random weights": Case({"stochastic_rounding": True}, MIXED, method="torch"),
 }
 CODED: dict[str, Case] = {
-    "int8": Case(Storage("int8")),
-    "int8, mixed": Case(Storage("int8", "cpu", stochastic_rounding=True), MIXED, INDEPENDENT),
+    "int8": Case({"momentum_dtype": "int8"}),
+    "int8, mixed": Case(
+        {"momentum_dtype": "int8", "momentum_device": "cpu", "stochastic_rounding": True}, MIXED, PLAIN
+    ),
 }
 
 
 class Stores:
     """All that simulated ranks keep of the momentum of several parameters, and their counts of steps."""
 
-    def __init__(self, storage: Storage, layouts: Sequence[ParamLayout], grads: Sequence[Tensor]) -> None:
+    def __init__(self, storage: MuonConfig, layouts: Sequence[ParamLayout], grads: Sequence[Tensor]) -> None:
         self._storage, self._layouts = storage, layouts
         self.counts = [0] * len(layouts)
         self.momenta: list[dict[int, Tensor]] = []
@@ -144,8 +147,7 @@ def assert_like_one_process(
     for p, (_, of_grad) in zip(whole, dtypes, strict=True):
         p.grad_dtype = of_grad
     groups = [{"params": [(f"w{i}", p)], **options[name]} for i, (name, p) in enumerate(zip(made, whole, strict=True))]
-    orthogonalizer = Orthogonalizer(method=case.method)
-    optimizer = Muon(groups, lr=0.05, storage=case.storage, orthogonalizer=orthogonalizer, **case.options)
+    optimizer = Muon(groups, lr=0.05, **case.storage, method=case.method, **case.options)
     layouts = [LAYOUTS[layout](view) for view in made.values()]
     wide = [number for number, d in enumerate(dtypes) if d[0] == FP64]
     at = torch.device(buffers or device)
@@ -153,7 +155,7 @@ def assert_like_one_process(
     plan = planned(layouts, optimizer.param_groups, chooser, policy, device=at, wide=wide)
     ranks = SimulatedRanks(plan, weights, at)
     kept_by = Stores(
-        case.storage,
+        MuonConfig(**case.storage),
         layouts,
         [torch.zeros(w.shape, dtype=d[1], device=device) for w, d in zip(weights, dtypes, strict=True)],
     )
@@ -207,8 +209,10 @@ def test_whatever_is_stored_has_the_bits_of_one_process(case: str, layout: str) 
 
 
 ON_DEVICE: dict[str, Case] = {
-    "momentum on the CPU": Case(Storage(momentum_device="cpu"), MIXED, INDEPENDENT),
-    "bf16 momentum on the CPU": Case(Storage(BF16, "cpu", stochastic_rounding=True), MIXED),
+    "momentum on the CPU": Case({"momentum_device": "cpu"}, MIXED, PLAIN),
+    "bf16 momentum on the CPU": Case(
+        {"momentum_dtype": BF16, "momentum_device": "cpu", "stochastic_rounding": True}, MIXED
+    ),
     "cautious, lr is a tensor": Case(dtypes=MIXED, options=CAUTIOUS, lr=torch.tensor),
     "torch, lr is a float tensor": Case(dtypes=MIXED, method="torch", lr=torch.tensor),
 }
@@ -219,7 +223,7 @@ ON_DEVICE: dict[str, Case] = {
     [
         *((case, layout, {"device": "cuda:0"}) for case, layout in in_turn(ON_DEVICE, ["hsdp crossed", "flat"], 2)),
         ("int8, mixed", "last dim", {"device": "cuda:0"}),
-        *((case, "hsdp crossed", {"buffers": "cuda:0"}) for case in ("random both", "mixed, independent")),
+        *((case, "hsdp crossed", {"buffers": "cuda:0"}) for case in ("random both", "mixed, no nesterov")),
     ],
     ids=str,
 )

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer, Storage
+from shardmuon import Muon
 
 LR, MU = 0.02, 0.95
 
 
 def _step(stored: Tensor, grads: list[Tensor], **options: Any) -> Tensor:
     """A weight after a step."""
-    whole = {key: options.pop(key) for key in ("orthogonalizer", "storage") if key in options}
+    whole = {key: options.pop(key) for key in ("method", "momentum_dtype") if key in options}
     p = nn.Parameter(stored.clone())
     optimizer = Muon([{"params": [("w", p)], **options}], lr=LR, **whole)
     for grad in grads:
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], Callable[[Tensor], list[
     ),
     "heads of the inputs": (
         (10, 12),
-        {"num_heads": 3, "transposed": True},
+        {"split_sizes": 3, "transposed": True},
         lambda w: [w[:, :4].T, w[:, 4:8].T, w[:, 8:].T],
     ),
     "gate and up by turns": (
@@ -66,7 +66,7 @@ def test_the_bits_are_those_of_the_parts_stored_alone(case: str, dtype: torch.dt
     """The bits of a transposed weight are those of a Linear's: whatever is gathered has the coordinates of the map."""
     shape, options, parts = CASES[case]
     start, *grads = _draw(*shape, count=4, dtype=dtype)
-    whole = {"orthogonalizer": Orthogonalizer(method=method)}
+    whole = {"method": method}
     found = _step(start, grads, **whole, **options)
     for index, part in enumerate(parts(found)):
         alone = _step(parts(start)[index].contiguous(), [parts(g)[index].contiguous() for g in grads], **whole)
@@ -80,7 +80,7 @@ def test_the_bits_are_those_of_the_parts_stored_alone(case: str, dtype: torch.dt
 def test_a_split_inside_a_block_of_codes_is_refused(options: dict[str, Any]) -> None:
     start, grad = _draw(4, 256, count=2, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"w: momentum_dtype='int8' .* begin elsewhere \(transposed=True\)"):
-        _step(start, [grad], storage=Storage(momentum_dtype="int8"), **options)
+        _step(start, [grad], momentum_dtype="int8", **options)
 
 
 def test_a_state_dict_brings_its_views_along() -> None:

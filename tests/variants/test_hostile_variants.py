@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from process_default import process_default
 from torch import Tensor, nn
 
-from shardmuon import Exchange, Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon.testing.tolerances import assert_bitwise
 from shardmuon_qkclip import QKClip
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-OPTIONS = {"beta2": 0.9, "weight_decay": 0.0}
+OPTIONS = {"weight_decay": 0.0}
 KEEPING = ["normuon", "hyperball", "muon_eq+normuon+hyperball"]
 
 
@@ -75,17 +75,14 @@ def test_a_group_that_becomes_adamws_and_muons_again_keeps_nothing_stale(variant
 
 
 @pytest.mark.stated
-@pytest.mark.parametrize("wire", [BF16, FP32, FP64])
-@pytest.mark.parametrize("products", [BF16, FP32])
+@pytest.mark.parametrize("products", [BF16, FP32, FP64])
 @pytest.mark.parametrize("variant", ["normuon", "muon_eq+normuon", "hyperball"])
-def test_stages_see_results_of_one_dtype_however_many_matrices_a_batch_has(
-    variant: str, products: torch.dtype, wire: torch.dtype
-) -> None:
+def test_stages_see_results_of_one_dtype_however_many_matrices_a_batch_has(variant: str, products: torch.dtype) -> None:
     """Owners have other batches on every layout: what stages compute in must not hang on them."""
 
     def run(count: int) -> dict[str, Tensor]:
         params = [nn.Parameter(_normal(12, 20, seed=i)) for i in range(count)]
-        options = {"orthogonalizer": Orthogonalizer("standard", products), "exchange": Exchange(dtype=wire), **OPTIONS}
+        options: dict[str, Any] = {"method": "standard", "ns_dtype": products, **OPTIONS}
         optimizer = Muon(params, lr=0.02, variant=variant, **options)
         _steps(optimizer, 0, 3)
         return {"weight": params[0].detach(), **optimizer.state[params[0]]}

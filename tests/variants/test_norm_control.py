@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer, audit
+from shardmuon import Muon, audit
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 
 SHAPES = [(12, 12), (17, 5), (6, 20)]
-WIDE = Orthogonalizer(method="standard", dtype=torch.float64)
+WIDE = {"method": "standard", "ns_dtype": torch.float64}
 
 
 def _normal(*shape: int, seed: int) -> Tensor:
@@ -25,7 +25,7 @@ def _weights(scale: float = 1.0) -> list[nn.Parameter]:
 
 
 def _muon(params: list[nn.Parameter], **options: Any) -> Muon:
-    given = {"lr": 0.1, "weight_decay": 0.0, "adjust_lr_fn": "none", "orthogonalizer": WIDE}
+    given = {"lr": 0.1, "weight_decay": 0.0, "adjust_lr_fn": "none", **WIDE}
     return Muon(params, **{**given, **options})
 
 

@@ -1,6 +1,6 @@
 """Compare a live step with a dense reference computed beside it, and name what differs.
 
-`audit` asks for the next step; `Muon(audit=Audit(every=...))` asks every so many (`schedule`). `live` carries one audit
+`audit` asks for the next step; `Muon(audit_every=...)` asks every so many (`schedule`). `live` carries one audit
 out: it describes parameters anew, `dense` puts a matrix together from its holders, `reference` steps it in the live
 arithmetic and in exact one, `judge` compares and says what rounding explains, `naming` says what went wrong.
 """
@@ -42,8 +42,6 @@ def audit(optimizer: Any, samples: int = 8) -> PendingAudit:
         raise ValueError(f"samples={samples!r} must be a whole number, at least 1")
     host = optimizer.hosts.active
     if host is not None and host.in_parts:
-        raise ValueError(
-            "under DeepSpeed write Muon(..., audit=Audit(every=N)): it audits each set of groups that is stepped"
-        )
+        raise ValueError("under DeepSpeed write Muon(..., audit_every=N): it audits each set of groups that is stepped")
     optimizer.audits.asked = PendingAudit(samples)
     return optimizer.audits.asked  # type: ignore[no-any-return]

@@ -106,7 +106,7 @@ def weights_after(
 ) -> Tensor:  # (rows, cols), the weights' dtype
     """Weights after this update: decayed, updated and rounded as the step does it."""
     s, weights = a.settings, before.to(a.weights)
-    if a.choice.method == "torch" and a.rounding is None and s.weight_decay_mode == "decoupled":
+    if a.choice.method == "torch" and a.rounding is None and not s.cautious:
         update = update.to(weights.device, a.wire)
         if update.shape[0] > update.shape[1]:  # as its iteration returns it: half precision is added otherwise then
             update = update.mT.contiguous().mT
@@ -115,7 +115,7 @@ def weights_after(
     update = update.to(wide.device, wide.dtype)
     if s.weight_decay:
         decayed = wide * _decay_factor(s)
-        wide = torch.where(update * wide > 0, decayed, wide) if s.weight_decay_mode == "cautious" else decayed
+        wide = torch.where(update * wide > 0, decayed, wide) if s.cautious else decayed
     wide = wide.add(update, alpha=-s.lr * scale)
     if a.rounding is None:
         return wide.to(a.weights)
@@ -124,9 +124,7 @@ def weights_after(
 
 
 def _decay_factor(settings: Settings) -> float:
-    """The factor that weight decay takes to weights. KeyError for a mode that the audit does not know."""
-    by_lr = 1 - settings.lr * settings.weight_decay
-    return {"independent": 1 - settings.weight_decay, "decoupled": by_lr, "cautious": by_lr}[settings.weight_decay_mode]
+    return 1 - settings.lr * settings.weight_decay
 
 
 def recovered_update(
@@ -139,7 +137,7 @@ def recovered_update(
     """The update that a step applied, from the weights around it: (decayed before - after) / (lr * scale)."""
     alpha = settings.lr * scale
     decayed = (before * _decay_factor(settings)).sub_(after).div_(alpha)
-    if settings.weight_decay_mode != "cautious":
+    if not settings.cautious:
         return decayed
     # An element decays where update and weight agree in sign. At most one of the two readings is consistent with that.
     kept = (before - after).div_(alpha)

@@ -8,9 +8,7 @@ from typing import Literal
 
 from shardmuon.texts import table
 
-_UNJUDGED = (
-    "It is not judged; fp32 weights, Orthogonalizer(dtype=torch.float32), or method='standard' for 'gram', judge it."
-)
+_UNJUDGED = "It is not judged; fp32 weights, ns_dtype=torch.float32, or method='standard' for 'gram', judge it."
 
 
 # Every fault that an audit names, and what to do about it; docs/audit.md says what each is.
@@ -36,8 +34,8 @@ _REMEDIES = {
     "made",
     "orthogonalized_count": "A step must run once: after gradient accumulation, not in it",
     "orthogonalizer_wrong": "The orthogonalizer itself is wrong, or what it calls: run `shardmuon verify`, try another "
-    "`Orthogonalizer.method`, and look for what replaces torch's products",
-    "replica_drift": "Broadcast the weights of one rank; if each rank has its own (experts), set rank_local=True. "
+    "`method`, and look for what replaces torch's products",
+    "replica_drift": "Broadcast the weights of one rank; if each rank has its own (experts), write process_group=(). "
     "State alone differs where gradients did in an earlier step, or something else wrote to it",
     "results_swapped": "Results went to the wrong matrix: ranks list parameters in different orders, or the plan is "
     "wrong",

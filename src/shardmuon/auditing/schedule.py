@@ -21,7 +21,7 @@ class AuditError(RuntimeError):
 
 
 class AuditWarning(UserWarning):
-    """A finding of an audit, with Audit(action="warn")."""
+    """A finding of an audit, with audit_action="warn"."""
 
 
 class AuditSchedule:
@@ -33,8 +33,10 @@ class AuditSchedule:
         asked: What `audit()` asked for of the next step.
     """
 
-    def __init__(self, every: int | None = None, samples: int = 2, action: AuditAction = "raise") -> None:
-        self.every, self.samples, self.action = every, samples, action
+    samples = 2  # matrices compared each time in each group of ranks, others every time
+
+    def __init__(self, every: int | None = None, action: AuditAction = "raise") -> None:
+        self.every, self.action = every, action
         self.num_steps = 0
         self.num_audits = 0
         self.asked: PendingAudit | None = None

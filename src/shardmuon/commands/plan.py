@@ -11,7 +11,6 @@ import torch
 
 from shardmuon.foresight.hardware import names
 from shardmuon.foresight.report import plan
-from shardmuon.options import Storage
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             tokens_per_step=args.tokens_per_step,
             active_params=args.active_params,
             weights=_DTYPES[args.weights],
-            storage=Storage(momentum_dtype=_DTYPES.get(args.momentum, args.momentum)),
+            momentum_dtype=_DTYPES.get(args.momentum, args.momentum),
         )
         text = report.text(shutil.get_terminal_size((150, 0)).columns)
         if args.html is not None:

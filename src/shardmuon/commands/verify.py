@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from shardmuon.options import Orthogonalizer
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS
@@ -74,7 +73,7 @@ def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") ->
         fixed["weight_decay"] = 0.0
     dense, torches = list[Comparison](), list[Comparison]()
     for dtype in (torch.float32, torch.bfloat16):
-        dense += pool.run(compare_with_dense, layout, orthogonalizer=Orthogonalizer(dtype=dtype), **given, **fixed)
+        dense += pool.run(compare_with_dense, layout, ns_dtype=dtype, **given, **fixed)
         # at stage 0 DeepSpeed steps copies of half-precision weights, which is refused
         skipped = variant or (layout == "zero0" and dtype == torch.bfloat16)
         torches += [] if skipped else pool.run(compare_with_torch, layout, dtype=dtype, **given)

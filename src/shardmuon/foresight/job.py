@@ -18,7 +18,7 @@ from shardmuon.foresight.models import Model, Param, load_model, parameters_of
 from shardmuon.layout.table import ParamLayout, kept_layout
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
-from shardmuon.options import Exchange, Orthogonalizer, Storage
+from shardmuon.options import CONFIG_OPTIONS, MuonConfig
 from shardmuon.plan.items import Policy, Spec
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 from shardmuon.plan.plan import Plan, make_plan
@@ -87,11 +87,10 @@ def count(
         gpus_per_node: Ranks of a node.
         device: Kind of device: "cuda" or "cpu".
         weights: dtype of the model's parameters; gradients have it too, as `fully_shard` and DDP leave them.
-        machine: By whose rates buckets are chosen. Default: as a live job on such a device does. `Exchange.machine`
-            comes before.
+        machine: By whose rates buckets are chosen. Default: as a live job on such a device does.
         active_params: How many parameters work on one token. Default: all but embeddings; of models with experts only
             presets know it.
-        **options: Of `Muon`, such as ``exchange``, ``ns_steps`` or ``overrides``.
+        **options: Of `Muon`, such as ``method``, ``ns_steps`` or ``overrides``.
 
     Raises:
         ValueError: The model has no shapes, or the mesh does not fit it; says what to write.
@@ -105,12 +104,11 @@ def count(
     return job.exact(machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
 
 
-def _check(mesh: Mesh, storage: Storage) -> None:
+def _check(mesh: Mesh, config: MuonConfig) -> None:
     """Raise ValueError for what an engine cannot do."""
-    own_momentum = storage.momentum_dtype not in (None, torch.float32) or storage.momentum_device
-    if mesh.engine == "zero" and (own_momentum or storage.stochastic_rounding):
+    if mesh.engine == "zero" and config.stored():
         raise ValueError(
-            f"engine zero keeps fp32 momentum and weights itself, and refuses {storage!r}. Leave storage out "
+            f"engine zero keeps fp32 momentum and weights itself, and refuses {config.stored()}. Leave that out "
             "(--momentum of the command)"
         )
 
@@ -119,26 +117,22 @@ class _Planned:
     """A model on a mesh with the options of its optimizer."""
 
     def __init__(self, model: Model, mesh: Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]) -> None:
-        given = {"lr": 0.02, "exchange": Exchange(), "storage": Storage(), **options}
         self._model, self._mesh, self._device, self._weights = model, mesh, device, weights
-        self._orthogonalizer: Orthogonalizer = given.pop("orthogonalizer", Orthogonalizer())
-        self._exchange: Exchange = given["exchange"]
-        self._storage: Storage = given["storage"]
-        _check(mesh, self._storage)
+        self._config = MuonConfig(**{key: options[key] for key in CONFIG_OPTIONS if key in options})
+        _check(mesh, self._config)
         with warnings.catch_warnings():  # routing repeats its doubts when the job is built
             warnings.simplefilter("ignore")
-            self._groups = Muon(model.module, orthogonalizer=self._orthogonalizer, **given).param_groups
+            self._groups = Muon(model.module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(self._groups)
-        self._chooser = self._orthogonalizer.chooser()
-        self._wire = self._exchange.dtype, weights == torch.float64
+        self._chooser = self._config.chooser()
         self._views: dict[tuple[int, Ints], MatrixView] = {}
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # by group and layout
 
     def exact(self, machine: Machine) -> Exact:
         """The counts of the job."""
-        model, mesh, exchange = self._model, self._mesh, self._exchange
+        model, mesh = self._model, self._mesh
         params = parameters_of(self._groups, model.module)
-        policy = Policy(exchange.bucket_bytes, exchange.machine or machine)
+        policy = Policy(self._config.bucket_bytes, machine)
         units = make_units(params, mesh, self._view_of)
         plans = [make_plan([self._spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
         shares: dict[int, list[RankClass]] = {}
@@ -162,9 +156,7 @@ class _Planned:
             {
                 "device": self._device,
                 "weights": str(self._weights).removeprefix("torch."),
-                "orthogonalizer": repr(self._orthogonalizer),
-                "exchange": repr(exchange),
-                "storage": repr(self._storage),
+                **{key: str(value) for key, value in self._config.changed().items()},
             },
             6 * model.active,
         )
@@ -181,7 +173,7 @@ class _Planned:
         key, settings = (param.group, layout), self._options[param.group]
         if key not in self._specs:
             assert settings is not None, "a group of matrices"
-            if self._storage.momentum_dtype == "int8":
+            if self._config.momentum_dtype == "int8":
                 check_blocks(param.name, layout)
 
             def kept_of(stage: Stage) -> ParamLayout:
@@ -189,7 +181,8 @@ class _Planned:
                 return kept_layout(layout, kept_view(layout.view, numbers), place)
 
             device = torch.device(self._device)
-            self._specs[key] = make_spec(param.name, layout, settings, device, self._chooser, self._wire, kept_of)
+            doubles = self._weights == torch.float64
+            self._specs[key] = make_spec(param.name, layout, settings, device, self._chooser, doubles, kept_of)
         return self._specs[key]._replace(name=param.name)
 
     def _shares(self, unit: Unit, plan: Plan) -> Iterable[RankClass]:
@@ -201,7 +194,7 @@ class _Planned:
 
     def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> Stored:
         """Bytes that a rank keeps of so many elements, and scales of 8-bit momentum."""
-        size, momentum = self._weights.itemsize, self._storage.momentum_dtype
+        size, momentum = self._weights.itemsize, self._config.momentum_dtype
         if self._mesh.engine == "zero":
             stepped = 4 * (muon + adamw)
             return Stored(size * weights, stepped, 4 * muon, 8 * adamw, stepped)

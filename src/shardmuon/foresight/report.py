@@ -42,7 +42,7 @@ def plan(
         tokens_per_step: Tokens of a training step on all ranks, to tell the optimizer's share of it.
         active_params: How many parameters work on one token, of a model with experts that is no preset.
         weights: dtype of the model's parameters and gradients.
-        **options: Of `Muon`, such as ``exchange``, ``storage`` or ``ns_steps``.
+        **options: Of `Muon`, such as ``method``, ``momentum_dtype`` or ``ns_steps``.
 
     Returns:
         A report: `print` it, `report.write_html(path)`, `report.price.step`, `report.exact`.

@@ -29,7 +29,7 @@ from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines import engine_for
-from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, names_of
+from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, is_own, names_of
 from shardmuon.layout.grid import union
 from shardmuon.layout.table import ParamLayout
 from shardmuon.options import SETS, refuse_sets
@@ -54,7 +54,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: An optimizer, some of its `param_groups`, a module, parameters or named parameters. Only groups can
-            say ``rank_local``, and over which `process_group` or `tp_group` their plain tensors lie; prefer them.
+            say over which `process_group` or `tp_group` their plain tensors lie, () for none; prefer them.
         max_norm: What the norm may be at most.
         norm_type: p > 0 of the p-norm; inf for the largest absolute value.
         error_if_nonfinite: Raise if the norm is inf or nan. Otherwise gradients are multiplied with 0 or nan, as torch
@@ -134,7 +134,7 @@ def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
 Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
 _ALIGN = 1  # presence bit: gradients to redistribute first
-_OPTIONS = ("rank_local", "process_group", "tp_group")
+_OPTIONS = ("process_group", "tp_group")
 
 
 def _listed_of(source: Source, fault: Fault) -> list[Listed]:
@@ -191,11 +191,11 @@ class _BoundGradients(Agreed):
             self.lines.append(f"{one.identity} {layout.view.shape}")
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
-            if len(layout.ranks) == 1 and not one.group["rank_local"]:
+            if len(layout.ranks) == 1 and not is_own(one.group):
                 self.loose.add(number)
             elif len(layout.ranks) == 1 and beyond is None and len(table.component) < num_ranks():
                 raise ValueError(
-                    f"{one.name}: rank_local=True says that each rank has its own, so the norm must be summed over "
+                    f"{one.name}: process_group=() says that each rank has its own, so the norm must be summed over "
                     "ranks. Pass clip_grad_norm_(..., process_group=) the group of all ranks that have some"
                 )
         sharers = union(self.sets)
@@ -360,8 +360,8 @@ class _Clipping(TableCall[_BoundGradients]):
                 named = f"{loose[0]} and {len(loose) - 1} others" if len(loose) > 1 else "".join(loose) or "none here"
                 raise Refused(
                     f"the gradients of plain tensors ({named}) differ between ranks {ranks}. If they are replicas, "
-                    "average the gradients first; if each rank has its own (experts), say rank_local=True in their "
-                    "group, or pass clip_grad_norm_(..., process_group=) a group that contains all of these ranks"
+                    "average the gradients first; if each rank has its own (experts), write process_group=() in "
+                    "their group, or pass clip_grad_norm_(..., process_group=) a group that contains all of these ranks"
                 )
         replicas = {theirs.print: theirs.loose for theirs in everyone.values()}
         return combine([*(theirs.own for theirs in everyone.values()), *replicas.values()], self.norm_type)

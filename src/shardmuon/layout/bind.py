@@ -304,8 +304,8 @@ def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> Non
             raise Unlike(
                 f"{one.listed.name}: ranks {first} and {rank} should hold replicas ({one.claim.text}) but their "
                 "values differ. Broadcast the weights first; if each rank has its own (experts), put it in a group "
-                "with rank_local=True; if they are shards over a tp_group, write param.tensor_model_parallel, "
-                "param.partition_dim = True, <the dim that is cut>"
+                "with process_group=(), tp_group=(); if they are shards over a tp_group, write "
+                "param.tensor_model_parallel, param.partition_dim = True, <the dim that is cut>"
             )
 
 

@@ -84,9 +84,8 @@ def matrix_view(
     shape: Sequence[int],
     *,
     view: _ViewKind = "auto",
-    split_sizes: Sequence[int] | None = None,
+    split_sizes: Sequence[int] | int | None = None,
     split_groups: int = 1,
-    num_heads: int | None = None,
     transposed: bool = False,
 ) -> MatrixView:
     """Say which matrices a tensor of this global shape holds.
@@ -98,11 +97,10 @@ def matrix_view(
             or more dims as one (shape[0], rest) matrix. A 3-D tensor must say which: experts and a 1-D convolution's
             kernel look alike.
         split_sizes: Row counts of blocks that are matrices of their own (fused q, k, v; gate and up). In a stack the
-            split is made inside each expert.
+            split is made inside each expert. A whole number: so many equal blocks (one per head).
         split_groups: The rows are this many repeats of `split_sizes`; block j of all repeats together forms one
             matrix. Grouped-query attention stored as query groups of (q, k, v) rows is
             `split_sizes=(q_rows, k_rows, v_rows), split_groups=num_query_groups`.
-        num_heads: Equal row blocks, each a matrix of its own (one per head).
         transposed: The transpose of the map is stored (inputs first, as in `x @ W`): matrices are read turned round,
             and the rows that the options above split are columns as they are stored.
 
@@ -119,12 +117,10 @@ def matrix_view(
     if isinstance(split_sizes, (set, frozenset)):
         raise ValueError(f"split_sizes={split_sizes} has no order, and blocks lie one after the other. Write a tuple")
     dims = tuple(int(size) for size in shape)
-    sizes = None if split_sizes is None else tuple(int(size) for size in split_sizes)
-    is_split = sizes is not None or num_heads is not None
-    split_dim = 1 if transposed and is_split else 0  # of a matrix as it is stored
+    split_dim = 1 if transposed and split_sizes is not None else 0  # of a matrix as it is stored
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
-    blocks, groups = _blocks_of((height, cols), split_dim, sizes, split_groups, num_heads)
+    blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)
     if len(blocks) == 1:  # repeats of one block are that side as it is
         blocks, groups = (blocks[0] * groups,), 1
     refined_dim = of_rows + split_dim if groups > 1 else -1
@@ -207,24 +203,24 @@ def _block(
 def _blocks_of(
     size_of: tuple[int, int],  # rows and columns, as they are stored
     split_dim: int,
-    split_sizes: Ints | None,
+    given: Sequence[int] | int | None,
     split_groups: int,
-    num_heads: int | None,
 ) -> tuple[Ints, int]:
     """Sizes of the blocks of one repeat, and the number of repeats."""
     height, what = size_of[split_dim], ("row", "column")[split_dim]
-    if num_heads is not None:
-        if split_sizes is not None or split_groups != 1:
-            raise ValueError("num_heads and split_sizes exclude each other: write one of them")
-        if num_heads < 1 or height % num_heads:
-            raise ValueError(f"num_heads={num_heads} does not divide the {height} {what}s")
-        return (height // num_heads,) * num_heads, 1
     if split_groups < 1:
         raise ValueError(f"split_groups={split_groups} must be at least 1")
-    if split_sizes is None:
+    if isinstance(given, int):
+        if split_groups != 1:
+            raise ValueError(f"split_sizes={given} means equal blocks, which split_groups={split_groups} cannot repeat")
+        if given < 1 or height % given:
+            raise ValueError(f"split_sizes={given} does not divide the {height} {what}s")
+        return (height // given,) * given, 1
+    if given is None:
         if split_groups != 1:
             raise ValueError(f"split_groups={split_groups} needs split_sizes, the {what} counts of one repeat")
         return (height,), 1
+    split_sizes = tuple(int(size) for size in given)
     if not split_sizes or min(split_sizes) < 1:
         raise ValueError(f"split_sizes={split_sizes} must be positive {what} counts")
     if sum(split_sizes) * split_groups != height:

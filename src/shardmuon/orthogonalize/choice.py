@@ -59,7 +59,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """The method and dtype of `Orthogonalizer`.
+    """The method and dtype of products that an optimizer asks for.
 
     Attributes:
         method: "auto", or that of all matrices.
@@ -82,7 +82,7 @@ class Chooser:
         place = task.device.type
         if place == "cpu":
             place = f"CPUs {'with' if cpu_has_bf16_matmul() else 'without'} bfloat16 products"
-        why = f"the default of {found.method} on {place}" if self.dtype is None else "by Orthogonalizer.dtype"
+        why = f"the default of {found.method} on {place}" if self.dtype is None else "by ns_dtype"
         reasons = filter(None, (found.reason, f"products in {_name(found.dtype)}, {why}"))
         return replace(found, reason="; ".join(reasons))
 

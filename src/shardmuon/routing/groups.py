@@ -23,6 +23,7 @@ from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.options import (
     ADAMW_DEFAULTS,
+    ELSEWHERE,
     GROUP_OPTIONS,
     ONLY_MUON,
     PLACE_OPTIONS,
@@ -144,7 +145,7 @@ def param_groups(
             None: the optimizer's.
         overrides: (pattern, choice) pairs; the first that matches wins. A pattern is a glob over parameter names or a
             predicate (name, parameter, module) -> bool. A choice is "muon", "adamw" or a dict of group options, such as
-            ``{"use_muon": True, "num_heads": 8, "lr": 3e-4}``; without ``use_muon`` it leaves the routing as it is.
+            ``{"use_muon": True, "split_sizes": 8, "lr": 3e-4}``; without ``use_muon`` it leaves the routing as it is.
         tp_group: The tensor-parallel process group over which plain parameters are cut, see docs/tensor_parallel.md.
 
     Returns:
@@ -316,7 +317,7 @@ def parse_overrides(overrides: Overrides | None) -> list[Rule]:
         if not (isinstance(pair, tuple) and len(pair) == 2 and (isinstance(pair[0], str) or callable(pair[0]))):
             raise TypeError(
                 f"overrides must be pairs (name pattern or predicate, choice), found {pair!r}. "
-                'Write overrides={"*.qkv.weight": {"num_heads": 8}}'
+                'Write overrides={"*.qkv.weight": {"split_sizes": 8}}'
             )
         pattern, choice = pair
         label = repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
@@ -324,6 +325,8 @@ def parse_overrides(overrides: Overrides | None) -> list[Rule]:
         if not isinstance(options, Mapping):
             raise ValueError(f"override {label}: {choice!r} is not 'muon', 'adamw' or a dict of group options")
         unknown = next((key for key in options if key not in GROUP_OPTIONS), None)
+        if unknown in ELSEWHERE:
+            raise ValueError(f"override {label}: {unknown} {ELSEWHERE[unknown]}")
         if unknown is not None:
             raise ValueError(
                 f"override {label}: there is no group option {unknown!r}{did_you_mean(unknown, GROUP_OPTIONS)}. "
@@ -410,8 +413,8 @@ def _check_usable(w: RoutedParam) -> None:
 
 def _muon_options(w: RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
     """The group options of a matrix parameter, and the sizes of its matrices. Raises with the parameter's name."""
-    view, defaults = {**VIEW_DEFAULTS, **w.role.view}, VIEW_DEFAULTS.items()
-    splits = ("split_sizes", "split_groups", "num_heads")
+    view = {**VIEW_DEFAULTS, **w.role.view}
+    splits = ("split_sizes", "split_groups")
     if any(key in w.given for key in splits):  # they replace the splits that the module's type has by default
         view |= {key: VIEW_DEFAULTS[key] for key in splits}
     view |= {key: w.given[key] for key in VIEW_DEFAULTS if key in w.given}
@@ -419,6 +422,8 @@ def _muon_options(w: RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, An
         matrices = matrix_view(w.shape, **view).matrices
     except ValueError as wrong:
         raise ValueError(f"{w.name} ({w.reason}): {wrong}") from None
-    view["split_sizes"] = view["split_sizes"] and tuple(view["split_sizes"])
-    options = {key: value for key, value in {**muon, **w.given, **view}.items() if (key, value) not in defaults}
-    return options, tuple((matrix.rows, matrix.cols) for matrix in matrices)
+    if isinstance(view["split_sizes"], list):  # groups are compared by their options
+        view["split_sizes"] = tuple(view["split_sizes"])
+    given = {key: value for key, value in w.given.items() if key not in VIEW_DEFAULTS}
+    changed = {key: value for key, value in view.items() if value != VIEW_DEFAULTS[key]}
+    return {**muon, **given, **changed}, tuple((matrix.rows, matrix.cols) for matrix in matrices)

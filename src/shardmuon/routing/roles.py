@@ -218,7 +218,7 @@ def _convolution(place: Place, shape: Ints) -> Role:
     if groups > 1 and num_inputs == 1:
         return Role("entries", "depthwise convolution", {"view": "flatten"})
     # channels of two groups never meet: each group is a map of its own
-    view: dict[str, Any] = {"view": "flatten", "num_heads": groups} if groups > 1 else {"view": "flatten"}
+    view: dict[str, Any] = {"view": "flatten", "split_sizes": groups} if groups > 1 else {"view": "flatten"}
     matrix = matrix_view(shape, **view).matrices[0]
     if min(matrix.rows, matrix.cols) == 1:
         return Role("entries", f"{num_text(groups, 'vector')} ({matrix.rows}x{matrix.cols})", view)

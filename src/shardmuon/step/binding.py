@@ -208,7 +208,7 @@ def listed_of(
                 with about(name):
                     refuse_flat(p)
             elif takes_part(p):
-                text = f"{settings.alike} {whole} weights={p.dtype} products={_products(chooser, p.device)}"
+                text = f"{settings.batch} {whole} weights={p.dtype} products={_products(chooser, p.device)}"
                 found.append(Listed(name, name if named else "", p, group, settings.view, text))
     return found
 
@@ -218,7 +218,7 @@ def chooser_of(groups: Sequence[Group], config: MuonConfig) -> Chooser:
     an engine keeps parameters on the CPU; None: that of the parameters."""
     muon = (p for group in groups if group["use_muon"] for p in group["params"])
     homes = (home for home in map(offloaded_from, muon) if home is not None)
-    return replace(config.orthogonalizer.chooser(), device=next(homes, None))
+    return replace(config.chooser(), device=next(homes, None))
 
 
 def _products(chooser: Chooser, device: torch.device) -> torch.dtype:
@@ -258,7 +258,6 @@ def bound(
     chooser: Chooser,
     keeper: Keeper,
 ) -> Binding:
-    exchange = config.exchange
     notes = tuple(dict.fromkeys(_notes(table, chooser)))
     of_group = {id(group): number for number, group in enumerate(groups)}
     members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
@@ -270,13 +269,13 @@ def bound(
         assert of_member is not None, "a group of matrices"
         settings.append(of_member)
         doubles = param.dtype == torch.float64
-        spec = make_spec(one.name, layout, of_member, param.device, chooser, (exchange.dtype, doubles), kept)
+        spec = make_spec(one.name, layout, of_member, param.device, chooser, doubles, kept)
         members.append(Member(param, number, one.name, one.identity, engine, engine.signature(param)))
         if keeper.dtype == "int8":
             check_blocks(one.name, layout)
         specs.append(spec)
-    machine, alike = exchange.machine or machine_of(table.stamps.values()), len(set(table.stamps.values())) < 2
-    plan = make_plan(specs, Policy(exchange.bucket_bytes, machine, each=alike))
+    machine, alike = machine_of(table.stamps.values()), len(set(table.stamps.values())) < 2
+    plan = make_plan(specs, Policy(config.bucket_bytes, machine, each=alike))
     plan = replace(plan, notes=(*plan.notes, *notes))
     planned = ["" if of_options is None else of_options.planned for of_options in options]
     return Binding(rank, table, plan, tuple(members), settings, planned, chooser.device)
@@ -294,14 +293,8 @@ def _kept_layout(
     return known[key]
 
 
-Wire = tuple[torch.dtype | None, bool]  # `Exchange.dtype`, and True for a parameter of fp64
-
-
-def _itemsize(choice: Choice, chooser: Chooser, wire: Wire) -> int:
-    """Bytes per element of wires of matrices that are orthogonalized so."""
-    dtype, doubles = wire
-    if dtype is not None:
-        return dtype.itemsize
+def _itemsize(choice: Choice, chooser: Chooser, doubles: bool) -> int:
+    """Bytes per element of wires of matrices that are orthogonalized so. `doubles`: the parameter is of fp64."""
     if doubles or chooser.dtype == torch.float64:
         return 8  # fp64 gradients may lie outside the range of fp32
     return 2 if is_narrow(choice) else 4
@@ -313,7 +306,7 @@ def make_spec(
     settings: Settings,
     device: torch.device,
     chooser: Chooser,
-    wire: Wire,
+    doubles: bool,
     kept_of: Callable[[Stage], ParamLayout],
 ) -> Spec:
     """One parameter as the planner sees it.
@@ -324,7 +317,7 @@ def make_spec(
         settings: Settings of its group.
         device: Device of the parameter.
         chooser: The optimizer's chooser.
-        wire: What was asked of its wires.
+        doubles: True for a parameter of fp64.
         kept_of: A stage that keeps anything -> who keeps what.
     """
     made: dict[tuple[int, int], tuple[Any, ...]] = {}
@@ -332,7 +325,7 @@ def make_spec(
     for shape in dict.fromkeys(shapes):
         task = Task(*shape, settings.coefficients, chooser.device or device)
         choice = chooser.choice(task)
-        size = _itemsize(choice, chooser, wire)
+        size = _itemsize(choice, chooser, doubles)
         made[shape] = str(choice), work(choice, *task), size, choice.reason
     columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4
     hows, costs, sizes, reasons = columns
@@ -345,7 +338,7 @@ def check_blocks(name: str, layout: ParamLayout) -> None:
     for rank, found in tiles_cut(layout):
         raise Unlike(
             f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds {found}, which "
-            "cuts such a block in two. Write Storage(momentum_dtype=torch.bfloat16), or cut the columns at multiples "
+            "cuts such a block in two. Write momentum_dtype=torch.bfloat16, or cut the columns at multiples "
             f"of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"
         )
 

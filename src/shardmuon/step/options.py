@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, cast
 
@@ -28,9 +28,8 @@ from shardmuon.options import (
     MUON_OPTIONS,
     ONLY_MUON,
     PLACE_OPTIONS,
-    VIEW_OPTIONS,
+    VIEW_DEFAULTS,
     LrScale,
-    WeightDecayMode,
     check_hyperparameters,
     check_keys,
     lr_scale,
@@ -40,13 +39,14 @@ from shardmuon.options import (
 )
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.step.kept import loaded_over
-from shardmuon.variants import Stages, stages_of, stages_text
+from shardmuon.variants import CAUTIOUS, Stages, names_in, stages_of, stages_text
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 
-_ALIKE = ("use_muon", "rank_local")
 _READ = (
-    *dict.fromkeys((*_ALIKE, *VIEW_OPTIONS, *PLACE_OPTIONS)),
+    "use_muon",
+    *VIEW_DEFAULTS,
+    *PLACE_OPTIONS,
     "lr",
     "weight_decay",
     *MUON_OPTIONS,
@@ -89,46 +89,39 @@ class Settings:
     Attributes:
         lr: Learning rate; `given_lr` as the group has it, which may be a tensor.
         coefficients: (a, b, c) of each Newton-Schulz step.
+        cautious: Weights decay only where that does not work against the update.
         stages: Stages of its variant.
         scales: Factor on the learning rate by the shape of a matrix.
         view: How its parameters are read as matrices.
-        alike: Text of what ranks must have alike when a plan is made, besides `view`.
+        batch: Text of the options that the matrices of a batch must share, and ranks when a plan is made.
         planned: Text of what a plan is made for: that, `view`, and this rank's process groups.
     """
 
     lr: float
+    given_lr: float | Tensor
     weight_decay: float
     momentum: float
     nesterov: bool
     coefficients: Triples
     adjust_lr_fn: LrScale
-    weight_decay_mode: WeightDecayMode
+    cautious: bool
     stages: Stages
-    given_lr: float | Tensor = field(compare=False)
-    scales: Scales = field(compare=False)
-    view: Mapping[str, Any] = field(compare=False)
-    alike: str = field(compare=False)
-    planned: str = field(compare=False)
+    scales: Scales
+    view: Mapping[str, Any]
+    batch: str
+    planned: str
 
     @cached_property
     def text(self) -> str:
         """Text of the settings, equal on ranks that do the same; names a callable instead of printing its address."""
-        said = {one.name: str(getattr(self, one.name)) for one in fields(self) if one.compare}
-        if isinstance(self.given_lr, Tensor) and self.given_lr.dtype != torch.float64:  # which counts as a float
-            said["lr"] += f" ({self.given_lr.dtype})"
-        if callable(self.adjust_lr_fn):
-            function = getattr(self.adjust_lr_fn, "__wrapped__", self.adjust_lr_fn)  # see `settings_of`
-            said["adjust_lr_fn"] = getattr(function, "__qualname__", type(function).__name__)
-        return " ".join(f"{name}={text}" for name, text in said.items())
-
-    @cached_property
-    def batch(self) -> str:
-        """Text of the options that the matrices of a batch must share."""
-        return _batch_text(self.coefficients, self.stages)
-
-
-def _batch_text(coefficients: Triples, stages: Stages) -> str:
-    return f"{coefficients!r} {stages_text(stages)}".rstrip()
+        function: Any = getattr(self.adjust_lr_fn, "__wrapped__", self.adjust_lr_fn)  # see `settings_of`
+        scale = getattr(function, "__qualname__", type(function).__name__) if callable(function) else function
+        kind = self.given_lr.dtype if isinstance(self.given_lr, Tensor) else torch.float64  # which counts as a float
+        return (
+            f"lr={self.lr}{'' if kind == torch.float64 else f' ({kind})'} weight_decay={self.weight_decay} "
+            f"momentum={self.momentum} nesterov={self.nesterov} coefficients={self.coefficients} adjust_lr_fn={scale} "
+            f"cautious={self.cautious} stages={self.stages}"
+        )
 
 
 def settings_of(group: Group) -> Settings:
@@ -136,22 +129,21 @@ def settings_of(group: Group) -> Settings:
     function, view, stages = group["adjust_lr_fn"], view_options(group), stages_of(group)
     function = cache(function) if callable(function) else function
     coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
-    batch = _batch_text(coefficients, stages).replace(" ", "")
-    alike = " ".join([*(f"{key}={group.get(key)!r}" for key in _ALIKE), batch])
+    batch = f"{coefficients} {stages_text(stages)}".replace(" ", "")
     return Settings(
         lr=float(group["lr"]),
+        given_lr=group["lr"],
         weight_decay=float(group["weight_decay"]),
         momentum=float(group["momentum"]),
         nesterov=bool(group["nesterov"]),
         coefficients=coefficients,
         adjust_lr_fn=function,
-        weight_decay_mode=group["weight_decay_mode"],
+        cautious=CAUTIOUS in names_in(group["variant"]),
         stages=stages,
-        given_lr=group["lr"],
         scales=Scales(function),
         view=view,
-        alike=alike,
-        planned=f"{alike} {view} {[group.get(key) for key in PLACE_OPTIONS]}",
+        batch=batch,
+        planned=f"{batch} {view} {[group.get(key) for key in PLACE_OPTIONS]}",
     )
 
 
@@ -181,21 +173,16 @@ class OptionsReader:
         Raises:
             ValueError: An option has no meaning; with the group's number.
         """
-        kept: list[tuple[tuple[object, ...], Settings | None]] = []
-        found: list[Settings | None] = []
-        for index, group in enumerate(groups):
-            said = tuple(map(group.get, _READ))
-            if list in map(type, said):
-                said = _copied(said)
-            # tensors change in place, and what a function says may
-            anew = not _LASTING.issuperset(map(type, said))
-            if anew or index >= len(self._kept) or self._kept[index][0] != said:
-                kept.append((said, _checked(index, group)))
-            else:
-                kept.append(self._kept[index])
-            found.append(kept[-1][1])
-        self._kept = kept
-        return found
+        self._kept = [self._read(index, group) for index, group in enumerate(groups)]
+        return [settings for _, settings in self._kept]
+
+    def _read(self, index: int, group: Group) -> tuple[tuple[object, ...], Settings | None]:
+        said = tuple(map(group.get, _READ))
+        if list in map(type, said):
+            said = _copied(said)
+        # tensors change in place, and what a function says may
+        lasting = index < len(self._kept) and _LASTING.issuperset(map(type, said))
+        return self._kept[index] if lasting and self._kept[index][0] == said else (said, _checked(index, group))
 
 
 def _copied(values: Sequence[Any]) -> tuple[object, ...]:

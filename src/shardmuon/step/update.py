@@ -50,7 +50,7 @@ from shardmuon.layout.pieces import Patch, Tile
 from shardmuon.layout.views import Ints, MatrixView, row_major
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.momentum.stores import BLOCK, Rounding, Stream, round_patch, step_stored_
-from shardmuon.options import ADAMW_DEFAULTS, WeightDecayMode
+from shardmuon.options import ADAMW_DEFAULTS
 from shardmuon.orthogonalize import default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.gram import FiniteWatch
@@ -552,14 +552,14 @@ def apply_results(
         if first in work.rounding and work.rounding[first].weights is not None:
             streams = (cast("Stream", work.rounding[side.params[i]].weights) for i in places)
             rounded = [partial(round_patch, stream, side.patches[i]) for stream, i in zip(streams, places, strict=True)]
-        elif like_torch and s.weight_decay_mode == "decoupled":
+        elif like_torch and not s.cautious:
             for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
                 apply_like_torch_(
                     w, u, s.given_lr, s.scales[shape], side.patches[i], shape, weight_decay=s.weight_decay
                 )
             continue
         alphas = [s.lr * s.scales[shape] for shape in shapes]
-        apply_(chosen, added, alphas, s.lr, s.weight_decay, s.weight_decay_mode, rounded)
+        apply_(chosen, added, alphas, s.lr, s.weight_decay, s.cautious, rounded)
 
 
 # -------------------------------------------------------------------------------------------------------- Muon's rules
@@ -625,20 +625,16 @@ def apply_(
     alphas: Sequence[float],  # lr * scale of each view's matrix
     lr: float,
     weight_decay: float,
-    mode: WeightDecayMode,
+    cautious: bool,
     rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,  # fp32 -> half precision; default: to nearest
 ) -> None:
-    """W <- decayed W - alpha * O for each view.
-
-    decoupled   W (1 - lr * wd)                      AdamW's; torch.optim.Muon's
-    independent W (1 - wd)                           not scaled by lr
-    cautious    W (1 - lr * wd) where O * W > 0      elsewhere W: decay never works against the update
-    """
+    """W <- (1 - lr * wd) W - alpha * O for each view. `cautious`: W decays only where O * W > 0, so that decay never
+    works against the update."""
     half = params[0].dtype in _HALVES
-    factor = 1 - (weight_decay if mode == "independent" else lr * weight_decay)
+    factor = 1 - lr * weight_decay
     for stored, given in [(params, updates)] if rounded else in_cache(params, updates):
         weights = foreach_to(stored, stored, torch.float32) if half else stored
-        if weight_decay and mode == "cautious":
+        if weight_decay and cautious:
             for w, update in zip(weights, given, strict=True):
                 decay_agreeing_(w, update * w, factor)
         elif weight_decay:

@@ -17,12 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
-from shardmuon import Orthogonalizer
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import Traffic
 from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
-from shardmuon.options import OPTION_OBJECTS
 from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, Run, ZeroRun
 from shardmuon.testing.layouts import (
     LAYOUTS,
@@ -71,13 +69,13 @@ def compare_with_dense(layout: str, **given: Any) -> Comparison:
         layout: A row of `LAYOUTS`, or of a framework.
         given: As of `_compare`, and options of Muon.
     """
-    return _compare(layout, _dense_steps, **{"orthogonalizer": Orthogonalizer(method="standard"), **given})
+    return _compare(layout, _dense_steps, **{"method": "standard", **given})
 
 
 def compare_with_torch(layout: str, **given: Any) -> Comparison:
     """Compare a sharded model with torch.optim.Muon, which is given every logical matrix as a parameter of its own. All
     ranks call. Arguments are those of `compare_with_dense`."""
-    return _compare(layout, _torch_steps, orthogonalizer=Orthogonalizer(method="torch"), **given)
+    return _compare(layout, _torch_steps, method="torch", **given)
 
 
 def _compare(
@@ -123,7 +121,7 @@ def _compare(
     full, grads = run.start(full), [run.gradients(draw()) for _ in range(steps)]
     key = ""
     if remember:
-        simple = (bool, int, float, str, torch.dtype, type(None), *OPTION_OBJECTS.values())
+        simple = (bool, int, float, str, torch.dtype, type(None))
         assert all(isinstance(value, simple) for value in options.values()), f"cannot remember {options}"
         key = repr((steps_of.__name__, kind, cases, dtype, steps, seed, options))
     reference = _REMEMBERED.get(key) or list(steps_of(cases, options, full, grads))
@@ -179,7 +177,7 @@ def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
     """torch.optim.Muon on one 2-D parameter per logical matrix."""
     cut = {name: partial(cut_matrices, case.view) for name, case in cases.items()}
     matrices = {name: [nn.Parameter(m.clone()) for m in cut[name](t)] for name, t in full.items()}
-    theirs = {key: value for key, value in options.items() if key != "orthogonalizer"}
+    theirs = {key: value for key, value in options.items() if key != "method"}
     optimizer = torch.optim.Muon([p for of_tensor in matrices.values() for p in of_tensor], **theirs)
 
     def joined(name: str, values: Sequence[Tensor]) -> Tensor:

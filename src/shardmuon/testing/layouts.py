@@ -427,7 +427,7 @@ PARAMS: dict[str, ParamCase] = {
     "odd_experts": ParamCase((5, 7, 4), "a stack that does not", {"view": "stack"}),
     "gate_up": ParamCase((26, 9), "two blocks that end inside shards", {"split_sizes": (13, 13)}),
     "qkv": ParamCase((24, 10), "2 query groups of (8, 2, 2) rows", {"split_sizes": (8, 2, 2), "split_groups": 2}),
-    "heads": ParamCase((21, 8), "heads that end inside shards", {"num_heads": 7}),
+    "heads": ParamCase((21, 8), "heads that end inside shards", {"split_sizes": 7}),
     "expert_gate_up": ParamCase((4, 10, 6), "blocks inside experts", {"view": "stack", "split_sizes": (5, 5)}),
     "conv": ParamCase((10, 4, 3, 3), "a kernel, flattened"),
     "in_out": ParamCase((21, 34), "stored transposed; nothing divides", {"transposed": True}),

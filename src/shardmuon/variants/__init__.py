@@ -6,7 +6,7 @@ weights), and at one place in the order in which they are written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardmuon.variants.base import AfterStage, BeforeStage, Stage, WeightStage, scaled_
@@ -21,22 +21,23 @@ class Variant(NamedTuple):
     """A row of the table.
 
     Attributes:
-        stages: Options of a group, rows of `VARIANT_OPTIONS` -> its stages.
+        stages: Its stages.
         decays: True if weight decay has a meaning beside it.
     """
 
-    stages: Callable[[Mapping[str, Any]], Stages]
+    stages: Stages
     decays: bool = True
 
 
+CAUTIOUS = "cautious"  # no stage, but another decay of weights: `apply_` of step/update.py
 VARIANTS: dict[str, Variant] = {
-    "muon_eq": Variant(lambda options: (MuonEq(),)),
-    "normuon": Variant(lambda options: (NorMuon(float(options["beta2"])),)),
-    "hyperball": Variant(lambda options: (HyperballUpdate(), HyperballWeight()), decays=False),
+    "muon_eq": Variant((MuonEq(),)),
+    "normuon": Variant((NorMuon(),)),
+    "hyperball": Variant((HyperballUpdate(), HyperballWeight()), decays=False),
+    CAUTIOUS: Variant(()),
 }
-VARIANT_OPTIONS: dict[str, float] = {"beta2": 0.95}  # keys of a group that variants read, with their defaults
 
-_STAGES = [stage for row in VARIANTS.values() for stage in row.stages(VARIANT_OPTIONS)]
+_STAGES = [stage for row in VARIANTS.values() for stage in row.stages]
 KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # all names of state that any stage has
 WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # of these, norms of weights
 _ALL = ", ".join(map(repr, VARIANTS))
@@ -65,8 +66,16 @@ def names_in(variant: str | None) -> tuple[str, ...]:
 
 def check_variant(group: Mapping[str, Any]) -> None:
     """Raise ValueError, without the group, for a variant that has no meaning."""
-    for name in names_in(group.get("variant")):
-        if not VARIANTS[name].decays and float(group.get("weight_decay", 0.0)) != 0.0:
+    names = names_in(group.get("variant"))
+    for name in names:
+        if VARIANTS[name].decays:
+            continue
+        if CAUTIOUS in names:
+            raise ValueError(
+                f"variant={group['variant']!r}: {name!r} keeps the norm of weights, which do not decay then, "
+                f"cautiously or not. Leave {CAUTIOUS!r} out"
+            )
+        if float(group.get("weight_decay", 0.0)) != 0.0:
             raise ValueError(
                 f"variant={group['variant']!r}: {name!r} keeps the norm of weights, so weight_decay="
                 f"{group['weight_decay']!r} would do nothing but turn them. Write weight_decay=0.0"
@@ -79,8 +88,7 @@ def stages_of(group: Mapping[str, Any]) -> Stages:
     Raises:
         ValueError: See `names_in`.
     """
-    options = {**VARIANT_OPTIONS, **group}
-    found = [stage for name in names_in(group.get("variant")) for stage in VARIANTS[name].stages(options)]
+    found = [stage for name in names_in(group.get("variant")) for stage in VARIANTS[name].stages]
     places = (BeforeStage, AfterStage, WeightStage)
     return tuple(stage for place in places for stage in found if isinstance(stage, place))
 
@@ -97,9 +105,9 @@ def stages_text(stages: Stages) -> str:
 
 
 __all__ = [
+    "CAUTIOUS",
     "KEPT_KEYS",
     "VARIANTS",
-    "VARIANT_OPTIONS",
     "WEIGHT_NORMS",
     "AfterStage",
     "BeforeStage",

@@ -19,24 +19,20 @@
     share what they keep.
 
 [Note: to add one]
-    1. A file here: a frozen dataclass that derives from `BeforeStage`, `AfterStage` or `WeightStage`. Its fields are
-       its options; its docstring has the formula, the source, and what differs from that. An `AfterStage` multiplies
-       matrices, or lines along their longer side: rows of tall matrices, columns of wide ones. A rule for the rows of
-       every matrix needs this kind of lines first: `Norms` (norms.py) and `scaled_` choose by rows >= cols; and as
-       norms of lines of one kind do not follow from those of the other, let `scaled_` below read and scale once for
-       each run of stages whose lines are of one kind.
-    2. A row at the end of `VARIANTS` (variants/__init__.py): the name that users write, and a function from a group's
-       options to the stages. A variant may have several (scale the update at the owner, then the weights).
-    3. An option that it reads: a row in `VARIANT_OPTIONS` there, its default, which all variants share; its check in
-       `_GROUP_CHECKS` of options.py; an argument of `Muon` (signature, defaults, docstring), a row of docs/options.md
-       and one of `OPTIONS` in tests/commands/test_plan_command.py.
-    4. A row of `FORMULAS` (auditing/reference.py): the formula once more, in fp64, written anew. Without one the audit
+    1. A file here: a frozen dataclass that derives from `BeforeStage`, `AfterStage` or `WeightStage`. Its docstring has
+       the formula, the source, and what differs from that. An `AfterStage` multiplies matrices, or lines along their
+       longer side: rows of tall matrices, columns of wide ones. A rule for the rows of every matrix needs this kind of
+       lines first: `Norms` (norms.py) and `scaled_` choose by rows >= cols; and as norms of lines of one kind do not
+       follow from those of the other, let `scaled_` below read and scale once for each run of stages whose lines are of
+       one kind.
+    2. A row at the end of `VARIANTS` (variants/__init__.py): the name that users write, and the stages. A variant may
+       have several (scale the update at the owner, then the weights).
+    3. A row of `FORMULAS` (auditing/reference.py): the formula once more, in fp64, written anew. Without one the audit
        says which matrices it does not check.
-    5. A row of the table in docs/variants.md, and the name where the others are: `grep -in hyperball README.md
+    4. A row of the table in docs/variants.md, and the name where the others are: `grep -in hyperball README.md
        CHANGELOG.md docs/options.md src/shardmuon/muon.py`, one line of each.
-    6. Tests. `VARIANTS` brings it into test_stages.py, test_one_process.py and test_cuda_shape.py of tests/step, into
-       test_gpu.py and `shardmuon verify --variant`: nothing to write, unless an option of yours does nothing by
-       default (`given` in test_stages.py). To write:
+    5. Tests. `VARIANTS` brings it into test_stages.py, test_one_process.py and test_cuda_shape.py of tests/step, into
+       test_gpu.py and `shardmuon verify --variant`: nothing to write. To write:
        - tests/variants/test_variants.py: its formula, with a row of zeros (and the line in tests/CLAIMS.md); its name
          at `test_zeros_stay_zeros..` and, if after, at `test_a_matrix_has_the_same_bits_alone_and_among_others`. That
          one has a matrix of a single row, which some rules leave as it is.

@@ -27,10 +27,10 @@ class NorMuon(AfterStage):
     and where a matrix is sharded restores the norms of its shards. v needs no bias correction: the norm is restored.
 
     Attributes:
-        beta2: Weight of the earlier average.
+        beta2: Weight of the earlier average, nanochat's and the paper's.
     """
 
-    beta2: float = 0.95
+    beta2: ClassVar[float] = 0.95
     key: ClassVar[str] = "second_moment"
     of_lines: ClassVar[bool] = True
 

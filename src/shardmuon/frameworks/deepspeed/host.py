@@ -34,7 +34,6 @@ from torch import Tensor
 
 from shardmuon.comm.groups import num_ranks
 from shardmuon.comm.vote import Fault, run_together
-from shardmuon.core import Core
 from shardmuon.errors import REMEDY, Refused, made_public
 from shardmuon.frameworks.deepspeed.partitions import (
     check_version,
@@ -52,7 +51,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
 )
 from shardmuon.host import Host, Progress, Stepped, Weight, caller
 from shardmuon.momentum.keeper import BUFFER
-from shardmuon.muon import Muon
+from shardmuon.muon import Core, Muon
 from shardmuon.options import check_hyperparameters
 from shardmuon.step.kept import carry, kept_in, missing_fault, take_carried
 from shardmuon.step.update import init_state, step_adamw

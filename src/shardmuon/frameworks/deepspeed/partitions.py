@@ -144,7 +144,7 @@ def check_version() -> None:
     if found > tested:
         warnings.warn(
             f"DeepSpeed {here} is newer than {_TESTED}, with which shardmuon is tested. What it keeps is checked, "
-            "what it does is not: write audit=Audit(every=1000) to be sure",
+            "what it does is not: write audit_every=1000 to be sure",
             stacklevel=2,
         )
 
@@ -250,7 +250,7 @@ def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
     if keeper.dtype is not None or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
             f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads state and weights "
-            "itself, as its config says (fp32, or bf16_master_weights_and_grads). Leave storage out; use "
+            "itself, as its config says (fp32, or bf16_master_weights_and_grads). Leave these options out; use "
             "offload_optimizer in its config"
         )
     for index, group in enumerate(groups):

@@ -23,7 +23,7 @@ from shardmuon.comm.vote import Fault, gather
 from shardmuon.errors import made_public
 from shardmuon.frameworks.megatron.shards import WholeHost, check_shards, distributed_optimizer
 from shardmuon.muon import Muon
-from shardmuon.options import Storage
+from shardmuon.options import STORED, MuonConfig
 from shardmuon.routing.groups import Overrides, Rule, param_groups, parse_overrides
 from shardmuon.routing.roles import find_places
 
@@ -50,7 +50,7 @@ def get_megatron_optimizer(
         adamw_lr: Learning rate of what is not a matrix; its min_lr shrinks alike. Default: `config.lr`.
         overrides: See `shardmuon.param_groups`; names are the model's without the wrappers' ``module.``.
         use_gloo_process_groups: As Megatron's: the distributed optimizer has a gloo group for some checkpoints.
-        **muon_options: Options of `Muon` (``orthogonalizer``, ``momentum``, ...); they win over `config`.
+        **muon_options: Options of `Muon` (``method``, ``momentum``, ...); they win over `config`.
 
     Raises:
         ValueError: The configuration shards what must be whole, or a parameter's matrices cannot be known.
@@ -130,11 +130,10 @@ def _check(config: Any, chunks: Sequence[nn.Module], options: Mapping[str, Any])
     refused = next((key for key in _NOT_DISTRIBUTED if wanted and getattr(config, key, False)), None)
     if refused is not None:
         raise ValueError(f"{refused}=True does not go with shardmuon. Set it to False in OptimizerConfig")
-    storage = options.get("storage", Storage())
-    if wanted and storage not in (Storage(), Storage(momentum_dtype=torch.float32)):
+    stored = MuonConfig(**{key: options[key] for key in STORED if key in options}).stored()
+    if wanted and stored:
         raise ValueError(
-            f"storage={storage!r}: Megatron's distributed optimizer keeps fp32 shards of weights and state. Leave "
-            "storage out"
+            f"{stored}: Megatron's distributed optimizer keeps fp32 shards of weights and state. Leave it out"
         )
 
 

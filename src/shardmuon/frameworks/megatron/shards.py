@@ -95,13 +95,14 @@ class _ShardHost(_Unfinished):
         self.shards, self._count = shards, 0
         seen: Counter[str] = Counter()
         for group in core.param_groups:
-            group["rank_local"] = not group["use_muon"]  # AdamW's shards are replicas of nothing
+            if not group["use_muon"]:  # AdamW's shards are replicas of nothing
+                group["process_group"] = GroupRef(())
             names, group["param_names"] = group["param_names"], []
             for name in names:
                 group["param_names"].append(f"{name}#{seen[name]}" if seen[name] else name)
                 seen[name] += 1
         # A checkpoint has those of the rank that wrote it, or none.
-        own = ("tp_group", "process_group", "rank_local", "param_names")
+        own = ("tp_group", "process_group", "param_names")
         self._own_options = [{key: group[key] for key in own} for group in core.param_groups]
         self._restore(core)
 

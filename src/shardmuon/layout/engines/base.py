@@ -252,5 +252,11 @@ def is_marked(param: Tensor) -> bool:
 
 def mates_of(group: Group) -> Ranks:
     """The ranks (ascending) over which a group's plain tensors are replicas; this one alone without a process group."""
-    found = None if group.get("rank_local") else GroupRef.of(group.get("process_group"))
+    found = GroupRef.of(group.get("process_group"))
     return (my_rank(),) if found is None or not found.ranks else tuple(sorted(found.ranks))
+
+
+def is_own(group: Group) -> bool:
+    """True if a group says that no other rank has its plain tensors (`process_group=()`), as of experts."""
+    found = GroupRef.of(group.get("process_group"))
+    return found is not None and not found.ranks

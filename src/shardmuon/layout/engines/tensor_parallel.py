@@ -99,10 +99,10 @@ def tensor_parallel_engine(param: Tensor, group: Group) -> TensorParallelEngine 
     """The engine of a plain tensor whose group has a `tp_group`; None if that does not apply to it.
 
     Raises:
-        ValueError: `tp_group` means nothing, or what is this rank's own cannot be told.
+        ValueError: `tp_group` means nothing.
     """
     shards = GroupRef.of(group.get("tp_group"), "tp_group")
-    if shards is None or not shards.ranks or (group.get("rank_local") and cut_of(param) is None):
+    if shards is None or not shards.ranks:
         return None
     return TensorParallelEngine(shards)
 
@@ -143,9 +143,6 @@ def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> Non
     if getattr(param, "allreduce", True) or is_dtensor(param):
         return
     taken = [key for key in inherited if group.get(key) is not None and group[key].ranks]
-    if group.get("rank_local"):
-        whole = tensor_parallel_engine(param, group) is None
-        taken = [key for key in taken if key == "tp_group" and not whole]
     if taken:
         raise ValueError(
             f"its attribute allreduce=False marks an expert's parameter, whose groups are not the dense ones, but "
