@@ -20,7 +20,7 @@ from shardmuon.foresight.counting import count_plan
 from shardmuon.layout.table import Ranks
 from shardmuon.plan.machines import Machine
 from shardmuon.plan.plan import Plan
-from shardmuon.step import update
+from shardmuon.step import bucket
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.frameworks import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
@@ -119,7 +119,7 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     def about(optimizer: Muon) -> tuple[Planned, float]:
         return planned(optimizer), sum(sent) / steps
 
-    with mock.patch.object(update, "start", start), by_rates(rates):
+    with mock.patch.object(bucket, "start", start), by_rates(rates):
         dense = compare_with_dense(layout, weight_decay=0.1, steps=steps, **exchange, about=about, **once)
     found = {"dense": dense}
     if world == 4:

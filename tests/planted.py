@@ -25,7 +25,7 @@ from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict
 from shardmuon.layout.engines import engine_of
 from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.step import batch as of_batch
-from shardmuon.step import stages, update
+from shardmuon.step import bucket, stages, update
 from shardmuon.step.options import Scales
 from shardmuon.step.stages import WeightSet
 from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on, parameters
@@ -98,7 +98,7 @@ def local(tensor: Tensor) -> Tensor:
 Plant = Callable[[Job], AbstractContextManager[object]]
 
 
-def replaced(name: str, make: Callable[[Any], Any], on: Any = update, rank: int | None = None) -> Plant:
+def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int | None = None) -> Plant:
     """Replace a function of the step by `make(the original)`, on one rank or on all."""
 
     def plant(job: Job) -> AbstractContextManager[object]:

@@ -26,9 +26,10 @@ from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.step import binding
 from shardmuon.step.binding import make_spec
+from shardmuon.step.bucket import Bound, Kernel, run_owners
 from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
-from shardmuon.step.update import Bound, Kernel, Rounding, Work, run_owners
+from shardmuon.step.update import Rounding, Work
 from shardmuon.variants import Stage, Stages
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 `Core` is one agreed step over groups and state. `Muon`, below, is the torch.optim face over it, and a framework's host
 may run others. Read `Core.take_step` first: every rank reads all that its step depends on, changing nothing
 (step/validate.py). Then all ranks of the component vote (comm/vote.py): all raise the same error, or all go on
-(step/update.py). What goes wrong after that leaves weights half updated: the optimizer is broken until state is loaded,
+(step/bucket.py). What goes wrong after that leaves weights half updated: the optimizer is broken until state is loaded,
 and whoever waits for this rank fails at once.
 """
 
@@ -50,6 +50,7 @@ from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import Overrides, RoutingRow, routed
+from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import (
     Binding,
     bound,
@@ -62,10 +63,10 @@ from shardmuon.step.binding import (
     number_bits,
     stamp_of,
 )
+from shardmuon.step.bucket import Kernel, run_buckets
 from shardmuon.step.kept import Settled
 from shardmuon.step.options import Group, OptionsReader, Settings, as_group, check_param_group, complete, fill_up
 from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
-from shardmuon.step.update import Kernel, run_buckets, step_adamw
 from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
 from shardmuon.variants import WEIGHT_NORMS
 

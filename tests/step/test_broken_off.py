@@ -32,7 +32,7 @@ from shardmuon.comm.groups import MADE
 from shardmuon.errors import UNCHANGED
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.plan.pipeline import turns
-from shardmuon.step import update
+from shardmuon.step import bucket
 from shardmuon.step.stages import WeightSet
 
 NUM_BUCKETS = 4  # sixteen matrices, four owners, one matrix of each owner in a bucket
@@ -117,16 +117,16 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 # started. "relay": it has its own results and has begun to pass none on to the other replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
-    "gather": Case("fsdp2", "dies", update, "start", 2, _BUCKET, "", 2, 6),
-    "scatter": Case("fsdp2", "dies", update, "start", 5, _BUCKET, "", 3, 10),
-    "apply": Case("fsdp2", "dies", update, "apply_results", 2, _BUCKET, "", 5, 12),
-    "relay": Case("hsdp", "dies", update, "apply_results", 2, _BUCKET, "", 6, 13),
-    "hangs": Case("fsdp2", "hangs", update, "start", 2, _BUCKET, "", 2, 6),
-    "is late": Case("fsdp2", "is late", update, "_results", 1, "nothing", "nothing"),
-    "no memory": Case("all", "has no memory", update, "_orthogonalize", 0, _SMALL, _NO_MEMORY),
-    "interrupted": Case("nested", "is interrupted", update, "apply_results", 0, _SMALL, "KeyboardInterrupt: stop"),
-    "far away": Case("chain", "dies", update, "_orthogonalize", 0, f"nothing|{_SMALL}"),
-    "far away, lives": Case("chain", "has no memory", update, "_orthogonalize", 0, f"nothing|{_SMALL}", _NO_MEMORY),
+    "gather": Case("fsdp2", "dies", bucket, "start", 2, _BUCKET, "", 2, 6),
+    "scatter": Case("fsdp2", "dies", bucket, "start", 5, _BUCKET, "", 3, 10),
+    "apply": Case("fsdp2", "dies", bucket, "apply_results", 2, _BUCKET, "", 5, 12),
+    "relay": Case("hsdp", "dies", bucket, "apply_results", 2, _BUCKET, "", 6, 13),
+    "hangs": Case("fsdp2", "hangs", bucket, "start", 2, _BUCKET, "", 2, 6),
+    "is late": Case("fsdp2", "is late", bucket, "_results", 1, "nothing", "nothing"),
+    "no memory": Case("all", "has no memory", bucket, "_orthogonalize", 0, _SMALL, _NO_MEMORY),
+    "interrupted": Case("nested", "is interrupted", bucket, "apply_results", 0, _SMALL, "KeyboardInterrupt: stop"),
+    "far away": Case("chain", "dies", bucket, "_orthogonalize", 0, f"nothing|{_SMALL}"),
+    "far away, lives": Case("chain", "has no memory", bucket, "_orthogonalize", 0, f"nothing|{_SMALL}", _NO_MEMORY),
     "nobody waits": Case("chain", "dies", shardmuon.muon, "step_adamw", 0, "nothing"),
     "nobody waits, lives": Case(
         "chain", "has no memory", shardmuon.muon, "step_adamw", 0, "nothing", "OutOfMemoryError: no more"
@@ -221,7 +221,7 @@ def _until_it_ends(name: str, store: str, rank: int) -> None:
             twin.step(seed)
         assert unlike(job.held(), twin.held()) == []
     if name in ("no memory", "interrupted"):
-        update.__dict__.update(REAL)
+        bucket.__dict__.update(REAL)
         dist.destroy_process_group()
         _join(f"{store} again", rank)
         _restored(job, weights, state)
@@ -232,7 +232,7 @@ def _until_it_ends(name: str, store: str, rank: int) -> None:
         assert unlike(job.held(), twin.held()) == []
 
 
-REAL = {name: getattr(update, name) for name in ("_orthogonalize", "apply_results")}
+REAL = {name: getattr(bucket, name) for name in ("_orthogonalize", "apply_results")}
 
 
 def _begun_again(name: str, store: str, rank: int) -> None:

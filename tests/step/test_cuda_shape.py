@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import shardmuon._torch as torch_symbols
 import shardmuon.muon as muon
-import shardmuon.step.update as buckets
+import shardmuon.step.bucket as buckets
 from shardmuon import ExchangeError, Muon, audit
 from shardmuon.comm import lanes
 from shardmuon.comm import vote as votes
@@ -644,7 +644,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         "launches",
     ),
     "a send buffer with gaps": (
-        lambda: _in("shardmuon.step.update", "start", _strided_send),
+        lambda: _in("shardmuon.step.bucket", "start", _strided_send),
         CONFIGS["standard"],
         8,
         "NCCL takes contiguous",

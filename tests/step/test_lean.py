@@ -22,8 +22,9 @@ from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Policy
 from shardmuon.plan.program import make_program
+from shardmuon.step.bucket import Bound, Kernel, run_owners
 from shardmuon.step.options import settings_of
-from shardmuon.step.update import Bound, Kernel, Work, run_owners
+from shardmuon.step.update import Work
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 

@@ -1,4 +1,4 @@
-"""The order of a step's operations, which `step.update` carries out, and the same loop on a clock instead of a device.
+"""The order of a step's operations, which `step.bucket` carries out, and the same loop on a clock instead of a device.
 
 Pure; knows no hardware. Times are in any unit, and whole numbers with `overlap` 0.5 stay exact: equal on all machines.
 

@@ -33,9 +33,9 @@ from shardmuon.plan.items import Bucket, Kept, Policy, Spec
 from shardmuon.plan.machines import machine_of
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
+from shardmuon.step.bucket import Bound, Buckets
 from shardmuon.step.options import Group, Settings
 from shardmuon.step.stages import WeightSet, weight_sets
-from shardmuon.step.update import Bound, Buckets
 from shardmuon.variants import Stage, Stages, WeightStage, keeping
 
 

@@ -53,8 +53,8 @@ from shardmuon.host import Host, Progress, Stepped, Weight, caller
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Core, Muon
 from shardmuon.options import check_hyperparameters
+from shardmuon.step.adamw import init_state, step_adamw
 from shardmuon.step.kept import carry, kept_in, missing_fault, take_carried
-from shardmuon.step.update import init_state, step_adamw
 
 if TYPE_CHECKING:
     from shardmuon.plan.plan import Plan

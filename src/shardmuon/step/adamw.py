@@ -1,0 +1,204 @@
+"""AdamW for parameters that are not matrices: torch's own functional AdamW on local shards, torch's own state keys.
+
+[Note: one form of AdamW]
+    Every element goes through torch's fused kernel, in a whole vector. On CPUs that kernel takes 64 bytes of a tensor
+    at a time, and rounds what is left at the end, which fills no vector, in another way: bits would hang on where a
+    tensor is cut. So the end of a tensor is copied to where it has zeros behind it. The kernel walks memory and takes
+    no notice of strides: tensors that lie in another order than their weight are copied, too. Elsewhere it computes
+    each element by itself. See docs/adr/0022-one-adamw-form.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as functional_adamw
+
+from shardmuon._torch import (
+    flattened,
+    foreach_copy_,
+    is_dense,
+)
+from shardmuon.layout.engines import Engine, engine_of
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
+from shardmuon.options import ADAMW_DEFAULTS
+from shardmuon.variants import KEPT_KEYS
+
+_VECTOR = 64  # bytes that a CPU's kernel takes at a time, at most (AVX512; torch 2.11 .. 2.13)
+_SMALL = 1 << 14  # elements: fewer are copied whole where their end must be
+
+
+class Row(NamedTuple):
+    """One parameter in one step, on this rank's storages."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    state: MutableMapping[str, Any]
+
+
+def step_adamw(
+    groups: Sequence[Mapping[str, Any]],
+    state: MutableMapping[Tensor, dict[str, Any]],  # makes what is missing
+    engines: Callable[[], set[Engine]],  # of the Muon parameters that have gradients in this step
+    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # number of a group -> its rows; None: unknown
+) -> None:
+    """Step the groups with use_muon=False. Element-wise, so no rank needs another. Waits for no accelerator."""
+    for number, group in enumerate(groups):
+        if group["use_muon"]:
+            continue
+        rows = seen.get(number, [None] * len(group["params"]))
+        if None in rows:
+            rows = _completed(groups, group["params"], rows, state, engines)
+        of_devices: dict[torch.device, list[Row]] = {}
+        for row in rows:
+            assert row is not None, "all are complete"
+            param, step = row.param, row.state[STEP]
+            if not param.numel():  # a rank may hold nothing; it still counts, so that checkpoints see all ranks alike
+                step += 1
+                continue
+            device = param.device
+            if step.device != device:  # made, or loaded
+                row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
+            of_devices.setdefault(device, []).append(row)
+        for device, alike in of_devices.items():
+            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # a group may have lost some
+
+
+def _completed(
+    groups: Sequence[Mapping[str, Any]],
+    params: Sequence[Tensor],
+    rows: Sequence[Row | None],
+    state: MutableMapping[Tensor, dict[str, Any]],
+    engines: Callable[[], set[Engine]],
+) -> list[Row]:
+    """The rows of a group's parameters that have a gradient, or lack it only because nothing of them is stored here."""
+    others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
+    stepped = engines() | set(map(engine_of, others))  # engines of which some parameter is stepped
+    found: list[Row] = []
+    for p, row in zip(params, rows, strict=True):
+        grad, engine = p.grad, engine_of(p)
+        if grad is None and p.requires_grad and engine in stepped and engine.lacks_gradient(p):
+            grad = engine.wrap(torch.zeros_like(engine.storage(p)), p)
+        if grad is not None:
+            found.append(row or _row(p, grad, engine, state[p]))
+    return found
+
+
+def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> Row:
+    """Tensors of one parameter that AdamW steps; makes its state if it is missing. Collective if its gradient is to be
+    aligned."""
+    if not engine.is_aligned(grad, param):
+        grad = engine.align(grad, param)
+    init_state(param, grad, state)
+    weight, local, moment, square = map(engine.storage, (param, grad, *map(state.__getitem__, MOMENTS)))
+    return Row(weight, local, moment, square, state)
+
+
+def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:
+    """Create `step`, `exp_avg` and `exp_avg_sq` as torch.optim.AdamW has them, in the parameter's own form.
+
+    What a parameter kept as Muon's goes: its `step` counts other things, and its momentum and what stages kept would
+    come back stale.
+    """
+    for key in (BUFFER, SCALE, *KEPT_KEYS):
+        state.pop(key, None)
+    if all(key in state for key in (STEP, *MOMENTS)):
+        return
+    engine = engine_of(param)
+    local = engine.storage(param)
+    state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")  # `adamw_` puts it where its kernel reads it
+    for key in MOMENTS:
+        state[key] = engine.wrap(torch.zeros_like(local), param)
+
+
+_Tensors = Sequence[Tensor]  # weight, gradient, moments
+_Line = tuple[_Tensors, Tensor]  # what the kernel walks, and its count of steps
+
+
+def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], list[tuple[_Line, list[_Tensors]]]]:
+    """Lists of tensors that the kernel walks on one device: see [Note: one form of AdamW].
+
+    Args:
+        rows: Parameters on one device.
+        cuts: True if the kernel rounds the end of a tensor in another way.
+
+    Returns:
+        Tensors to step where they lie; step counts of parameters that are stepped in copies alone; copies, each with
+        the tensors that it was made of.
+    """
+    lines: list[_Line] = []
+    uncounted: list[Tensor] = []
+    copied: dict[tuple[object, ...], tuple[Tensor, list[_Tensors]]] = {}
+    for *tensors, state in rows:
+        step, param = state[STEP], tensors[0]
+        numel, strides = param.numel(), param.stride()
+        rest = numel % (_VECTOR // param.element_size()) if cuts else 0
+        dense = all(map(Tensor.is_contiguous, tensors))
+        if not dense and is_dense(param) and all(t.stride() == strides for t in tensors):
+            tensors, dense = [t.as_strided((numel,), (1,)) for t in tensors], True  # the kernel looks at no strides
+        if dense and not rest:
+            lines.append((tensors, step))
+            continue
+        end: _Tensors = tensors
+        if dense and numel >= _SMALL:
+            whole = numel - rest
+            flats = [t.view(-1) for t in tensors]
+            lines.append(([t[:whole] for t in flats], step))
+            end = [t[whole:] for t in flats]
+        else:
+            uncounted.append(step)
+        # side by side with others of their dtypes and number of steps, if no wait tells that
+        key = (*(t.dtype for t in end), float(step) if cuts else len(copied))
+        copied.setdefault(key, (step, []))[1].append(end)
+    return lines, uncounted, [(_side_by_side(several, step), several) for step, several in copied.values()]
+
+
+def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
+    """Copies of several parameters' tensors, side by side; zeros behind them fill the last vector."""
+    first = several[0][0]
+    missing = -sum(row[0].numel() for row in several) % (_VECTOR // first.element_size())
+    columns = zip(*several, strict=True)
+    return [flattened([*column, column[0].new_zeros(missing)]) for column in columns], step.clone()
+
+
+def _copy_back(copied: _Line, targets: Sequence[_Tensors]) -> None:
+    """Copy stepped weights and moments back to where they belong."""
+    for number in (0, 2, 3):
+        column = [row[number] for row in targets]
+        line = copied[0][number]
+        parts = line[: sum(map(Tensor.numel, column))].split([t.numel() for t in column])
+        foreach_copy_(column, [p if t.dim() == 1 else p.view(t.shape) for p, t in zip(parts, column, strict=True)])
+
+
+def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device) -> None:
+    """One AdamW step of parameters on one device, in place; `group`: lr, betas, eps, weight_decay."""
+    lines, uncounted, copies = _lines(rows, device.type == "cpu")
+    lines += [line for line, _ in copies]
+    params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*(tensors for tensors, _ in lines), strict=True))
+    beta1, beta2 = map(float, group["betas"])
+    functional_adamw(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [step for _, step in lines],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
+        eps=float(group["eps"]),
+        maximize=False,
+    )
+    for copied, targets in copies:
+        _copy_back(copied, targets)
+    if uncounted:
+        torch._foreach_add_(uncounted, 1)
