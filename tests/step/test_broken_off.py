@@ -32,7 +32,7 @@ from shardmuon.comm.groups import MADE
 from shardmuon.errors import UNCHANGED
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.plan.pipeline import turns
-from shardmuon.step import bucket
+from shardmuon.step import adamw, bucket
 from shardmuon.step.stages import WeightSet
 
 NUM_BUCKETS = 4  # sixteen matrices, four owners, one matrix of each owner in a bucket
@@ -313,10 +313,10 @@ def _scaled(optimizer: Muon) -> None:
 @pytest.mark.parametrize(
     ("loop", "where", "error", "named"),
     [
-        (Muon.step, (update, "orthogonalize"), torch.OutOfMemoryError("no more"), "OutOfMemoryError: no more. "),
-        (_scaled, (update, "orthogonalize"), torch.OutOfMemoryError("no more"), "OutOfMemoryError: no more. "),
-        (Muon.step, (update, "orthogonalize"), KeyboardInterrupt(), "KeyboardInterrupt. "),
-        (Muon.step, (update, "functional_adamw"), ValueError("late"), "ValueError: late. "),
+        (Muon.step, (bucket, "orthogonalize"), torch.OutOfMemoryError("no more"), "OutOfMemoryError: no more. "),
+        (_scaled, (bucket, "orthogonalize"), torch.OutOfMemoryError("no more"), "OutOfMemoryError: no more. "),
+        (Muon.step, (bucket, "orthogonalize"), KeyboardInterrupt(), "KeyboardInterrupt. "),
+        (Muon.step, (adamw, "functional_adamw"), ValueError("late"), "ValueError: late. "),
     ],
 )
 def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to_do(
