@@ -235,7 +235,7 @@ def planned(
         def kept_of(stage: Stage) -> ParamLayout:
             return kept_layout(layout, [stage.num_kept(*size) for size in sizes])
 
-        return make_spec(f"p{number}", layout, settings_of(group), CPU, how, (None, number in wide), kept_of)
+        return make_spec(f"p{number}", layout, settings_of(group), CPU, how, number in wide, kept_of)
 
     pairs = zip(layouts, groups, strict=True)
     return make_plan([spec_of(number, *pair) for number, pair in enumerate(pairs)], policy)
