@@ -28,6 +28,7 @@ import shardmuon.step.bucket as buckets
 from shardmuon import ExchangeError, Muon, audit
 from shardmuon.comm import lanes
 from shardmuon.comm import vote as votes
+from shardmuon.foresight.job import exact_of
 from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.testing import RankPool
@@ -428,12 +429,12 @@ def _model(world: int, d: int, layers: int) -> tuple[list[nn.Parameter], list[nn
 class _Counts:
     """Counts of one steady step."""
 
-    def __init__(self, mode: CudaShape, standing: int, num_buckets: int) -> None:
+    def __init__(self, mode: CudaShape, standing: int, num_buckets: int, said: int) -> None:
         self.launches = sum(mode.launches.values())
         self.by_phase = mode.by_phase(mode.launches)
         self.waits, self.uploads = dict(mode.waits), dict(mode.uploads)
         self.above = mode.peak - standing
-        self.num_buckets = num_buckets
+        self.num_buckets, self.said = num_buckets, said
 
 
 def _count(world: int, d: int = 768, layers: int = 12, **options: Any) -> _Counts:
@@ -446,7 +447,8 @@ def _count(world: int, d: int = 768, layers: int = 12, **options: Any) -> _Count
         standing = mode.bytes
         optimizer.step()
         assert optimizer.plan is not None
-        return _Counts(mode, standing, len(optimizer.plan.buckets))
+        said = max(c.peak for c in exact_of(optimizer.plan).classes)
+        return _Counts(mode, standing, len(optimizer.plan.buckets), said)
 
 
 # Launches of a steady step, of 48 matrices and 50 vectors at d = 768. A batch has 15 products and 6 launches to
@@ -488,6 +490,7 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert found.by_phase["adamw"] <= 11
     bucket, portion = 32 * 2**20, 4 * 2**24
     assert found.above <= 2 * bucket + (3 if config == "standard" else 4) * bucket + portion
+    assert found.above <= found.said, "what `shardmuon plan` says"
 
 
 # Launches that a variant adds to a steady step of one rank: of 4 matrices in 4 shapes, and of 16 in these 4 shapes.

@@ -6,6 +6,7 @@ applied to all ranks at once: the tiles of a bucket stand in arrays, and what tr
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
@@ -17,6 +18,7 @@ from shardmuon.layout.pieces import Piece
 from shardmuon.plan.items import Bucket, Item, Kept, Route
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import aligned
+from shardmuon.step.update import PORTION_ELSEWHERE
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -101,6 +103,7 @@ class BucketCount:
         gathers: True if the bucket has a gather and a scatter, whether or not this rank sends anything in them.
         relays: True if the bucket has a relay.
         batches: Bytes of `matrices` where they are orthogonalized.
+        largest: Elements of the largest of the tiles that are held.
     """
 
     number: int
@@ -117,6 +120,7 @@ class BucketCount:
     gathers: bool = False
     relays: bool = False
     batches: int = 0
+    largest: int = 0
 
     @property
     def exchanges(self) -> int:
@@ -202,10 +206,12 @@ class RankClass:
 
     @property
     def peak(self) -> int:
-        """Bytes beyond `stored` that a step takes at most, but for one portion of momentum: two buckets with all that
-        they send and receive, and four times the matrices of one as work space (docs/memory.md)."""
+        """Bytes beyond `stored` that a step takes at most: two buckets with all that they send and receive, four times
+        the matrices of one as work space, and 8 bytes an element of a portion of momentum (docs/memory.md)."""
         moved = (b.batches + sum(side.bytes for side in (*b.sent, *b.received)) for b in self.buckets)
-        return 2 * max(moved, default=0) + 4 * max((b.batches for b in self.buckets), default=0)
+        work = max((b.batches for b in self.buckets), default=0)
+        portion = max((min(b.held, max(b.largest, PORTION_ELSEWHERE)) for b in self.buckets), default=0)
+        return 2 * max(moved, default=0) + 4 * work + 8 * portion
 
     @property
     def exchanges(self) -> int:
@@ -362,7 +368,8 @@ class _Tally:
             exchanging = replicas[0] if len(first.owners) > 1 else bucket.ranks
         num_nodes = len(set(map(node_of, exchanging)))
         sides = [_sides(self.messages[side], ranks, nodes) for side in ("gather", "scatter", "relay")]
-        own, foreign, idle = (_held(self.stored[side], ranks) for side in ("own", "foreign", "idle"))
+        own, foreign, idle = (_held(np.add, self.stored[side], ranks) for side in ("own", "foreign", "idle"))
+        largest = _held(np.maximum, itertools.chain(*self.stored.values()), ranks)
         for at, rank in enumerate(bucket.ranks):
             sent, received = (Sides._make(side[way][at] for side in sides) for way in (0, 1))
             yield (
@@ -385,6 +392,7 @@ class _Tally:
                     gathers=bucket.gathers,
                     relays=self.relays,
                     batches=self.batches[rank],
+                    largest=largest[at],
                 ),
             )
 
@@ -416,9 +424,9 @@ def _sides(messages: Sequence[_Messages], ranks: Ints, nodes: Ints) -> tuple[lis
     return found[0], found[1]
 
 
-def _held(tiles: Sequence[tuple[Ints, Ints]], ranks: Ints) -> list[int]:
-    """Elements of these tiles on each rank."""
+def _held(together: np.ufunc, tiles: Iterable[tuple[Ints, Ints]], ranks: Ints) -> list[int]:
+    """Elements of these tiles on each rank, added up or of the largest."""
     found = np.zeros(len(ranks), dtype=np.int64)
     for rank, numel in tiles:
-        np.add.at(found, np.searchsorted(ranks, rank), numel)
+        together.at(found, np.searchsorted(ranks, rank), numel)
     return list(map(int, found))

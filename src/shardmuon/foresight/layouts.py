@@ -119,7 +119,8 @@ def _check(mesh: Mesh) -> None:
         (
             engine not in get_args(_Engine),
             f'engine={engine!r} must be "torch" or "zero" (ZeRO 1 and 2). For DDP write dp=N alone; for ZeRO 3, FSDP1 '
-            "and Megatron shard=N with tp and ep, which is near; the plan of a live optimizer has a price of its own",
+            "and Megatron shard=N with tp and ep, whose seconds are near (how near, and what Megatron keeps: "
+            "docs/foresight.md); the plan of a live optimizer has a price of its own",
         ),
         (mesh.gpus_per_node < 1, f"gpus_per_node={mesh.gpus_per_node} must be at least 1"),
         (

@@ -74,7 +74,7 @@ class Report:
     """The cost of Muon in a training job: `print` it, or write its page.
 
     Attributes:
-        exact: Counts; nothing of it is estimated.
+        exact: Counts; of the memory of a step a bound.
         hardware: The machine that it was priced on.
         price: Seconds and shares.
         adamw: Seconds of AdamW's step on the same mesh.
@@ -232,11 +232,13 @@ def _answers(report: Report) -> _Section:
 
 def _memory(report: Report) -> str:
     largest, have = report.exact.largest, report.hardware.middle("memory_bytes")
-    need = largest.stored.total + largest.peak
-    fits = "does not fit" if need > have else "tight" if need > _TIGHT * have else "fits"
+    need = largest.stored.total + largest.peak  # which is a bound
+    never = "does not fit" if largest.stored.total > have else "may not fit"
+    fits = never if need > have else "tight" if need > _TIGHT * have else "fits"
     kept, more = _size(largest.stored.total), _size(largest.peak)
+    without = "activations" + (" and ZeRO 1's whole gradients" if report.exact.mesh.engine == "zero" else "")
     return (
-        f"{fits}: {_size(need)} of {_size(have)}; {kept} between steps, at most {more} more in one, without activations"
+        f"{fits}: {_size(need)} of {_size(have)}; {kept} between steps, at most {more} more in one, without {without}"
     )
 
 
@@ -284,6 +286,7 @@ def _parts(report: Report) -> _Section:
 
 def _grounds(report: Report) -> _Section:
     rows = [("computed", "by the planner that the job itself uses: bytes, collectives, matrices, operations, memory")]
+    rows += [("a bound", "what a step takes of memory beside what is kept, less as a rule")]
     rows += [("extrapolated", text) for text in report.price.extrapolated[:_MANY]]
     rows += [("unverified", f"{name}: {source}") for name, source in report.price.unverified.items()]
     rows += [("note", report.hardware.notes)] if report.hardware.notes else []
