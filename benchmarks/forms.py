@@ -1,4 +1,4 @@
-"""Errors of the forms that an update can take: norms, `a` folded into the polynomial, and the width of the wire.
+"""Errors of the forms that an update can take: norms, MuonEq, `a` folded into the polynomial, the width of the wire.
 
     python benchmarks/forms.py        # a minute on one core
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.schedules import Triples, schedule
+from shardmuon.variants.muon_eq import MuonEq
 
 SPECTRA = ("gauss", "log", "rank16", "power")
 
@@ -90,6 +91,44 @@ def norms() -> None:
             print(f"| {name} | {abs(float(one / wanted - 1)):.1e} | {abs(float(chunks / wanted - 1)):.1e} |")
 
 
+def _mean_norm(x: Tensor) -> Tensor:  # (m, n) -> the same shape, fp32
+    """MuonEq as it was on CPUs for rows of zeros and of extreme norms: rows get their mean norm, found in fp64."""
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+    factor = torch.where(norms > 0, norms.square().mean().sqrt() / norms, 0.0).clamp_(max=2.0**120)
+    return x.float() * factor.float()
+
+
+def _one_norm(x: Tensor) -> Tensor:  # (m, n) -> the same shape and dtype
+    """MuonEq as it is."""
+    found = x.clone().unsqueeze(0)
+    MuonEq().run_(found)
+    return found[0]
+
+
+def muon_eq() -> None:
+    """MuonEq's two forms beside fp64: the rows, with the matrix at norm 1; and the update, with products and wire of a
+    dtype."""
+    steps, rows, cols = schedule("keller").triples, 128, 256
+    zeros, tiny, huge = (drawn("gauss", rows, cols, seed) for seed in (1, 2, 3))
+    zeros[::4] = 0
+    for extreme, sign in ((tiny, -1), (huge, 1)):
+        extreme[:2] *= torch.tensor([[10.0 ** (30 * sign)], [10.0 ** (20 * sign)]], dtype=torch.float64)
+    cases = {kind: drawn(kind, rows, cols) for kind in SPECTRA}
+    cases |= {"every fourth row zeros": zeros, "rows by 1e-30, 1e-20": tiny, "rows by 1e30, 1e20": huge}
+    print("| rows | dtype | their mean norm: rows, update | norm 1: rows, update |\n|---|---|---|---|")
+    for what, drawn_rows in cases.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            x = drawn_rows.to(dtype)
+            wanted = torch.nn.functional.normalize(x.double(), dim=-1, eps=1e-300)  # zeros stay
+            update, cells = exact(wanted, steps), []
+            for form in (_mean_norm, _one_norm):
+                out = form(x)
+                off = error(out.double() / out.double().norm(), wanted / wanted.norm())
+                found = orthogonalize(out[None].to(dtype), steps, method="standard", dtype=dtype)[0].to(dtype)
+                cells.append(f"{off:.1e}, {error(found, update):.2e}")
+            print(f"| {what} | {str(dtype).removeprefix('torch.')} | {' | '.join(cells)} |")
+
+
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).float()
 
@@ -131,7 +170,7 @@ def folding() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    tables = {"iterations": iterations, "norms": norms, "folding": folding}
+    tables = {"iterations": iterations, "norms": norms, "muon_eq": muon_eq, "folding": folding}
     parser.add_argument("--only", choices=tables, action="append")
     torch.set_num_threads(1)
     for table in parser.parse_args().only or tables:

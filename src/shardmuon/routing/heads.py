@@ -277,7 +277,7 @@ _DOUBTS = {
     "bare": (
         f"{_UNKNOWN} one matrix of (outputs, inputs)",
         "muon",
-        f"{_TURNED} a table, a set of biases or scales",
+        f"{_TURNED} an output head, a table, a set of biases or scales",
     ),
     "stack": (
         f"{_UNKNOWN} a stack of matrices, each of (outputs, inputs)",
