@@ -166,10 +166,9 @@ class Core:
             proposal.hear(binding, verdict.presence)
         if proposal.made or proposal.fresh or MISPLACED in proposal.states:
             self._take_over(binding, proposal)
-        samples = self.audits.due
-        self.audits.num_steps += 1
         # ranks that audit tell all ranks of the component what they find
-        audit = self._audit(binding, proposal, samples) if verdict.flags & Flag.AUDIT else None
+        audit = self._audit(binding, proposal) if verdict.flags & Flag.AUDIT else None
+        self.audits.num_steps += 1
         missing: frozenset[int] = frozenset()  # parameters without a gradient
         if NONE in proposal.states:
             missing = frozenset(n for n, state in enumerate(proposal.states) if state == NONE)
@@ -192,8 +191,10 @@ class Core:
                 lambda: {member.engine for n, member in enumerate(members) if n not in missing},
                 proposal.adamw,
             )
-        report = None if audit is None else audit.finish()
-        return report if samples else None
+        if audit is None:
+            return None
+        report = audit.finish()
+        return report if audit.samples else None
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
         """Put the state that validating has made in place, and redistribute gradients as their parameters are
@@ -212,12 +213,12 @@ class Core:
                 assert param.grad is not None
                 proposal.grads[number] = engine.storage(engine.align(param.grad, param))
 
-    def _audit(self, binding: Binding, proposal: Proposal, samples: int) -> StepAudit:
+    def _audit(self, binding: Binding, proposal: Proposal) -> StepAudit:
         """Begin an audit of this step. Collective; never raises."""
         from shardmuon.auditing.live import StepAudit
 
-        audit = StepAudit(self, binding, proposal, self.audits, samples)
-        self.audits.num_audits += samples > 0
+        audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)
+        self.audits.num_audits += self.audits.due > 0
         return audit
 
     def _note(self, error: BaseException, changing: bool) -> None:
@@ -321,7 +322,7 @@ class StepCall(TableCall[Binding]):
         if core.zeros.coming:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
-        if audits.due:
+        if (audits.every or audits.asked) and audits.due:  # most optimizers never audit
             self._due, flags = audits.due_text(), Flag.AUDIT
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)

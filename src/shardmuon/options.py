@@ -106,7 +106,7 @@ def _check_values(where: str, options: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------ the whole optimizer's
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MuonConfig:
     """Options of a whole optimizer: keywords of `shardmuon.Muon`, which says what they mean.
 

@@ -71,13 +71,17 @@ class _Sample:
 
 
 class StepAudit:
-    """An audit of one step: made before it, finished after it. Collective among the ranks of the component."""
+    """An audit of one step: made before it, finished after it. Collective among the ranks of the component.
+
+    Attributes:
+        samples: Matrices that it compares in each group of ranks; 0 on a rank that helps others with theirs.
+    """
 
     def __init__(
         self, optimizer: Stepped, binding: Binding, proposal: Proposal, schedule: AuditSchedule, samples: int
     ) -> None:
         self._optimizer, self._binding, self._proposal, self._schedule = optimizer, binding, proposal, schedule
-        self._samples, self._rank = samples, my_rank()
+        self.samples, self._rank = samples, my_rank()
         self._findings, self._rows, self._taken = list[Finding](), list[MatrixRow](), list[_Sample]()
         self._ran = optimizer.traffic.orthogonalized
         self._tried("the model's own weights", self._look_at_model)
@@ -204,7 +208,7 @@ class StepAudit:
         """Choose this set's matrices, and copy what the step is about to change."""
         views = {number: self._layouts[number].view for number in numbers}
         items = [(number, matrix) for number in numbers for matrix in range(len(views[number].matrices))]
-        chosen = [items[at] for at in choose(len(items), self._samples, self._schedule.num_audits)]
+        chosen = [items[at] for at in choose(len(items), self.samples, self._schedule.num_audits)]
         shapes = [(views[n].matrices[matrix].rows, views[n].matrices[matrix].cols) for n, matrix in chosen]
         read = list[_Sample | None]()
         for (number, matrix), shape in zip(chosen, shapes, strict=True):

@@ -37,7 +37,7 @@ KeptNumbers = Mapping[str, Tensor]  # key of a stage -> 1-D fp64
 # ------------------------------------------------------------------------------------------------ the live arithmetic
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Arithmetic:
     """The arithmetic of one matrix's step: options of its group, the orthogonalizer, and all dtypes.
 

@@ -55,7 +55,7 @@ _REMEDIES = {
 _MAY_BE_MEANT = "update_lost_to_rounding"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Finding:
     """One thing that is not as it should be.
 
@@ -84,7 +84,7 @@ class Finding:
         return f"{self.where}: {self.name}: {self.found}. Allowed: {self.allowed}. {self.remedy}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MatrixRow:
     """One matrix of the audited step against the dense reference.
 

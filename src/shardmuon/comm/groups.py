@@ -180,7 +180,7 @@ def wire_device(device: torch.device, preferred: torch.device | None, ranks: Ran
 # -------------------------------------------------------------------------------------------------------- the exchange
 
 
-@dataclass(slots=True)
+@dataclass
 class Traffic:
     """Counts of this rank's communication and orthogonalized matrices, each counted where it happens.
 

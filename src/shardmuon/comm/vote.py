@@ -16,10 +16,11 @@ in which ranks find out whether they go on.
 [Note: the message]
     It says the version of its form, in which phase a rank is, flags, a sum of digests and presence bits. Phases, flags
     and bits are merged by "or". Digests must be equal within sets of ranks; that one message tells for all sets at
-    once: rank r adds c(S, r) digest(S) modulo 2^128 for each of its sets S, where c is the difference of two hashes, of
-    S with the place of r in it and with the next one's. The c of a set add up to 0, so equal digests cancel and unequal
-    ones do not, but by an accident of one in 2^128. Ranks in unlike phases, with unlike numbers of bits or of unlike
-    versions understand each other's message: whoever merges them sets a flag.
+    once: for each of its sets S of n ranks, the first rank adds (n - 1) h(S, digest) modulo 2^128 and each other one
+    subtracts h(S, digest), where h is a hash of both. So equal digests cancel. Unequal ones leave a sum of unlike
+    hashes, each some -n to n times and none of them 0 times, which is 0 by an accident of n in 2^128 at most. Ranks in
+    unlike phases, with unlike numbers of bits or of unlike versions understand each other's message: whoever merges
+    them sets a flag.
 
 [Note: who votes]
     All ranks that parameters and process groups connect, the component, vote before they do anything. A rank that keeps
@@ -166,7 +167,8 @@ def vote(ballot: Ballot, component: Ranks) -> Verdict:
         return Verdict(ballot.phase, ballot.flags, True, ballot.presence)
     lane, total = lane_of(component), 0
     for ranks, digest in (ballot.digests or {}).items():
-        total += _weight_of(ranks, component[lane.me]) * int.from_bytes(digest, "little")
+        factor = len(ranks) - 1 if component[lane.me] == ranks[0] else -1
+        total += factor * int.from_bytes(digest_of((ranks, digest)), "little")
     mine = _VERSION, int(ballot.phase), int(ballot.flags), ballot.num_bits, total % _MODULUS, ballot.presence
     _, phase, flags, _, total, presence = lane.merge(mine, _merged, f"a vote ({ballot.phase.name})")
     return Verdict(Phase(phase), Flag(flags), total == 0, presence)
@@ -177,13 +179,6 @@ def _merged(a: _Message, b: _Message) -> _Message:
     unlike = Flag.UNLIKE.value if (a[0], a[3]) != (version, num_bits) else 0
     total = (a[4] + total) % _MODULUS
     return a[0], a[1] | phase, a[2] | flags | unlike, max(a[3], num_bits), total, a[5] | presence
-
-
-def _weight_of(ranks: Ranks, rank: int) -> int:
-    """The factor of a rank's digest in the sum of a vote; those of all ranks of a set add up to 0."""
-    at = ranks.index(rank)
-    own, following = digest_of((ranks, at)), digest_of((ranks, (at + 1) % len(ranks)))
-    return int.from_bytes(own, "little") - int.from_bytes(following, "little")
 
 
 def digest_of(value: object) -> bytes:

@@ -25,7 +25,7 @@ from shardmuon.texts import table
 from shardmuon.variants import VARIANTS, names_in
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayoutRow:
     """One layout's result over all ranks.
 

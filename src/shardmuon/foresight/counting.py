@@ -84,7 +84,7 @@ class Sides(NamedTuple):
 _NO_SIDES = Sides()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BucketCount:
     """One bucket as a rank of one class carries it out.
 
@@ -133,7 +133,7 @@ class BucketCount:
         return sum(m.num * m.flops for m in self.matrices)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stored:
     """Bytes that one rank keeps between steps: of tensors as they are shaped, or of the flat buffers that they lie in,
     with the engine's padding. No allocator's rounding.
@@ -162,7 +162,7 @@ class Stored:
         return sum(astuple(self))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankClass:
     """Ranks that hold and do the same.
 

@@ -27,7 +27,7 @@ from shardmuon.step.options import OptionsReader
 from shardmuon.variants import Stage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Exact:
     """Everything that the planner counts of one model on one mesh.
 

@@ -36,7 +36,7 @@ _ViewOf = Callable[[Param], MatrixView]
 # ----------------------------------------------------------------------------------------------------------- the mesh
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mesh:
     """The arrangement of a job's ranks. They count as (pp, dp, shard, tp), the last axis fastest.
 

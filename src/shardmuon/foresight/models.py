@@ -33,7 +33,7 @@ _EXPERTS = re.compile(r"(^|\.)(routed_|local_|moe_)?experts(\.|$)")
 _Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """A module on the meta device and what is known of it.
 
@@ -382,7 +382,7 @@ _ROW = re.compile(r"o_proj|down_proj|wo|w2|c_proj|fc2|out_proj|linear_proj|linea
 AFTER = 1 << 30  # the layer of what comes after all layers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Param:
     """One trainable parameter.
 

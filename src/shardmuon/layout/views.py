@@ -43,7 +43,7 @@ class Matrix(NamedTuple):
     strides: Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MatrixView:
     """The matrices of a tensor. They cover each of its elements once.
 

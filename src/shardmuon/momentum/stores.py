@@ -43,7 +43,7 @@ _SEED = 0
 NEAREST = 0x8000  # in the place of random bits: round to nearest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stream:
     """16 random bits for every element of one parameter, at one step, for one purpose.
 

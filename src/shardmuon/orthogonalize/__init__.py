@@ -355,9 +355,11 @@ def _newton_schulz(
     """
     tall = y.shape[-2] > y.shape[-1]
     poly = square_of(y)
-    one, other = (torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) for _ in range(2))
-    # A lies where the result will, which is written when A is not needed any more
-    made = [(out, out.as_strided(poly.shape, poly.stride())) for out in (one, other)]
+    made: list[tuple[Tensor, Tensor]] = []
+    for _ in range(2):
+        out = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
+        # A lies where the result will, which is written when A is not needed any more
+        made.append((out, out.as_strided(poly.shape, poly.stride())))
     for step, (a, b, c) in enumerate(coefficients):
         out, gram = made[step % 2]
         left, right = _sides(y)

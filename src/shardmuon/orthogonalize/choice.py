@@ -23,7 +23,7 @@ _CPU_BF16_RATE = 4.0
 _WORTH_IT = 0.75  # of the time of "standard": "gram" is taken below it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Choice:
     """The orthogonalizer of one matrix.
 
@@ -57,7 +57,7 @@ class Task(NamedTuple):
     device: torch.device
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chooser:
     """The method and dtype of products that an optimizer asks for.
 

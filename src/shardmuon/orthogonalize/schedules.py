@@ -102,7 +102,7 @@ class Schedule:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Published:
     """A published set. `tail`: the triple of further steps, by default up to five; None: their number is fixed. Its
     source says who published it, or that it is ours."""

@@ -83,7 +83,7 @@ class Event(NamedTuple):
     end: float
 
 
-@dataclass(slots=True)
+@dataclass
 class _Exchange:
     members: int
     given: int = 0
@@ -91,7 +91,7 @@ class _Exchange:
     end: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass
 class Course:
     """A step of one rank, as far as it has come.
 

@@ -44,7 +44,7 @@ Overrides = Mapping[Pattern, str | Mapping[str, Any]] | Sequence[tuple[Pattern, 
 _OptimizerName = Literal["Muon", "AdamW", "frozen"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RoutingRow:
     """A row of the routing table: one parameter, the optimizer it goes to, and the reason.
 

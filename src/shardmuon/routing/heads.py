@@ -34,7 +34,7 @@ from shardmuon.texts import listed
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class RoutedParam:
     """A parameter, and what is found out about it step by step.
 

@@ -40,7 +40,7 @@ _Kind = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Role:
     """The role of a parameter: how it reads as matrices, or why it is none.
 

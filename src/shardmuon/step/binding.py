@@ -72,6 +72,7 @@ class Binding(Agreed):
 
     Attributes:
         buckets: Those that this rank takes part in, in the plan's order.
+        group_of: Number of each parameter's group.
         alike_members: Group, engine and dtype -> the numbers of such parameters.
         shapes: Shape of this rank's storage of each parameter.
         digests: Set of ranks -> what its ranks plan alike, and that no other plan has.
@@ -97,7 +98,7 @@ class Binding(Agreed):
     ) -> None:
         super().__init__(table.component, table.token, table.sets)
         self.rank, self.table, self.plan, self.members, self.planned = rank, table, plan, members, planned
-        self.ns_device = ns_device
+        self.group_of, self.ns_device = [one.group for one in members], ns_device
         self.buckets = [bucket for bucket in plan.buckets if rank in bucket.ranks]
         self.alike_members: dict[tuple[int, Engine, torch.dtype], list[int]] = {}
         for number, one in enumerate(members):

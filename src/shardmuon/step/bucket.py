@@ -21,7 +21,7 @@ from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Plan
-from shardmuon.plan.program import Batch, Copy, Program, Wire
+from shardmuon.plan.program import Copy, Program, Wire
 from shardmuon.step.batch import BatchStages
 from shardmuon.step.update import KeptSide, Side, Work, apply_results, sides_of_batches, update_momentum
 from shardmuon.texts import listed
@@ -156,7 +156,10 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     gather, scatter, relay = program.gather, program.scatter, program.relay
     pending: list[Pending] = []  # taken out before it is waited for: then nothing here holds what was sent
     if gathers:
-        pending.append(exchange(_momenta(bound, work), gather.sent, gather.came))
+        send = bound.buffer(gather.sent)
+        update_momentum(bound.gathered, work, bound.gathered.on(send))
+        pending.append(exchange(send, gather.sent, gather.came))
+        del send
     batches = torch.empty(program.batch_numel, dtype=bound.dtype, device=kernel.device or bound.device)
     own = bound.own.on(batches)
     update_momentum(bound.own, work, own)
@@ -185,13 +188,6 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     if relay.heard:
         bound.heard_late.hear(came, work.kept)
     apply_results(bound.late, work, bound.late.on(came), like_torch=bound.like_torch)
-
-
-def _momenta(bound: Bound, work: Work) -> Tensor:  # 1-D: what the gather sends
-    """Update the momentum of what other ranks orthogonalize."""
-    send = bound.buffer(bound.program.gather.sent)
-    update_momentum(bound.gathered, work, bound.gathered.on(send))
-    return send
 
 
 def _results(
@@ -226,7 +222,8 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
 def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) -> None:
     """Put orthogonalized matrices in the place of those owned here."""
     for batch, choice, of_batch in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
-        settings, x = work.settings[bound.plan.items[batch.items[0]].param], _matrices(batch, batches)
+        settings = work.settings[bound.plan.items[batch.items[0]].param]
+        x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
         stages, fed, unit, overwrite = None, x, False, True
         if settings.stages:
             stages = BatchStages(settings.stages, [side.of(work.kept) for side in of_batch], x)
@@ -247,7 +244,3 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
         elif out is not x:
             x.copy_(out)
         del stages, fed, out  # may be wider than the wire, and the next batch needs room
-
-
-def _matrices(batch: Batch, batches: Tensor) -> Tensor:  # (B, rows, cols)
-    return batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)

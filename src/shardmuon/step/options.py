@@ -173,16 +173,17 @@ class OptionsReader:
         Raises:
             ValueError: An option has no meaning; with the group's number.
         """
-        self._kept = [self._read(index, group) for index, group in enumerate(groups)]
-        return [settings for _, settings in self._kept]
-
-    def _read(self, index: int, group: Group) -> tuple[tuple[object, ...], Settings | None]:
-        said = tuple(map(group.get, _READ))
-        if list in map(type, said):
-            said = _copied(said)
-        # tensors change in place, and what a function says may
-        lasting = index < len(self._kept) and _LASTING.issuperset(map(type, said))
-        return self._kept[index] if lasting and self._kept[index][0] == said else (said, _checked(index, group))
+        found: list[Settings | None] = []
+        for index, group in enumerate(groups):
+            said = tuple(map(group.get, _READ))
+            if list in map(type, said):
+                said = _copied(said)
+            # tensors change in place, and what a function says may
+            lasts = index < len(self._kept) and _LASTING.issuperset(map(type, said))
+            if not lasts or self._kept[index][0] != said:
+                self._kept[index : index + 1] = [(said, _checked(index, group))]
+            found.append(self._kept[index][1])
+        return found
 
 
 def _copied(values: Sequence[Any]) -> tuple[object, ...]:

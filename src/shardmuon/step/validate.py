@@ -8,9 +8,8 @@ is made here, so that a rank without memory for it says so while all can still s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -27,14 +26,13 @@ from shardmuon.layout.engines.dtensor import lies_as_placed, placed
 from shardmuon.layout.mesh import same_storage
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
 from shardmuon.step.adamw import Row
-from shardmuon.step.binding import Binding
+from shardmuon.step.binding import Binding, Member
 from shardmuon.step.kept import Settled, start_kept, stored_kept, unsettled
 from shardmuon.step.options import Group, Settings
 from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS, keeping
 
 State = Mapping[Tensor, MutableMapping[str, Any]]
-_DTYPE = attrgetter("dtype")
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -95,16 +93,17 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
         ValueError: One is unusable; with the parameter's name.
     """
     members, num = binding.members, len(binding.members)
-    settings = [cast(Settings, options[member.group]) for member in members]
+    settings = cast("list[Settings]", list(map(options.__getitem__, binding.group_of)))
     found = Proposal([None] * num, [None] * num, [None] * num, settings, [()] * num)
     found.states, found.said = [NONE] * num, [()] * num
     for (index, engine, _), numbers in binding.alike_members.items() if memory.keeper.as_computed else ():
         of_group = cast(Settings, options[index])
         if not (binding.elsewhere or of_group.stages or callable(of_group.adjust_lr_fn)):
-            _glance(found, engine, [(n, members[n].param) for n in numbers], of_group, memory)
-    for number in [n for n, said in enumerate(found.said) if not said]:
-        with about(members[number].name):
-            found.said[number] = *_look(found, number, binding, memory), settings[number].text
+            _glance(found, engine, numbers, members, of_group, memory)
+    for number, said in enumerate(found.said):
+        if not said:
+            with about(members[number].name):
+                found.said[number] = *_look(found, number, binding, memory), settings[number].text
     for index, of_adamw in enumerate(groups):
         if options[index] is None:
             found.adamw[index] = _adamw_rows(of_adamw, index, memory.state)
@@ -115,37 +114,32 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
 
 
 def _glance(
-    found: Proposal, engine: Engine, params: Sequence[tuple[int, Tensor]], of_group: Settings, memory: Memory
+    found: Proposal,
+    engine: Engine,
+    numbers: Sequence[int],
+    members: Sequence[Member],
+    of_group: Settings,
+    memory: Memory,
 ) -> None:
-    """Note what this rank has of those parameters of a group that are as most are, and what ranks must have alike."""
+    """Note what this rank has of those parameters of a group that are as most are, and what ranks must have alike; of
+    none of them if any lies otherwise than they do."""
     rows, (state, keeper, _) = [], memory
-    for number, param in params:
+    for number in numbers:
+        param = members[number].param
         grad, kept = param.grad, state.get(param, _NOTHING)
         if grad is not None and len(kept) == 1:
             rows.append((number, param, grad, kept.get(BUFFER)))  # whatever a framework has put there
-    numbers, *columns = zip(*rows, strict=True) if rows else ((),)
-    for first, (of_weights, dtype, stored), storages in _seen(engine, columns):
-        if dtype.is_floating_point and stored == (keeper.dtype or dtype):
-            said = READY, of_weights, dtype, stored, of_group.text
-            for number, weight, grad, momentum in zip(numbers[first:], *storages, strict=False):
-                found.weights[number], found.grads[number], found.momenta[number] = weight, grad, momentum
-                found.states[number], found.said[number] = READY, said
-
-
-_Columns = Sequence[Sequence[Tensor]]  # parameters, gradients, each kind of state tensors
-
-
-def _seen(engine: Engine, columns: _Columns, first: int = 0) -> Iterator[tuple[int, list[torch.dtype], _Columns]]:
-    """Runs of parameters for which a quick look is enough: at all of them, else at their halves, and the halves of
-    those. Of each run the number of its first one, the dtype of each column, and the storages."""
-    storages = engine.storages(*columns) if columns else None
-    dtypes = [set(map(_DTYPE, column)) for column in storages or ()]
-    half = len(columns[0]) // 2 if columns else 0
-    if storages is not None and max(map(len, dtypes)) == 1:
-        yield first, [dtype for (dtype,) in dtypes], storages
-    elif half:
-        yield from _seen(engine, [column[:half] for column in columns], first)
-        yield from _seen(engine, [column[half:] for column in columns], first + half)
+    seen, *columns = zip(*rows, strict=True) if rows else ((),)
+    storages = engine.storages(*columns) if rows else None
+    if storages is None:
+        return
+    weights, grads, momenta = storages
+    dtype, stored = grads[0].dtype, momenta[0].dtype
+    if dtype.is_floating_point and stored == (keeper.dtype or dtype):
+        said = READY, weights[0].dtype, dtype, stored, of_group.text
+        for number, weight, grad, momentum in zip(seen, weights, grads, momenta, strict=True):
+            found.weights[number], found.grads[number], found.momenta[number] = weight, grad, momentum
+            found.states[number], found.said[number] = READY, said
 
 
 def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> tuple[object, ...]:
@@ -233,11 +227,12 @@ def _adamw_rows(group: Group, index: int, state: State) -> list[Row | None]:
             rows.setdefault(engine_of(p), []).append(row)
     for engine, of_engine in rows.items():
         positions, states, *columns = zip(*of_engine, strict=True)
-        for first, dtypes, storages in _seen(engine, columns):
-            if dtypes[0].is_floating_point and len(set(dtypes)) == 1:
-                made = map(Row._make, zip(*storages, states[first:], strict=False))
-                for position, of_one in zip(positions[first:], made, strict=False):
-                    found[position] = of_one
+        storages = engine.storages(*columns)
+        if storages is not None:
+            dtype, *others = (column[0].dtype for column in storages)
+            if dtype.is_floating_point and set(others) == {dtype}:
+                for position, of_one in zip(positions, zip(*storages, states, strict=True), strict=True):
+                    found[position] = Row(*of_one)
     for position in [at for at, row in enumerate(found) if row is None]:
         with about(name_of(group, index, position)):
             _check_adamw(params[position], state.get(params[position], _NOTHING))

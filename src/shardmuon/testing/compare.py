@@ -41,7 +41,7 @@ _State = dict[str, dict[str, Tensor]]  # by parameter: its "weight", and what an
 _StepsOf = Callable[[_Cases, Mapping[str, Any], _Whole, Sequence[_Whole]], Iterator[_State]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Comparison:
     """The comparison on one rank. Numbers are over the steps and parameters it holds something of.
 

@@ -65,7 +65,7 @@ def meshes_on(kind: str) -> Iterator[None]:
         _KIND.pop()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _LayoutCase:
     """One layout of the comparison.
 
@@ -401,7 +401,7 @@ LAYOUTS: dict[str, _LayoutCase] = {
 # ------------------------------------------------------------------------------------------------------- the parameters
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParamCase:
     """A parameter of the comparison: global shape, group options, and which case it covers."""
 

@@ -69,7 +69,7 @@ _MAX_OPEN_FILES = 400  # in one rank; torch frees those of a group, and its 2 th
 _MAX_SHARED_POOLS = 3  # live at once from get_pool: a rank takes up to 300 MB
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankException:
     """The exception of one rank as text: the exception itself may not survive the way between processes.
 

@@ -19,12 +19,12 @@
     share what they keep.
 
 [Note: to add one]
-    1. A file here: a frozen dataclass that derives from `BeforeStage`, `AfterStage` or `WeightStage`. Its docstring has
-       the formula, the source, and what differs from that. An `AfterStage` multiplies matrices, or lines along their
-       longer side: rows of tall matrices, columns of wide ones. A rule for the rows of every matrix needs this kind of
-       lines first: `Norms` (norms.py) and `scaled_` choose by rows >= cols; and as norms of lines of one kind do not
-       follow from those of the other, let `scaled_` below read and scale once for each run of stages whose lines are of
-       one kind.
+    1. A file here: a class that derives from `BeforeStage`, `AfterStage` or `WeightStage`, a frozen dataclass if it has
+       fields: its text (`repr`) must tell them. Its docstring has the formula, the source, and what differs from that.
+       An `AfterStage` multiplies matrices, or lines along their longer side: rows of tall matrices, columns of wide
+       ones. A rule for the rows of every matrix needs this kind of lines first: `Norms` (norms.py) and `scaled_` choose
+       by rows >= cols; and as norms of lines of one kind do not follow from those of the other, let `scaled_` below
+       read and scale once for each run of stages whose lines are of one kind.
     2. A row at the end of `VARIANTS` (variants/__init__.py): the name that users write, and the stages. A variant may
        have several (scale the update at the owner, then the weights).
     3. A row of `FORMULAS` (auditing/reference.py): the formula once more, in fp64, written anew. Without one the audit
@@ -52,7 +52,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -62,7 +61,6 @@ from shardmuon._torch import foreach_copy_
 from shardmuon.variants.norms import Norms
 
 
-@dataclass(frozen=True)
 class Stage:
     """One stage of a variant. Its text (`repr`) is what ranks compare, and what matrices of a batch share.
 
@@ -73,6 +71,9 @@ class Stage:
 
     key: ClassVar[str] = ""
     travels: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     def num_kept(self, rows: int, cols: int) -> int:
         """Numbers that it keeps of a matrix. 0: none."""

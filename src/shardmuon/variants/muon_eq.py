@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,6 @@ from shardmuon.variants.norms import aligned_rows, line_norms
 _LOW, _HIGH = 2.0**-40, 2.0**40
 
 
-@dataclass(frozen=True)
 class MuonEq(BeforeStage):
     """MuonEq's scaling of rows to one norm before orthogonalizing. For N (m x n), what momentum makes of the gradient,
     and each of its rows N_i:

@@ -7,7 +7,6 @@ norm is taken after it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -19,7 +18,6 @@ from shardmuon.variants.norms import Norms
 RADIUS = "weight_radius"
 
 
-@dataclass(frozen=True)
 class HyperballUpdate(AfterStage):
     """Scaling of the update to the norm that the weights keep: O <- R O / ||O||_F. See `HyperballWeight`."""
 
@@ -34,7 +32,6 @@ class HyperballUpdate(AfterStage):
         return over(torch.where(radius > 0, radius, norms.whole), norms.whole)
 
 
-@dataclass(frozen=True)
 class HyperballWeight(WeightStage):
     """Hyperball, which keeps the norm of each weight matrix. With R = ||W_0||_F:
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -13,7 +12,6 @@ from shardmuon.variants.norms import Norms
 _LEAST = 1e-10  # nanochat's, below which a mean of squares is not followed
 
 
-@dataclass(frozen=True)
 class NorMuon(AfterStage):
     """NorMuon's scaling of the rows (or columns) of an orthogonalized matrix. For O (m x n), v from zero:
 

@@ -24,7 +24,7 @@ NONE, READY, MISPLACED = 0, 1, 2  # of a parameter's gradient: there is none; it
 STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # the same in messages
 
 _SIGNATURE = attrgetter("shape", "dtype", "device")
-_SHAPE, _DEVICE, _LAYOUT = map(attrgetter, ("shape", "device", "layout"))
+_SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", "layout"))
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]  # global shape, and rank -> the pieces that it stores
@@ -163,14 +163,17 @@ class Engine:
         self, params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any]
     ) -> Sequence[Sequence[Tensor]] | None:
         """The local storages of parameters, of their gradients and of each kind of their state tensors, if a quick look
-        at all of them tells that they lie alike, and that parameters and state can be written to, as nearly all do and
-        can. None: who looks at one of them closely (`is_aligned`) has the words, or finds nothing wrong. For steps,
-        which compute no gradients."""
+        at all of them tells that they lie alike, that each kind has one dtype, and that parameters and state can be
+        written to, as nearly all do and can. None: who looks at one of them closely (`is_aligned`) has the words, or
+        finds nothing wrong. For steps, which compute no gradients."""
         shapes, devices = list(map(_SHAPE, params)), list(map(_DEVICE, params))
         for column in (grads, *states):
             if set(map(type, column)) != {Tensor} or set(map(_LAYOUT, column)) != {torch.strided}:
                 return None
             if list(map(_SHAPE, column)) != shapes:
+                return None
+        for column in (params, grads, *states):
+            if set(map(_DTYPE, column)) != {column[0].dtype}:
                 return None
         for column in (params, *states):  # of an expanded one several elements lie in one place
             if list(map(_DEVICE, column)) != devices:

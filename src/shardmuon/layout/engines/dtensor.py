@@ -28,16 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-_LOCAL, _SPEC = map(attrgetter, ("_local_tensor", "_spec"))
-
-
-def _placed_alike(one: Any, other: Any) -> bool:
-    """True if two specs say the same of whole tensors and of where their parts lie."""
-    if one is other:
-        return True
-    metas = one.tensor_meta, other.tensor_meta
-    alike = one.mesh is other.mesh and one.placements == other.placements and None not in metas
-    return bool(alike and metas[0].shape == metas[1].shape)
+_LOCAL = attrgetter("_local_tensor")
+_PLACED = attrgetter("shape", "_spec.mesh", "_spec.placements")
 
 
 class DTensorEngine(Engine):
@@ -85,11 +77,12 @@ class DTensorEngine(Engine):
         columns = params, grads, *states
         if set(map(type, itertools.chain(*columns))) != {type(params[0])}:
             return None
-        expected = [param._spec for param in params]
-        for column in columns[1:]:
-            if not all(map(_placed_alike, expected, map(_SPEC, column))):
+        placed, local = list(map(_PLACED, params)), []
+        for column in columns:
+            if list(map(_PLACED, column)) != placed:
                 return None
-        return super().storages(*(list(map(_LOCAL, column)) for column in columns))
+            local.append(list(map(_LOCAL, column)))
+        return super().storages(*local)
 
     def wrap(self, storage: Tensor, param: Any, shape: Ints | None = None) -> Tensor:
         stride = param.stride() if shape is None else row_major(shape)

@@ -20,7 +20,7 @@ from shardmuon.layout.mesh import Cut, Extent, flat_part
 from shardmuon.layout.views import Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FlatShard:
     """A 1-D part of a tensor: which elements it is, and of which tensor.
 

@@ -27,7 +27,7 @@ from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorParallelEngine(Engine):
     """A plain tensor of a group with a `tp_group`: one of its shards, or a replica on each of its ranks.
 
