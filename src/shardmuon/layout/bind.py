@@ -201,7 +201,6 @@ def bind(
     if unlike is not None:
         told = gather(lines.get(unlike, []), component, fault)
         raise Refused(_unlike_lists(unlike, [told[component.index(other)] for other in unlike]))
-    copied, prints = dict[Ranks, list[int]](), dict[Ranks, list[int]]()  # what has replicas; without empty sets
     with fault:
         layouts = _layouts(mine, numbers, everyone, grids)
         made = Table(
@@ -215,18 +214,7 @@ def bind(
             digest_of([theirs.facts.nonce for theirs in known.values()]),
         )
         table.append(made)
-        if fingerprint is not None:
-            copied = {ranks: [n for n in of_set if layouts[n].has_replicas] for ranks, of_set in made.sets.items()}
-            prints = {
-                r: [fingerprint(local_if_any(mine[n].listed.param)) for n in ns] for r, ns in copied.items() if ns
-            }
-    found = dict(zip(component, gather(prints, component, fault), strict=True))
-    if any(found.values()):  # on every rank alike
-        with fault:
-            for ranks in prints:
-                for number, *of_ranks in zip(copied[ranks], *(found[rank][ranks] for rank in ranks), strict=True):
-                    _compare(mine[number], table[0].layouts[number], of_ranks)
-        gather(None, component, fault)
+    _compare_replicas(mine, table, component, fingerprint, fault)
     return table[0]
 
 
@@ -302,6 +290,32 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
             f"ranks {(*told,)} store shapes {[extent.shape for extent in told.values()]} of it ({one.claim.text}): "
         )
         raise Unlike(f"{one.listed.name}: {stored if len(told) > 1 else ''}{wrong}") from wrong
+
+
+def _compare_replicas(
+    mine: Sequence[_Described],
+    table: Sequence[Table],  # none if something is wrong here
+    component: Ranks,
+    fingerprint: Callable[[Tensor], int] | None,
+    fault: Fault,
+) -> None:
+    """Compare what ranks store of the same pieces, and raise on all of them what is wrong on any. Collective over the
+    component."""
+    copied, prints = dict[Ranks, list[int]](), dict[Ranks, list[int]]()  # of each set that has replicas
+    with fault:
+        if table and fingerprint is not None:
+            for ranks, of_set in table[0].sets.items():
+                numbers = [number for number in of_set if table[0].layouts[number].has_replicas]
+                if numbers:
+                    copied[ranks] = numbers
+                    prints[ranks] = [fingerprint(local_if_any(mine[number].listed.param)) for number in numbers]
+    found = dict(zip(component, gather(prints, component, fault), strict=True))
+    if any(found.values()):  # on every rank alike
+        with fault:
+            for ranks, numbers in copied.items():
+                for number, *of_ranks in zip(numbers, *(found[rank][ranks] for rank in ranks), strict=True):
+                    _compare(mine[number], table[0].layouts[number], of_ranks)
+        gather(None, component, fault)
 
 
 def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> None:
