@@ -40,6 +40,7 @@ TRANSPORT = {
     ("comm/groups.py", "_backends_of"),
     ("comm/vote.py", ""),
     ("layout/bind.py", "bind"),
+    ("layout/bind.py", "_compare_replicas"),
     ("comm/lanes.py", ""),
     ("layout/bind.py", "_sharers_of"),
     ("layout/bind.py", "renew"),

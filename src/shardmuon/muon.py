@@ -704,9 +704,9 @@ class Muon(Core, Optimizer):
 
 
 def _without_ranks(options: dict[str, Any]) -> dict[str, Any]:
-    """Options without a process group over which there are replicas."""
-    group = options["process_group"]
-    return options if group is None or not group.ranks else {**options, "process_group": None}
+    """Options without a process group over which there are replicas: a reference, or what was put there since."""
+    group = options.get("process_group")
+    return {**options, "process_group": None} if getattr(group, "ranks", group) else options
 
 
 _OWN = ("config", "keeper", "audits", "traffic", "routing", "broken")  # what copies and pickles take along

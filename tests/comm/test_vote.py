@@ -217,7 +217,27 @@ def test_messages_of_unlike_lengths_and_versions_are_understood(monkeypatch: pyt
         assert voting._merged(mine, other)[2] == flag
 
 
+def test_the_store_takes_the_name_of_a_lane_of_any_ranks() -> None:
+    """torch's store closes the connection at a key of more than 8 KiB."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=10))
+    strided = tuple(range(0, 1 << 17, 8))
+    lanes_of = [(strided, 1), (strided, 2), (strided[1:], 1), ((0, 1, 2), 1), ((0, 12), 1)]
+    for value, lane in enumerate(lanes_of):
+        dist.PrefixStore(lanes._name_of(*lane), store).set("key", str(value))
+    found = [dist.PrefixStore(lanes._name_of(*lane), store).get("key") for lane in lanes_of]
+    assert found == [str(value).encode() for value in range(len(lanes_of))]
+
+
 # ------------------------------------------------------------------------------------------------------- on real ranks
+
+
+def _many_bits(num: int) -> Verdict:
+    return vote(Ballot(Phase.STEP, presence=1 << (num - 1 - dist.get_rank()), num_bits=num), (0, 1, 2))
+
+
+def test_a_vote_has_room_for_half_a_million_gradients(world3: RankPool) -> None:
+    num = 500_000
+    assert world3.run(_many_bits, num) == [Verdict(Phase.STEP, Flag.NONE, True, 0b111 << (num - 3))] * 3
 
 
 def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | None]:

@@ -416,6 +416,18 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
     world4.run(_storm, name)
 
 
+def _by_turns() -> list[float]:
+    """Norms of lists that begin with one tensor and go on with others, which lie otherwise."""
+    first, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(6, 4))
+    first.grad, plain.grad = torch.ones(2, 2), torch.ones(6, 4)
+    sharded = _sharded(torch.ones(6, 4), mesh_of((dist.get_world_size(),)), Shard(0))
+    return [float(clip_grad_norm_([first, other], 1e9)) for other in (sharded, plain, sharded)]
+
+
+def test_lists_that_begin_with_one_tensor_may_go_on_with_others(world3: RankPool) -> None:
+    assert world3.run(_by_turns) == [[float(torch.tensor(28.0).sqrt())] * 3] * 3
+
+
 def _gone() -> bool:
     """Neither tensors nor what was kept of them live on because they were clipped."""
     params = [_sharded(_normal(6, 4, seed=s), mesh_of((dist.get_world_size(),)), Shard(0)) for s in (1, 2)]

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from simulated import stored
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
@@ -26,7 +27,7 @@ from shardmuon.layout.views import kept_view, matrix_view
 from shardmuon.options import view_options
 from shardmuon.step.binding import fingerprint
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.layouts import LAYOUTS, PARAMS, parameters
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, mesh_of, parameters
 
 PARAMS_VIEWS = {name: matrix_view(case.shape, **case.options) for name, case in PARAMS.items()}
 
@@ -185,6 +186,22 @@ def test_what_does_not_fit_is_raised_on_every_rank_of_the_component(world4: Rank
     for name, (_, message) in FLAWS.items():
         with pytest.raises(ValueError, match=message):
             raise ValueError(everyone[0][name])
+
+
+def _read(placement: Placement) -> int:
+    """How many storages a table is made with fingerprints of."""
+    local = torch.empty(2, 6, device="meta")
+    param = nn.Parameter(DTensor.from_local(local, mesh_of((4,)), [placement], run_check=False))
+    seen: list[Tensor] = []
+    listed = [Listed("a", "a", param, {"use_muon": True}, {}), *_plain(dist.get_rank(), {"b": (0, 1)})]
+    bind(dist.get_rank(), listed, fingerprint=lambda storage: seen.append(storage) or 0)  # type: ignore[func-returns-value]
+    return len(seen)
+
+
+def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
+    """What is sharded alone may lie on meta still, and takes seconds to read where it is offloaded."""
+    assert world4.run(_read, Shard(0)) == [1, 1, 0, 0]
+    assert world4.run(_read, Replicate()) == [2, 2, 1, 1]
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:

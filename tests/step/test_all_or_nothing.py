@@ -312,7 +312,15 @@ def _placed(kind: str) -> Callable[[Tensor], Tensor]:
     return make
 
 
+def _around_inference(like: Tensor) -> Tensor:
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(_inference(like.to_local()), like.device_mesh, like.placements, run_check=False)
+
+
 SHARD_FAULTS: dict[str, Fault] = {
+    "momentum around a tensor of inference": Fault(
+        _momentum(_around_inference), r"rank \d: rows: its momentum_buffer was made under"
+    ),
     "ns_steps": Fault(_option("ns_steps", 2), "describe them differently"),
     **{
         f"gradient {kind}": Fault(_put(kind), r"rows: .*ranks \[\d.* gradient that is placed unlike the parameter")

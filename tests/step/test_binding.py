@@ -45,6 +45,16 @@ def test_copies_and_pickles_take_every_attribute_of_the_constructor() -> None:
         assert other.config == copy.copy(other).config == optimizer.config
 
 
+@pytest.mark.parametrize("given", [(0,), (), None], ids=str)
+def test_a_group_that_was_set_later_is_copied(given: tuple[int, ...] | None) -> None:
+    """A step takes a process group, or its ranks, from a group as well as a reference."""
+    optimizer = Job([{"params": [Spec("a", (6, 8))]}]).optimizer
+    optimizer.param_groups[0]["process_group"] = given
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert other.param_groups[0]["process_group"] in (given, None)
+    assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["process_group"] == (() if given == () else None)
+
+
 def test_hooks_of_loading_run_once_also_where_a_host_takes_over() -> None:
     optimizer, seen = Job([{"params": [Spec("a", (6, 8))]}]).optimizer, list[str]()
     optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before"))

@@ -10,6 +10,7 @@ nothing of what is told.
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from shardmuon.comm.groups import MADE, Made, Ranks
 from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
 
 _T = TypeVar("_T")
-_LARGEST = 1 << 13  # bytes of a message that is merged: receivers need not know how long it is
+_LARGEST = 1 << 16  # bytes of a message that is merged: receivers need not know how long it is
 _TAG = 7
 _DEFAULT = timedelta(minutes=30)  # where no backend tells its time-out
 
@@ -65,8 +66,7 @@ class Lane:
         options = gloo._Options()
         options._devices = [gloo.create_default_device(lazy_init=True)]
         options._timeout = self._limit
-        name = f"shardmuon lane {ranks_text(ranks)} {number}"
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(_name_of(ranks, number), dist.distributed_c10d._get_default_store())
         self._group: Any = gloo(store, self.me, len(ranks), options)
         self.is_open = True
 
@@ -125,6 +125,11 @@ class Lane:
     def close(self) -> None:
         """End all connections: ranks that wait for this one fail at once. The next talk of all makes a new lane."""
         self._group, self.is_open = None, False
+
+
+def _name_of(ranks: Ranks, number: int) -> str:
+    """Name of a lane, the prefix of its keys: torch's store takes keys of 8 KiB, less than 2,000 ranks need in text."""
+    return f"shardmuon lane {hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()} {number}"
 
 
 def _bytes_of(data: bytes) -> Tensor:  # uint8

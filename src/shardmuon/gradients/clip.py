@@ -28,8 +28,8 @@ from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, 
 from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.layout.bind import Listed, Table, TableCall
-from shardmuon.layout.engines import engine_for
-from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, is_own, names_of
+from shardmuon.layout.engines import Engine, engine_for
+from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, is_own, names_of
 from shardmuon.layout.grid import union
 from shardmuon.layout.table import ParamLayout
 from shardmuon.options import SETS, refuse_sets
@@ -135,6 +135,7 @@ Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
 _ALIGN = 1  # presence bit: gradients to redistribute first
 _OPTIONS = ("process_group", "tp_group")
+_Key = tuple[str, int, Group, Engine, object]  # of a parameter: name, id, options, engine and what that tells of it
 
 
 def _listed_of(source: Source, fault: Fault) -> list[Listed]:
@@ -180,8 +181,8 @@ class _BoundGradients(Agreed):
     def __init__(self, table: Table, beyond: Ranks | None) -> None:
         super().__init__(table.component, table.token, table.sets)
         params, self.beyond = table.params, beyond
-        self.engines = [engine_for(one.param, one.group) for one in params]
-        self.key = self.key_of(params)
+        self.key = _key_of(params)
+        self.engines = [engine for *_, engine, _ in self.key]
         self.in_order = [number for numbers in table.sets.values() for number in numbers]
         counts = {layout: _counts(layout) for layout in dict.fromkeys(table.layouts)}
         self.counted = {number for number, layout in enumerate(table.layouts) if counts[layout]}
@@ -201,11 +202,12 @@ class _BoundGradients(Agreed):
         sharers = union(self.sets)
         self.together = () if set(sharers) <= set(beyond or ()) else sharers
 
-    def key_of(self, params: Sequence[Listed]) -> list[object]:
-        """The key that a table for these parameters would have, by ids: if an id is used again by a tensor that lies in
-        the same way, the table fits that one as well."""
-        pairs = zip(params, self.engines, strict=False)
-        return [len(params), *((p.name, id(p.param), p.group, engine.signature(p.param)) for p, engine in pairs)]
+
+def _key_of(params: Sequence[Listed]) -> list[_Key]:
+    """The key of a table for these parameters, by ids: if an id is used again by a tensor that lies in the same way,
+    the table fits that one as well."""
+    known = [(one, engine_for(one.param, one.group)) for one in params]
+    return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 
 
 def _counts(layout: ParamLayout) -> bool:
@@ -274,7 +276,7 @@ class _Clipping(TableCall[_BoundGradients]):
         return found if found is not None and found.beyond == self.beyond else None  # the same ranks vote
 
     def is_current(self, kept: _BoundGradients) -> bool:
-        return kept.key == kept.key_of(self.params)
+        return kept.key == _key_of(self.params)
 
     def listed(self) -> list[Listed]:
         return list(self.params)

@@ -3,10 +3,10 @@ parameter, and all make the same table of it.
 
 [Note: describing together]
     Each rank first describes its parameters alone, and tells the whole component who shares them with it. From that
-    every rank knows all sets of sharers. Then all tell each other their claims, fingerprints of what they store, and a
-    digest of what the ranks of each set must have alike; the layout is a pure function of the claims of its set, by
-    which replicas are compared. Whatever goes wrong on a rank is data: it travels in the next message in place of what
-    that would have been, and everybody raises it.
+    every rank knows all sets of sharers. Then all tell each other their claims, and a digest of what the ranks of each
+    set must have alike; the layout is a pure function of the claims of its set. Last they tell fingerprints of what has
+    replicas, and compare these: what is sharded alone is not read. Whatever goes wrong on a rank is data: it travels in
+    the next message in place of what that would have been, and everybody raises it.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class _Said(NamedTuple):
 
     Attributes:
         digest: Of the lines that all of these ranks must have alike.
-        held: What may differ: the extent of each claim, and the fingerprint of what is stored.
+        extents: What may differ: the extent of each claim.
         group: Name of a process group that it knows over these ranks; "" if there is none.
     """
 
     digest: bytes
-    held: list[tuple[Extent, int]]
+    extents: list[Extent]
     group: str
 
 
@@ -176,7 +176,7 @@ def bind(
         Refused: Something is wrong on some rank, or what ranks say does not fit together. On every rank.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
-    fault, print_of = fault or Fault(), fingerprint or (lambda storage: 0)
+    fault = fault or Fault()
     mine, table = list[_Described](), list[Table]()
     sharers = _sharers_of(waiting or (lambda: [(one.name, one.param, one.group) for one in listed]), fault)
     with fault:
@@ -191,9 +191,7 @@ def bind(
         numbers = _numbers(mine, {ties: grids[ties] for ties in sharers})
         lines = {ranks: [_line(mine[n], fingerprint is not None) for n in of_set] for ranks, of_set in numbers.items()}
         for ranks, of_set in numbers.items():
-            shared = [(mine[n].claim.extent, mine[n].listed.param) for n in of_set]
-            held = [(extent, print_of(local_if_any(param)) if len(ranks) > 1 else 0) for extent, param in shared]
-            said[ranks] = _Said(digest_of(lines[ranks]), held, groups.get(ranks, ""))
+            said[ranks] = _Said(digest_of(lines[ranks]), [mine[n].claim.extent for n in of_set], groups.get(ranks, ""))
     everyone = dict(zip(component, gather(said, component, fault), strict=True))
     unlike: Ranks | None = None
     with fault:
@@ -216,7 +214,7 @@ def bind(
             digest_of([theirs.facts.nonce for theirs in known.values()]),
         )
         table.append(made)
-    gather(None, component, fault)
+    _compare_replicas(mine, table, component, fingerprint, fault)
     return table[0]
 
 
@@ -274,13 +272,12 @@ def _layouts(
     known: dict[object, ParamLayout] = {}
     found: dict[int, ParamLayout] = {}
     for ranks, of_set in numbers.items():
-        for number, *told in zip(of_set, *(everyone[rank][ranks].held for rank in ranks), strict=True):
-            one, (extents, prints) = mine[number], zip(*told, strict=True)
-            key = one.engine, one.claim.form, one.ties, extents, repr(one.listed.view)
+        for number, *told in zip(of_set, *(everyone[rank][ranks].extents for rank in ranks), strict=True):
+            one = mine[number]
+            key = one.engine, one.claim.form, one.ties, tuple(told), repr(one.listed.view)
             if key not in known:
-                known[key] = _layout(one, dict(zip(ranks, extents, strict=True)), grids[one.ties])
+                known[key] = _layout(one, dict(zip(ranks, told, strict=True)), grids[one.ties])
             found[number] = known[key]
-            _compare(one, found[number], prints)
     return [found[number] for number in range(len(mine))]
 
 
@@ -293,6 +290,32 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
             f"ranks {(*told,)} store shapes {[extent.shape for extent in told.values()]} of it ({one.claim.text}): "
         )
         raise Unlike(f"{one.listed.name}: {stored if len(told) > 1 else ''}{wrong}") from wrong
+
+
+def _compare_replicas(
+    mine: Sequence[_Described],
+    table: Sequence[Table],  # none if something is wrong here
+    component: Ranks,
+    fingerprint: Callable[[Tensor], int] | None,
+    fault: Fault,
+) -> None:
+    """Compare what ranks store of the same pieces, and raise on all of them what is wrong on any. Collective over the
+    component."""
+    copied, prints = dict[Ranks, list[int]](), dict[Ranks, list[int]]()  # of each set that has replicas
+    with fault:
+        if table and fingerprint is not None:
+            for ranks, of_set in table[0].sets.items():
+                numbers = [number for number in of_set if table[0].layouts[number].has_replicas]
+                if numbers:
+                    copied[ranks] = numbers
+                    prints[ranks] = [fingerprint(local_if_any(mine[number].listed.param)) for number in numbers]
+    found = dict(zip(component, gather(prints, component, fault), strict=True))
+    if any(found.values()):  # on every rank alike
+        with fault:
+            for ranks, numbers in copied.items():
+                for number, *of_ranks in zip(numbers, *(found[rank][ranks] for rank in ranks), strict=True):
+                    _compare(mine[number], table[0].layouts[number], of_ranks)
+        gather(None, component, fault)
 
 
 def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> None:

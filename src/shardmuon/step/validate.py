@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from shardmuon._torch import is_dtensor
+from shardmuon._torch import is_dtensor, local_if_any
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
 from shardmuon.errors import about, ranks_text
@@ -381,7 +381,7 @@ def _state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weig
     """
     if not isinstance(buffer, Tensor):
         raise ValueError(f"its {key} is a {type(buffer).__name__}, not a tensor. {_LOAD}")
-    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+    if local_if_any(buffer).is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"
         )
