@@ -7,7 +7,7 @@ afterwards. benchmarks/audit_sharpness.py and tests of devices plant them, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from variant_cases import CASES
 
 from shardmuon import Muon, audit, muon
 from shardmuon.auditing import live
@@ -29,7 +30,7 @@ from shardmuon.step import bucket, stages, update
 from shardmuon.step.options import Scales
 from shardmuon.step.stages import WeightSet
 from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on, parameters
-from shardmuon.variants import BeforeStage
+from shardmuon.variants import VARIANTS, BeforeStage, WeightStage
 from shardmuon.variants.muon_eq import MuonEq
 from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
 from shardmuon.variants.norms import Norms
@@ -288,6 +289,28 @@ def _one_by_one(stages: Sequence[Any], batch: Tensor, kept: Mapping[str, Sequenc
             x.copy_(stage.run(x, kept[stage.key][at].unsqueeze(0) if stage.key else x.new_empty(1, 0)))
 
 
+def _divided_alone(self: BeforeStage, x: Tensor) -> None:
+    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True))
+
+
+def _ones(self: Any, norms: Any, kept: Tensor) -> Tensor:
+    return torch.ones_like(norms if isinstance(self, WeightStage) else norms.means if self.of_lines else norms.whole)
+
+
+def _without(variant: str) -> Plant:
+    """The stages of a variant do nothing."""
+
+    @contextmanager
+    def plant(job: Job) -> Iterator[None]:
+        with ExitStack() as stack:
+            for stage in VARIANTS[variant].stages:
+                name, nothing = ("run_", _divided_alone) if isinstance(stage, BeforeStage) else ("factor", _ones)
+                stack.enter_context(mock.patch.object(type(stage), name, nothing))
+            yield
+
+    return plant
+
+
 def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
     """A live step calls `run` in the stage's place: stages' passes are not shared then."""
 
@@ -524,9 +547,7 @@ FAULTS = {
         says="no convergence",
         exact=True,
     ),
-    "NorMuon: no stage": _of_variant(
-        "normuon", _running(NorMuon, lambda self, x, kept: x.float()), "kept_wrong", _LENGTH
-    ),
+    "NorMuon: no stage": _of_variant("normuon", _without("normuon"), "kept_wrong", _LENGTH),
     "NorMuon: by halves": _of_variant(
         "normuon", _running(NorMuon, _stage_by_halves), "wrong_matrix", exact=True, options=PRODUCTS["fp32"]
     ),
@@ -591,6 +612,11 @@ FAULTS = {
     "Hyperball: other rule": _of_variant(
         "hyperball", replaced("factor", lambda real: _wrong_rule, HyperballWeight), "norm_wrong", ["kept_wrong"]
     ),
+    **{
+        f"{name}: left out": replace(_of_variant(name, _without(name), ""), names=case.left_out)
+        for name, case in CASES.items()
+        if name != "normuon"
+    },
 }
 
 
