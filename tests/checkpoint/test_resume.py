@@ -111,7 +111,10 @@ class Job:
             for g in GROUPS
         ]
         for group, variant in zip(groups, kind.variants, strict=False):
-            group |= {"variant": variant, "weight_decay": 0.1 if all(VARIANTS[name].decays for name in names_in(variant)) else 0.0}
+            group |= {
+                "variant": variant,
+                "weight_decay": 0.1 if all(VARIANTS[name].decays for name in names_in(variant)) else 0.0,
+            }
         self.optimizer = Muon(groups, lr=1e-3, **kind.storage, **LAYOUTS[self.layout].options(self.world))
 
     def cut(self, tensors: Tensors) -> dict[str, Tensor]:
@@ -330,7 +333,12 @@ def _made(layout: str, how: str) -> None:
     weights, counts = found.pop("weights"), found.pop("step")
     assert [name for name, w in before.items() if not torch.equal(weights[name], w)] == []
     assert [key for key, of_key in found.items() for value in of_key.values() if value.any()] == []
-    assert set(found) == {"momentum_buffer", "exp_avg", "exp_avg_sq", *(("second_moment", "weight_radius") if how == "asked" else ())}
+    assert set(found) == {
+        "momentum_buffer",
+        "exp_avg",
+        "exp_avg_sq",
+        *(("second_moment", "weight_radius") if how == "asked" else ()),
+    }
     assert counts["table"] == (how == "stepped")  # of a first step at lr=0 torch counts as of others
     assert (job.optimizer.traffic.exchanges == 0) == (how == "asked" or job.world == 1)
     assert len(job.optimizer.state) == len(SHAPES) - len(["frozen"])

@@ -397,7 +397,9 @@ LAYOUTS: dict[str, _LayoutCase] = {
         _LayoutCase("tp column", _flat, partial(_tp_plain, dims=(0,)), _tp_groups, plain_shards=True),
         _LayoutCase("tp row", _flat, partial(_tp_plain, dims=(1,)), _tp_groups, plain_shards=True),
         _LayoutCase("tp stride 2", _flat, partial(_tp_plain, dims=(0,), stride=2), _tp_groups, plain_shards=True),
-        _LayoutCase("tp x dp", _square, partial(_tp_plain, dims=(0, 1, -1)), _tp_groups, exchanges=3, plain_shards=True),
+        _LayoutCase(
+            "tp x dp", _square, partial(_tp_plain, dims=(0, 1, -1)), _tp_groups, exchanges=3, plain_shards=True
+        ),
         _LayoutCase("mcore buffers", _flat, partial(_flat_buffer, parallel=False)),
         _LayoutCase("mcore buffers+tp", _square, partial(_flat_buffer, parallel=True), _tp_groups, exchanges=3),
     )
