@@ -16,8 +16,9 @@ class VariantCase(NamedTuple):
         launches: Kernels that it adds to a step on an accelerator, at most: of one layer, and of four. Where they are
             too few test_cuda_shape.py prints what it found.
         left_out: All that an audit says of a step without its stages: mostly "variant_wrong" of a stage before the
-            orthogonalizer or of one factor for the matrix, "wrong_matrix" of lines, "norm_wrong" of weights, and
-            "kept_wrong" of what keeps numbers. Where it says otherwise test_audit.py prints what it said.
+            orthogonalizer, "kept_wrong" of one after it that keeps numbers, "wrong_matrix" of other lines,
+            "clipped_update" or "scale_wrong" of one factor for the matrix, "norm_wrong" of weights. Where it says
+            otherwise test_audit.py prints what it said.
     """
 
     launches: tuple[int, int]
