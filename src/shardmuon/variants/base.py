@@ -97,8 +97,9 @@ class AfterStage(Stage):
         """Factor by which each matrix or line is multiplied. Never waits for a device. Finite for a matrix of zeros: it
         stays one. What is not finite needs no care: its elements show it.
 
-        Given `norms.shape` (B, rows, cols), `norms.whole` (B, 1) or, of lines, the mean squares `norms.means` (B, P): `norms.sums(means)[0]` adds up
-        those of each matrix (B, 1), and `over` divides (B, 1) by (B, 1) where that may be 0 / 0.
+        Given `norms.shape` (B, rows, cols), and `norms.whole` (B, 1) or, of lines, the mean squares `norms.means`
+        (B, P): `norms.sums(means)[0]` adds up those of each matrix (B, 1), and `over` divides (B, 1) by (B, 1) where
+        that may be 0 / 0.
         """
         raise NotImplementedError
 
