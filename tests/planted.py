@@ -7,7 +7,7 @@ afterwards. benchmarks/audit_sharpness.py and tests of devices plant them, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -297,20 +297,6 @@ def _ones(self: Any, norms: Any, kept: Tensor) -> Tensor:
     return torch.ones_like(norms if isinstance(self, WeightStage) else norms.means if self.of_lines else norms.whole)
 
 
-def _without(variant: str) -> Plant:
-    """The stages of a variant do nothing."""
-
-    @contextmanager
-    def plant(job: Job) -> Iterator[None]:
-        with ExitStack() as stack:
-            for stage in VARIANTS[variant].stages:
-                name, nothing = ("run_", _divided_alone) if isinstance(stage, BeforeStage) else ("factor", _ones)
-                stack.enter_context(mock.patch.object(type(stage), name, nothing))
-            yield
-
-    return plant
-
-
 def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
     """A live step calls `run` in the stage's place: stages' passes are not shared then."""
 
@@ -393,6 +379,14 @@ def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (),
     options = {"variant": variant, "lr": 0.1, "weight_decay": 0.0, **more.pop("options", {})}
     more = {"layout": "single", "shapes": VARIED, **more}
     return Fault(plant, {name}, options=options, also=set(also), **more)
+
+
+def _left_out(variant: str) -> Fault:
+    """The first stage of a variant does nothing."""
+    stage, names = VARIANTS[variant].stages[0], CASES[variant].left_out
+    how = ("run_", _divided_alone) if isinstance(stage, BeforeStage) else ("factor", _ones)
+    also = _LENGTH if "kept_wrong" in names else ()
+    return replace(_of_variant(variant, lambda job: mock.patch.object(type(stage), *how), "", also), names=names)
 
 
 PRODUCTS: dict[str, dict[str, Any]] = {
@@ -547,7 +541,7 @@ FAULTS = {
         says="no convergence",
         exact=True,
     ),
-    "NorMuon: no stage": _of_variant("normuon", _without("normuon"), "kept_wrong", _LENGTH),
+    "NorMuon: no stage": _left_out("normuon"),
     "NorMuon: by halves": _of_variant(
         "normuon", _running(NorMuon, _stage_by_halves), "wrong_matrix", exact=True, options=PRODUCTS["fp32"]
     ),
@@ -570,11 +564,7 @@ FAULTS = {
         exact=True,
     ),
     "MuonEq: a row left out": _of_variant("muon_eq", _running(MuonEq, _rows_left), "variant_wrong"),
-    "Hyperball: O not on the sphere": _of_variant(
-        "hyperball",
-        replaced("factor", lambda real: lambda self, norms, kept: torch.ones_like(norms.whole), HyperballUpdate),
-        "variant_wrong",
-    ),
+    "Hyperball: O not on the sphere": _left_out("hyperball"),
     "Hyperball: R of a part": _of_variant("hyperball", _norm_of_half, "norm_of_shard"),
     "Hyperball: update too long": _of_variant(
         "hyperball", replaced("factor", lambda real: lambda *given: real(*given) * 1.25, HyperballUpdate), "scale_wrong"
@@ -612,11 +602,7 @@ FAULTS = {
     "Hyperball: other rule": _of_variant(
         "hyperball", replaced("factor", lambda real: _wrong_rule, HyperballWeight), "norm_wrong", ["kept_wrong"]
     ),
-    **{
-        f"{name}: left out": replace(_of_variant(name, _without(name), ""), names=case.left_out)
-        for name, case in CASES.items()
-        if name != "normuon"
-    },
+    **{f"{name}: left out": _left_out(name) for name in CASES if name not in ("normuon", "hyperball")},
 }
 
 

@@ -15,7 +15,7 @@ class VariantCase(NamedTuple):
     Attributes:
         launches: Kernels that it adds to a step on an accelerator, at most: of one layer, and of four. Where they are
             too few test_cuda_shape.py prints what it found.
-        left_out: All that an audit says of a step without its stages: mostly "variant_wrong" of a stage before the
+        left_out: All that an audit says of a step without its first stage: mostly "variant_wrong" of a stage before the
             orthogonalizer, "kept_wrong" of one after it that keeps numbers, "wrong_matrix" of other lines,
             "clipped_update" or "scale_wrong" of one factor for the matrix, "norm_wrong" of weights. Where it says
             otherwise test_audit.py prints what it said.
@@ -28,7 +28,7 @@ class VariantCase(NamedTuple):
 CASES = {
     "normuon": VariantCase((60, 86), {"kept_wrong"}),
     "muon_eq": VariantCase((28, 50), {"variant_wrong"}),
-    "hyperball": VariantCase((51, 72), {"norm_wrong"}),
+    "hyperball": VariantCase((51, 72), {"variant_wrong"}),
 }
 TOGETHER = "muon_eq+normuon+hyperball"
 LATER = tuple(name for name in CASES if name not in TOGETHER.split("+"))  # the first three have rows by name, too
