@@ -36,17 +36,11 @@ from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Choice, Task, flops, rule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from schedule_cases import CASES
 from spectra import SPECTRA, polar_factor, spectrum
 
 KELLER = (3.4445, -4.7750, 2.0315)
-SCHEDULES = [
-    ("keller", 5),
-    ("quintic", 5),
-    *(("polar_express", steps) for steps in range(4, 9)),
-    ("cans", 5),
-    ("cubic", 5),
-    ("deepseek_v4", 10),
-]
+SCHEDULES = [*CASES, ("polar_express", 4), ("polar_express", 7)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_SHAPES = [(1, 512, 512), (1, 512, 2048), (1, 1024, 4096), (48, 384, 384), (48, 384, 1536)]
 GPU_SHAPES = [

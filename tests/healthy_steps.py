@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from variant_cases import LATER
 
 from shardmuon import Muon, audit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = ("keller", "quintic", "polar_express", "cans", "cubic", "deepseek_v4")
 VARIANTS = ("normuon", "muon_eq", "hyperball", "muon_eq+normuon", "muon_eq+hyperball", "normuon+hyperball")
-IN_TURN = (*VARIANTS, *[None] * len(VARIANTS))  # by seed
+IN_TURN = (*VARIANTS, *[None] * len(VARIANTS), *LATER)  # by seed
 SPECTRA = ("gauss", "power", "six decades", "rank 1", "rank 2", "low rank and noise", "orthogonal", "spike", "ones")
 
 

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from variant_cases import CASES
 
 from shardmuon import Muon, audit, muon
 from shardmuon.auditing import live
@@ -29,7 +30,7 @@ from shardmuon.step import bucket, stages, update
 from shardmuon.step.options import Scales
 from shardmuon.step.stages import WeightSet
 from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on, parameters
-from shardmuon.variants import BeforeStage
+from shardmuon.variants import VARIANTS, BeforeStage, WeightStage
 from shardmuon.variants.muon_eq import MuonEq
 from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
 from shardmuon.variants.norms import Norms
@@ -288,6 +289,14 @@ def _one_by_one(stages: Sequence[Any], batch: Tensor, kept: Mapping[str, Sequenc
             x.copy_(stage.run(x, kept[stage.key][at].unsqueeze(0) if stage.key else x.new_empty(1, 0)))
 
 
+def _divided_alone(self: BeforeStage, x: Tensor) -> None:
+    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True))
+
+
+def _ones(self: Any, norms: Any, kept: Tensor) -> Tensor:
+    return torch.ones_like(norms if isinstance(self, WeightStage) else norms.means if self.of_lines else norms.whole)
+
+
 def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
     """A live step calls `run` in the stage's place: stages' passes are not shared then."""
 
@@ -370,6 +379,14 @@ def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (),
     options = {"variant": variant, "lr": 0.1, "weight_decay": 0.0, **more.pop("options", {})}
     more = {"layout": "single", "shapes": VARIED, **more}
     return Fault(plant, {name}, options=options, also=set(also), **more)
+
+
+def _left_out(variant: str) -> Fault:
+    """The first stage of a variant does nothing."""
+    stage, names = VARIANTS[variant].stages[0], CASES[variant].left_out
+    how = ("run_", _divided_alone) if isinstance(stage, BeforeStage) else ("factor", _ones)
+    also = _LENGTH if "kept_wrong" in names else ()
+    return replace(_of_variant(variant, lambda job: mock.patch.object(type(stage), *how), "", also), names=names)
 
 
 PRODUCTS: dict[str, dict[str, Any]] = {
@@ -524,9 +541,7 @@ FAULTS = {
         says="no convergence",
         exact=True,
     ),
-    "NorMuon: no stage": _of_variant(
-        "normuon", _running(NorMuon, lambda self, x, kept: x.float()), "kept_wrong", _LENGTH
-    ),
+    "NorMuon: no stage": _left_out("normuon"),
     "NorMuon: by halves": _of_variant(
         "normuon", _running(NorMuon, _stage_by_halves), "wrong_matrix", exact=True, options=PRODUCTS["fp32"]
     ),
@@ -549,11 +564,7 @@ FAULTS = {
         exact=True,
     ),
     "MuonEq: a row left out": _of_variant("muon_eq", _running(MuonEq, _rows_left), "variant_wrong"),
-    "Hyperball: O not on the sphere": _of_variant(
-        "hyperball",
-        replaced("factor", lambda real: lambda self, norms, kept: torch.ones_like(norms.whole), HyperballUpdate),
-        "variant_wrong",
-    ),
+    "Hyperball: O not on the sphere": _left_out("hyperball"),
     "Hyperball: R of a part": _of_variant("hyperball", _norm_of_half, "norm_of_shard"),
     "Hyperball: update too long": _of_variant(
         "hyperball", replaced("factor", lambda real: lambda *given: real(*given) * 1.25, HyperballUpdate), "scale_wrong"
@@ -591,6 +602,7 @@ FAULTS = {
     "Hyperball: other rule": _of_variant(
         "hyperball", replaced("factor", lambda real: _wrong_rule, HyperballWeight), "norm_wrong", ["kept_wrong"]
     ),
+    **{f"{name}: left out": _left_out(name) for name in CASES if name not in ("normuon", "hyperball")},
 }
 
 

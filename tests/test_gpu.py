@@ -16,6 +16,7 @@ from cuda_shape import CUDA, CudaShape, Refused
 from healthy_steps import DTYPES, healthy
 from on_device import bytes_above, kernels_of, make_model, make_optimizer, waits_are_errors
 from planted import FAULTS, PRODUCTS, caught_all, check_caught
+from variant_cases import TOGETHER
 
 from shardmuon.muon import Muon
 from shardmuon.orthogonalize import batch_size
@@ -133,7 +134,7 @@ def test_every_layout_on_nccl(layout: str, nccl: RankPool) -> None:
     compared(nccl, layout, "cuda")
 
 
-EVERY_VARIANT = (*VARIANTS, "muon_eq+normuon+hyperball")
+EVERY_VARIANT = (*VARIANTS, TOGETHER)
 FEW_LAYOUTS = ("ddp", "fsdp2", "hsdp+tp", "ep+fsdp", "mcore buffers")
 
 
@@ -148,7 +149,7 @@ def test_every_layout_and_variant_on_ranks_that_share_a_device(layout: str, vari
 
 
 @pytest.mark.stated
-@pytest.mark.parametrize(("layout", "variant"), [("tp x dp", None), ("ep+fsdp", "muon_eq+normuon+hyperball")])
+@pytest.mark.parametrize(("layout", "variant"), [("tp x dp", None), ("ep+fsdp", TOGETHER)])
 def test_layouts_are_built_and_compared_where_they_are_told(layout: str, variant: str | None, world4: Any) -> None:
     compared(world4, layout, "cpu", 1, variant)
 

@@ -407,8 +407,8 @@ class Muon(Core, Optimizer):
             (`sqrt(max(1, rows/cols))`), "match_rms_adamw" (`0.2 sqrt(max(rows, cols))`), "spectral"
             (`sqrt(max(rows, cols))`), "unit_rms_norm" (`sqrt(rows/cols)`), "none", or a callable
             (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
-        variant: "normuon", "muon_eq", "hyperball", "cautious" (W decays only where that does not work against the
-            update), or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
+        variant: Name of a variant ("normuon", "hyperball", .., see docs/variants.md), or several joined by "+"
+            ("muon_eq+cautious").
         process_group: Plain (not DTensor) parameters are replicas over this group, as under DDP: share
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
             its own plain tensors. In a group, () says that no other rank has its tensors (experts). Not kept by

@@ -30,6 +30,7 @@ from planted import (
 )
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from variant_cases import CASES, LATER
 
 from shardmuon import AuditError, AuditWarning, Muon, audit, param_groups
 from shardmuon.auditing.live import choose
@@ -45,7 +46,7 @@ from shardmuon.variants.normuon import NorMuon
 
 # ------------------------------------------------------------------------------------------------- sound optimizers
 
-ON_LAYOUTS = (None, "muon_eq+normuon", "normuon+hyperball", "muon_eq+hyperball")
+ON_LAYOUTS = (None, "muon_eq+normuon", "normuon+hyperball", "muon_eq+hyperball", *LATER)
 METHODS = ("auto", "standard", "gram")
 
 
@@ -117,7 +118,7 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"method": "torch"}),
     (torch.float64, {"ns_dtype": torch.float64}),
     (torch.float64, IN_FP64),
-    *((torch.float64, {**IN_FP64, "variant": name, "weight_decay": 0.0}) for name in ("normuon", "hyperball")),
+    *((torch.float64, {**IN_FP64, "variant": name, "weight_decay": 0.0}) for name in CASES),
     (torch.bfloat16, {"method": "torch"}),
     (torch.bfloat16, {}),
     (torch.float32, {"momentum_dtype": torch.bfloat16}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,12 +21,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from variant_cases import LATER
 
 from shardmuon import Muon, checkpoint
 from shardmuon.layout.engines import engine_of
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import rows_stored
 from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.variants import KEPT_KEYS, VARIANTS, keeping, names_in, stages_of
 
 Tensors = Mapping[str, Tensor]
 
@@ -46,8 +48,8 @@ GROUPS: list[dict[str, Any]] = [
     {"names": ["wide"], "split_sizes": (5, 8), "ns_coefficients": ((3.0, -4.0, 2.0), (1.5, -0.5, 0.0))},
     {"names": ["table"], "use_muon": False, "lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6},
 ]
-VARIANTS = ("normuon+hyperball", "normuon", "hyperball")  # of the groups of matrices
-KEPT = ("second_moment", "weight_radius")  # by these
+MIXED = ("normuon+hyperball", "normuon", "hyperball")  # of the groups of matrices
+KEEPING = [name for name in LATER if keeping(VARIANTS[name].stages)]
 
 
 class Kind(NamedTuple):
@@ -55,16 +57,17 @@ class Kind(NamedTuple):
 
     dtype: torch.dtype = torch.float32  # of the weights
     storage: Mapping[str, Any] = MappingProxyType({})
-    variants: bool = False
+    variants: Sequence[str] = ()
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = {
     "plain": Kind(),
-    "variants": Kind(variants=True),
+    "variants": Kind(variants=MIXED),
     "fp32": Kind(BF16, {"momentum_dtype": FP32, "stochastic_rounding": True}),
     "bf16": Kind(BF16, {"momentum_dtype": BF16, "stochastic_rounding": True}),
-    "int8": Kind(BF16, {"momentum_dtype": "int8", "stochastic_rounding": True}, variants=True),
+    "int8": Kind(BF16, {"momentum_dtype": "int8", "stochastic_rounding": True}, variants=MIXED),
+    **{name: Kind(variants=[name] * 3) for name in KEEPING},
 }
 # torch says so whenever one process saves or loads
 pytestmark = [
@@ -107,8 +110,11 @@ class Job:
             {**{k: v for k, v in g.items() if k != "names"}, "params": [(n, params[n]) for n in g["names"]]}
             for g in GROUPS
         ]
-        for group, variant in zip(groups, VARIANTS if kind.variants else (), strict=False):
-            group |= {"variant": variant, "weight_decay": 0.0 if "hyperball" in variant else 0.1}
+        for group, variant in zip(groups, kind.variants, strict=False):
+            group |= {
+                "variant": variant,
+                "weight_decay": 0.1 if all(VARIANTS[name].decays for name in names_in(variant)) else 0.0,
+            }
         self.optimizer = Muon(groups, lr=1e-3, **kind.storage, **LAYOUTS[self.layout].options(self.world))
 
     def cut(self, tensors: Tensors) -> dict[str, Tensor]:
@@ -136,11 +142,11 @@ class Job:
         for key, full in expected.items():
             # builders go by position, and take numbers that may have gradients
             whole = {n: full.get(n, torch.zeros(s)).float() for n, s in SHAPES.items()}
-            cut = full if key in ("step", *KEPT) else row.build(whole, row.mesh(self.world))
+            cut = full if key in ("step", *KEPT_KEYS) else row.build(whole, row.mesh(self.world))
             for name, of_one in full.items():
                 param = self.model.get_parameter(name)
                 here = param if key == "weights" else self.optimizer.state[param][key]
-                wanted = rows_stored(of_one, here) if key in KEPT else local(cut[name])
+                wanted = rows_stored(of_one, here) if key in KEPT_KEYS else local(cut[name])
                 stored = local(here).flatten()
                 if stored.dtype != of_one.dtype or not torch.equal(stored, wanted.flatten().to(of_one.dtype)):
                     found.append(f"{key} of {name}")
@@ -215,8 +221,9 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
 # Layouts and ranks. A file knows its source by the pieces in it alone, so each source meets one process and other cuts.
 ONE, TWO, FOUR, HSDP = ("single", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)
 GRID, EXPERTS, DIMS = ("fsdp2+tp", 4), ("ep+fsdp", 4), ("two dims", 4)
-# of plain tensor-parallel shards only shardmuon's own functions know which part of the whole they are
 COLUMN, ROW, STRIDED, CROSS = ("tp column", 2), ("tp row", 3), ("tp stride 2", 2), ("tp x dp", 4)
+# of plain shards only shardmuon's own functions know which part of the whole they are
+PLAIN_SHARDS = [name for name, row in LAYOUTS.items() if row.plain_shards and not name.startswith("tp ")]
 # Saved on, loaded on; by torch's functions, their flat form, while steps go on, or shardmuon's own; kind. 8-bit
 # momentum stands on layouts that cut no block of it.
 RESUMES = [
@@ -231,6 +238,8 @@ RESUMES = [
     (ONE, FOUR, "torch", "bf16"),
     (TWO, TWO, "async", "plain"),
     (FOUR, TWO, "ours", "fp32"),
+    *((GRID, EXPERTS, form, name) for name in KEEPING for form in ("torch", "ours")),
+    *((*pair, "ours", "plain") for name in PLAIN_SHARDS for pair in (((name, 4), TWO), (GRID, (name, 4)))),
 ]
 
 
@@ -254,7 +263,8 @@ def test_a_run_resumed_on_another_layout_equals_the_uninterrupted_one(
     source: tuple[str, int], target: tuple[str, int], form: str, kind: str, saved: Any, uninterrupted: Any
 ) -> None:
     path, expected = saved(source, form, kind), uninterrupted(kind)
-    assert set(KEPT) <= set(expected) or not KINDS[kind].variants
+    kept = {stage.key for variant in KINDS[kind].variants for stage in stages_of({"variant": variant}) if stage.key}
+    assert kept == set(KEPT_KEYS) & set(expected)
     assert on(target[1], _resume, target[0], path, form, kind, expected) == [[]] * target[1]
 
 
@@ -323,7 +333,12 @@ def _made(layout: str, how: str) -> None:
     weights, counts = found.pop("weights"), found.pop("step")
     assert [name for name, w in before.items() if not torch.equal(weights[name], w)] == []
     assert [key for key, of_key in found.items() for value in of_key.values() if value.any()] == []
-    assert set(found) == {"momentum_buffer", "exp_avg", "exp_avg_sq", *(KEPT if how == "asked" else ())}
+    assert set(found) == {
+        "momentum_buffer",
+        "exp_avg",
+        "exp_avg_sq",
+        *(("second_moment", "weight_radius") if how == "asked" else ()),
+    }
     assert counts["table"] == (how == "stepped")  # of a first step at lr=0 torch counts as of others
     assert (job.optimizer.traffic.exchanges == 0) == (how == "asked" or job.world == 1)
     assert len(job.optimizer.state) == len(SHAPES) - len(["frozen"])

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
-from shardmuon.step import update
+from shardmuon.step import bucket
 from shardmuon.testing.layouts import LAYOUTS, parameters
 
 Elements = tuple[Tensor, Tensor]  # numbers in the full tensor, and values
@@ -143,7 +143,7 @@ def run(layout: str, options: str) -> dict[str, Elements]:
     given = case.options(dist.get_world_size()) if dist.is_initialized() else {}
     groups = [{"params": [(name, param)], **PARAMS[name].options} for name, param in params.items()]
     found: dict[str, Elements] = {}
-    with mock.patch.object(update, "orthogonalize", lambda x, *_, **given: torch.stack([stand_in(m) for m in x])):
+    with mock.patch.object(bucket, "orthogonalize", lambda x, *_, **given: torch.stack([stand_in(m) for m in x])):
         optimizer = Muon(groups, **{**BASE, **given, **of.muon})
         for step in range(len(LRS)):
             grads = placed(layout, {name: drawn(name, step).to(of.dtype) for name in PARAMS})

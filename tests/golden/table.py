@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from variant_cases import LATER
 
 from shardmuon.testing.layouts import LAYOUTS
 
@@ -132,6 +133,7 @@ OPTIONS: dict[str, Options] = {
     "many buckets, normuon": Options({"bucket_bytes": 3000, "variant": "normuon"}),
     "lr in a tensor": Options({}, lr_tensor=True),
     "lr in a tensor, cautious": Options({"variant": "cautious"}, lr_tensor=True),
+    **{name: Options({"variant": name, **WITHOUT_DECAY}) for name in LATER},
 }
 # step -> every how many-th parameter lacks its gradient then, counted from where
 MISSING: dict[str, Mapping[int, tuple[int, int]]] = {

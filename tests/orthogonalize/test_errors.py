@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from schedule_cases import CASES
 from spectra import SPECTRA, polar_factor, spectrum
 from torch import Tensor
 
@@ -22,20 +23,6 @@ from shardmuon.testing.tolerances import (
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
-# (schedule, steps) -> for each of SPECTRA the relative Frobenius error to the polar factor in exact arithmetic,
-# rounded up: what the polynomial leaves, that is `spectra.exact_steps` against `polar_factor`. Those of Gaussian,
-# log-spaced and power-law values are known for these schedules, but for the square Gaussian, which depends on the
-# seed. Rounding adds to them what the bounds of the dtypes say.
-EXACT: dict[tuple[str, int], tuple[float, ...]] = {
-    ("keller", 5): (0.155, 0.204, 0.401, 0.184, 0.247),
-    ("quintic", 5): (0.0168, 0.08, 0.371, 0.085, 0.0154),
-    ("polar_express", 5): (0.086, 0.098, 0.268, 0.087, 0.095),
-    ("polar_express", 6): (0.00099, 0.0218, 0.155, 0.0011, 0.0013),
-    ("polar_express", 8): (0.0, 5.6e-5, 0.0089, 0.0, 0.0),  # converged: nothing is left but fp64's rounding
-    ("cans", 5): (0.079, 0.093, 0.263, 0.081, 0.081),
-    ("cubic", 5): (0.185, 0.243, 0.582, 0.410, 0.172),
-    ("deepseek_v4", 10): (2.9e-4, 2.6e-4, 2.3e-4, 2.4e-4, 2.1e-4),
-}
 WHERE = pytest.mark.parametrize("at", range(len(SPECTRA)), ids=[f"{kind} {m}x{n}" for kind, m, n in SPECTRA])
 
 
@@ -53,26 +40,26 @@ def _with_polar(at: int) -> tuple[Tensor, Tensor, float]:
     return x, polar_factor(x), polar_bound(x, 16 if SPECTRA[at][0] == "rank 16" else None)
 
 
-@pytest.mark.parametrize(("name", "steps"), EXACT, ids=str)
+@pytest.mark.parametrize(("name", "steps"), CASES, ids=str)
 @WHERE
 def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, steps: int) -> None:
     """Schedules leave their known error in fp64; bounds have the rounding of the steps and of the reference."""
     coefficients, (x, polar, off) = schedule(name, steps).triples, _with_polar(at)
     found = orthogonalize(x[None], coefficients, dtype=FP64)[0]
     rounding = orthogonalization_bound(coefficients, FP64, x) + off
-    assert_near(found, polar, EXACT[name, steps][at] + rounding / float(polar.norm()), f"{name} {steps}")
+    assert_near(found, polar, CASES[name, steps].errors[at] + rounding / float(polar.norm()), f"{name} {steps}")
 
 
 # bf16 in the Gram form is refused, see test_gram
 PRODUCTS = [("standard", FP32), ("gram", FP32), ("standard", BF16), ("standard", FP16), ("gram", FP16)]
 
 
-@pytest.mark.parametrize("number", range(len(EXACT)), ids=[f"{name}-{steps}" for name, steps in EXACT])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}-{steps}" for name, steps in CASES])
 @WHERE
 def test_rounding_adds_what_it_may_in_every_dtype(at: int, number: int) -> None:
     """Rounding adds most in the null space of rank 16: noise of every dtype is orthogonalized there, too. Two kinds of
     products for each: every kind meets every spectrum (three schedules or more) and every schedule (two spectra)."""
-    chosen = schedule(*list(EXACT)[number])
+    chosen = schedule(*list(CASES)[number])
     x, u, s, vh = _decomposed(at)
     exact = (u * chosen(s / s.norm())) @ vh  # by singular values
     for turn in (0, 2):
@@ -85,7 +72,7 @@ def test_rounding_adds_what_it_may_in_every_dtype(at: int, number: int) -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 @pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize(("name", "steps"), EXACT, ids=str)
+@pytest.mark.parametrize(("name", "steps"), CASES, ids=str)
 def test_a_rank_one_matrix_keeps_its_sign(name: str, steps: int, method: str, dtype: torch.dtype) -> None:
     """A singular value of 1 keeps its sign, where some published sets flip the sign or diverge."""
     u, v = torch.linspace(-1, 1, 40), torch.linspace(0.5, 2, 120)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from schedule_cases import CASES
 from spectra import exact_steps, normal, spectrum
 
 from shardmuon import Muon, schedule
@@ -47,15 +48,7 @@ def test_gram_in_bf16_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "steps", "fp16", "fp32"),
-    [
-        ("keller", 3, 0, 0),
-        ("keller", 5, 1, 1),
-        ("quintic", 5, 1, 1),
-        ("cubic", 5, 1, 1),
-        ("polar_express", 5, (2,), 1),  # where Dao-AILab's autotuner finds it
-        ("polar_express", 8, (2, 4), 2),  # what these need in fp16
-        ("deepseek_v4", 10, 3, 2),
-    ],
+    [("keller", 3, 0, 0), *((*of, *case.restarts) for of, case in CASES.items())],
 )
 def test_restarts_are_as_many_as_the_dtype_needs(name: str, steps: int, fp16: int | tuple[int, ...], fp32: int) -> None:
     found = [plan_restarts(schedule(name, steps).triples, d) for d in (torch.float16, torch.float32, torch.float64)]
@@ -113,8 +106,7 @@ def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor,
 # ------------------------------------------------------------------------------- every schedule, every rank of input
 
 SHAPES = [(17, 16), (32, 384), (64, 64), (5, 300)]
-ALL = [("keller", 3), ("keller", 5), ("keller", 8), ("quintic", 5), ("polar_express", 3), ("polar_express", 5)]
-ALL += [("polar_express", 8), ("cans", 5), ("cubic", 5), ("deepseek_v4", 10)]
+ALL = [("keller", 3), ("keller", 8), ("polar_express", 3), *CASES]
 
 
 def of_rank(rank: int, rows: int, cols: int, kind: str) -> torch.Tensor:  # (rows, cols), fp32

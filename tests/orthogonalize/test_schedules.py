@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_cases import CASES
 from spectra import exact_steps, normal
 
 from shardmuon import Muon, param_groups, schedule
@@ -33,26 +34,12 @@ def outputs(triples: Any, low: float, high: float, count: int = 100_001) -> torc
     return s
 
 
-@pytest.mark.parametrize(
-    ("name", "steps", "low", "high", "slope"),
-    [
-        ("keller", 5, 0.68, 1.13, 485),
-        ("quintic", 5, 0.98, 1.03, 493),
-        ("polar_express", 5, 0.87, 1.12, 976),
-        ("polar_express", 6, 1.0, 1.0, 1828),
-        ("polar_express", 8, 1.0, 1.0, 6363),
-        ("cans", 5, 0.86, 1.11, 998),
-        ("cubic", 5, 0.81, 1.30, 114),
-        ("deepseek_v4", 10, 1.0, 1.0, 79263),
-    ],
-)
-def test_schedules_are_the_published_ones_with_the_bands_and_slopes_of_their_polynomials(
-    name: str, steps: int, low: float, high: float, slope: float
-) -> None:
-    found = schedule(name, steps)
+@pytest.mark.parametrize(("name", "steps"), CASES)
+def test_schedules_are_the_published_ones_with_the_bands_and_slopes_of_their_polynomials(name: str, steps: int) -> None:
+    found, case = schedule(name, steps), CASES[name, steps]
     assert len(found.triples) == steps
-    assert tuple(round(end, 2) for end in found.band()) == (low, high)
-    assert round(found.slope) == slope
+    assert tuple(round(end, 2) for end in found.band()) == case.band
+    assert round(found.slope) == case.slope
     for start in (0.5, 0.01, 0.001):
         out = outputs(found.triples, start, 1.0)
         # Two grids. At an end point both are the same; between points h apart an extremum is missed by |f''| h^2 / 8,
@@ -120,6 +107,10 @@ def test_dividing_by_a_safety_factor_mends_a_diverging_set() -> None:
     assert schedule(RAW_CANS, safety=1.01).triples == schedule("cans").triples
     with pytest.raises(ValueError, match=r"safety=0.9 must be at least 1"):
         schedule("cans", safety=0.9)
+
+
+def test_every_schedule_has_a_row_of_tests() -> None:
+    assert SCHEDULES.keys() == {name for name, _ in CASES}, "tests/schedule_cases.py"
 
 
 SOUND = [(name, len(schedule(name).triples)) for name in SCHEDULES]

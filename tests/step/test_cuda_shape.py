@@ -21,6 +21,7 @@ import torch.distributed as dist
 from cuda_shape import CUDA, CudaShape, OnDevice, Refused, fake_ranks, launches_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from variant_cases import CASES
 
 import shardmuon._torch as torch_symbols
 import shardmuon.muon as muon
@@ -495,12 +496,7 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
 
 # Launches that a variant adds to a steady step of one rank: of 4 matrices in 4 shapes, and of 16 in these 4 shapes.
 # Each matrix is summed by itself, so that its bits hang on no other; the rest runs on batches or lists of them.
-ADDED = {
-    "normuon": (60, 86),
-    "muon_eq": (28, 50),
-    "hyperball": (51, 72),
-    "muon_eq+normuon": (88, 136),
-}
+ADDED = {name: case.launches for name, case in CASES.items()} | {"muon_eq+normuon": (88, 136)}
 
 
 @pytest.mark.parametrize("variant", ADDED)

@@ -118,18 +118,13 @@ def test_a_row_cuts_later_tensors_as_its_builder_does(world4: RankPool) -> None:
     assert world4.run(_cut_and_built) == [[]] * 4
 
 
-WHOLE = ("ddp", "ep", "replicate")  # every rank that stores any of a matrix stores all of it
-REPLICATED = {"ddp", "ep", "hsdp", "hsdp+tp", "mcore buffers+tp", "replicate", "tp x dp"}
-
-
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"single", "mixed meshes"}))
 def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str) -> None:
     """A step has one vote and two exchanges. Where ranks hold replicas, a third exchange passes results on to them, or
     one alone does if every replica is whole."""
     found = [comparisons["torch fp32"] for comparisons in compared(layout, 4)]
     assert sum(one.traffic.orthogonalized for one in found) == found[0].num_matrices
-    num_exchanges = 1 if layout in WHOLE else 3 if layout in REPLICATED else 2
-    assert {(one.traffic.exchanges, one.traffic.agreements) for one in found} == {(num_exchanges, 1)}
+    assert {(one.traffic.exchanges, one.traffic.agreements) for one in found} == {(LAYOUTS[layout].exchanges, 1)}
 
 
 def _bytes(wire: torch.dtype) -> int:

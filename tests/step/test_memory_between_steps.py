@@ -16,6 +16,7 @@ from processes import run_to_the_end
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from variant_cases import LATER
 
 from shardmuon import Muon
 from shardmuon.testing import RankPool
@@ -124,7 +125,7 @@ def _off_and_on(variant: str, between: str | None, sharded: bool = False, by_han
 
 
 @pytest.mark.parametrize("between", [None, "muon_eq"])
-@pytest.mark.parametrize("variant", ["normuon", "hyperball", "normuon+hyperball"])
+@pytest.mark.parametrize("variant", ["normuon", "hyperball", "normuon+hyperball", *LATER])
 def test_a_variant_that_was_off_begins_anew(variant: str, between: str | None) -> None:
     assert_bitwise(_off_and_on(variant, between), _off_and_on(variant, between, by_hand=True))
 
@@ -136,7 +137,7 @@ def _on_shards(variant: str) -> None:
 
 
 def test_nor_does_it_remember_on_shards(world2: RankPool) -> None:
-    for variant in ("normuon", "hyperball"):
+    for variant in ("normuon", "hyperball", *LATER):
         world2.run(_on_shards, variant)
 
 

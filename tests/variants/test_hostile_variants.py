@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 from process_default import process_default
 from torch import Tensor, nn
+from variant_cases import CASES, LATER, TOGETHER
 
 from shardmuon import Muon
 from shardmuon.testing.tolerances import assert_bitwise
+from shardmuon.variants import VARIANTS, keeping
 from shardmuon_qkclip import QKClip
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 OPTIONS = {"weight_decay": 0.0}
-KEEPING = ["normuon", "hyperball", "muon_eq+normuon+hyperball"]
+KEEPING = [*(name for name in CASES if keeping(VARIANTS[name].stages)), TOGETHER]
 
 
 def _normal(*shape: int, seed: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -41,7 +43,7 @@ def _run(variant: str, dtype: torch.dtype = FP32) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("default", ["bfloat16", "float16", "float64", "meta"])
-@pytest.mark.parametrize("variant", [*KEEPING, "muon_eq"])
+@pytest.mark.parametrize("variant", [*CASES, TOGETHER])
 def test_torchs_default_dtype_and_device_change_no_bit(variant: str, default: str) -> None:
     for dtype in (FP32, BF16, FP64):
         expected = _run(variant, dtype)
@@ -76,7 +78,7 @@ def test_a_group_that_becomes_adamws_and_muons_again_keeps_nothing_stale(variant
 
 @pytest.mark.stated
 @pytest.mark.parametrize("products", [BF16, FP32, FP64])
-@pytest.mark.parametrize("variant", ["normuon", "muon_eq+normuon", "hyperball"])
+@pytest.mark.parametrize("variant", ["normuon", "muon_eq+normuon", "hyperball", *LATER])
 def test_stages_see_results_of_one_dtype_however_many_matrices_a_batch_has(variant: str, products: torch.dtype) -> None:
     """Owners have other batches on every layout: what stages compute in must not hang on them."""
 

@@ -5,27 +5,12 @@ computed from them, never typed in, and a schedule that flips a sign or diverges
 the Frobenius norm keeps singular values at or below 1, rounding can lift them a little above.
 
 [Note: to add one]
-    1. A row at the end of `SCHEDULES`. All other code takes it from there, and most tests do.
-    2. docs/orthogonalization.md: a row of "Schedules" (`print(schedule(name))` gives range and slope) and of "Errors".
-    3. Tests, in tests/orthogonalize: rows of `test_schedules_are_the_published_ones` (test_schedules.py), of `EXACT`
-       (test_errors.py, rounded up), of `test_restarts_are_as_many_as_the_dtype_needs` and of `ALL` (test_gram.py).
-       Other tests that name schedules chose them for a reason; tests/healthy_steps.py pins its draws.
-    4. A row of `SCHEDULES` in benchmarks/orthogonalize.py, whose results stay until all are measured anew; a line in
-       CHANGELOG.md. A new row is no change to the numerics: it needs no training curve.
+    1. A row at the end of `SCHEDULES`. All other code takes it from there.
+    2. `.venv/bin/python tests/schedule_cases.py NAME` prints its row there (of `CASES`) and its rows of "Schedules" and
+       "Errors" in docs/orthogonalization.md. Put them in; a line in CHANGELOG.md.
 
-    Steps 2 and 3 need numbers, which this prints (PYTHONPATH=src:tests:tests/orthogonalize, some seconds):
-
-        import torch
-        from spectra import SPECTRA, exact_steps, polar_factor, spectrum
-        from test_gram import worst_error
-        from shardmuon.orthogonalize.gram import plan_restarts
-        from shardmuon.orthogonalize.schedules import schedule
-
-        print(new := schedule("NAME"))
-        pairs = [(exact_steps(x := spectrum(*of), new.triples), polar_factor(x)) for of in SPECTRA]
-        print("EXACT", [float((y - polar).norm() / polar.norm()) for y, polar in pairs])
-        print("restarts", [len(plan_restarts(new.triples, d)) for d in (torch.float16, torch.float32)])
-        print("errors", [worst_error(new.triples, torch.float32, form) for form in ("standard", "gram")])
+    `pytest -k NAME tests/orthogonalize` shows whether it works (ten seconds). Other tests that name schedules chose
+    them for a reason. A new row is no change to the numerics: it needs no training curve.
 """
 
 from __future__ import annotations

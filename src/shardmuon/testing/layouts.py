@@ -75,12 +75,18 @@ class _LayoutCase:
         builder: (full tensors, mesh shape) -> this rank's parameters. Equal input gives equal placements. Called on all
             ranks of the default group.
         groups: Mesh shape -> the process groups of plain tensors that the optimizer is given, by option.
+        exchanges: Exchanges of a step: two, to owners and back; three if ranks hold replicas of pieces, to which
+            results are passed on; one if every rank that stores any of a matrix stores all of it.
+        plain_shards: Its tensors are plain, and parts of larger ones, which checkpoints of shardmuon's own join. Not of
+            flat shards: only their frameworks save them.
     """
 
     name: str
     mesh: Callable[[int], Ints]
     builder: _Builder
     groups: Callable[[Ints], dict[str, Any]] = lambda shape: {}
+    exchanges: int = 2
+    plain_shards: bool = False
 
     def options(self, world: int) -> dict[str, Any]:
         """Muon's arguments for this layout on `world` ranks."""
@@ -371,29 +377,31 @@ LAYOUTS: dict[str, _LayoutCase] = {
     case.name: case
     for case in (
         _LayoutCase("single", _flat, _plain),
-        _LayoutCase("ddp", _flat, _plain, _default_group),
-        _LayoutCase("replicate", _flat, _placed_by(lambda i, t: [Replicate()])),
+        _LayoutCase("ddp", _flat, _plain, _default_group, exchanges=1),
+        _LayoutCase("replicate", _flat, _placed_by(lambda i, t: [Replicate()]), exchanges=1),
         _LayoutCase("fsdp2", _flat, _fsdp2),
         _LayoutCase("fsdp2 dim 1", _flat, _placed_by(lambda i, t: [Shard(1)])),
-        _LayoutCase("hsdp", _replicas_first, _fsdp2),
+        _LayoutCase("hsdp", _replicas_first, _fsdp2, exchanges=3),
         _LayoutCase("tp", _flat, _placed_by(_in_turn)),
         _LayoutCase("fsdp2+tp", _square, _fsdp2_tp),
         _LayoutCase("two dims", _square, _placed_by(lambda i, t: [Shard(t.ndim - 2), Shard(t.ndim - 1)])),
         _LayoutCase("one dim twice", _square, _placed_by(lambda i, t: [Shard(0), Shard(0)])),
         _LayoutCase("lone strided", _flat, _lone_strided),
-        _LayoutCase("hsdp+tp", _cube, _fsdp2_tp),
-        _LayoutCase("ep", _flat, _placed_by(lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()])),
+        _LayoutCase("hsdp+tp", _cube, _fsdp2_tp, exchanges=3),
+        _LayoutCase("ep", _flat, _placed_by(lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()]), exchanges=1),
         _LayoutCase("ep+fsdp", _square, _experts_fsdp),
         _LayoutCase("mixed meshes", _square, _mixed),
         _LayoutCase("megatron-fsdp", _flat, _megatron("fsdp")),
         _LayoutCase("megatron-fsdp hfsdp", _square, _megatron("hfsdp", hybrid=True)),
         _LayoutCase("megatron-fsdp+tp", _square, _megatron("fsdp+tp", tensor_parallel=True)),
-        _LayoutCase("tp column", _flat, partial(_tp_plain, dims=(0,)), _tp_groups),
-        _LayoutCase("tp row", _flat, partial(_tp_plain, dims=(1,)), _tp_groups),
-        _LayoutCase("tp stride 2", _flat, partial(_tp_plain, dims=(0,), stride=2), _tp_groups),
-        _LayoutCase("tp x dp", _square, partial(_tp_plain, dims=(0, 1, -1)), _tp_groups),
+        _LayoutCase("tp column", _flat, partial(_tp_plain, dims=(0,)), _tp_groups, plain_shards=True),
+        _LayoutCase("tp row", _flat, partial(_tp_plain, dims=(1,)), _tp_groups, plain_shards=True),
+        _LayoutCase("tp stride 2", _flat, partial(_tp_plain, dims=(0,), stride=2), _tp_groups, plain_shards=True),
+        _LayoutCase(
+            "tp x dp", _square, partial(_tp_plain, dims=(0, 1, -1)), _tp_groups, exchanges=3, plain_shards=True
+        ),
         _LayoutCase("mcore buffers", _flat, partial(_flat_buffer, parallel=False)),
-        _LayoutCase("mcore buffers+tp", _square, partial(_flat_buffer, parallel=True), _tp_groups),
+        _LayoutCase("mcore buffers+tp", _square, partial(_flat_buffer, parallel=True), _tp_groups, exchanges=3),
     )
 }
 

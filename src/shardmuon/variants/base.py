@@ -19,34 +19,20 @@
     share what they keep.
 
 [Note: to add one]
-    1. A file here: a class that derives from `BeforeStage`, `AfterStage` or `WeightStage`, a frozen dataclass if it has
-       fields: its text (`repr`) must tell them. Its docstring has the formula, the source, and what differs from that.
-       An `AfterStage` multiplies matrices, or lines along their longer side: rows of tall matrices, columns of wide
-       ones. A rule for the rows of every matrix needs this kind of lines first: `Norms` (norms.py) and `scaled_` choose
-       by rows >= cols; and as norms of lines of one kind do not follow from those of the other, let `scaled_` below
-       read and scale once for each run of stages whose lines are of one kind.
-    2. A row at the end of `VARIANTS` (variants/__init__.py): the name that users write, and the stages. A variant may
-       have several (scale the update at the owner, then the weights).
-    3. A row of `FORMULAS` (auditing/reference.py): the formula once more, in fp64, written anew. Without one the audit
-       says which matrices it does not check.
-    4. A row of the table in docs/variants.md, and the name where the others are: `grep -in hyperball README.md
-       CHANGELOG.md docs/options.md src/shardmuon/muon.py`, one line of each.
-    5. Tests. `VARIANTS` brings it into test_stages.py, test_one_process.py and test_cuda_shape.py of tests/step, into
-       test_gpu.py and `shardmuon verify --variant`: nothing to write. To write:
-       - tests/variants/test_variants.py: its formula, with a row of zeros (and the line in tests/CLAIMS.md); its name
-         at `test_zeros_stay_zeros..` and, if after, at `test_a_matrix_has_the_same_bits_alone_and_among_others`. That
-         one has a matrix of a single row, which some rules leave as it is.
-       - `FAULTS` of tests/planted.py, at its end (tests deal out products by a row's number): `_of_variant(name,
-         _running(Stage, lambda self, x, kept: x.float()), fault)` is a step without it. What audits call it:
-         "variant_wrong" before; after, "wrong_matrix" where lines are off, "variant_wrong" where norms are,
-         "scale_wrong" (`factor` times 1.25); "kept_wrong" if it keeps numbers.
-       - rows of `VARIANTS` in tests/healthy_steps.py, of `ON_LAYOUTS` and `OPTIONS` in tests/auditing/test_audit.py,
-         of `ADDED` in tests/step/test_cuda_shape.py (launches; a row that is too small prints what it found), of
-         `OPTIONS` in tests/golden/table.py.
-       - real ranks: a row in tests/variants/test_variants_layouts.py.
-       - only if it keeps numbers: `KEEPING` of tests/variants/test_hostile_variants.py, `VARIANTS` of
-         tests/checkpoint/test_resume.py (how groups resume), tests/step/test_memory_between_steps.py (its bytes).
-    No step, plan, checkpoint or `shardmuon verify` names a variant: they read what a stage declares.
+    Seven files; variants/normuon.py is a whole example (muon_eq.py of a stage before, norm_control.py on weights).
+    1. variants/<name>.py: a class that derives from `BeforeStage`, `AfterStage` or `WeightStage` below, a frozen
+       dataclass if it has fields: its text (`repr`) must tell them. Its docstring has the formula, the source, and what
+       differs from that. Lines of an `AfterStage` run along the shorter side: they are rows of tall matrices, columns
+       of wide ones; `scaled_` knows no others.
+    2. A row at the end of `VARIANTS` (variants/__init__.py): the name that users write, and the stages.
+    3. A row of `FORMULAS` (auditing/reference.py) for each stage: the formula once more, in fp64, written anew.
+    4. A row of `CASES` (tests/variant_cases.py), which says what its two entries are.
+    5. A row of the table in docs/variants.md; a line in CHANGELOG.md.
+
+    `pytest -k "<name> or <Stage>" tests/variants tests/auditing tests/step/test_cuda_shape.py` shows whether it works
+    (a minute). The other tests take their rows from these tables, too: its formula, zeros, bits alone and among others,
+    layouts, checkpoints, audits, accelerators, and a fault that leaves it out. No step, plan, checkpoint or `shardmuon
+    verify` names a variant: they read what a stage declares.
 """
 
 from __future__ import annotations
@@ -113,8 +99,9 @@ class AfterStage(Stage):
         """Factor by which each matrix or line is multiplied. Never waits for a device. Finite for a matrix of zeros: it
         stays one. What is not finite needs no care: its elements show it.
 
-        Given `norms.whole` (B, 1) or, of lines, the mean squares `norms.means` (B, P): `norms.sums(means)[0]` adds up
-        those of each matrix (B, 1), and `over` divides (B, 1) by (B, 1) where that may be 0 / 0.
+        Given `norms.shape` (B, rows, cols), and `norms.whole` (B, 1) or, of lines, the mean squares `norms.means`
+        (B, P): `norms.sums(means)[0]` adds up those of each matrix (B, 1), and `over` divides (B, 1) by (B, 1) where
+        that may be 0 / 0.
         """
         raise NotImplementedError
 

@@ -122,7 +122,7 @@ class _ShardHost(_Unfinished):
         """Saved numbers of stages by name, and the saved count of steps.
 
         Raises:
-            ValueError: There is momentum, and not what the variant keeps.
+            ValueError: There is momentum, and not what the variant keeps; or counts differ.
         """
         kept = take_carried([dict(group) for group in packed])
         for group, theirs in zip(core.param_groups, packed, strict=True):
@@ -131,7 +131,9 @@ class _ShardHost(_Unfinished):
                 fault = missing_fault(name, loaded, kept.get(name, {}))
                 if fault is not None:
                     raise ValueError(fault)
-        counts = [int(group["step"]) for group in packed if group.get("step") is not None]
+        counts = {int(group["step"]) for group in packed if group.get("step") is not None}
+        if len(counts) > 1:
+            raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
         return kept, max(counts, default=self._count)
 
     def _restore(self, core: Stepped) -> None:

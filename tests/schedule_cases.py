@@ -1,0 +1,65 @@
+"""One row for each schedule and number of steps: all that its tests know of it. Run with the name of a new schedule, it
+prints its row here and its two in docs/orthogonalization.md."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+
+class ScheduleCase(NamedTuple):
+    """What is known of a schedule's steps.
+
+    Attributes:
+        band: Smallest and largest result for singular values from 0.01 on, to two digits.
+        slope: The product of the a's.
+        errors: For each of `spectra.SPECTRA` the relative Frobenius error to the polar factor in exact arithmetic,
+            rounded up: what the polynomial leaves. Those of Gaussian, log-spaced and power-law values are known for
+            these schedules, but for the square Gaussian, which depends on the seed. Rounding adds to them what the
+            bounds of the dtypes say.
+        restarts: Of the Gram form in fp16, how many or at which steps; and how many in fp32.
+    """
+
+    band: tuple[float, float]
+    slope: int
+    errors: tuple[float, ...]
+    restarts: tuple[int | tuple[int, ...], int]
+
+
+CASES = {
+    ("keller", 5): ScheduleCase((0.68, 1.13), 485, (0.155, 0.204, 0.401, 0.184, 0.247), (1, 1)),
+    ("quintic", 5): ScheduleCase((0.98, 1.03), 493, (0.0168, 0.08, 0.371, 0.085, 0.0154), (1, 1)),
+    # the restart is where Dao-AILab's autotuner finds it
+    ("polar_express", 5): ScheduleCase((0.87, 1.12), 976, (0.086, 0.098, 0.268, 0.087, 0.095), ((2,), 1)),
+    ("polar_express", 6): ScheduleCase((1.0, 1.0), 1828, (0.00099, 0.0218, 0.155, 0.0011, 0.0013), (2, 1)),
+    # converged: nothing is left but fp64's rounding
+    ("polar_express", 8): ScheduleCase((1.0, 1.0), 6363, (0.0, 5.6e-5, 0.0089, 0.0, 0.0), ((2, 4), 2)),
+    ("cans", 5): ScheduleCase((0.86, 1.11), 998, (0.079, 0.093, 0.263, 0.081, 0.081), (1, 1)),
+    ("cubic", 5): ScheduleCase((0.81, 1.30), 114, (0.185, 0.243, 0.582, 0.410, 0.172), (1, 1)),
+    ("deepseek_v4", 10): ScheduleCase((1.0, 1.0), 79263, (2.9e-4, 2.6e-4, 2.3e-4, 2.4e-4, 2.1e-4), (3, 2)),
+}
+
+
+def _print(name: str) -> None:
+    """The rows of a schedule."""
+    import torch
+    from orthogonalize.test_gram import worst_error
+    from spectra import SPECTRA, exact_steps, polar_factor, spectrum
+
+    from shardmuon.orthogonalize.gram import plan_restarts
+    from shardmuon.orthogonalize.schedules import schedule
+
+    new = schedule(name)
+    low, high = new.band()
+    pairs = [(exact_steps(x := spectrum(*of), new.triples), polar_factor(x)) for of in SPECTRA]
+    errors = tuple(float(f"{1.005 * float((y - polar).norm() / polar.norm()):.3g}") for y, polar in pairs)
+    restarts = tuple(len(plan_restarts(new.triples, d)) for d in (torch.float16, torch.float32))
+    case = ScheduleCase((round(low, 2), round(high, 2)), round(new.slope), errors, restarts)  # type: ignore[arg-type]
+    print(f"    {(name, len(new.triples))!r}: ScheduleCase{tuple(case)!r},")
+    print(f"| `{name}` | {len(new.triples)} | {low:.3f} .. {high:.3f} | {round(new.slope):,} | {new.source} |")
+    forms = [f"{worst_error(new.triples, torch.float32, form):.0e}" for form in ("standard", "gram")]
+    print(f"| `{name}` | {forms[0]} | {forms[1]} |")
+
+
+if __name__ == "__main__":
+    _print(sys.argv[1])
