@@ -117,7 +117,10 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"method": "torch"}),
     (torch.float64, {"ns_dtype": torch.float64}),
     (torch.float64, IN_FP64),
-    *((torch.float64, {**IN_FP64, "variant": name, "weight_decay": 0.0}) for name in ("normuon", "hyperball")),
+    *(
+        (torch.float64, {**IN_FP64, "variant": name, "weight_decay": 0.0})
+        for name in ("muon_eq", "normuon", "hyperball")
+    ),
     (torch.bfloat16, {"method": "torch"}),
     (torch.bfloat16, {}),
     (torch.float32, {"momentum_dtype": torch.bfloat16}),

@@ -155,7 +155,7 @@ _Formula = Callable[[Stage, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def _equal_rows(stage: Stage, n: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     norms = n.norm(dim=1, keepdim=True)
-    return torch.where(norms > 0, 1 / (norms * (norms > 0).sum().sqrt()), 1.0), kept
+    return torch.where(norms > 0, 1 / (norms * (norms > 0).sum(dtype=n.dtype).sqrt()), 1.0), kept
 
 
 def _normuon(stage: Stage, o: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
