@@ -190,8 +190,8 @@ def test_state_in_every_form_resumes(world2: RankPool, form: str, options: dict[
 
 
 def _net(kind: str) -> nn.Module:
-    """Rows divide by 2 and 3: where they do not, torch itself loads nothing into FSDP1. The norm lies on the first rank,
-    the last bias on the last."""
+    """Rows divide by 2 and 3: where they do not, torch itself loads nothing into FSDP1. The norm lies on the first
+    rank, the last bias on the last."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
     if kind == "fsdp1":

@@ -308,7 +308,7 @@ def _counted(state: Mapping[str, Mapping[str, Any]], table: Table) -> dict[str, 
     there, so nobody has counted, and DCP writes the count of any rank."""
     counted = dict(state)
     for one, layout in zip(table.params, table.layouts, strict=True):
-        if not one.param.numel() and math.prod(layout.view.shape):
+        if not one.param.numel() and 0 not in layout.view.shape:
             counted[one.identity] = {key: v for key, v in state.get(one.identity, {}).items() if key != STEP}
     return counted
 
