@@ -38,12 +38,34 @@ def test_an_option_of_the_whole_optimizer_written_in_a_group_says_where_it_goes(
         ("rank_local", "is written process_group=(), tp_group=()"),
         ("weight_decay_mode", 'is part of the variant: write variant="cautious"'),
         ("beta2", "of NorMuon is 0.95"),
+        ("orthogonalizer", "is written Muon(..., method=..., ns_dtype=...)"),
+        ("exchange", "is written Muon(..., bucket_bytes=...)"),
+        ("storage", "is written Muon(..., momentum_dtype=..., momentum_device=..., stochastic_rounding=...)"),
+        ("audit", "is written Muon(..., audit_every=..., audit_action=...)"),
     ],
 )
 def test_another_spelling_of_an_option_is_an_error_with_what_to_write(key: str, says: str) -> None:
-    groups = [{"params": [nn.Parameter(torch.ones(4, 6))], key: 1}]
+    weight, given = nn.Parameter(torch.ones(4, 6)), dict[str, Any]({key: 1})
     with pytest.raises(ValueError, match=re.escape(f"group 0: {key} {says}")):
-        Muon(groups, lr=0.1)
+        Muon([{"params": [weight], **given}], lr=0.1)
+    with pytest.raises(TypeError, match=re.escape(f"unexpected keyword argument {key!r}: {key} {says}")):
+        Muon([weight], lr=0.1, **given)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("split_sizes", ': it is an option of a group. Write {"params": [...], "split_sizes": ...}, or an override'),
+        ("betas", ': it is an option of a group. Write {"params": [...], "betas": ...}, or an override'),
+        ("learning_rate", " (did you mean lr?)"),
+        ("momentum_dtpye", " (did you mean momentum_dtype?)"),
+        ("capturable", ""),
+    ],
+)
+def test_a_keyword_that_is_none_says_what_to_write(key: str, says: str) -> None:
+    given: dict[str, Any] = {key: 1}
+    with pytest.raises(TypeError, match=re.escape(f"got an unexpected keyword argument {key!r}{says}") + "$"):
+        Muon([nn.Parameter(torch.ones(4, 6))], lr=0.1, **given)
 
 
 @pytest.mark.parametrize(

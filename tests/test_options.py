@@ -82,7 +82,12 @@ def test_positional_arguments_are_torch_optim_muons() -> None:
     for mine, wanted in zip(ours[:same], theirs, strict=False):
         default = None if wanted.name == "lr" else wanted.default  # it must be given
         assert (mine.name, mine.kind, mine.default) == (wanted.name, wanted.kind, default)
-    assert ours[same:] and {parameter.kind for parameter in ours[same:]} == {inspect.Parameter.KEYWORD_ONLY}
+    *named, unknown = ours[same:]
+    assert named and {parameter.kind for parameter in named} == {inspect.Parameter.KEYWORD_ONLY}
+    assert (unknown.kind, unknown.annotation) == (
+        inspect.Parameter.VAR_KEYWORD,
+        "NoReturn",
+    )  # a type checker refuses all
 
 
 LRS: list[float | Tensor] = [

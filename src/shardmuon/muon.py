@@ -15,7 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from shardmuon.options import (
     given_lr,
     options_text,
     refuse_sets,
+    unknown_keyword,
 )
 from shardmuon.orthogonalize import MethodName
 from shardmuon.orthogonalize.gram import FiniteWatch
@@ -441,7 +442,8 @@ class Muon(Core, Optimizer):
     Raises:
         ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`
             raises on every rank of a group or on none, and before anything has changed.
-        TypeError: Parameters come in a set, whose order differs from rank to rank; or see `add_param_group`.
+        TypeError: A keyword that is none, with what to write; parameters in a set, whose order differs from rank to
+            rank; or see `add_param_group`.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -475,7 +477,10 @@ class Muon(Core, Optimizer):
         audit_action: AuditAction = "raise",
         adamw_lr: float | Tensor | None = None,
         overrides: Overrides | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        for key in unknown:
+            raise unknown_keyword(key)
         lr = given_lr("Muon", lr)
         config = MuonConfig(
             method=method,

@@ -16,7 +16,7 @@ from shardmuon.orthogonalize import MethodName
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.gram import check_gram_dtype
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
-from shardmuon.texts import nearest
+from shardmuon.texts import did_you_mean, nearest
 from shardmuon.variants import check_variant
 
 # ------------------------------------------------------------------------------------------------ values
@@ -202,17 +202,23 @@ ELSEWHERE = {
         f"torch's ZeroRedundancyOptimizer, give it functools.partial(Muon, {key}=...)"
         for key in CONFIG_OPTIONS
     },
-    "num_heads": "is written split_sizes=h: a whole number means so many equal blocks",
-    "rank_local": "is written process_group=(), tp_group=(): no other rank has these tensors",
+    "num_heads": "is written split_sizes=h in a group: a whole number means so many equal blocks",
+    "rank_local": "is written process_group=(), tp_group=() in a group: no other rank has its tensors",
     "weight_decay_mode": 'is part of the variant: write variant="cautious", or "normuon+cautious"; for a decay that '
     "does not follow lr, let a scheduler set the group's weight_decay to wd / lr",
     "beta2": "of NorMuon is 0.95, see shardmuon.variants.normuon; AdamW's is in betas",
+    "orthogonalizer": "is written Muon(..., method=..., ns_dtype=...)",
+    "exchange": "is written Muon(..., bucket_bytes=...); what travels is as wide as ns_dtype says",
+    "storage": "is written Muon(..., momentum_dtype=..., momentum_device=..., stochastic_rounding=...)",
+    "audit": "is written Muon(..., audit_every=..., audit_action=...)",
     **dict.fromkeys(
         ("partition_dim", "partition_stride"),
         "belongs to the tensor: write param.tensor_model_parallel = True and param.partition_dim = ...",
     ),
     "split_dim": "is told by transposed=True: splits are of outputs, which are columns then",
 }
+# Options in groups that earlier revisions saved -> their defaults, which mean what is done now.
+EARLIER = {"num_heads": None, "weight_decay_mode": "decoupled", "beta2": 0.95}
 # What other programs keep in a group: torch's schedulers and averaging, timm's layer-wise decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
 
@@ -234,6 +240,16 @@ def check_keys(where: str, given: Iterable[str]) -> None:
         near = nearest(key, GROUP_OPTIONS, cutoff=0.8)
         if near is not None:
             raise ValueError(f"{where}there is no option {key!r}. Did you mean {near!r}?")
+
+
+def unknown_keyword(key: str) -> TypeError:
+    """The error for a keyword that `Muon` does not have, with what to write."""
+    text = f"Muon.__init__() got an unexpected keyword argument {key!r}"
+    if key in ELSEWHERE:
+        return TypeError(f"{text}: {key} {ELSEWHERE[key]}")
+    if key in GROUP_OPTIONS:
+        return TypeError(f'{text}: it is an option of a group. Write {{"params": [...], "{key}": ...}}, or an override')
+    return TypeError(text + did_you_mean(key, (*GROUP_OPTIONS, *CONFIG_OPTIONS)))
 
 
 def options_text(config: MuonConfig, groups: Sequence[Mapping[str, Any]]) -> str:

@@ -190,9 +190,10 @@ def test_state_in_every_form_resumes(world2: RankPool, form: str, options: dict[
 
 
 def _net(kind: str) -> nn.Module:
-    """Rows divide by 2 and 3: where they do not, torch itself loads nothing into FSDP1."""
+    """Rows divide by 2 and 3: where they do not, torch itself loads nothing into FSDP1. The norm lies on the first
+    rank, the last bias on the last."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 6))
+    net = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
     if kind == "fsdp1":
         return wrap(net, "FULL_SHARD")
     if kind == "fsdp2":
@@ -225,7 +226,7 @@ def _saved_by(folder: str) -> dict[str, dict[str, Tensor]]:
         model = _net(kind)
         optimizer = Muon(model, variant="normuon", **OPTIONS)
         for seed in range(2):
-            model(torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+            model(torch.randn(3, 6, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         with quiet():
@@ -249,7 +250,7 @@ def _loaded_by(folder: str, expected: Mapping[str, Mapping[str, Tensor]]) -> lis
 def _by_dcp_alone(folder: str, source: str) -> list[str]:
     model, other = _net(source), _net("fsdp1")
     optimizer, loading = (Muon(each, **OPTIONS) for each in (model, other))
-    model(torch.randn(3, 5, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+    model(torch.randn(3, 6, generator=torch.Generator().manual_seed(1))).square().sum().backward()
     optimizer.step()
     with quiet():
         dcp.save(_states(model, optimizer, None), checkpoint_id=folder)

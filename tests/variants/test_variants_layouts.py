@@ -31,6 +31,7 @@ def _compared(layout: str, variant: str) -> tuple[bool, float, str]:
     ("world", "variant", "layout"),
     [
         *((3, "hyperball", name) for name in list(LAYOUTS)[::6]),
+        *((3, "normuon", name) for name in ("fsdp2+tp", "hsdp+tp")),  # of a stack a rank has experts of no columns
         *((4, TOGETHER, name) for name in LAYOUTS),
         *((4, variant, name) for variant in ("normuon", *LATER) for name in ("hsdp+tp", "ep+fsdp")),
         *((4, variant, name) for variant, name in zip((TOGETHER, "normuon") * 2, FSDP1_ROWS, strict=True)),

@@ -50,7 +50,7 @@ from shardmuon.layout.engines.tensor_parallel import remember_shape
 from shardmuon.layout.pieces import Box, Held, Tile, spans_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, MatrixView
-from shardmuon.momentum.keeper import BUFFER, SCALE, Keeper
+from shardmuon.momentum.keeper import BUFFER, SCALE, STEP, Keeper
 from shardmuon.momentum.stores import BLOCK, scale_shape
 from shardmuon.step.kept import CARRIED
 from shardmuon.variants import KEPT_KEYS
@@ -78,7 +78,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     with made_public():
         weights, state, groups = run_together(partial(_state_of, model, optimizer))
         table = _describe_shards(model, optimizer)
-        saved = run_together(partial(_as_global, weights, state, table))
+        saved = run_together(lambda: _as_global(weights, _counted(state, table), table))
     saved["optimizer"]["param_groups"] = groups
     with _quiet():
         dcp.save(saved, checkpoint_id=path)
@@ -301,6 +301,16 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
 
     run_together(remember)
     return table
+
+
+def _counted(state: Mapping[str, Mapping[str, Any]], table: Table) -> dict[str, Mapping[str, Any]]:
+    """State by names, without the counts of shards of which this rank stores nothing: frameworks leave no gradient
+    there, so nobody has counted, and DCP writes the count of any rank."""
+    counted = dict(state)
+    for one, layout in zip(table.params, table.layouts, strict=True):
+        if not one.param.numel() and 0 not in layout.view.shape:
+            counted[one.identity] = {key: v for key, v in state.get(one.identity, {}).items() if key != STEP}
+    return counted
 
 
 def _as_global(

@@ -102,8 +102,15 @@ class DTensorEngine(Engine):
         return cast(Tensor, grad.redistribute(placements=param.placements))
 
     def kept_shape(self, param: Any, shape: Ints, *, stacked: bool) -> Ints:
-        stored = param._local_tensor.shape
-        return (*stored[:1], shape[1]) if any(map(_cuts_rows, self._of_kept(param, stacked))) else shape
+        placements, stored = self._of_kept(param, stacked), param._local_tensor
+        if not any(map(_cuts_rows, placements)):
+            return shape
+        if stored.numel():
+            return stored.shape[0], shape[1]
+        # FSDP2 keeps no number of rows where another axis has left nothing
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        return compute_local_shape_and_global_offset(shape, param.device_mesh, placements)[0]
 
     def wrap_kept(self, storage: Tensor, param: Any, shape: Ints, *, stacked: bool) -> Tensor:
         return _around(storage, param, self._of_kept(param, stacked), shape, row_major(shape))
