@@ -116,6 +116,8 @@ def matrix_view(
     """
     if isinstance(split_sizes, (set, frozenset)):
         raise ValueError(f"split_sizes={split_sizes} has no order, and blocks lie one after the other. Write a tuple")
+    if isinstance(split_sizes, bool):
+        raise ValueError(f"split_sizes={split_sizes} is no number of blocks. Write how many, or the rows of each")
     dims = tuple(int(size) for size in shape)
     split_dim = 1 if transposed and split_sizes is not None else 0  # of a matrix as it is stored
     of_rows = _row_dim(dims, view, split_dim)
