@@ -31,7 +31,7 @@ from planted import (
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardmuon import AuditError, AuditWarning, Muon, audit, param_groups
+from shardmuon import AuditError, AuditWarning, Muon, audit, muon, param_groups
 from shardmuon.auditing.live import choose
 from shardmuon.auditing.reference import FORMULAS
 from shardmuon.auditing.report import AuditReport
@@ -156,6 +156,8 @@ MOVED_MOST = [
     ("fp16", 7000129, "normuon"),
     ("fp32", 7000075, "muon_eq+normuon"),
     ("fp32", 7000267, "muon_eq+normuon"),
+    ("fp32", 11000979, "muon_eq+normuon"),
+    ("fp32", 11001039, "muon_eq+normuon"),
     ("bf16", 8500193, "hyperball"),
 ]
 DRAWN = [(dtype, seed, variant) for dtype in DTYPES for seed, variant in enumerate(IN_TURN)]
@@ -399,6 +401,28 @@ def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(
         assert [row.name for row in report.matrices] == [f"of {at}" for at in names]
         found = {("replica_drift", "of 2")} if drifts and "2" in names else set()
         assert {(f.name, f.where) for f in report.findings} == found
+
+
+def widened_unnoticed() -> AuditReport | None:
+    """Each pair of ranks shares a matrix; the first pair's is said to be of all four ranks once the plan is made."""
+    pair = (0, 1) if dist.get_rank() < 2 else (2, 3)
+    weight = nn.Parameter(torch.eye(6, 4))
+    optimizer = Muon([{"params": [("w", weight)], "process_group": pair}], lr=0.02)
+    weight.grad = torch.ones(6, 4)
+    optimizer.step()
+    if pair == (2, 3):
+        return None
+    optimizer.param_groups[0]["process_group"] = (0, 1, 2, 3)
+    looks = muon.StepCall.is_current
+    with mock.patch.object(muon.StepCall, "is_current", lambda call, kept: looks(call, kept) or True):
+        return step_of(optimizer)
+
+
+def test_an_audit_waits_for_no_rank_that_is_not_in_the_step(world4: RankPool) -> None:
+    first, second, *others = world4.run(widened_unnoticed)
+    assert first is not None and first == second and others == [None, None]
+    assert [(f.name, f.where) for f in first.findings] == [("stale_plan", "ranks 0,1")]
+    assert "the groups hold 1 parameters, 0 of them of ranks 0,1, the plan 1" in str(first)
 
 
 @pytest.mark.parametrize(("every", "audited"), [(4, [1, 5, 9]), (None, [])])
