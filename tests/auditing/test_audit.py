@@ -175,17 +175,27 @@ def test_sound_steps_drawn_at_random_give_no_finding(dtype: str, seed: int, vari
 
 @pytest.mark.filterwarnings("ignore:.*zero before the first step")
 def test_matrices_of_zeros_and_gradients_of_zeros_are_sound() -> None:
-    weights = [nn.Parameter(torch.zeros(8, 6)), nn.Parameter(torch.eye(6, 8))]
+    weights = [nn.Parameter(torch.zeros(8, 6)), nn.Parameter(torch.eye(6, 8)), nn.Parameter(torch.zeros(5, 7))]
     optimizer = Muon(weights, lr=0.1, weight_decay=0.0, variant="hyperball")
     for step in range(4):
         for at, weight in enumerate(weights):
             made = torch.Generator().manual_seed(step + 10 * at)
-            weight.grad = torch.randn(weight.shape, generator=made) if step < 3 else torch.zeros_like(weight)
+            moves = step < 3 and at < 2
+            weight.grad = torch.randn(weight.shape, generator=made) if moves else torch.zeros_like(weight)
         if step == 3:
             optimizer = Muon(weights, lr=0.1, weight_decay=0.0, variant="hyperball")
         report = step_of(optimizer)
         assert report.ok, f"{step}: {report}"
-        assert {row.status for row in report.matrices} == {"ok" if step < 3 else "zero"}
+        assert [row.status for row in report.matrices] == (["ok", "ok", "zero"] if step < 3 else ["zero"] * 3)
+
+
+def test_rows_of_zeros_are_sound_beside_others() -> None:
+    weight = nn.Parameter(torch.eye(6, 8))
+    optimizer = Muon([weight], lr=0.1, variant="muon_eq")
+    weight.grad = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.0], [1.0]] * 3)
+    report = step_of(optimizer)
+    assert report.ok, report
+    assert [row.status for row in report.matrices] == ["ok"]
 
 
 def test_a_stage_without_a_formula_is_said_to_be_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
