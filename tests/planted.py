@@ -202,6 +202,17 @@ def _failing_after_the_step(original: Any) -> Any:
     )
 
 
+def _rolled(original: Any) -> Any:
+    """Of the updates of one shape each goes to the next one's weights, whoever has orthogonalized them."""
+
+    def apply_(params: Tensors, given: Tensors, *args: Any, **options: Any) -> None:
+        alike = [[j for j, other in enumerate(given) if other.shape == one.shape] for one in given]
+        rolled = [given[ats[(ats.index(at) + 1) % len(ats)]] for at, ats in enumerate(alike)]
+        original(params, rolled, *args, **options)
+
+    return apply_
+
+
 def _by_halves(original: Any) -> Any:
     return lambda x, *a, **k: torch.cat([original(half, *a, **k) for half in x.chunk(2, dim=-2)], dim=-2)
 
@@ -422,6 +433,9 @@ FAULTS = {
     ),
     "results of matrices swapped": Fault(
         _results(lambda o: o.roll(-1, 0)), {"results_swapped"}, FOUR, says="it is the update of"
+    ),
+    "updates swapped": Fault(
+        replaced("apply_", _rolled, update), {"results_swapped"}, FOUR, says="it is the update of"
     ),
     "results swapped, the other not sampled": Fault(_swapped_alone, {"wrong_matrix"}, {"a"}, samples=1, exact=True),
     "transposed": Fault(_results(lambda o: o.mT if o.shape[-1] == o.shape[-2] else o), {"transposed"}, {"square"}),

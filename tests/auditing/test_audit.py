@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from variant_cases import CASES, LATER
 
-from shardmuon import AuditError, AuditWarning, Muon, audit, param_groups
+from shardmuon import AuditError, AuditWarning, Muon, audit, muon, param_groups
 from shardmuon.auditing.live import choose
 from shardmuon.auditing.reference import FORMULAS
 from shardmuon.auditing.report import AuditReport
@@ -157,6 +157,8 @@ MOVED_MOST = [
     ("fp16", 7000129, "normuon"),
     ("fp32", 7000075, "muon_eq+normuon"),
     ("fp32", 7000267, "muon_eq+normuon"),
+    ("fp32", 11000979, "muon_eq+normuon"),
+    ("fp32", 11001039, "muon_eq+normuon"),
     ("bf16", 8500193, "hyperball"),
 ]
 DRAWN = [(dtype, seed, variant) for dtype in DTYPES for seed, variant in enumerate(IN_TURN)]
@@ -174,17 +176,27 @@ def test_sound_steps_drawn_at_random_give_no_finding(dtype: str, seed: int, vari
 
 @pytest.mark.filterwarnings("ignore:.*zero before the first step")
 def test_matrices_of_zeros_and_gradients_of_zeros_are_sound() -> None:
-    weights = [nn.Parameter(torch.zeros(8, 6)), nn.Parameter(torch.eye(6, 8))]
+    weights = [nn.Parameter(torch.zeros(8, 6)), nn.Parameter(torch.eye(6, 8)), nn.Parameter(torch.zeros(5, 7))]
     optimizer = Muon(weights, lr=0.1, weight_decay=0.0, variant="hyperball")
     for step in range(4):
         for at, weight in enumerate(weights):
             made = torch.Generator().manual_seed(step + 10 * at)
-            weight.grad = torch.randn(weight.shape, generator=made) if step < 3 else torch.zeros_like(weight)
+            moves = step < 3 and at < 2
+            weight.grad = torch.randn(weight.shape, generator=made) if moves else torch.zeros_like(weight)
         if step == 3:
             optimizer = Muon(weights, lr=0.1, weight_decay=0.0, variant="hyperball")
         report = step_of(optimizer)
         assert report.ok, f"{step}: {report}"
-        assert {row.status for row in report.matrices} == {"ok" if step < 3 else "zero"}
+        assert [row.status for row in report.matrices] == (["ok", "ok", "zero"] if step < 3 else ["zero"] * 3)
+
+
+def test_rows_of_zeros_are_sound_beside_others() -> None:
+    weight = nn.Parameter(torch.eye(6, 8))
+    optimizer = Muon([weight], lr=0.1, variant="muon_eq")
+    weight.grad = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.0], [1.0]] * 3)
+    report = step_of(optimizer)
+    assert report.ok, report
+    assert [row.status for row in report.matrices] == ["ok"]
 
 
 def test_a_stage_without_a_formula_is_said_to_be_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,6 +412,28 @@ def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(
         assert [row.name for row in report.matrices] == [f"of {at}" for at in names]
         found = {("replica_drift", "of 2")} if drifts and "2" in names else set()
         assert {(f.name, f.where) for f in report.findings} == found
+
+
+def widened_unnoticed() -> AuditReport | None:
+    """Each pair of ranks shares a matrix; the first pair's is said to be of all four ranks once the plan is made."""
+    pair = (0, 1) if dist.get_rank() < 2 else (2, 3)
+    weight = nn.Parameter(torch.eye(6, 4))
+    optimizer = Muon([{"params": [("w", weight)], "process_group": pair}], lr=0.02)
+    weight.grad = torch.ones(6, 4)
+    optimizer.step()
+    if pair == (2, 3):
+        return None
+    optimizer.param_groups[0]["process_group"] = (0, 1, 2, 3)
+    looks = muon.StepCall.is_current
+    with mock.patch.object(muon.StepCall, "is_current", lambda call, kept: looks(call, kept) or True):
+        return step_of(optimizer)
+
+
+def test_an_audit_waits_for_no_rank_that_is_not_in_the_step(world4: RankPool) -> None:
+    first, second, *others = world4.run(widened_unnoticed)
+    assert first is not None and first == second and others == [None, None]
+    assert [(f.name, f.where) for f in first.findings] == [("stale_plan", "ranks 0,1")]
+    assert "the groups hold 1 parameters, 0 of them of ranks 0,1, the plan 1" in str(first)
 
 
 @pytest.mark.parametrize(("every", "audited"), [(4, [1, 5, 9]), (None, [])])

@@ -235,6 +235,29 @@ def test_what_cannot_be_priced_says_what_is_missing(
         price(replace(_exact(), **exact), _but(without, {}), tokens=tokens)
 
 
+def test_an_exchange_takes_what_its_slowest_rank_needs_once_all_have_come() -> None:
+    exact, machine = _exact(), _machine(certain=True)
+    (rank,) = exact.classes
+
+    def step(of_first: int, of_late: int) -> Time:
+        """The first ranks and those that come late, as they pack more, send so many bytes to owners."""
+        classes = [
+            replace(
+                rank,
+                ranks=ranks,
+                buckets=tuple(replace(b, foreign=foreign, sent=sent, gathers=True) for b in rank.buckets),
+            )
+            for ranks, foreign, sent in (
+                ((0, 1), 1, Sides(gather=Sent(inside=of_first, peers_inside=3))),
+                ((2, 3), 10**9, Sides(gather=Sent(inside=of_late, peers_inside=3))),
+            )
+        ]
+        return price(replace(exact, classes=tuple(classes)), machine).step
+
+    assert step(10**10, 10**7) == step(10**10, 10**10)
+    assert step(10**7, 10**7).hi < step(10**10, 10**7).lo
+
+
 def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
     exact, machine = _exact(), _machine(certain=True)
     (rank,) = exact.classes

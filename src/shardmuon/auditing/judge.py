@@ -11,9 +11,10 @@
     explains of this very matrix. No theory of dtype, method, schedule or spectrum is needed.
 
     Beside the live step: rows and columns in another order, which is that of the sums, a few elements off by a
-    spacing, and all of them together by a few of fp32: a live stage divides once by norms where the dense one does it
-    twice, and elements that are all alike (a matrix of ones) are rounded all alike. Each result is put into the
-    weights as the step would, so what stages of a variant and coarse weights add is in the spread, too.
+    spacing, and all of them together by some of fp32: a live stage divides once by norms where the dense one does it
+    twice, and elements that are all alike (a matrix of ones) are rounded all alike, so that another order of equal
+    numbers changes nothing, and sums in a batch, which are cut otherwise, do. Each result is put into the weights as
+    the step would, so what stages of a variant and coarse weights add is in the spread, too.
 
     Beside exact arithmetic: each element off by up to a spacing, so that every product is rounded anew, and a border
     that is zero but for two corners. That enlarges the norm by up to `_LONGER`, so that elements which are all alike (a
@@ -66,7 +67,8 @@ _FIRST, ALL = 2, 16  # shaken runs: those that are always made, and those before
 _TIMES = 3.0  # how many times the largest of the shaken differences is allowed
 _BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
 _SLACK = 0.2  # of singular values, for the rounding of the result, which lifts the smallest most
-_FEW = 4  # elements that another order of sums may take to the next value, and spacings that all of them may move
+_FEW = 4  # elements that another order of sums may take to the next value
+_TOGETHER = 64  # spacings that all elements may move together; of so few as 4, many runs round alike
 _LONGER = 1 / 16  # by how much the norm is enlarged at most
 _OWN = 1e-9  # error of the reference, of its largest direction: its Gram matrix squares what is small
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound: `_judge_momentum` allows two
@@ -196,7 +198,7 @@ class Evidence:
         few = torch.randint(x.numel(), (_FEW,), generator=generator)
         signs = torch.randint(2, (_FEW,), generator=generator) * 2 - 1
         x.view(-1)[few.to(x.device)] *= (1 + self._eps * signs).to(x.device, x.dtype)
-        x *= 1 + int(torch.randint(-_FEW, _FEW + 1, (), generator=generator)) * torch.finfo(self._wide).eps
+        x *= 1 + int(torch.randint(-_TOGETHER, _TOGETHER + 1, (), generator=generator)) * torch.finfo(self._wide).eps
         rows, cols = (torch.randperm(n, generator=generator).to(x.device) for n in x.shape)
         result = orthogonalized(x[rows][:, cols], self.arithmetic, nudged=True)
         step = self.stepped(result[rows.argsort()][:, cols.argsort()])
