@@ -33,7 +33,7 @@ class Made:
     lanes: dict[Ranks, Any] = field(default_factory=dict)
 
 
-MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # by default group
+MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # keyed by default process group
 
 
 def my_rank() -> int:
@@ -80,7 +80,7 @@ class GroupRef:
             if not all(isinstance(rank, int) for rank in ranks) or len(set(ranks)) < len(ranks):
                 raise ValueError(f"{what}={value!r} must be a process group or different global ranks")
             found = cls(ranks)
-        elif isinstance(value, int) or not hasattr(value, "group_name"):  # new_group() gives outsiders an int
+        elif isinstance(value, int) or not hasattr(value, "group_name"):  # new_group() returns an int to excluded ranks
             if value == dist.GroupMember.NON_GROUP_MEMBER:
                 raise ValueError(
                     f"{what}={value!r} is what new_group() gives a rank that it leaves out, here rank {my_rank()}. "
@@ -185,7 +185,7 @@ def wire_device(device: torch.device, preferred: torch.device | None, ranks: Ran
     return talking_device(device, group)
 
 
-# -------------------------------------------------------------------------------------------------------- the exchange
+# ------------------------------------------------------------------------------------------------- all-to-all exchange
 
 
 @dataclass

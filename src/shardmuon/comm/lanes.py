@@ -30,7 +30,7 @@ _LARGEST = 1 << 16  # bytes of the receive buffer of a merge, so that receivers 
 _TAG = 7
 _DEFAULT = timedelta(minutes=30)  # if the backend does not expose its time-out
 
-_Hop = tuple[Literal["send", "swap", "hear", "take"], int]  # (kind, peer); "take" receives the final result
+_Hop = tuple[Literal["send", "swap", "hear", "take"], int]  # (kind, peer index); "take" receives the final result
 
 
 def _hops_of(me: int, num: int) -> list[_Hop]:

@@ -19,8 +19,8 @@ agree on; `agree` decides whether all ranks proceed or all raise.
     once: for each of its sets S of n ranks, the first rank adds (n - 1) h(S, digest) modulo 2^128, and each other rank
     subtracts h(S, digest), where h is a hash of both. Equal digests cancel. Unequal digests leave a sum of different
     hashes with nonzero coefficients from -n to n, which is 0 with a probability of at most n / 2^128. Messages of
-    different phases, versions or numbers of presence bits can still be merged: merged phases show the first, and the
-    UNLIKE flag the other two.
+    different phases, versions or numbers of presence bits can still be merged: different phases show in the merged
+    phases, and the UNLIKE flag reports different versions or numbers of bits.
 
 [Note: who votes]
     The component, all ranks that are connected through parameters and process groups, votes before each call. A rank
@@ -69,13 +69,13 @@ class Fault:
     cause: BaseException | None = None
 
     def add(self, text: str | None, cause: BaseException | None = None, *, own: bool = True) -> None:
-        """Record an error text unless one is recorded already. `own`: prefix it with this rank, the one at fault."""
+        """Record an error text unless one is recorded already. `own`: prefix it with "rank R: ", this rank."""
         if text is not None and self.text is None:
             self.text, self.cause = f"rank {my_rank()}: {text}" if own and num_ranks() > 1 else text, cause
 
     def note(self, error: BaseException) -> None:
         """Record an exception of any class."""
-        if isinstance(error, Refused):  # all ranks have raised it
+        if isinstance(error, Refused):  # raised on all ranks, so it already names the rank at fault
             self.add(str(error), error.cause, own=False)
         else:
             self.add(fault_text(error), error, own=not isinstance(error, Unlike))
@@ -215,7 +215,7 @@ def gather(value: _T, ranks: Ranks, fault: Fault | None = None) -> list[_T]:
 
 
 def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False) -> bool:
-    """Raise on all ranks of a component if any rank has an error. Collective.
+    """Raise on all ranks of a component if any of them has an error. Collective.
 
     Args:
         fault: This rank's error, if it has one.
@@ -256,11 +256,11 @@ def run_together(run: Callable[[], _T], ranks: Ranks | None = None) -> _T:
     return found[0]
 
 
-# ----------------------------------------------------------------------------------------------- who belongs together
+# ------------------------------------------------------------------------------------------------ component discovery
 
 
 class Entry(NamedTuple):
-    """One rank's data, sent to its whole component during discovery.
+    """One rank's data, sent to all connected ranks (its component) during discovery.
 
     Attributes:
         sets: The sets of ranks that the rank belongs to.
@@ -277,7 +277,7 @@ Known = dict[int, Entry]  # global rank -> its entry
 
 
 def discover(rank: int, entry: Entry, before: Ranks | None = None, cause: BaseException | None = None) -> Known:
-    """Discover the component of this rank. Collective over the component.
+    """Discover the component of this rank: all ranks connected to it. Collective over the component.
 
     Args:
         rank: This rank.
@@ -358,7 +358,7 @@ def _refuse(known: Known, cause: BaseException | None) -> None:
         raise Refused("; ".join(dict.fromkeys(said)), cause)
 
 
-# ---------------------------------------------------------------------------------------------- before each call
+# ------------------------------------------------------------------------------------ agreement before each call
 
 
 def current_world() -> object:
@@ -388,8 +388,8 @@ _K = TypeVar("_K", bound=Agreed)
 
 
 class Call(ABC, Generic[_K]):
-    """One rank's side of a collective call: a step, gradient clipping, QK-clip. Its methods run inside a guard, so they
-    may raise any exception, except `renew`.
+    """One rank's side of a collective call: a step, gradient clipping, QK-clip. Except for `renew`,
+    its methods run inside a guard (`Fault`), so they may raise any exception.
 
     Attributes:
         phase: The operation to vote on.
