@@ -62,7 +62,7 @@ class _Described(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """Message of a rank to its whole component.
+    """Message of a rank to its component, all ranks connected to it.
 
     Attributes:
         ties: Ties of all parameters of the rank, including parameters that do not take part in steps at present.
@@ -335,7 +335,7 @@ def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> Non
             )
 
 
-# --------------------------------------------------------------------------------------------- what a call keeps of it
+# ------------------------------------------------------------------------------------------ bindings made from a table
 
 
 class TableCall(Call[_K]):

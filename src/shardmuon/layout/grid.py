@@ -39,7 +39,7 @@ def union(groups: Collection[Ranks]) -> Ranks:
 
 
 def grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
-    """Find the grid of each `Ties` of any rank. Equal on all ranks of a component.
+    """Map the ties of every rank to the grid of the tensor. The result is equal on all ranks of a component.
 
     Args:
         known: Rank -> the ties of its tensors, for all ranks of the component.

@@ -20,8 +20,8 @@ from shardmuon.layout.mesh import Extent, same_storage
 from shardmuon.layout.pieces import Held, whole
 from shardmuon.layout.views import Ints
 
-NONE, READY, MISPLACED = 0, 1, 2  # gradient: missing; placed like the parameter; placed otherwise
-STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # their texts in messages
+NONE, READY, MISPLACED = 0, 1, 2  # gradient states: missing; placed like the parameter; placed otherwise
+STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # for messages
 
 _SIGNATURE = attrgetter("shape", "dtype", "device")
 _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", "layout"))
@@ -29,7 +29,7 @@ _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]  # global shape, and rank -> its pieces
 
-# for messages: how to get the group
+# how to get AutoTP's group, for messages
 AUTOTP_GROUP = "of DeepSpeed's AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group()"
 
 
@@ -95,7 +95,7 @@ class Engine:
         """True if this engine handles the parameter."""
         return True
 
-    # ------------------------------------------------------------------------------------------------- how it lies
+    # --------------------------------------------------------------------------------------------------- placement
 
     def ties(self, param: Tensor, group: Group) -> Ties:
         """Return the ranks that share the tensor. Reads nothing else, so that errors in other attributes can still be
@@ -160,7 +160,7 @@ class Engine:
         process group."""
         return _SIGNATURE(param)
 
-    # ---------------------------------------------------------------------------------------------- what is stored
+    # ----------------------------------------------------------------------------------------------- local storage
 
     def storage(self, tensor: Tensor) -> Tensor:
         """Local part of a parameter, gradient or state tensor on this rank. Shares memory with the tensor."""
@@ -216,7 +216,7 @@ class Engine:
         this engine have gradients."""
         return False
 
-    # ---------------------------------------------- what stages keep: [Note: where kept numbers lie] in layout/table.py
+    # ----------------------------------------------- state of stages: [Note: where kept numbers lie] in layout/table.py
 
     def kept_shape(self, param: Tensor, shape: Ints, *, stacked: bool) -> Ints:
         """Shape of this rank's part of a stage's state tensor. `shape`: its global shape, (stacked matrices or 1,

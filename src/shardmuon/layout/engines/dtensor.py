@@ -170,7 +170,7 @@ def cuts_of(placements: Sequence[Placement]) -> meshes.Placements:
 
     found: list[meshes.Shard | None] = []
     for placement in placements:
-        if isinstance(placement, strided_shard()):  # before Shard: a subclass of it in older torch
+        if isinstance(placement, strided_shard()):  # checked before Shard, its base class in older torch
             found.append(meshes.Shard(placement.dim, int(placement.split_factor)))
         elif isinstance(placement, Shard):
             found.append(meshes.Shard(placement.dim))
@@ -192,7 +192,7 @@ def lies_as_placed(param: DTensor) -> bool:
     return meshes.same_storage(implied, stored)
 
 
-# ---------------------------------------------------------------------------------- what torch's checkpoints are told
+# ----------------------------------------------------------------------------------- metadata for torch's checkpoints
 
 
 def tell_chunk(
