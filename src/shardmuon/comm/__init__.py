@@ -1,1 +1,1 @@
-"""Words between hosts: who belongs together, and the vote in which ranks tell each other what is wrong."""
+"""Communication between hosts: process groups, discovery of connected ranks, and the vote that shares errors."""

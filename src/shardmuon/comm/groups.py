@@ -1,4 +1,4 @@
-"""Process groups: references that keep none alive, those made among some ranks, and the one exchange over them."""
+"""Process groups: weak references, creation among a subset of ranks, and the packed all-to-all over a group."""
 
 from __future__ import annotations
 
@@ -14,45 +14,47 @@ from torch import Tensor
 
 from shardmuon._torch import default_group, is_alive, new_group_among
 
-Ranks = tuple[int, ...]  # global, ascending where nothing else is said
+Ranks = tuple[int, ...]  # global ranks, ascending unless stated otherwise
 
 
 @dataclass
 class Made:
-    """Process groups and lanes made under one default group, dropped together with it.
+    """Process groups and lanes created under one default group and dropped together with it.
 
     Attributes:
-        groups: Ranks -> how many process groups over them were made, and the one in use. A communicator that outlived
-            destroy_process_group() would be torn down at interpreter exit, when its threads abort the process (seen
-            with gloo), so it is kept by torch alone.
-        lanes: Ranks -> their last lane (comm/vote.py), which may be closed. It keeps no default group alive.
+        groups: Ranks -> number of process groups created over them, and a weak reference to the one in use. Only torch
+            holds the group itself: a communicator that outlives destroy_process_group() is torn down at interpreter
+            exit, where its threads abort the process (seen with gloo).
+        lanes: Ranks -> their latest lane (comm/lanes.py), which may be closed. A lane holds no reference to the
+            default group.
     """
 
     groups: dict[Ranks, tuple[int, weakref.ref[Any]]] = field(default_factory=dict)
     lanes: dict[Ranks, Any] = field(default_factory=dict)
 
 
-MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # by default group
+MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # keyed by default process group
 
 
 def my_rank() -> int:
-    """The global rank of this process; 0 without torch.distributed."""
+    """Global rank of this process; 0 without torch.distributed."""
     return dist.get_rank() if default_group() is not None else 0
 
 
 def num_ranks() -> int:
-    """Ranks in the job; 1 without torch.distributed."""
+    """Number of ranks in the job; 1 without torch.distributed."""
     return dist.get_world_size() if default_group() is not None else 1
 
 
 @dataclass(frozen=True)
 class GroupRef:
-    """A process group by its ranks. It does not keep the group alive, for the reason at `Made`.
+    """Weak reference to a process group, identified by its ranks. See `Made` for why it does not keep the group alive.
 
     Attributes:
         ranks: Global ranks in group-rank order.
-        group_name: torch's name of the group, "" if only ranks were given.
-        is_default: Whether it was the default group. Then it is that of today, if that has as many ranks.
+        group_name: torch's name of the group; "" if only ranks were given.
+        is_default: True if the group was the default group. If that group is gone, the reference resolves
+            to the current default group, provided it has the same ranks.
     """
 
     ranks: Ranks
@@ -62,10 +64,14 @@ class GroupRef:
 
     @classmethod
     def of(cls, value: Any, what: str = "process_group") -> GroupRef | None:
-        """A reference to a process group, to the group of these global ranks, or None.
+        """Make a reference from a process group, a sequence of global ranks, or an existing reference. None stays None.
+
+        Args:
+            value: The process group, ranks, reference or None.
+            what: Name of the option, for messages.
 
         Raises:
-            ValueError: Neither, or this rank is not in it. `what`: the option's name.
+            ValueError: `value` is none of these, or this rank is not in the group.
         """
         if value is None or isinstance(value, GroupRef):
             return value
@@ -74,7 +80,7 @@ class GroupRef:
             if not all(isinstance(rank, int) for rank in ranks) or len(set(ranks)) < len(ranks):
                 raise ValueError(f"{what}={value!r} must be a process group or different global ranks")
             found = cls(ranks)
-        elif isinstance(value, int) or not hasattr(value, "group_name"):  # new_group() gives outsiders an int
+        elif isinstance(value, int) or not hasattr(value, "group_name"):  # new_group() returns an int to excluded ranks
             if value == dist.GroupMember.NON_GROUP_MEMBER:
                 raise ValueError(
                     f"{what}={value!r} is what new_group() gives a rank that it leaves out, here rank {my_rank()}. "
@@ -89,10 +95,10 @@ class GroupRef:
         return found
 
     def live(self) -> Any:
-        """The group, or None if only ranks are known.
+        """Return the process group, or None if only ranks are known.
 
         Raises:
-            RuntimeError: The group has been destroyed, or it came with a pickle from another process.
+            RuntimeError: The group has been destroyed, or the reference was unpickled from another process.
         """
         group = self._live()
         if self.group_name and (group is None or not is_alive(group)):
@@ -127,10 +133,11 @@ def group_ranks(group: Any) -> Ranks:
 
 
 def group_for(ranks: Ranks, hint: Any = None) -> Any:
-    """A process group over exactly these ranks (ascending), made among them alone and kept as long as torch keeps it.
+    """Return the process group over exactly these ranks (ascending). Collective over `ranks`, and over no other rank,
+    at the first call; later calls return the cached group.
 
-    Collective among `ranks` at its first call. Its time-out is that of `hint`, else of the default group. torch
-    destroys the groups with `destroy_process_group()`.
+    A new group has the time-out of `hint`, or of the default group without a hint. torch holds the groups until
+    `destroy_process_group()`.
     """
     hint = hint.live() if isinstance(hint, GroupRef) else hint
     world = default_group()
@@ -139,25 +146,26 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     made = MADE.setdefault(world, Made()).groups
     number, ref = made.get(ranks, (0, None))
     kept = None if ref is None else ref()
-    if kept is not None and is_alive(kept):  # else destroyed, but someone may hold it
-        return kept  # whatever the hint: ranks that plan anew may hold different ones
+    if kept is not None and is_alive(kept):  # a destroyed group may still be referenced
+        return kept  # ignoring the hint: when ranks rebuild a plan, their hints may differ
     for group in (world, hint):
         if group is not None and group_ranks(group) == ranks:
             break
     else:
-        number += 1  # the same on each of them, as making one is collective among them
+        number += 1  # equal on all of these ranks, since creating a group is collective
         group = new_group_among(ranks, number, hint)
     made[ranks] = number, weakref.ref(group)
     return group
 
 
 def _backends_of(group: Any) -> dict[str, str]:
-    """Device type -> what moves its tensors in this group ("nccl", "gloo", ...)."""
+    """Device type -> backend of the group for tensors on it ("nccl", "gloo", ...)."""
     return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
 
 
 def talking_device(device: torch.device, group: Any) -> torch.device:
-    """`device`, or the accelerator if the group cannot move CPU tensors (offloading in a job with NCCL alone)."""
+    """Return `device`, or the accelerator if `device` is the CPU and the group has no CPU backend (NCCL-only jobs with
+    offloading)."""
     if device.type != "cpu" or "cpu" in _backends_of(group):
         return device
     found = torch.accelerator.current_accelerator()
@@ -165,8 +173,8 @@ def talking_device(device: torch.device, group: Any) -> torch.device:
 
 
 def wire_device(device: torch.device, preferred: torch.device | None, ranks: Ranks) -> torch.device:
-    """The device of exchange buffers for matrices on `device`: `preferred` if the ranks' group moves tensors there
-    without gloo."""
+    """Device of the exchange buffers for matrices on `device`: `preferred` if the backend of the ranks' group on that
+    device is not gloo, otherwise a device that the group supports."""
     if len(ranks) == 1:
         return preferred or device
     if preferred is None and device.type != "cpu":
@@ -177,20 +185,20 @@ def wire_device(device: torch.device, preferred: torch.device | None, ranks: Ran
     return talking_device(device, group)
 
 
-# -------------------------------------------------------------------------------------------------------- the exchange
+# ------------------------------------------------------------------------------------------------- all-to-all exchange
 
 
 @dataclass
 class Traffic:
-    """Counts of this rank's communication and orthogonalized matrices, each counted where it happens.
+    """Counters of this rank's communication and orthogonalized matrices.
 
     Attributes:
-        exchanges: all-to-all calls (two for each bucket that gathers, one where replicas pass on).
-        agreements: votes before a step that all ranks have gone on from, or refused.
-        bytes_sent: Bytes that left this rank in exchanges.
-        orthogonalized: Matrices that went through the orthogonalizer on this rank.
-        norm_reductions: Small all-reduces of norms of weights, for variants that control them.
-        norms_sent: Matrices whose norms were reduced, 8 bytes each.
+        exchanges: all-to-all calls (two per bucket that is gathered, one per bucket that replicas forward).
+        agreements: Votes before a step, including those that refused the step.
+        bytes_sent: Bytes sent by this rank in exchanges.
+        orthogonalized: Matrices orthogonalized on this rank.
+        norm_reductions: Small all-reduces of weight norms, for variants that control these norms.
+        norms_sent: Weight norms (one per matrix, 8 bytes each) sent in these all-reduces.
     """
 
     exchanges: int = 0
@@ -201,19 +209,19 @@ class Traffic:
     norms_sent: int = 0
 
     def since(self, earlier: Traffic) -> Traffic:
-        """The difference to an earlier copy."""
+        """Difference between these counters and an earlier copy."""
         return Traffic(*map(sub, astuple(self), astuple(earlier)))
 
 
 class Pending(NamedTuple):
-    """An exchange under way. Holds what is sent, too: it must outlive the collective."""
+    """An asynchronous all-to-all. Holds the send buffer, too, which must outlive the collective."""
 
     work: Any
     came: Tensor  # 1-D
     sent: Tensor  # 1-D
 
     def wait(self) -> Tensor:  # 1-D
-        """Wait (on an accelerator: the current stream waits) until all has come; return it."""
+        """Wait for the exchange (on an accelerator, the current stream waits) and return the receive buffer."""
         self.work.wait()
         return self.came
 
@@ -224,10 +232,10 @@ def start(
     """Start one packed all-to-all.
 
     Args:
-        group: The process group over the ranks.
-        traffic: Counts it.
-        send: 1-D, what goes to each rank side by side.
-        send_splits, recv_splits: Elements to and from each rank.
+        group: Process group of the ranks that exchange.
+        traffic: Counters to update.
+        send: 1-D send buffer: the elements for each rank, in group-rank order.
+        send_splits, recv_splits: Number of elements to send to and receive from each rank.
     """
     came = torch.empty(sum(recv_splits), dtype=send.dtype, device=send.device)
     work = dist.all_to_all_single(came, send, list(recv_splits), list(send_splits), group=group, async_op=True)

@@ -1,11 +1,11 @@
-"""Lanes: how the hosts of some ranks tell each other short messages, beside whatever moves their tensors. They know
-nothing of what is told.
+"""Lanes: exchange of short messages between the hosts of some ranks, independent of the backend that moves tensors. A
+lane does not interpret the messages.
 
 [Note: recursive doubling]
-    How the messages of all ranks become one on every rank. After the hop of reach k a rank has merged the messages of
-    its block of 2k ranks. Ranks beyond the largest power of two hand theirs to a partner first and get the result at
-    the end. Each message is counted once, as a sum must. That is log2(n) hops of one small message, and two more where
-    n is no power of two.
+    The algorithm of an all-reduce of messages. After the hop over distance k, a rank has merged the messages of its
+    block of 2k ranks. Ranks beyond the largest power of two first send their message to a partner and receive the
+    result at the end. Each message is merged exactly once, as a sum requires. This takes log2(n) hops of one small
+    message, and two more if n is not a power of two.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from shardmuon.comm.groups import MADE, Made, Ranks
 from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
 
 _T = TypeVar("_T")
-_LARGEST = 1 << 16  # bytes of a message that is merged: receivers need not know how long it is
+_LARGEST = 1 << 16  # bytes of the receive buffer of a merge, so that receivers need not know the message size
 _TAG = 7
-_DEFAULT = timedelta(minutes=30)  # where no backend tells its time-out
+_DEFAULT = timedelta(minutes=30)  # if the backend does not expose its time-out
 
-_Hop = tuple[Literal["send", "swap", "hear", "take"], int]  # "take": what is heard is the message of all; a member
+_Hop = tuple[Literal["send", "swap", "hear", "take"], int]  # (kind, peer index); "take" receives the final result
 
 
 def _hops_of(me: int, num: int) -> list[_Hop]:
-    """The hops of a member of so many, in order: see [Note: recursive doubling]. Members are places in the lane."""
+    """Hops of member `me` of a lane of `num` ranks, in order: see [Note: recursive doubling]. Members are indices."""
     power = 1 << (num.bit_length() - 1)
     if me >= power:
         return [("send", me - power), ("take", me - power)]
@@ -43,17 +43,17 @@ def _hops_of(me: int, num: int) -> list[_Hop]:
 
 
 class Lane:
-    """A gloo group over some ranks. It opens a connection when two of them first talk over it.
+    """A gloo group over some ranks, with connections opened lazily between pairs of ranks.
 
-    To merge the messages of 1,024 ranks needs 10 connections a rank in place of 1,023. torch keeps no record of the
-    group, so it can be closed alone: then whoever waits for this rank fails at once.
+    Merging the messages of 1,024 ranks opens 10 connections per rank instead of 1,023. The group is not registered
+    with torch, so it can be closed on its own: ranks that are waiting for this one then fail at once.
 
     Attributes:
-        ranks: Global, ascending.
-        me: Place of this rank among them.
-        number: Number of this lane among those of these ranks, the same on each, so that it finds its peers under a
-            name of its own.
-        is_open: False once it has been closed.
+        ranks: Global ranks, ascending.
+        me: Index of this rank in `ranks`.
+        number: Sequence number among the lanes of these ranks, equal on all of them. It makes the lane's key prefix in
+            torch's store unique.
+        is_open: False once the lane has been closed.
     """
 
     def __init__(self, ranks: Ranks, world: Any, number: int) -> None:
@@ -71,7 +71,7 @@ class Lane:
         self.is_open = True
 
     def merge(self, message: _T, merged: Callable[[_T, _T], _T], what: str) -> _T:
-        """Merge the messages of all ranks, of plain data, in any order. One deadline holds for all hops.
+        """All-reduce a message of plain data with `merged`, which is applied in any order. All hops share one deadline.
 
         Raises:
             ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
@@ -86,16 +86,16 @@ class Lane:
                     pending.append(self._group.recv([found], member, _TAG))
                 self._wait(pending, deadline)
             except RuntimeError as error:
-                pending.clear()  # the traceback keeps this frame, and a handle would keep the connections open
+                pending.clear()  # the traceback holds this frame, and a handle would hold the connections open
                 late = f"rank {self.ranks[member]}" + (", or one that it waits for," if len(self.ranks) > 2 else "")
                 raise self._failed(what, late, error) from error
             if kind != "send":
-                heard = pickle.loads(found.numpy().data)  # up to its end, whatever follows
+                heard = pickle.loads(found.numpy().data)  # pickle ignores the rest of the buffer
                 message = heard if kind == "take" else merged(message, heard)
         return message
 
     def share(self, value: bytes, what: str) -> list[Any]:
-        """Give a pickled value to every rank; return those of all in order of ranks.
+        """All-gather pickled values. Returns the unpickled value of each rank, in order of `ranks`.
 
         Raises:
             ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
@@ -113,7 +113,7 @@ class Lane:
         return [pickle.loads(row.numpy().data) for row in rows]
 
     def _wait(self, pending: list[Any], deadline: float) -> None:
-        """Wait for messages on their way; gloo forgets one whose handle is dropped."""
+        """Wait for pending sends and receives. gloo abandons a message if its handle is dropped before the wait."""
         while pending:
             pending.pop(0).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
@@ -123,12 +123,12 @@ class Lane:
         return ExchangeError(f"{what}: {late} does not answer: {cause}. {UNCHANGED}. {REMEDY}")
 
     def close(self) -> None:
-        """End all connections: ranks that wait for this one fail at once. The next talk of all makes a new lane."""
+        """Close all connections: ranks that are waiting for this one fail at once. `lane_of` then makes a new lane."""
         self._group, self.is_open = None, False
 
 
 def _name_of(ranks: Ranks, number: int) -> str:
-    """Name of a lane, the prefix of its keys: torch's store takes keys of 8 KiB, less than 2,000 ranks need in text."""
+    """Key prefix of a lane in torch's store. A hash, because keys are limited to 8 KiB, too short for 2,000 ranks."""
     return f"shardmuon lane {hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()} {number}"
 
 
@@ -137,7 +137,7 @@ def _bytes_of(data: bytes) -> Tensor:  # uint8
 
 
 def lane_of(ranks: Ranks) -> Lane:
-    """The lane of these ranks (ascending, this one among them), made when they first talk."""
+    """Return the open lane of these ranks (ascending, including this one), created on first use."""
     world = default_group()
     if world is None:
         raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
@@ -149,8 +149,8 @@ def lane_of(ranks: Ranks) -> Lane:
 
 
 def close_lane(ranks: Ranks) -> None:
-    """Close the lane of these ranks, if they have one: to make one only to close it would leave others with another
-    number."""
+    """Close the lane of these ranks if this rank has one. Creating one just to close it would make its sequence number
+    differ from that on the other ranks."""
     made = MADE.get(default_group()) if default_group() is not None else None
     if made is not None and ranks in made.lanes:
         made.lanes[ranks].close()

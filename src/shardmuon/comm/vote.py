@@ -1,32 +1,32 @@
-"""The vote: how ranks find out who belongs together, tell each other in one short message what is wrong, and agree to a
-call that all of them make.
+"""The vote: ranks discover which ranks are connected, report errors to each other in one short message, and agree to
+make a collective call.
 
-A step, clipping of gradients and QK-clip are such calls. Each says what it depends on (`Call`); `agree` is the one way
-in which ranks find out whether they go on.
+A step, gradient clipping and QK-clip are such calls. Each implements `Call`, which reports the inputs that ranks must
+agree on; `agree` decides whether all ranks proceed or all raise.
 
 [Note: why a component votes together]
-    Ranks come in sets: a mesh's axis, a process group, the ranks that share a parameter. A rank in two sets that asks
-    them one after the other may learn of a fault in the second when the first has gone on: 12 of 16 faults on a 4 x 4
-    mesh of rows and columns, 2 of 4 on a chain of pairs. So all ranks that sets connect, directly or over others, say
-    in one vote what is wrong. Before they can, each must know all of them. It floods: every rank tells each of its
-    sets all that it has heard, round by round. A rank knows that it has heard everything when it has the entry of
-    every rank that any entry names. Then it can count, from the entries alone, the round after which the last rank
-    knows as much, and everybody stops after that round.
+    Ranks belong to sets: a mesh axis, a process group, the ranks that share a parameter. If a rank in two sets voted
+    in them one after the other, it might learn of a fault in the second set after the first has proceeded: this
+    happened for 12 of 16 faults on a 4 x 4 mesh of rows and columns, and 2 of 4 on a chain of pairs. So all ranks that
+    are connected through sets, directly or indirectly (a connected component), take part in one vote. First each rank
+    must discover its component, by flooding: in each round, every rank sends all entries that it knows to each of its
+    sets. A rank knows the whole component once it has the entry of every rank that any entry names. From these entries
+    it computes the round after which the last rank has them all, and all ranks stop after that round.
 
 [Note: the message]
-    It says the version of its form, in which phase a rank is, flags, a sum of digests and presence bits. Phases, flags
-    and bits are merged by "or". Digests must be equal within sets of ranks; that one message tells for all sets at
-    once: for each of its sets S of n ranks, the first rank adds (n - 1) h(S, digest) modulo 2^128 and each other one
-    subtracts h(S, digest), where h is a hash of both. So equal digests cancel. Unequal ones leave a sum of unlike
-    hashes, each some -n to n times and none of them 0 times, which is 0 by an accident of n in 2^128 at most. Ranks in
-    unlike phases, with unlike numbers of bits or of unlike versions understand each other's message: whoever merges
-    them sets a flag.
+    A message holds the version of its format, the rank's phase, flags, a sum of digests and presence bits. Phases,
+    flags and bits are merged by "or". Digests must be equal within each set of ranks, and one sum checks all sets at
+    once: for each of its sets S of n ranks, the first rank adds (n - 1) h(S, digest) modulo 2^128, and each other rank
+    subtracts h(S, digest), where h is a hash of both. Equal digests cancel. Unequal digests leave a sum of different
+    hashes with nonzero coefficients from -n to n, which is 0 with a probability of at most n / 2^128. Messages of
+    different phases, versions or numbers of presence bits can still be merged: different phases show in the merged
+    phases, and the UNLIKE flag reports different versions or numbers of bits.
 
 [Note: who votes]
-    All ranks that parameters and process groups connect, the component, vote before they do anything. A rank that keeps
-    nothing of an earlier call says so in a vote of the ranks that it voted with last. If it has never voted, it does
-    not know the component either: it says so in a vote of its largest sets, mostly that very component, where those
-    that keep something hear it. Then all make it anew.
+    The component, all ranks that are connected through parameters and process groups, votes before each call. A rank
+    without a cached binding from an earlier call reports this in a vote with the ranks that it last voted with. If it
+    has never voted, it does not know its component either: it reports this in votes of its largest sets (usually one
+    set, the component itself), so that ranks with a cached binding learn of it. Then all ranks rebuild the binding.
 """
 
 from __future__ import annotations
@@ -52,30 +52,30 @@ _MODULUS = 1 << 128
 
 
 class Unlike(ValueError):
-    """A flaw that several ranks find alike in what all of them have said: it is no single rank's."""
+    """An error that several ranks find in gathered data, such as a mismatch. Messages blame no single rank for it."""
 
 
 class Fault:
-    """The first thing that went wrong on this rank since the ranks last settled.
+    """The first error on this rank since the ranks last exchanged errors.
 
-    As a context manager it takes whatever is raised inside, of any class: what follows has to go on to the next talk.
+    As a context manager, it catches and records any exception, so that the rank still reaches the next collective.
 
     Attributes:
-        text: Text for the other ranks; None: nothing is wrong.
-        cause: The exception behind it.
+        text: Error text to send to the other ranks; None: no error.
+        cause: The exception behind `text`, if there is one.
     """
 
     text: str | None = None
     cause: BaseException | None = None
 
     def add(self, text: str | None, cause: BaseException | None = None, *, own: bool = True) -> None:
-        """Note something, if nothing is noted yet. `own`: it is of this rank, which the others are told."""
+        """Record an error text unless one is recorded already. `own`: prefix it with "rank R: ", this rank."""
         if text is not None and self.text is None:
             self.text, self.cause = f"rank {my_rank()}: {text}" if own and num_ranks() > 1 else text, cause
 
     def note(self, error: BaseException) -> None:
-        """Note an exception of any class."""
-        if isinstance(error, Refused):  # other ranks have raised it, too
+        """Record an exception of any class."""
+        if isinstance(error, Refused):  # raised on all ranks, so it already names the rank at fault
             self.add(str(error), error.cause, own=False)
         else:
             self.add(fault_text(error), error, own=not isinstance(error, Unlike))
@@ -106,11 +106,11 @@ class Flag(IntFlag):
     """Conditions that a rank reports in a vote, merged by "or" over ranks.
 
     Attributes:
-        FAULT: The rank cannot go on; it has a text for the others.
-        STALE: The rank's plan does not fit its parameters, or it has none.
-        AUDIT: The rank wants this step audited.
-        UNLIKE: Messages of another version, or with another number of presence bits, met on their way.
-        BEYOND: The rank is in sets beyond those that vote.
+        FAULT: The rank has an error and cannot proceed.
+        STALE: The rank's cached binding is missing or does not match its parameters.
+        AUDIT: The rank requests an audit of this step.
+        UNLIKE: Messages with different versions or different numbers of presence bits were merged.
+        BEYOND: The rank also belongs to sets that are not part of this vote.
     """
 
     NONE = 0
@@ -127,9 +127,9 @@ class Ballot(NamedTuple):
     Attributes:
         phase: The operation that it votes on.
         flags: Conditions on this rank.
-        digests: Set of ranks -> digest of what these ranks must have alike. A rank lists each such set that it is in.
-        presence: One bit a fact that only some ranks know ("has this gradient"); merged by "or".
-        num_bits: How many bits `presence` has: the same on all ranks.
+        digests: Set of ranks -> digest of the data that must be equal on these ranks, for each set with this rank.
+        presence: One bit per fact that only some ranks know ("has this gradient"); merged by "or".
+        num_bits: Number of bits in `presence`, equal on all ranks.
     """
 
     phase: Phase
@@ -143,9 +143,9 @@ class Verdict(NamedTuple):
     """The result of a vote, the same on all ranks of the component.
 
     Attributes:
-        phase, flags: Merged over all ranks.
-        alike: Whether all digests are equal within their sets.
-        presence: Bits that are set on any rank.
+        phase, flags: Merged by "or" over all ranks.
+        alike: True if the digests of each set are equal.
+        presence: Presence bits, merged by "or" over all ranks.
     """
 
     phase: Phase
@@ -158,7 +158,7 @@ _Message = tuple[int, int, int, int, int, int]  # version, phase, flags, number 
 
 
 def vote(ballot: Ballot, component: Ranks) -> Verdict:
-    """Merge one ballot of each rank into a verdict. Collective over all ranks of the component.
+    """Merge the ballots of all ranks into a verdict. Collective over all ranks of the component.
 
     Raises:
         ExchangeError: A rank did not answer in time, or its process has ended.
@@ -182,19 +182,23 @@ def _merged(a: _Message, b: _Message) -> _Message:
 
 
 def digest_of(value: object) -> bytes:
-    """16 bytes of the text of plain data, equal in every process."""
+    """Hash the text of plain data to 16 bytes, equal in every process."""
     return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
 
 
 def gather(value: _T, ranks: Ranks, fault: Fault | None = None) -> list[_T]:
-    """Every rank's value, in order of ranks. Collective over `ranks`.
+    """All-gather a picklable value. Collective over `ranks`.
 
     Args:
-        value: Picklable; of no matter where something is wrong.
-        fault: What keeps this rank from having a value.
+        value: This rank's value; ignored if `fault` holds an error.
+        ranks: The ranks that take part.
+        fault: This rank's error, if it has one.
+
+    Returns:
+        The value of each rank, in order of `ranks`.
 
     Raises:
-        Refused: Some rank has a fault. On every rank, with the same text.
+        Refused: Some rank has an error. Raised on every rank, with the same text.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     fault, sent = fault or Fault(), b""
@@ -211,25 +215,25 @@ def gather(value: _T, ranks: Ranks, fault: Fault | None = None) -> list[_T]:
 
 
 def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False) -> bool:
-    """Make all ranks of a component raise, or none. Collective.
+    """Raise on all ranks of a component if any of them has an error. Collective.
 
     Args:
-        fault: What is wrong on this rank.
-        component: All ranks that call it.
-        phase: What they are about to do.
-        asked: A question to all.
+        fault: This rank's error, if it has one.
+        component: All ranks that make this call.
+        phase: The operation that follows.
+        asked: This rank's bit of the result.
 
     Returns:
-        True if any rank has asked.
+        `asked`, merged by "or" over all ranks.
 
     Raises:
-        Refused: Some rank has a fault, or is about to do something else. On every rank, with the same text.
+        Refused: Some rank has an error, or votes on another operation. Raised on every rank, with the same text.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     flags = Flag.NONE if fault.text is None else Flag.FAULT
     verdict = vote(Ballot(phase, flags, presence=int(asked), num_bits=1), component)
     if verdict.flags or verdict.phase != phase:
-        gather({}, component, fault)  # what is said in each refusal, whatever call it is of
+        gather({}, component, fault)  # every refused call gathers here, whatever its phase
         raise _other_call(component, verdict.phase)
     return bool(verdict.presence)
 
@@ -239,7 +243,7 @@ def _other_call(component: Ranks, found: Phase | Flag) -> Refused:
 
 
 def run_together(run: Callable[[], _T], ranks: Ranks | None = None) -> _T:
-    """Call `run` and return its result if it raises on none of these ranks (default: all). Collective over them.
+    """Call `run` and return its result, unless it raises on any of these ranks (default: all). Collective over them.
 
     Raises:
         Refused: `run` raised an exception of any class on some rank. Raised on every rank, with the same text.
@@ -252,16 +256,16 @@ def run_together(run: Callable[[], _T], ranks: Ranks | None = None) -> _T:
     return found[0]
 
 
-# ----------------------------------------------------------------------------------------------- who belongs together
+# ------------------------------------------------------------------------------------------------ component discovery
 
 
 class Entry(NamedTuple):
-    """One rank's entry in the list of its component.
+    """One rank's data, sent to all connected ranks (its component) during discovery.
 
     Attributes:
-        sets: The sets that it is in.
-        fault: What is wrong on it, or None.
-        facts: What everybody shall know of it; picklable.
+        sets: The sets of ranks that the rank belongs to.
+        fault: The rank's error text, or None.
+        facts: Picklable data for all other ranks.
     """
 
     sets: tuple[Ranks, ...]
@@ -269,21 +273,26 @@ class Entry(NamedTuple):
     facts: Any = None
 
 
-Known = dict[int, Entry]  # global rank -> what it says
+Known = dict[int, Entry]  # global rank -> its entry
 
 
 def discover(rank: int, entry: Entry, before: Ranks | None = None, cause: BaseException | None = None) -> Known:
-    """The entry of every rank of the component, the same on each. Collective over the component.
+    """Discover the component of this rank: all ranks connected to it. Collective over the component.
 
     Args:
-        rank: This one.
-        entry: What it says of itself.
-        before: The component so far, if the ranks had one. They compare their sets within it first, so that a set
-            which only some of its ranks know is a fault with a name. Without one the others wait for their time-out.
+        rank: This rank.
+        entry: This rank's entry.
+        before: The previous component, if there was one. Its ranks compare their sets first, so that a set which only
+            some of its ranks list raises an error that names the set. Without `before`, ranks that list such a set
+            wait for the time-out.
         cause: The exception behind `entry.fault`.
 
+    Returns:
+        The entry of every rank of the component, equal on all of them.
+
     Raises:
-        Refused: Some rank has a fault, or a set is not known to all of its ranks. On every rank, with the same text.
+        Refused: Some rank has an error, or a set is not listed by all of its ranks. Raised on every rank, with the same
+            text.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     if before is not None and len(before) > 1:
@@ -299,20 +308,20 @@ def discover(rank: int, entry: Entry, before: Ranks | None = None, cause: BaseEx
 
 
 def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
-    """Sets in the order in which every rank talks: small ones first. A set of one rank has nobody to talk to."""
+    """Sort sets into the order in which every rank communicates: small sets first. Drops sets of one rank."""
     return sorted({ranks for ranks in sets if len(ranks) > 1}, key=lambda ranks: (len(ranks), ranks))
 
 
 def _largest(sets: Sequence[Ranks]) -> list[Ranks]:
-    """The sets that no other of these sets contains."""
+    """Return the sets that are not a proper subset of another one."""
     return [ranks for ranks in sets if not any(set(ranks) < set(other) for other in sets)]
 
 
 def _talks(sets: Sequence[Ranks], known: Known) -> Iterator[Ranks]:
-    """The sets with which a rank of these sets talks, one after the other, until `known` has the whole component.
-    Whoever iterates tells each set what is known then, and adds what its ranks tell.
+    """Yield the sets to exchange entries with, round by round, until `known` has the whole component. At each set, the
+    caller shares `known` with its ranks and adds their entries to `known`.
 
-    All ranks of a component end after the same round, if each set is known to all of its ranks.
+    All ranks of a component stop after the same round, provided that each set is listed by all of its ranks.
     """
     num_done = 0
     while num_done < _num_rounds(known):
@@ -321,8 +330,8 @@ def _talks(sets: Sequence[Ranks], known: Known) -> Iterator[Ranks]:
 
 
 def _num_rounds(known: Known) -> float:
-    """Rounds until every rank of these has heard of every other one that it can hear of; endless if some rank that they
-    name has not been heard of."""
+    """Number of rounds until every rank in `known` has the entry of every rank it can reach; infinite while `known`
+    lacks an entry of a rank that it names."""
     order = in_order(ranks for entry in known.values() for ranks in entry.sets)
     if not known.keys() >= set().union(*order):
         return math.inf
@@ -335,8 +344,7 @@ def _num_rounds(known: Known) -> float:
 
 
 def _refuse(known: Known, cause: BaseException | None) -> None:
-    """Raise Refused if anything is wrong in a component: what each rank reports, or a set that not all of its ranks
-    list."""
+    """Raise Refused if any rank reports an error, or if a set is not listed by all of its ranks."""
     said = told_by(entry.fault for entry in known.values())
     for ranks in in_order(ranks for entry in known.values() for ranks in entry.sets):
         lists = [rank for rank in ranks if rank in known and ranks in known[rank].sets]
@@ -350,23 +358,24 @@ def _refuse(known: Known, cause: BaseException | None) -> None:
         raise Refused("; ".join(dict.fromkeys(said)), cause)
 
 
-# ---------------------------------------------------------------------------------------------- before each call
+# ------------------------------------------------------------------------------------ agreement before each call
 
 
 def current_world() -> object:
-    """The default process group, kept alive by nobody here: in another one ranks have other numbers."""
+    """Weak reference to the default process group, or None. Ranks are not comparable between default groups."""
     group = default_group()
     return None if group is None else weakref.ref(group)
 
 
 class Agreed:
-    """What ranks have made together for their calls, and keep from one to the next.
+    """A binding: data that ranks have built together and cache from one call to the next.
 
     Attributes:
         component: All ranks that vote together.
-        token: Bytes that nothing else that these ranks have made has.
-        sets: Set of ranks that share parameters -> numbers of these, small sets first; without sets of one rank.
-        world: That in which it was made; in another one it is of no use.
+        token: Bytes that identify the binding, equal on all of its ranks.
+        sets: Set of ranks that share parameters -> indices of these parameters, small sets first; without sets of one
+            rank.
+        world: The default process group of its creation; the binding is invalid under any other.
     """
 
     def __init__(self, component: Ranks, token: bytes, sets: Mapping[Ranks, tuple[int, ...]]) -> None:
@@ -379,13 +388,13 @@ _K = TypeVar("_K", bound=Agreed)
 
 
 class Call(ABC, Generic[_K]):
-    """One rank's side of a call that ranks make together: a step, clipping of gradients, QK-clip. All that it is asked
-    runs in a guard, and may raise anything.
+    """One rank's side of a collective call: a step, gradient clipping, QK-clip. Except for `renew`,
+    its methods run inside a guard (`Fault`), so they may raise any exception.
 
     Attributes:
-        phase: For the vote.
-        renews: True if ranks that have made different things make them anew; else they are refused.
-        doing, rule: Words for messages: "clip", and what ranks that clip together must do alike.
+        phase: The operation to vote on.
+        renews: If ranks hold different cached bindings: True rebuilds them, False raises an error.
+        doing, rule: Parts of messages: a verb ("clip"), and a sentence on what these ranks must do alike.
     """
 
     phase: Phase
@@ -395,35 +404,38 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def known(self) -> _K | None:
-        """What the last call has kept, if this one is made by the same ranks."""
+        """Return the cached binding of the last call, or None if there is none that applies to this call."""
 
     @abstractmethod
     def is_current(self, kept: _K) -> bool:
-        """True if it was made for just these parameters, layouts and options."""
+        """True if the cached binding `kept` matches the current parameters, layouts and options."""
 
     def before(self) -> Ranks | None:
-        """The ranks that this one voted with last, if it keeps nothing; None: never, or their numbers are others
-        now."""
+        """Return the ranks of the last vote, for a rank without a cached binding. None: it has not voted yet, or not
+        under the current default process group."""
         return None
 
     @abstractmethod
     def sets(self, fault: Fault) -> list[Ranks]:
-        """The sets whose ranks may wait for this one; notes what cannot be told."""
+        """Return the sets whose ranks may wait for this rank. Records in `fault` why a set cannot be determined."""
 
     @abstractmethod
     def renew(self, before: Ranks | None, fault: Fault) -> _K:
-        """Make anew what is kept. Collective over the component, of which `before` has voted together; in no guard."""
+        """Rebuild the cached binding. Collective over the component. Runs outside any guard, so it records exceptions
+        in `fault` itself. `before`: the ranks that have voted together, if known."""
 
     @abstractmethod
     def read(self, kept: _K) -> Ballot:
-        """Read all that the call depends on, for the vote; with flags beside what is wrong. Changes nothing."""
+        """Read all inputs of the call and return the ballot, with flags for conditions such as a due audit. Changes
+        nothing."""
 
     @abstractmethod
     def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
-        """Lines of text for whatever went into the digest of a set: shown where digests differ."""
+        """Return text lines for the inputs of a set's digest, to show where ranks differ."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
-        """Message on the lines of the ranks of a set; None for a rank that has no such set."""
+        """Message about the first difference between the ranks of a set. `everyone`: each rank's lines; None for a rank
+        that does not list the set."""
         told = [lines or ["nothing to say"] for lines in everyone]
         each = zip(ranks, told, strict=True)
         pairs = ((rank, *pair) for rank, theirs in each for pair in zip(told[0], theirs, strict=False))
@@ -435,23 +447,24 @@ class Call(ABC, Generic[_K]):
 
 
 def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Verdict]:
-    """What is kept for a call, once all ranks of its component have read what it depends on. Collective over them.
+    """Vote on a call until all ranks of its component can proceed, rebuilding stale bindings. Collective over the
+    component.
 
     Args:
-        call: This rank's side.
-        fault: What is wrong on this rank already.
-        fresh: Kept things that all ranks know to be current.
+        call: This rank's side of the call.
+        fault: This rank's error so far, if it has one.
+        fresh: A binding that all ranks know to be current; None: use the cached one.
 
     Returns:
-        What is kept, and what all ranks have heard.
+        The binding for the call, and the verdict of the vote.
 
     Raises:
-        Refused: On every rank; nothing has changed.
+        Refused: Some rank has an error, or ranks differ. Raised on every rank; nothing has changed.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     while True:
         kept, ballot, flags = fresh, Ballot(call.phase), Flag.NONE
-        with fault:  # between two talks nothing runs outside of a guard: the other ranks wait for this one
+        with fault:  # always guarded between two collectives: the other ranks wait for this one
             if kept is None:
                 last = call.known()
                 kept = last if last is not None and last.world == current_world() else None
@@ -474,10 +487,10 @@ def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Ve
 
 
 def renewed(call: Call[_K], fault: Fault) -> _K:
-    """What is kept, made anew whatever this rank knows. Collective over the component: ranks that keep something hear
-    of it in their vote, see [Note: who votes]."""
+    """Rebuild the binding on a rank that has none. Collective over the component: ranks with a cached binding learn of
+    the rebuild in their vote, see [Note: who votes]."""
     sets, component = list[Ranks](), None
-    for _ in range(2):  # the other ranks wait, so what an interrupt has cut off is asked again
+    for _ in range(2):  # retried after an interrupt, since the other ranks wait for this one
         with fault:
             before = call.before()
             sets = _largest(in_order(call.sets(fault) if before is None else [before]))
@@ -492,8 +505,8 @@ def renewed(call: Call[_K], fault: Fault) -> _K:
 def _refuse_unless_stale(
     call: Call[_K], kept: _K, digests: Mapping[Ranks, bytes], fault: Fault, verdict: Verdict
 ) -> None:
-    """Find out together what is wrong, and raise it on every rank; or return on every rank, if no more is wrong than
-    that they keep different things: one of them made its own when the others made theirs with what it listed then."""
+    """Find out collectively why the vote failed, and raise Refused on every rank. Returns on every rank if the only
+    problem is that ranks hold different cached bindings (with `call.renews`), so that they rebuild them."""
     component, token = kept.component, kept.token if call.renews else b""
     everyone = gather({(): token, **digests}, component, fault)
     if verdict.phase != call.phase:
@@ -512,7 +525,7 @@ def _refuse_unless_stale(
 
 
 def first_unlike(everyone: Mapping[int, Mapping[Ranks, bytes]]) -> Ranks | None:
-    """The first set, small ones first, of which ranks have unlike digests, or only some have any."""
+    """Return the first set, small sets first, with different digests, or with a digest on only some of its ranks."""
     for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
         if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
             return ranks

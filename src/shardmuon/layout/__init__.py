@@ -1,1 +1,1 @@
-"""Layouts: which rank stores which part of which matrix. The one table that step, clipping and checkpoints read."""
+"""Layouts: which rank stores which part of each matrix, in a table that steps, clipping and checkpoints read."""

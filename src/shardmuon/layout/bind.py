@@ -1,12 +1,12 @@
-"""One layout table of an optimizer's parameters, which all ranks make together: every rank says what it has of each
-parameter, and all make the same table of it.
+"""The layout table of an optimizer's parameters, built by all ranks together: each rank reports what it stores of each
+parameter, and all ranks compute the same table from the reports.
 
 [Note: describing together]
-    Each rank first describes its parameters alone, and tells the whole component who shares them with it. From that
-    every rank knows all sets of sharers. Then all tell each other their claims, and a digest of what the ranks of each
-    set must have alike; the layout is a pure function of the claims of its set. Last they tell fingerprints of what has
-    replicas, and compare these: what is sharded alone is not read. Whatever goes wrong on a rank is data: it travels in
-    the next message in place of what that would have been, and everybody raises it.
+    Each rank first describes its parameters on its own and sends the whole component the ranks that share them. From
+    these messages every rank knows all sets of sharing ranks. Then ranks exchange their claims (what they store), with
+    a digest of the data that must be equal within each set; a layout is a pure function of the claims of its set. Last,
+    they exchange and compare fingerprints of parameters with replicas; parameters that are only sharded are not read.
+    An error on a rank is sent as data: it replaces the payload of that rank's next message, and all ranks raise it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Listed(NamedTuple):
 
     Attributes:
         name: Name for messages.
-        identity: The name that all ranks give it; "" if it has none.
-        param, group: The tensor, and its parameter group.
-        view: How its matrices are read: arguments of `matrix_view`. None: it holds none (AdamW's).
-        options: Text of what ranks must have alike besides.
+        identity: Name of the parameter that is equal on all ranks; "" if it has none.
+        param, group: The tensor and its parameter group.
+        view: Arguments of `matrix_view`, which says what matrices the tensor holds. None: none (an AdamW parameter).
+        options: Text of further options that must be equal on all ranks.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Listed(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """A listed parameter with its engine, and what that says of it."""
+    """A listed parameter with its engine, and the ties and claim that the engine reports for it."""
 
     listed: Listed
     engine: Engine
@@ -62,12 +62,13 @@ class _Described(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """Message of a rank to its whole component.
+    """Message of a rank to its component, all ranks connected to it.
 
     Attributes:
-        ties: Sharers of all of its parameters, also those that take no part in steps now.
-        stamp: The rank's machine, see `orthogonalize.stamp`.
-        nonce: Random bytes that no other plan has: ranks that step like optimizers in unlike order have unlike tokens.
+        ties: Ties of all parameters of the rank, including parameters that do not take part in steps at present.
+        stamp: Stamp of the rank's machine, see `orthogonalize.stamp`.
+        nonce: Random bytes, unique to a table, from which tokens are made: if ranks step two equal optimizers in
+            different orders, their tokens differ.
     """
 
     ties: tuple[Ties, ...]
@@ -79,9 +80,9 @@ class _Said(NamedTuple):
     """Message of a rank about the parameters that it shares with a set of ranks.
 
     Attributes:
-        digest: Of the lines that all of these ranks must have alike.
-        extents: What may differ: the extent of each claim.
-        group: Name of a process group that it knows over these ranks; "" if there is none.
+        digest: Digest of the lines that must be equal on all of these ranks.
+        extents: Extent of each claim, which may differ by rank.
+        group: Name of a process group over these ranks that the rank knows; "" if there is none.
     """
 
     digest: bytes
@@ -89,23 +90,24 @@ class _Said(NamedTuple):
     group: str
 
 
-_Sharers = Mapping[Ties, tuple[Ranks, ...]]  # who shares parameters with this rank -> the sets in which they talk
-_Numbers = Mapping[Ranks, Sequence[int]]  # set of ranks -> numbers of the parameters that they share
+_Sharers = Mapping[Ties, tuple[Ranks, ...]]  # ties of this rank's parameters -> their sets of ranks
+_Numbers = Mapping[Ranks, Sequence[int]]  # set of ranks -> indices of the parameters that they share
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The layouts of an optimizer's parameters and the ranks that share them. Equal on all ranks that share one.
+    """The layouts of an optimizer's parameters and the ranks that share them. Ranks that share a parameter have equal
+    layouts of it.
 
     Attributes:
         component: All ranks that vote together.
         params: This rank's parameters.
         claims: This rank's claim for each parameter.
         layouts: Layout of each parameter.
-        sets: Set of sharers -> its parameters' numbers; small sets first.
-        groups: Those of the sets whose ranks all know one process group over them -> its name.
-        stamps: Rank -> its machine, for all ranks of the component.
-        token: 16 bytes that no other table of these ranks has.
+        sets: Set of ranks -> indices of the parameters that they share; small sets first.
+        groups: Set of ranks -> name of their process group, for sets where all ranks know the same group.
+        stamps: Rank -> stamp of its machine, for all ranks of the component.
+        token: 16 bytes that identify this table, equal on all of its ranks.
     """
 
     component: Ranks
@@ -122,7 +124,7 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
     """Ask the engine of each parameter for its ties and its claim.
 
     Raises:
-        ValueError: A parameter is unusable; the message says why, with its name.
+        ValueError: A parameter is unusable; the message gives its name and the reason.
     """
     found = []
     for one in listed:
@@ -133,8 +135,8 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 
 
 def _sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault) -> _Sharers:
-    """Sets of ranks that share these parameters, without parameters for which they cannot be told. Other ranks wait for
-    this one in these sets, so whatever goes wrong is noted, and what an interrupt has cut off is asked again."""
+    """Sets of ranks that share these parameters, except parameters for which they cannot be determined. Other ranks of
+    these sets wait for this one, so errors are recorded in `fault`, and an interrupted attempt is repeated once."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
@@ -159,21 +161,22 @@ def bind(
     fingerprint: Callable[[Tensor], int] | None = None,
     fault: Fault | None = None,
 ) -> Table:
-    """Find out who stores what, see [Note: describing together]. Collective over the component.
+    """Build the layout table, see [Note: describing together]. Collective over the component.
 
     Args:
-        rank: This one.
-        listed: Its parameters.
-        waiting: Name, tensor and group of all parameters whose sharers may wait for this rank. None: the listed ones.
-        beyond: Further sets of ranks that this one belongs to, all of which vote together.
-        before: The component so far, if there was one.
-        stamp: This machine.
-        groups: Sets of ranks -> name of a process group over them that this rank knows.
-        fingerprint: Storage -> 64 bits, equal for equal bits: replicas are compared by it. None: they are not.
-        fault: What is wrong on this rank already.
+        rank: This rank.
+        listed: This rank's parameters.
+        waiting: Name, tensor and group of all parameters whose sharing ranks may wait for this rank. None: the listed
+            parameters.
+        beyond: Further sets of ranks, with this one, that must belong to the component.
+        before: The previous component, if there was one.
+        stamp: Stamp of this machine.
+        groups: Set of ranks -> name of a process group over them that this rank knows.
+        fingerprint: Function that hashes a storage to 64 bits, to compare replicas. None: replicas are not compared.
+        fault: This rank's error so far, if it has one.
 
     Raises:
-        Refused: Something is wrong on some rank, or what ranks say does not fit together. On every rank.
+        Refused: Some rank has an error, or the reports of ranks contradict each other. Raised on every rank.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     fault = fault or Fault()
@@ -219,8 +222,8 @@ def bind(
 
 
 def _numbers(mine: Sequence[_Described], grids: Mapping[Ties, Grid]) -> dict[Ranks, list[int]]:
-    """The sets of sharers that this rank is in, small ones first, as all ranks go through them; with the numbers of
-    their parameters."""
+    """Map each set of sharing ranks (this one among them) to the indices of its parameters. Small sets come first, the
+    order in which all ranks process them."""
     numbers: dict[Ranks, list[int]] = {union(grid): [] for grid in grids.values()}
     for number, one in enumerate(mine):
         numbers[union(grids[one.ties])].append(number)
@@ -228,17 +231,17 @@ def _numbers(mine: Sequence[_Described], grids: Mapping[Ties, Grid]) -> dict[Ran
 
 
 def _line(one: _Described, compared: bool) -> str:
-    """Text about a parameter that every sharing rank must list alike. `compared`: its replicas are."""
+    """Describe a parameter in text that must be equal on all ranks that share it. `compared`: replicas are compared."""
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
-    sizes = f"{shape}".replace("-1", "any")  # along a dim that is cut in parts of any size
+    sizes = f"{shape}".replace("-1", "any")  # -1: the dim is cut into parts of any size
     title = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
     return "; ".join((title, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
 
 
 def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
-    """Message on the first parameter that some rank of a set lists in another way than the first one; of its text what
-    is alike is left out."""
+    """Message about the first parameter that some rank of a set lists differently from the first rank. Equal parts of
+    the two texts are left out."""
     first = everyone[0]
     rank, theirs = next((rank, lines) for rank, lines in zip(ranks, everyone, strict=True) if lines != first)
     if len(first) != len(theirs):
@@ -257,7 +260,7 @@ def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
 
 
 def _groups(said: Mapping[Ranks, _Said], everyone: Mapping[int, Mapping[Ranks, _Said]]) -> dict[Ranks, str]:
-    """Sets whose ranks all know one process group over them -> its name."""
+    """Map each set of ranks to the name of its process group, for sets where all ranks know the same group."""
     names = {ranks: {everyone[rank][ranks].group for rank in ranks} for ranks in said}
     return {ranks: own.group for ranks, own in said.items() if own.group and names[ranks] == {own.group}}
 
@@ -268,7 +271,7 @@ def _layouts(
     everyone: Mapping[int, Mapping[Ranks, _Said]],
     grids: Mapping[Ties, Grid],
 ) -> list[ParamLayout]:
-    """Layout of each parameter; those that lie alike share one object."""
+    """Layout of each parameter. Parameters with equal layouts share one object."""
     known: dict[object, ParamLayout] = {}
     found: dict[int, ParamLayout] = {}
     for ranks, of_set in numbers.items():
@@ -294,14 +297,14 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
 
 def _compare_replicas(
     mine: Sequence[_Described],
-    table: Sequence[Table],  # none if something is wrong here
+    table: Sequence[Table],  # empty if this rank has an error
     component: Ranks,
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,
 ) -> None:
-    """Compare what ranks store of the same pieces, and raise on all of them what is wrong on any. Collective over the
-    component."""
-    copied, prints = dict[Ranks, list[int]](), dict[Ranks, list[int]]()  # of each set that has replicas
+    """Compare the fingerprints of replicas, and raise on all ranks if any rank finds a difference or has an error.
+    Collective over the component."""
+    copied, prints = dict[Ranks, list[int]](), dict[Ranks, list[int]]()  # for each set with replicas
     with fault:
         if table and fingerprint is not None:
             for ranks, of_set in table[0].sets.items():
@@ -310,7 +313,7 @@ def _compare_replicas(
                     copied[ranks] = numbers
                     prints[ranks] = [fingerprint(local_if_any(mine[number].listed.param)) for number in numbers]
     found = dict(zip(component, gather(prints, component, fault), strict=True))
-    if any(found.values()):  # on every rank alike
+    if any(found.values()):  # the same on every rank
         with fault:
             for ranks, numbers in copied.items():
                 for number, *of_ranks in zip(numbers, *(found[rank][ranks] for rank in ranks), strict=True):
@@ -319,7 +322,7 @@ def _compare_replicas(
 
 
 def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> None:
-    """Raise Unlike if replicas of a parameter differ. `prints`: of what each rank that shares it stores."""
+    """Raise Unlike if replicas of a parameter differ. `prints`: fingerprint of the storage on each sharing rank."""
     seen: dict[object, tuple[int, int]] = {}
     for (rank, pieces), value in zip(layout.pieces.items(), prints, strict=True):
         first, wanted = seen.setdefault(pieces, (rank, value))
@@ -332,15 +335,15 @@ def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> Non
             )
 
 
-# --------------------------------------------------------------------------------------------- what a call keeps of it
+# ------------------------------------------------------------------------------------------ bindings made from a table
 
 
 class TableCall(Call[_K]):
-    """Call over a table of parameters, of which `made` keeps what it needs.
+    """A collective call whose cached binding is made from a layout table by `made`.
 
     Attributes:
-        beyond: Ranks that vote with this one, whatever they share with it; None: there are no such.
-        stamp, groups, fingerprint: For a new table, see `bind`.
+        beyond: Ranks that vote with this one even if they share no parameter with it; None: there are none.
+        stamp, groups, fingerprint: Arguments of `bind` for a new table.
     """
 
     beyond: Ranks | None = None
@@ -350,20 +353,20 @@ class TableCall(Call[_K]):
 
     @abstractmethod
     def listed(self) -> list[Listed]:
-        """The parameters for a new table."""
+        """Return the parameters for a new table."""
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        """Name, tensor and group of all parameters whose sharers may wait for this rank, also if some of them cannot be
-        listed."""
+        """Return name, tensor and group of all parameters whose sharing ranks may wait for this rank, including
+        parameters that cannot be listed."""
         return [(one.name, one.param, one.group) for one in self.listed()]
 
     @abstractmethod
     def made(self, table: Table) -> tuple[_K, Any]:
-        """Make what is to be kept of a new table, and what all other ranks are told of it."""
+        """Make the binding from a new table. Returns the binding and a picklable message to all ranks."""
 
     @abstractmethod
     def heard(self, kept: _K, everyone: Sequence[Any]) -> None:
-        """Complete it by what each rank of the component tells, and keep it."""
+        """Complete the binding with the messages of all ranks of the component, and cache it."""
 
     def sets(self, fault: Fault) -> list[Ranks]:
         found = _sharers_of(self.waiting, fault).values()

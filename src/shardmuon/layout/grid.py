@@ -1,7 +1,7 @@
-"""The grid of ranks on which the parts of a tensor and their replicas lie. Pure.
+"""The grid of ranks that share a tensor: one row per replica, one column per part. Pure functions.
 
-A rank knows two sets of ranks of a plain tensor: those that keep its other parts, and those that keep the same part.
-The rest of the grid it learns from what the others say of themselves.
+For a plain tensor, a rank knows two sets of ranks: the ranks that store the other parts of its replica, and the ranks
+that store the same part. The rest of the grid follows from the sets that the other ranks report.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import NamedTuple
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import Unlike
 
-Grid = tuple[Ranks, ...]  # of each replica the ranks of its parts, in the order of parts
+Grid = tuple[Ranks, ...]  # for each replica, the ranks of its parts, in order of parts
 
 
 class Ties(NamedTuple):
     """The ranks with which one rank shares a tensor, as far as that rank knows.
 
     Attributes:
-        parts: Ranks that keep the parts of its replica, in the order of parts; itself alone if nothing is cut.
-        mates: Ranks that belong to the same part, ascending: its replicas, or those that share the part out among them.
+        parts: Ranks that store the parts of this rank's replica, in order of parts; only this rank if the tensor is
+            not cut.
+        mates: Ranks of this rank's part, ascending: they store replicas of the part, or shard it among themselves.
     """
 
     parts: Ranks
@@ -28,20 +29,20 @@ class Ties(NamedTuple):
 
     @property
     def sets(self) -> tuple[Ranks, ...]:
-        """The sets of ranks, ascending, that talk because of it."""
+        """Sets of ranks (each ascending) that communicate because they share the tensor."""
         return tuple(dict.fromkeys((tuple(sorted(self.parts)), self.mates)))
 
 
 def union(groups: Collection[Ranks]) -> Ranks:
-    """All ranks of these groups, ascending."""
+    """Return all ranks of these groups, ascending."""
     return tuple(sorted({rank for group in groups for rank in group}))
 
 
 def grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
-    """The grid of each tie of any rank. Of one component, so that all of its ranks find the same.
+    """Map the ties of every rank to the grid of the tensor. The result is equal on all ranks of a component.
 
     Args:
-        known: Rank -> its ties.
+        known: Rank -> the ties of its tensors, for all ranks of the component.
 
     Raises:
         Unlike: The groups of some ranks form no grid.
@@ -51,7 +52,7 @@ def grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
         for ties in of_rank:
             if ties not in found:
                 grid = found[ties] = _grid(rank, ties, known)
-                for alike in _ties_of(grid):  # one by one they would take N^3 on N ranks
+                for alike in _ties_of(grid):  # finding the grid of each one separately would take O(N^3) on N ranks
                     found.setdefault(alike, grid)
     return found
 
@@ -65,7 +66,7 @@ def _ties_of(grid: Grid) -> Iterator[Ties]:
 
 
 def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
-    # of each rank of this replica the ranks of its part, and of each mate its replica: all of its parts are among them
+    # columns: the ranks of each part. rows: each mate's replica, with every part in the matching column
     columns = [{mate for t in known.get(part, ()) if t.parts == ties.parts for mate in t.mates} for part in ties.parts]
     rows: dict[int, Ranks] = {}
     for mate in ties.mates:

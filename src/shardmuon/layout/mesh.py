@@ -1,21 +1,23 @@
-"""Pieces of a tensor that ranks cut: by a mesh's placements, by a tensor-parallel group, or as found in storage. Pure.
+"""Pieces of a sharded tensor: by mesh placements, by a tensor-parallel group, or by flat ranges. Pure functions.
 
 [Note: order of cuts]
-    Placements are listed by mesh axis, but a tensor dim that several axes cut is cut in an order of its own. Plain
-    shards cut in axis order. A strided shard with split factor s says that s shards existed before its axis cut:
-    `fully_shard` on top of tensor parallelism gives mesh (dp, tp), placements (_StridedShard(0, 2), Shard(0)), where tp
-    cuts first and dp cuts inside. On sizes that do not divide, reading such placements from left to right (as torch's
-    own offset helper and `distribute_tensor` do) names other rows than `fully_shard` stores. Here they are read as
-    `fully_shard` means them, and refused where ranks store other shapes.
+    Placements are listed by mesh axis, but if several axes cut one tensor dim, the order of the cuts can differ from
+    the order of the axes. Plain shards cut in axis order. A strided shard with split factor s says that s shards
+    existed before its axis cut: `fully_shard` on top of tensor parallelism gives mesh (dp, tp), placements
+    (_StridedShard(0, 2), Shard(0)), where tp cuts first and dp cuts each tp shard. On sizes that do not divide evenly,
+    reading such placements from left to right (as torch's own offset helper and `distribute_tensor` do) gives other
+    rows than `fully_shard` stores. This module reads placements as `fully_shard` does, and raises an error if ranks
+    store other shapes.
 
 [Note: lone strided shard]
-    When the axis that had cut first is gathered away, a strided shard stands alone: the dim is cut in s, each part is
-    cut by the axis, and a rank keeps its share of all of them: of 8 rows in 2 parts on 2 ranks {0, 1, 4, 5}, not 0 to
-    3. A rank then stores several pieces, one after the other.
+    If the axis that cut first has been gathered, a strided shard remains alone: the dim is cut into s parts, the axis
+    cuts each part, and a rank stores its share of every part. With 8 rows in 2 parts on 2 ranks, the first rank stores
+    rows {0, 1, 4, 5}, not 0 to 3. A rank then stores several pieces, one after the other.
 
 [Note: stride]
-    A stride of s says that the dim is cut in s equal blocks first (gate and up, fused in one weight), and each part has
-    its share of every block, one after the other. Megatron and TransformerEngine call it `partition_stride`.
+    A stride of s says that the dim is first cut into s equal blocks (gate and up, fused in one weight), and each shard
+    stores its share of every block, one after the other. Megatron and TransformerEngine call the stride
+    `partition_stride`.
 """
 
 from __future__ import annotations
@@ -28,17 +30,18 @@ from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.views import Ints
 
 _Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
-OfRank = tuple[tuple[Held, ...], Ints]  # the pieces that a rank stores, and the shape of its storage
+OfRank = tuple[tuple[Held, ...], Ints]  # pieces that a rank stores, shape of its storage
 
 
 class Shard(NamedTuple):
-    """A mesh axis cuts a tensor dim. With `factor` > 1 so many shards existed before, see [Note: order of cuts]."""
+    """Placement of a mesh axis that cuts a tensor dim. `factor`: split factor of a strided shard, see [Note: order of
+    cuts]; 1 for a plain shard."""
 
     dim: int
     factor: int = 1
 
 
-Placements = tuple[Shard | None, ...]  # of each mesh axis; None: replicated
+Placements = tuple[Shard | None, ...]  # for each mesh axis; None: replicated
 
 
 class OnMesh(NamedTuple):
@@ -56,20 +59,23 @@ class OnMesh(NamedTuple):
 
     @property
     def of_stack(self) -> Placements:
-        """Placements of what is kept of each matrix of a stack: those that cut its matrices, replicated elsewhere."""
+        """Placements of state with one row per matrix of a stack: shards of dim 0 stay, other axes are replicated."""
         return tuple(p if p is not None and p.dim == 0 else None for p in self.placements)
 
 
-_Cuts = tuple[tuple[int, int], ...]  # the mesh axes that cut a dim, first cut first, each with its factor
+_Cuts = tuple[tuple[int, int], ...]  # (mesh axis, factor) of each cut of a dim, first cut first
 
 
 def reading(shape: Ints, mesh: Ints, placements: Placements) -> tuple[OfRank, ...]:
-    """The pieces of a tensor and the shape of storage of each place of a mesh, in row-major order of places.
+    """Compute the pieces of a tensor and the shape of their storage for each rank of a mesh.
 
     Args:
         shape: Shape of the tensor.
         mesh: Size of each mesh axis.
         placements: One for each mesh axis.
+
+    Returns:
+        Pieces and storage shape of each rank, in row-major order of mesh coordinates.
     """
     cuts = [
         _nested([(axis, p.factor) for axis, p in enumerate(placements) if p and p.dim == dim], mesh)
@@ -82,8 +88,8 @@ def reading(shape: Ints, mesh: Ints, placements: Placements) -> tuple[OfRank, ..
 
 
 def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
-    """The order in which a dim was cut, by factors that count the shards of axes listed later; with each axis what of
-    its factor no listed one accounts for."""
+    """Sort the (axis, factor) pairs of a dim into the order of the cuts: a factor > 1 counts the shards of axes that
+    cut earlier but are listed later. Returned factors leave out the shards of listed axes."""
     ordered: list[tuple[int, int]] = []
     for axis, factor in reversed(listed):
         before, position = 1, 0
@@ -97,8 +103,8 @@ def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
 
 
 def _ranges(size: int, cuts: _Cuts, mesh: Ints, place: Ints) -> _Ranges:
-    """The indices of a dim that a place of the mesh stores. Each cut is made in `factor` parts first, then each of
-    those is cut by the axis; a place has its shares in all of them."""
+    """Indices of a dim that a mesh coordinate stores. Each cut first splits into `factor` parts, then the axis splits
+    each part; the coordinate stores its share of every part."""
     ranges: _Ranges = ((0, size),)
     for axis, factor in cuts:
         parts = (_chunk(ranges, factor, part) for part in range(factor))
@@ -107,13 +113,13 @@ def _ranges(size: int, cuts: _Cuts, mesh: Ints, place: Ints) -> _Ranges:
 
 
 def _chunk(ranges: _Ranges, num_parts: int, part: int) -> _Ranges:
-    """Part `part` of `torch.chunk(num_parts)` over the indices of `ranges` put one after the other."""
+    """Part `part` of `torch.chunk(num_parts)` over the concatenated indices of `ranges`."""
     step = -(-sum(stop - start for start, stop in ranges) // num_parts)
     return _narrow(ranges, part * step, step)
 
 
 def _narrow(ranges: _Ranges, first: int, num: int) -> _Ranges:
-    """So many of the indices of `ranges` put one after the other, from this one on."""
+    """Take `num` of the concatenated indices of `ranges`, starting at position `first`."""
     found, at = [], 0
     for start, stop in ranges:
         a, b = max(first, at), min(first + num, at + stop - start)
@@ -124,7 +130,7 @@ def _narrow(ranges: _Ranges, first: int, num: int) -> _Ranges:
 
 
 def _stored(ranges: Sequence[_Ranges]) -> OfRank:
-    """The boxes that ranges of each dim make, one after the other in a storage of this shape."""
+    """Combine the index ranges of each dim into boxes, and compute the shape of a storage that packs them."""
     starts = [list(itertools.accumulate((b - a for a, b in dim), initial=0)) for dim in ranges]
     held = []
     for pick in itertools.product(*(zip(dim, at, strict=False) for dim, at in zip(ranges, starts, strict=True))):
@@ -134,14 +140,14 @@ def _stored(ranges: Sequence[_Ranges]) -> OfRank:
 
 
 def believed(shape: Ints, mesh: Ints, placements: Placements, stored: Sequence[Ints]) -> tuple[tuple[Held, ...], ...]:
-    """The pieces of each place of a mesh, if all storages are what placements say.
+    """Compute the pieces of each rank of a mesh, after checking that storage shapes match the placements.
 
     Args:
         shape, mesh, placements: See `reading`.
-        stored: Shapes of storage, in row-major order of places.
+        stored: Storage shape of each rank, in row-major order of mesh coordinates.
 
     Raises:
-        ValueError: Some storage is not; the message lacks the name.
+        ValueError: Some storage shape does not match; the message lacks the parameter's name.
     """
     found = reading(shape, mesh, placements)
     if not all(same_storage(implied, other) for (_, implied), other in zip(found, stored, strict=True)):
@@ -153,8 +159,8 @@ def believed(shape: Ints, mesh: Ints, placements: Placements, stored: Sequence[I
 
 
 def same_storage(first: Ints, second: Ints) -> bool:
-    """True if two shapes of storage are equal, or both are empty. Engines differ in what they keep of nothing:
-    `fully_shard` over an empty shard of (12, 0) stores (0, 0)."""
+    """True if two storage shapes are equal or both empty. The shape of an empty shard varies: for an empty shard of
+    shape (12, 0), `fully_shard` stores (0, 0)."""
     return first == tuple(second) or (0 in first and 0 in second)
 
 
@@ -162,23 +168,23 @@ def same_storage(first: Ints, second: Ints) -> bool:
 
 
 class Cut(NamedTuple):
-    """Dim and stride by which a tensor is cut over its tensor-parallel group: see [Note: stride]."""
+    """Dim and stride along which a tensor-parallel group cuts a tensor: see [Note: stride]."""
 
     dim: int
     stride: int
 
 
 def parts_of(shape: Ints, cut: Cut, sizes: Ints) -> tuple[tuple[Held, ...], ...]:
-    """The pieces of each part, whose sizes along the cut dim may differ.
+    """Compute the pieces of each tensor-parallel part. `sizes`: size of each part along the cut dim.
 
     Raises:
-        ValueError: A part does not divide in `cut.stride` blocks; the message lacks the name.
+        ValueError: The size of a part is not divisible by `cut.stride`; the message lacks the parameter's name.
     """
     return tuple(_stored(part)[0] for part in _parts(shape, cut, sizes))
 
 
 def _parts(shape: Ints, cut: Cut, sizes: Ints) -> Iterator[list[_Ranges]]:
-    """Ranges of each dim, of each part."""
+    """Index ranges of each dim, for each part."""
     if any(size % cut.stride for size in sizes):
         raise ValueError(
             f"partition_stride={cut.stride} says that each shard holds {cut.stride} parts of one size, but the shards "
@@ -194,16 +200,19 @@ def _parts(shape: Ints, cut: Cut, sizes: Ints) -> Iterator[list[_Ranges]]:
 
 
 def at_dim(numbers: Ints, dim: int, value: int) -> Ints:
-    """The same numbers with another one at this dim."""
+    """Copy `numbers` with `value` at position `dim`."""
     return (*numbers[:dim], value, *numbers[dim + 1 :])
 
 
 def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: int, stop: int) -> tuple[Held, ...]:
-    """The pieces that elements [start, stop) of one of the equal parts are, in their order.
+    """Compute the pieces of elements [start, stop) of one flattened tensor-parallel part, in storage order.
 
     Args:
-        cut: Along dim 0, or with stride 1: else parts are no boxes one after the other. None: the tensor is not cut,
-            and the elements are its own.
+        shape: Shape of the whole tensor.
+        cut: Cut into equal parts, along dim 0 or with stride 1, since other cuts do not give consecutive boxes. None:
+            the tensor is not cut, and the range refers to the whole tensor.
+        part, num_parts: Index of the part, and number of parts.
+        start, stop: Element range in the part.
     """
     if start >= stop:
         return ()
@@ -220,13 +229,13 @@ def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: in
 
 
 def rows_of_part(shape: Ints, cut: Cut, part: int, num_parts: int, rows: range) -> OfRank:
-    """The pieces that some rows of a tensor-parallel part are, and the shape of their storage.
+    """Compute the pieces of some rows of a tensor-parallel part, and the shape of their storage.
 
     Args:
-        shape: Shape of the tensor.
-        cut: How it is cut in parts.
-        part, num_parts: Number of the part, and how many there are, of the sizes of `torch.chunk`.
-        rows: Indices of dim 0 of the part.
+        shape: Shape of the whole tensor.
+        cut: Cut of the tensor into parts.
+        part, num_parts: Index of the part, and number of parts, with the sizes of `torch.chunk`.
+        rows: Indices along dim 0 of the part.
 
     Raises:
         ValueError: See `parts_of`.
@@ -239,11 +248,11 @@ def rows_of_part(shape: Ints, cut: Cut, part: int, num_parts: int, rows: range) 
 
 
 class Extent(NamedTuple):
-    """The storage that one rank has of a tensor.
+    """One rank's local storage of a tensor.
 
     Attributes:
         shape: Shape of the storage.
-        held: The pieces in it, where no other rank can tell them.
+        held: Pieces in the storage, if other ranks cannot compute them; otherwise empty.
     """
 
     shape: Ints

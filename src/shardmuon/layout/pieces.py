@@ -1,9 +1,9 @@
-"""Pieces of a tensor that ranks store, and the tiles that they make of its matrices. Pure index arithmetic.
+"""Pieces of a tensor that ranks store, and the tiles of matrices that lie in these pieces. Pure index arithmetic.
 
 [Note: two addresses]
-    A tile is a box of the fine index space (see views.py), so it has strides in the storage of its rank and in its
-    matrix, and moving it is one copy between two strided views. The box is agreed and equal on all ranks. The strides
-    of a storage are its rank's own and may change from step to step: they are asked for whenever it is touched.
+    A tile is a box of the fine index space (see views.py), so it has strides both in its rank's storage and in its
+    matrix, and moving it is one copy between two strided views. The box is equal on all ranks. The strides of the
+    storage are local to a rank and may change from step to step, so they are read at each access.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Box(NamedTuple):
 
 
 class FlatRange(NamedTuple):
-    """Elements `start` (included) to `stop` (excluded) in row-major order: of the tensor, or of a box of it."""
+    """Elements [start, stop) in row-major order of the tensor, or of `box` if given."""
 
     start: int
     stop: int
@@ -47,11 +47,12 @@ Piece = Box | FlatRange
 
 
 class Held(NamedTuple):
-    """A piece, and where a rank keeps it. Pieces are dense: rows dealt out one by one are a piece, and a copy, each.
+    """A piece and its location in a rank's storage. Pieces are dense: if rows are distributed round-robin, each row is
+    a piece of its own and needs its own copy.
 
     Attributes:
         piece: The piece.
-        local: Place of its first element in the rank's storage: an index for each dim (`Box`), or one (`FlatRange`).
+        local: Index of the piece's first element in the storage: one per dim (`Box`), or a flat one (`FlatRange`).
     """
 
     piece: Piece
@@ -59,19 +60,19 @@ class Held(NamedTuple):
 
 
 def whole(shape: Ints) -> tuple[Held]:
-    """The piece that is all of a tensor, in storage like it."""
+    """Piece that covers a whole tensor, in storage of the same shape."""
     zeros = (0,) * len(shape)
     return (Held(Box(zeros, shape), zeros),)
 
 
 class Patch(NamedTuple):
-    """Elements of one matrix, in the order of a view of them whose dims run along rows or along columns.
+    """Elements of one matrix, as an N-D view in which each dim runs along rows or along columns.
 
     Attributes:
-        matrix: Number of the matrix in its parameter.
+        matrix: Index of the matrix in its parameter.
         sizes: Sizes of the view.
-        row, col: Place of the first element.
-        rows, cols: How many rows and columns the next element along each dim is away; one of both is 0.
+        row, col: Row and column of the first element.
+        rows, cols: For each dim, the step to the next element in rows and in columns; one of the two is 0.
     """
 
     matrix: int
@@ -83,21 +84,22 @@ class Patch(NamedTuple):
 
     @classmethod
     def rectangle(cls, matrix: int, row: int, col: int, num_rows: int, num_cols: int) -> Patch:
-        """Neighbouring rows and columns."""
+        """Make the patch of a contiguous range of rows and columns."""
         return cls(matrix, (num_rows, num_cols), row, col, (1, 0), (0, 1))
 
     def turned(self) -> Patch:
-        """The same elements, seen with the dims in the opposite order."""
+        """Return the same elements with the dims in reverse order."""
         return Patch(self.matrix, self.sizes[::-1], self.row, self.col, self.rows[::-1], self.cols[::-1])
 
     def address(self, of_row: int, of_col: int) -> tuple[int, Ints]:
-        """Offset of its first element, and strides of its dims, in a matrix with these two strides."""
+        """Offset of the first element and stride of each dim, in a matrix with the given row and column strides."""
         strides = tuple(a * of_row + b * of_col for a, b in zip(self.rows, self.cols, strict=True))
         return self.row * of_row + self.col * of_col, strides
 
     def slabs(self, limit: int, num_dims: int) -> Iterator[tuple[tuple[int, int, int], Patch]]:
-        """Parts of at most so many elements (or one index), and the dim, start and size by which a view is narrowed to
-        each: they are cut along the first dim of more than one index among the first `num_dims`."""
+        """Split the patch into parts of at most `limit` elements (or one index), along the first dim with a size above
+        1 among the first `num_dims`. Yields ((dim, start, size), part): arguments that narrow a view to the part, and
+        the part itself."""
         dim = next((d for d, size in enumerate(self.sizes[:num_dims]) if size > 1), 0)
         size = self.sizes[dim]
         step = max(1, limit * size // max(1, math.prod(self.sizes)))
@@ -112,9 +114,9 @@ class Tile(NamedTuple):
     """The part of one matrix that lies in one piece: a box of the fine index space, stored by one rank.
 
     Attributes:
-        matrix: Number of the matrix in its view.
+        matrix: Index of the matrix in its view.
         start, sizes: The box.
-        held: The piece that it is a part of.
+        held: The piece that contains the tile.
     """
 
     matrix: int
@@ -128,24 +130,24 @@ class Tile(NamedTuple):
 
     @property
     def key(self) -> tuple[int, Ints, Ints]:
-        """Key that is equal for copies of the tile on other ranks, wherever those keep them."""
+        """Key of the tile without its location in storage: equal for all replicas of the tile."""
         return self.matrix, self.start, self.sizes
 
     def in_matrix(self, view: MatrixView) -> tuple[int, Ints]:
-        """Offset of its first element, and strides of its dims, in the row-major matrix."""
+        """Offset of the tile's first element and stride of each fine dim, in the row-major matrix."""
         matrix = view.matrices[self.matrix]
         return _dot([a - b for a, b in zip(self.start, matrix.start, strict=True)], matrix.strides), matrix.strides
 
     def patch(self, view: MatrixView) -> Patch:
-        """The tile's elements, by their rows and columns in the matrix."""
+        """Patch of the tile's elements, in rows and columns of the matrix."""
         offset, strides = self.in_matrix(view)
         num_cols = view.matrices[self.matrix].cols
         rows, cols = zip(*(divmod(stride, num_cols) for stride in strides), strict=True)
         return Patch(self.matrix, self.sizes, *divmod(offset, num_cols), rows, cols)
 
     def in_storage(self, view: MatrixView, strides: Sequence[int]) -> tuple[int, Ints]:
-        """Offset of its first element, and strides of its dims, in a storage with these strides, of which there is one
-        if the piece is flat."""
+        """Offset of the tile's first element and stride of each fine dim, in a storage with the given strides (a single
+        stride if the piece is a `FlatRange`)."""
         piece, local = self.held
         if isinstance(piece, FlatRange):
             box = piece.box or Box((0,) * len(view.shape), view.shape)
@@ -162,7 +164,7 @@ def _dot(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
-    """The tiles that a piece makes of each matrix, in order of matrices and, within one, of elements stored."""
+    """Compute the tiles that lie in a piece, ordered by matrix, and by storage order within a matrix."""
     spans = [fine for coarse in spans_of(held.piece, view.shape) for fine in _refined(coarse, view)]
     found = []
     for number, matrix in enumerate(view.matrices):
@@ -174,13 +176,13 @@ def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
 
 
 def _common(a: _Span, b: _Span) -> _Span:
-    """The box that two boxes share; some size is 0 or less if there is none."""
+    """Intersection of two boxes; some size is 0 or negative if it is empty."""
     start = tuple(map(max, a[0], b[0]))
     return start, tuple(min(i + n, j + k) - low for i, n, j, k, low in zip(a[0], a[1], b[0], b[1], start, strict=True))
 
 
 def spans_of(piece: Piece, shape: Ints) -> Iterator[_Span]:
-    """The boxes of the tensor that hold a piece's elements, in the order in which they are stored; no empty ones."""
+    """Yield the nonempty boxes of the tensor that make up a piece, in storage order."""
     if isinstance(piece, Box):
         if piece.numel:
             yield piece.offset, piece.size
@@ -191,7 +193,8 @@ def spans_of(piece: Piece, shape: Ints) -> Iterator[_Span]:
 
 
 def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
-    """Boxes that hold elements [start, stop) of a row-major tensor: the end of a row, whole rows, the start of one."""
+    """Yield boxes that cover elements [start, stop) of a row-major tensor: the end of a row, whole rows, the start of a
+    row."""
     if start >= stop:
         return
     if len(sizes) == 1:
@@ -208,7 +211,7 @@ def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
 
 
 def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
-    """A box of the tensor as boxes of the fine index space."""
+    """Convert a box of the tensor to boxes of the fine index space."""
     d = view.split_dim
     if d < 0:
         yield span
@@ -219,7 +222,8 @@ def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
 
 
 def partition_fault(shape: Ints, pieces: Iterable[Piece]) -> str | None:
-    """The first gap or overlap that distinct pieces leave, in words; None if they cover the tensor once."""
+    """Describe the first gap, overlap or out-of-bounds piece, ignoring replicas. None: all elements are covered
+    once."""
     distinct = {piece for piece in pieces if piece.numel}
     numel, space, words = math.prod(shape), shape, f"shape {shape}"
     if not distinct and not numel:
@@ -237,7 +241,8 @@ def partition_fault(shape: Ints, pieces: Iterable[Piece]) -> str | None:
 
 
 def _grid_fault(shape: Ints, spans: Sequence[_Span]) -> str | None:
-    """Count how many boxes hold each cell of the grid of all edges. A sum of sizes would pass wrong layouts."""
+    """Describe a gap or overlap by counting the boxes over each cell of the grid of all box edges. Comparing the sum of
+    box sizes would not detect a gap and an overlap of equal size."""
     edges = [
         np.unique([0, whole, *itertools.chain.from_iterable((start[d], start[d] + sizes[d]) for start, sizes in spans)])
         for d, whole in enumerate(shape)

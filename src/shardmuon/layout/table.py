@@ -1,10 +1,11 @@
-"""The layout table: which rank stores which tiles of a parameter. Pure; the step and all who must know read it here.
+"""Layouts of parameters: which rank stores which pieces and tiles of a parameter. Pure functions.
 
 [Note: where kept numbers lie]
-    The numbers that a stage keeps of each matrix ([Note: what a stage keeps] in variants/base.py) are a tensor (stacked
-    matrices or 1, numbers of one). Every rank that shares the parameter has all of it, also one that stores nothing of
-    the parameter: torch's checkpoints take what is replicated from any rank. Only of a stack that a mesh cuts by its
-    matrices (experts) each rank has those of its own matrices, placed as the parameter is.
+    The values that a stage stores per matrix ([Note: what a stage keeps] in variants/base.py) form a tensor of shape
+    (stacked matrices or 1, values per row). It is replicated on every rank that shares the parameter, including ranks
+    that store nothing of the parameter, because torch's checkpoints read replicated tensors from any rank. The
+    exception is a stack that a mesh shards by matrices (experts): there, each rank stores the values of its own
+    matrices, and the tensor is placed like the parameter.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ Ranks = tuple[int, ...]  # global, ascending
 
 @dataclass(frozen=True, eq=False)
 class ParamLayout:
-    """The pieces of one tensor that each rank stores. Equal on all its ranks; tensors that lie alike share one object.
+    """The pieces of one tensor that each rank stores. Equal on all of these ranks. Tensors placed alike share one
+    object.
 
     Attributes:
-        view: The tensor's matrices, and its global shape.
-        ranks: All ranks that share it, also those that store nothing of it.
-        held: Pieces of each of `ranks`.
+        view: The tensor's matrices and its global shape.
+        ranks: All ranks that share the tensor, including ranks that store nothing of it.
+        held: Pieces on each of `ranks`.
 
     Raises:
-        ValueError: The distinct pieces leave the tensor, overlap or leave a gap.
+        ValueError: The distinct pieces are out of bounds, overlap or leave a gap.
     """
 
     view: MatrixView
@@ -45,13 +47,13 @@ class ParamLayout:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes, equal for equal layouts on any rank."""
+        """16-byte hash of the layout, equal for equal layouts on any rank."""
         return digest_of((self.view, self.ranks, self.held))
 
     @cached_property
     def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
-        """Tiles of each matrix: rank -> its tiles in storage order. Ranks that store any of it, ascending."""
-        distinct = set(itertools.chain.from_iterable(self.held))  # replicas share theirs
+        """For each matrix: rank -> its tiles in storage order, for ranks (ascending) that store any of the matrix."""
+        distinct = set(itertools.chain.from_iterable(self.held))  # replicas share tiles
         of_held = {held: tiles_of(held, self.view) for held in distinct}
         found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
         for rank, of_rank in zip(self.ranks, self.held, strict=True):
@@ -60,18 +62,18 @@ class ParamLayout:
         return tuple({rank: tuple(tiles) for rank, tiles in of_matrix.items()} for of_matrix in found)
 
     def of_rank(self, rank: int) -> tuple[Held, ...]:
-        """The pieces of one rank."""
+        """Pieces that a rank stores."""
         return self.held[self.ranks.index(rank)]
 
     @cached_property
     def pieces(self) -> dict[int, tuple[Piece, ...]]:
-        """Rank -> the pieces that it stores, without empty ones."""
+        """Rank -> the nonempty pieces that it stores."""
         held = zip(self.ranks, self.held, strict=True)
         return {rank: tuple(one.piece for one in of_rank if one.piece.numel) for rank, of_rank in held}
 
     @cached_property
     def keepers(self) -> dict[Piece, Ranks]:
-        """The ranks that store a piece, ascending: several are replicas."""
+        """Piece -> the ranks that store it, ascending. Several ranks hold replicas."""
         found: dict[Piece, Ranks] = {}
         for rank, pieces in self.pieces.items():
             for piece in pieces:
@@ -80,16 +82,16 @@ class ParamLayout:
 
     @cached_property
     def replica_of(self) -> dict[int, int]:
-        """Rank -> its place among the keepers of its first piece; 0 for one that stores nothing.
+        """Rank -> its index among the ranks that store its first piece; 0 if it stores nothing.
 
-        On a hybrid-sharded mesh that is its coordinate on the axis of replicas.
+        On a hybrid-sharded mesh, this is the rank's coordinate on the replica axis.
         """
         return {rank: self.keepers[pieces[0]].index(rank) if pieces else 0 for rank, pieces in self.pieces.items()}
 
     @cached_property
     def replicas(self) -> tuple[Ranks, ...]:
-        """The ranks of each replica, in the order of `replica_of`; empty if ranks cannot be told apart like that, as
-        some piece is stored more often than another, or by ranks of unlike places."""
+        """The ranks of each replica, in the order of `replica_of`. Empty if ranks do not group into replicas: pieces
+        have different numbers of copies, or a rank has different indices among the ranks that store its pieces."""
         places = {rank: {self.keepers[one].index(rank) for one in pieces} for rank, pieces in self.pieces.items()}
         num = {len(ranks) for ranks in self.keepers.values()}
         if len(num) != 1 or any(len(of_rank) > 1 for of_rank in places.values()):
@@ -102,13 +104,14 @@ class ParamLayout:
         return any(len(ranks) > 1 for ranks in self.keepers.values())
 
     def source(self, piece: Piece, owner: int) -> int:
-        """The one rank that talks with `owner` about a piece: the owner itself, or the keeper in its own replica."""
+        """Rank that sends and receives a piece for `owner`: the owner if it stores the piece, else a rank of its
+        replica."""
         ranks = self.keepers[piece]
         return owner if owner in ranks else ranks[self.replica_of.get(owner, 0) % len(ranks)]
 
     @cached_property
     def whole_on(self) -> tuple[Ranks, ...]:
-        """The ranks that store every element of a matrix, for each matrix."""
+        """For each matrix, the ranks that store all of its elements."""
         return tuple(
             tuple(rank for rank, tiles in of_matrix.items() if sum(t.numel for t in tiles) == m.rows * m.cols)
             for m, of_matrix in zip(self.view.matrices, self.tiles, strict=True)
@@ -116,17 +119,17 @@ class ParamLayout:
 
 
 def replicated(view: MatrixView, ranks: Ranks) -> ParamLayout:
-    """Layout of a tensor that every rank stores whole."""
+    """Layout of a tensor that is replicated on all of `ranks`."""
     return ParamLayout(view, ranks, (whole(view.shape),) * len(ranks))
 
 
 def kept_layout(layout: ParamLayout, view: MatrixView, place: OnMesh | None) -> ParamLayout:
-    """Layout of the numbers that a stage keeps of a parameter's matrices.
+    """Layout of the state tensor that a stage stores for a parameter's matrices.
 
     Args:
         layout: Layout of the parameter.
-        view: View of the numbers, from `kept_view`.
-        place: Mesh and placements of the parameter; None: it lies on no mesh.
+        view: View of the state tensor, from `kept_view`.
+        place: Mesh and placements of the parameter; None: the parameter has no mesh.
     """
     if layout.view.num_row_dims == 1 or place is None or not any(place.of_stack):
         return replicated(view, layout.ranks)

@@ -1,12 +1,12 @@
-"""Views: the matrices that a tensor holds, as boxes of its index space. Integers only.
+"""Views: the matrices that a tensor holds, as boxes of its index space. Integer arithmetic only.
 
 [Note: the fine index space]
-    A weight is read as one matrix, a stack of experts as many, a fused projection as blocks of rows or columns, a
-    convolution's kernel as one flattened matrix, and any of them turned round where the module stores the transpose.
-    One form covers all: take the tensor's dims, refine at most one of them into (repeat, place in the repeat), and
-    every matrix is a box of that space. Each dim of the space has one stride in the matrix, as row-major memory would
-    have it. So the part of a matrix that a rank stores is a box as well, with strides in storage and in the matrix:
-    what `Tensor.as_strided` takes.
+    A weight holds one matrix, a stack of experts many, a fused projection blocks of rows or columns, and a convolution
+    kernel one flattened matrix; any of them is transposed if the module stores the transpose. One representation
+    covers all cases: take the tensor's dims, split at most one of them into (repeat, index in the repeat), and every
+    matrix is a box of this fine index space. Each fine dim has one stride in the row-major matrix. So the part of a
+    matrix that a rank stores is a box as well, with strides in the storage and in the matrix, as `Tensor.as_strided`
+    takes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ViewKind = Literal["auto", "stack", "flatten"]
 
 
 def row_major(sizes: Sequence[int]) -> Ints:
-    """Strides, in elements, of contiguous memory of these sizes."""
+    """Strides, in elements, of a contiguous tensor of these sizes."""
     products = itertools.accumulate(reversed(sizes), lambda before, size: before * size, initial=1)
     return tuple(products)[-2::-1] if sizes else ()
 
@@ -31,7 +31,7 @@ class Matrix(NamedTuple):
     """A box of the fine index space, orthogonalized as one rows x cols matrix.
 
     Attributes:
-        rows, cols: Its shape.
+        rows, cols: Shape of the matrix.
         start, sizes: The box.
         strides: Stride of each fine dim in the row-major matrix, in elements.
     """
@@ -45,14 +45,14 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixView:
-    """The matrices of a tensor. They cover each of its elements once.
+    """The matrices of a tensor. They cover each element exactly once.
 
     Attributes:
         shape: Shape of the whole tensor.
-        fine: The sizes of the fine index space.
-        split_dim: The dim of `shape` that is refined in two; -1: none, and `fine` is `shape`.
-        matrices: The matrices in the order of their numbers.
-        num_row_dims: The first dims of `shape`, those that count rows as they are stored: of a stack two, else one.
+        fine: Sizes of the fine index space.
+        split_dim: Dim of `shape` that is split in two in `fine`; -1: none, and `fine` equals `shape`.
+        matrices: The matrices, in order of their indices.
+        num_row_dims: Number of leading dims of `shape` that index stored rows: 2 for a stack, else 1.
     """
 
     shape: Ints
@@ -63,17 +63,16 @@ class MatrixView:
 
     @property
     def longest_row(self) -> int:
-        """Columns of the matrix that has most."""
+        """Largest number of columns of any matrix."""
         return max(matrix.cols for matrix in self.matrices)
 
     @property
     def num_stacked(self) -> int:
-        """Number of matrices, or of blocks that are split alike, along the first dim of a stack; 1 for other
-        tensors."""
+        """Size of the first dim of a stack: the number of stacked (possibly split) matrices. 1 for other tensors."""
         return self.shape[0] if self.num_row_dims == 2 else 1
 
     def refined(self, strides: Sequence[int]) -> Ints:
-        """Strides of the fine dims, given those of the tensor's dims."""
+        """Compute strides of the fine dims from strides of the tensor's dims."""
         if self.split_dim < 0:
             return tuple(strides)
         d, period = self.split_dim, self.fine[self.split_dim + 1]
@@ -88,27 +87,27 @@ def matrix_view(
     split_groups: int = 1,
     transposed: bool = False,
 ) -> MatrixView:
-    """Say which matrices a tensor of this global shape holds.
+    """Compute which matrices a tensor of this global shape holds.
 
     Args:
         shape: Global shape of the tensor.
         view: "auto" takes a 2-D tensor whole and flattens 4-D and 5-D convolution kernels to (out, in*k...).
             "stack" reads a 3-D (E, M, N) tensor as E matrices of M x N (experts). "flatten" reads any tensor of two
-            or more dims as one (shape[0], rest) matrix. A 3-D tensor must say which: experts and a 1-D convolution's
-            kernel look alike.
-        split_sizes: Row counts of blocks that are matrices of their own (fused q, k, v; gate and up). In a stack the
-            split is made inside each expert. A whole number: so many equal blocks (one per head).
-        split_groups: The rows are this many repeats of `split_sizes`; block j of all repeats together forms one
+            or more dims as one (shape[0], rest) matrix. A 3-D tensor needs "stack" or "flatten", since experts and a
+            1-D convolution's kernel have similar shapes.
+        split_sizes: Row counts of blocks that are separate matrices (fused q, k, v; gate and up). In a stack, each
+            expert is split. An int: number of equal blocks (one per head).
+        split_groups: Number of repeats of `split_sizes` along the rows; block j of all repeats together forms one
             matrix. Grouped-query attention stored as query groups of (q, k, v) rows is
             `split_sizes=(q_rows, k_rows, v_rows), split_groups=num_query_groups`.
-        transposed: The transpose of the map is stored (inputs first, as in `x @ W`): matrices are read turned round,
-            and the rows that the options above split are columns as they are stored.
+        transposed: True if the tensor stores the transpose (inputs first, as in `x @ W`): matrices are transposed when
+            read, and the two options above split stored columns instead of stored rows.
 
     Returns:
-        The view; its matrices cover every element exactly once.
+        The view, with matrices that cover every element exactly once.
 
     Raises:
-        ValueError: The options do not fit the shape; the message says what was found and what to write.
+        ValueError: The options do not fit the shape; the message says how to fix them.
 
     Examples:
         >>> [(m.rows, m.cols) for m in matrix_view((12, 4), split_sizes=(8, 2, 2)).matrices]
@@ -119,11 +118,11 @@ def matrix_view(
     if isinstance(split_sizes, bool):
         raise ValueError(f"split_sizes={split_sizes} is no number of blocks. Write how many, or the rows of each")
     dims = tuple(int(size) for size in shape)
-    split_dim = 1 if transposed and split_sizes is not None else 0  # of a matrix as it is stored
+    split_dim = 1 if transposed and split_sizes is not None else 0  # dim of a stored matrix
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)
-    if len(blocks) == 1:  # repeats of one block are that side as it is
+    if len(blocks) == 1:  # repeats of a single block need no split
         blocks, groups = (blocks[0] * groups,), 1
     refined_dim = of_rows + split_dim if groups > 1 else -1
     matrices = []
@@ -137,13 +136,13 @@ def matrix_view(
 
 
 def view_of(shape: Ints, options: Mapping[str, Any] | None) -> MatrixView:
-    """The view by these arguments of `matrix_view`. None: the tensor holds no matrices."""
+    """Make the view for these keyword arguments of `matrix_view`. None: the tensor holds no matrices."""
     return MatrixView(shape, shape, -1, (), 1) if options is None else matrix_view(shape, **options)
 
 
 def kept_view(view: MatrixView, sizes: Sequence[int]) -> MatrixView:
-    """The tensor that holds `sizes[i]` numbers of matrix i of a view: a row for each of a stack, in which those of its
-    blocks follow each other."""
+    """View of a state tensor with `sizes[i]` values for matrix i of `view`. It has one row per entry of a stack (else a
+    single row), which concatenates the values of the entry's blocks."""
     of_row = sizes[: len(sizes) // view.num_stacked]
     starts = list(itertools.accumulate(of_row, initial=0))
     shape = (view.num_stacked, starts[-1])
@@ -156,7 +155,7 @@ def kept_view(view: MatrixView, sizes: Sequence[int]) -> MatrixView:
 
 
 def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
-    """The dim that holds the rows of a matrix; the one before it, if there is one, counts the matrices of a stack."""
+    """Check the options and return the dim of stored rows: 1 for a stack, where dim 0 indexes matrices, else 0."""
     if len(dims) < 2:
         raise ValueError(
             f"shape {dims} has {len(dims)} dim(s) and cannot be a matrix. Put it in a group with use_muon=False (AdamW)"
@@ -184,11 +183,11 @@ def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
 def _block(
     dims: Ints, of_rows: int, split_dim: int, block: tuple[int, int, int], groups: int, transposed: bool
 ) -> Matrix:
-    """The matrix of one block: (expert, first index in the period of the split side, its size)."""
+    """Matrix of one block. `block`: (expert, first index of the block within a repeat, size of the block)."""
     expert, first, size = block
-    sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # rows and columns as they are stored
+    sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # stored rows and columns
     sides[split_dim] = size * groups
-    steps = (1, sides[0]) if transposed else (sides[1], 1)  # of a stored row and of a stored column
+    steps = (1, sides[0]) if transposed else (sides[1], 1)  # strides of stored rows and columns in the matrix
     ranges = [(0, dims[of_rows], steps[0])]  # (first, size, stride) of each fine dim
     inner = row_major(dims[of_rows + 1 :])
     ranges += [(0, n, stride * steps[1]) for n, stride in zip(dims[of_rows + 1 :], inner, strict=True)]
@@ -203,12 +202,12 @@ def _block(
 
 
 def _blocks_of(
-    size_of: tuple[int, int],  # rows and columns, as they are stored
+    size_of: tuple[int, int],  # stored rows and columns
     split_dim: int,
     given: Sequence[int] | int | None,
     split_groups: int,
 ) -> tuple[Ints, int]:
-    """Sizes of the blocks of one repeat, and the number of repeats."""
+    """Return the block sizes of one repeat, and the number of repeats."""
     height, what = size_of[split_dim], ("row", "column")[split_dim]
     if split_groups < 1:
         raise ValueError(f"split_groups={split_groups} must be at least 1")

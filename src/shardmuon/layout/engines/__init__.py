@@ -1,6 +1,7 @@
-"""Engines: one file for each way to keep a parameter, which says how such a tensor lies and reaches its storage.
+"""Engines: one file per kind of parameter storage. An engine describes a tensor's placement and accesses its storage.
 
-A tensor that none recognizes is a plain one. Engines of frameworks stand in their folders and are registered there.
+A tensor that no engine recognizes is a plain tensor. Engines of frameworks are defined and registered in the folder of
+the framework.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ for builtin in (FlatEngine(), DTensorEngine(), FSDP1Engine()):
 
 
 def sharing(param: Tensor, group: Group) -> Engine:
-    """The engine of this parameter, given what the options of its group say of plain tensors. It knows who shares the
-    parameter, whatever else is wrong with it.
+    """Return the engine of a parameter, using its group's options for plain tensors. The engine can tell which ranks
+    share the parameter even if the parameter has other errors.
 
     Raises:
-        ValueError: The engine cannot be told; the message lacks its name.
+        ValueError: The engine cannot be determined; the message lacks the parameter's name.
     """
     engine = engine_of(param)
     if engine is PLAIN:
@@ -34,10 +35,10 @@ def sharing(param: Tensor, group: Group) -> Engine:
 
 
 def engine_for(param: Tensor, group: Group) -> Engine:
-    """The engine of this parameter, once the options of its group are known to fit it.
+    """Return the engine of a parameter after checking that its group's options fit it.
 
     Raises:
-        ValueError: They do not fit; the message lacks the parameter's name.
+        ValueError: The options do not fit; the message lacks the parameter's name.
     """
     engine = sharing(param, group)
     if isinstance(engine, TensorParallelEngine):

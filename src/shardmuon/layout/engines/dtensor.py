@@ -1,8 +1,8 @@
-"""DTensor: FSDP2, HSDP, tensor parallel, expert parallel and any product of them.
+"""DTensor: FSDP2, HSDP, tensor parallel, expert parallel and any combination of them.
 
-Every private name of DTensor that is needed in a step (`_local_tensor`, `_spec`, `DTensorSpec`) is used here, as torch
-2.11 .. 2.13 have them: each property takes five times as long as one of a plain tensor. torch.distributed.tensor takes
-longer to import than torch itself, so it is imported when the first DTensor is met.
+All private DTensor names that a step needs (`_local_tensor`, `_spec`, `DTensorSpec`) are used in this file, as defined
+in torch 2.11 to 2.13. They are faster: a public DTensor property takes five times as long as that of a plain tensor.
+torch.distributed.tensor takes longer to import than torch itself, so it is imported at the first DTensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _PLACED = attrgetter("shape", "_spec.mesh", "_spec.placements")
 
 
 class DTensorEngine(Engine):
-    """A DTensor's local tensor; how it lies by its mesh and placements, as far as what ranks store bears them out."""
+    """Engine for DTensors, placed by mesh and placements. Raises an error if local tensors do not match the
+    placements."""
 
     believes_placements = True
 
@@ -68,7 +69,7 @@ class DTensorEngine(Engine):
         return spec.shape, spec.mesh, spec.placements, local.shape, local.dtype, local.device
 
     def storage(self, tensor: Any) -> Tensor:
-        local: Tensor = tensor._local_tensor  # without the view that `to_local` makes of a Parameter's
+        local: Tensor = tensor._local_tensor  # avoids the view that `to_local` makes for a Parameter
         return local.detach() if local.requires_grad and torch.is_grad_enabled() else local
 
     def storages(
@@ -107,7 +108,7 @@ class DTensorEngine(Engine):
             return shape
         if stored.numel():
             return stored.shape[0], shape[1]
-        # FSDP2 keeps no number of rows where another axis has left nothing
+        # FSDP2 does not preserve the number of rows of a shard that another axis has left empty
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         return compute_local_shape_and_global_offset(shape, param.device_mesh, placements)[0]
@@ -125,7 +126,7 @@ class DTensorEngine(Engine):
         return super().kept_storage(value._local_tensor, param, expected, stacked=stacked)
 
     def _of_kept(self, param: Any, stacked: bool) -> tuple[Placement, ...]:
-        """Placements of what stages keep of a parameter."""
+        """Placements of a parameter's stage state: replicated, except that a stack's shards of dim 0 are preserved."""
         from torch.distributed.tensor import Replicate
 
         cuts = stacked and self.believes_placements
@@ -139,7 +140,7 @@ def _cuts_rows(placement: Any) -> bool:
 def _around(
     storage: Tensor, param: DTensor, placements: Sequence[Placement], shape: Ints, stride: Sequence[int]
 ) -> DTensor:
-    """`DTensor.from_local` on a parameter's mesh, without a move to its device: offloaded state stays on the CPU."""
+    """Build a DTensor on a parameter's mesh from local storage, without moving it: offloaded state stays on the CPU."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -148,28 +149,28 @@ def _around(
 
 
 def mesh_key(mesh: DeviceMesh) -> tuple[Ints, Ints]:
-    """Shape of a mesh, and its ranks in row-major order."""
+    """Return the shape of a mesh and its global ranks in row-major order."""
     return tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())
 
 
 def placed(tensor: DTensor) -> str:
-    """A DTensor's placements and mesh in words, for messages."""
+    """Describe a DTensor's placements and mesh, for messages."""
     mesh = tensor.device_mesh
     axes = f" named {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
     return f"{tuple(tensor.placements)} on mesh {tuple(mesh.shape)}{axes}"
 
 
 def cuts_of(placements: Sequence[Placement]) -> meshes.Placements:
-    """DTensor's placements as plain data.
+    """Convert DTensor placements to plain data.
 
     Raises:
-        ValueError: A placement of another kind: partial sums are no storage of a weight.
+        ValueError: A placement is neither Shard nor Replicate, such as Partial, which cannot store a weight.
     """
     from torch.distributed.tensor import Replicate, Shard
 
     found: list[meshes.Shard | None] = []
     for placement in placements:
-        if isinstance(placement, strided_shard()):  # before Shard: a subclass of it in older torch
+        if isinstance(placement, strided_shard()):  # checked before Shard, its base class in older torch
             found.append(meshes.Shard(placement.dim, int(placement.split_factor)))
         elif isinstance(placement, Shard):
             found.append(meshes.Shard(placement.dim))
@@ -183,27 +184,28 @@ def cuts_of(placements: Sequence[Placement]) -> meshes.Placements:
 
 
 def lies_as_placed(param: DTensor) -> bool:
-    """True if this rank stores what the placements imply, so that another tensor can be redistributed to them."""
+    """True if the shape of this rank's storage matches the placements, so that another tensor can be redistributed to
+    them."""
     (mesh, ranks), stored = mesh_key(param.device_mesh), tuple(param._local_tensor.shape)
     place = ranks.index(my_rank())
     _, implied = meshes.reading(tuple(param.shape), mesh, cuts_of(param.placements))[place]
     return meshes.same_storage(implied, stored)
 
 
-# ---------------------------------------------------------------------------------- what torch's checkpoints are told
+# ----------------------------------------------------------------------------------- metadata for torch's checkpoints
 
 
 def tell_chunk(
-    local: Tensor,  # the very tensor that the DTensor keeps
-    offsets: tuple[int, ...],  # of its first element in the whole tensor
+    local: Tensor,  # the DTensor's own local tensor
+    offsets: tuple[int, ...],  # index of its first element in the global tensor
 ) -> None:
-    """Write on `local` where it lies."""
+    """Attach methods to `local` that tell torch's checkpoints its offsets in the global tensor."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=local.size())
 
-    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # must not keep `local`, which keeps it
+    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # must not reference `local`: that would be a cycle
         if not chunk.sizes.numel():
             return []
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())

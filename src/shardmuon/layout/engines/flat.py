@@ -1,7 +1,8 @@
-"""1-D shards in which a matrix is cut at any element: ZeRO's partitions and Megatron's distributed optimizer.
+"""1-D shards that cut a matrix at arbitrary elements: ZeRO's partitions and Megatron's distributed optimizer.
 
-A shard says what it is a part of in one attribute, which whoever made it sets with `mark_flat`. The ranks tell each
-other what they hold when a plan is made, and it must cover the whole once. Ranks that hold nothing have an empty shard.
+An attribute of the shard, set with `mark_flat` by the code that creates it, says which part of which tensor it is. When
+a plan is made, ranks exchange their ranges, which must cover the tensor exactly once. A rank that stores nothing has an
+empty shard.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from shardmuon.layout.views import Ints
 
 @dataclass(frozen=True)
 class FlatShard:
-    """A 1-D part of a tensor: which elements it is, and of which tensor.
+    """Description of a 1-D shard: its elements and the tensor that it belongs to.
 
     Attributes:
         shape: Shape of the whole tensor.
-        start: First element of the part in the flattened tensor, or in its flattened tensor-parallel shard.
-        group: The process group that shares the tensor (or the tensor-parallel shard). Norms of gradients count every
-            rank's part; frameworks whose parts have replicas clip themselves.
-        kind: Name that users know such parts by, for messages.
-        tp_group: The tensor-parallel group, if there is one. `group` then joins ranks of one number in it.
-        cut: How the tensor is cut over `tp_group`, in equal parts. None: all of it is on each of its ranks.
-        home: The device that the part belongs to if it is kept on the CPU.
-        copies: `tp_group` joins ranks that all keep this very part (FSDP1's HYBRID_SHARD); no tensor parallelism.
+        start: Index of the first element in the flattened tensor, or in its flattened tensor-parallel shard.
+        group: Process group whose ranks share the tensor (or the tensor-parallel shard). Gradient norms count every
+            rank's part, so frameworks that replicate parts must clip gradients themselves.
+        kind: Name of such shards in messages, known to users.
+        tp_group: The tensor-parallel group, if there is one. `group` then joins ranks with the same index in it.
+        cut: Cut of the tensor into equal parts over `tp_group`. None: each of its ranks has the whole tensor.
+        home: Device that the shard belongs to if it is offloaded to the CPU.
+        copies: True if the ranks of `tp_group` store replicas of this shard (FSDP1's HYBRID_SHARD), without tensor
+            parallelism.
 
     Raises:
-        ValueError: The elements of flat ranges of such a tensor-parallel shard cannot be told.
+        ValueError: Flat ranges are not supported for this cut.
     """
 
     shape: Ints
@@ -66,13 +68,13 @@ class FlatShard:
 
 
 def mark_flat(tensor: Tensor, info: FlatShard) -> Tensor:
-    """Say of a 1-D tensor what it is a part of; returns it."""
+    """Mark a 1-D tensor as the shard that `info` describes. Returns the tensor."""
     tensor._shardmuon_flat = info  # type: ignore[attr-defined]
     return tensor
 
 
 class FlatEngine(Engine):
-    """Tensors that `mark_flat` has marked."""
+    """Engine for 1-D shards marked by `mark_flat`."""
 
     plain_shards = True
 
@@ -80,7 +82,7 @@ class FlatEngine(Engine):
         return hasattr(param, "_shardmuon_flat")
 
     def info(self, param: Tensor) -> FlatShard:
-        """The mark that `mark_flat` has left: which part of which tensor this one is."""
+        """Return the description that `mark_flat` has attached to the shard."""
         info: FlatShard = param._shardmuon_flat  # type: ignore[attr-defined]
         return info
 
@@ -117,7 +119,7 @@ class FlatEngine(Engine):
 
 
 def home_of(param: Tensor) -> torch.device | None:
-    """The device to which a flat shard belongs that is kept on the CPU, if it is one."""
+    """Device that a CPU-offloaded flat shard belongs to; None for other tensors."""
     info: FlatShard | None = getattr(param, "_shardmuon_flat", None)
     home: torch.device | None = getattr(param, "_shardmuon_home", None) if info is None else info.home
     return home if param.device.type == "cpu" else None

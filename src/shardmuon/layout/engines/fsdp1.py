@@ -1,15 +1,15 @@
-"""FSDP1 (`FullyShardedDataParallel(..., use_orig_params=True)`): pieces of flat parameters, cut at any element.
+"""FSDP1 (`FullyShardedDataParallel(..., use_orig_params=True)`): flat parameters, cut at arbitrary elements.
 
-The original parameters are described as they are, whenever the optimizer was made. Every private name of torch's FSDP1
-that this package reads is in this file, as torch 2.13 has it.
+Original parameters are inspected in their current state, no matter when the optimizer was made. All private names of
+torch's FSDP1 that this package reads are in this file, as defined in torch 2.13.
 
 [Note: what FSDP1 keeps]
-    A unit (a wrapped module) flattens its parameters into one 1-D *flat parameter*, with padding, and keeps an equal
-    part of it on each rank. With `use_orig_params=True` the original parameters stay in their modules: outside of
-    forward and backward each is a 1-D view of what this rank stores of it, or empty. Whose elements are where never
-    changes once the unit is made. With NO_SHARD every rank keeps all of it, and original parameters keep their shapes.
-    With `use_orig_params=False` the flat parameter takes their place. It holds matrices and vectors together and is
-    refused.
+    A unit (a wrapped module) flattens its parameters into one 1-D *flat parameter*, with padding, and stores an equal
+    part on each rank. With `use_orig_params=True`, the original parameters remain in their modules: outside of forward
+    and backward, each is a 1-D view of this rank's elements, or empty. The assignment of elements to ranks never
+    changes once the unit is made. With NO_SHARD, every rank stores the whole flat parameter, and original parameters
+    keep their shapes. With `use_orig_params=False`, the flat parameter replaces the original ones; it mixes matrices
+    and vectors, so it raises an error.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class UnitPlace(NamedTuple):
     """A parameter's place in FSDP1's units.
 
     Attributes:
-        unit: The unit that holds it.
-        number: Its number among the tensors that the unit's flat parameter is made of.
-        info: The elements of the whole tensor that are stored here.
-        numel: Number of its elements that are stored here.
-        fault: Reason why they do not lie in row-major order, or cannot be told; None: they do.
-        is_sharded: True if each rank keeps only a part.
+        unit: Weak reference to the unit that holds the parameter.
+        number: Index of the parameter in the unit's flat parameter.
+        info: Description of this rank's shard of the parameter.
+        numel: Number of elements of the parameter stored on this rank.
+        fault: Reason why the elements are not in row-major order or cannot be determined; None if they are.
+        is_sharded: True if the unit shards its parameters, False for NO_SHARD.
     """
 
     unit: weakref.ref[Any]
@@ -58,12 +58,12 @@ _PLACES: Any = WeakTensorKeyDictionary()  # parameter -> UnitPlace
 
 
 def know(objects: Iterable[Any]) -> None:
-    """Remember whose pieces the parameters of FSDP1's units among these objects are, unless a unit's process group has
+    """Record the place of each parameter of the FSDP1 units among these objects. Skips units whose process group has
     been destroyed."""
     module: Any = sys.modules.get("torch.distributed.fsdp")
     kind = None if module is None else module.FullyShardedDataParallel
     for unit in [one for one in objects if kind is not None and issubclass(type(one), kind)]:
-        handle: Any = getattr(unit, "_handle", None)  # None: nothing was left for it to flatten, or it is being made
+        handle: Any = getattr(unit, "_handle", None)  # None: no parameters of its own, or not yet built
         if handle is not None and handle._use_orig_params and is_alive(handle.process_group):
             _note(unit, handle, handle.flat_param)
 
@@ -71,7 +71,7 @@ def know(objects: Iterable[Any]) -> None:
 def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
     is_sharded = bool(handle.uses_sharded_strategy)
     group = GroupRef.of(handle.process_group)
-    # of the ranks that keep the same part (HYBRID_SHARD)
+    # group of the ranks that store replicas of this shard (HYBRID_SHARD)
     copies = GroupRef.of(getattr(unit, "_inter_node_pg", None)) if is_sharded else None
     home = handle.device if handle._offload_params and handle.device.type != "cpu" else None
     columns = flat._params, flat._shard_param_infos, flat._shapes, flat._contiguities, flat._param_extensions
@@ -87,18 +87,18 @@ def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
 
 
 def is_flattened(param: Tensor) -> bool:
-    """True if FSDP1 has put the tensor into a flat parameter, or it is a flat parameter itself."""
+    """True if the tensor is part of an FSDP1 flat parameter, or is one itself."""
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def place_of(param: Tensor) -> UnitPlace | None:
-    """A parameter's place in FSDP1's units; None if it is not FSDP1's, or its model cannot be found."""
+    """Find a parameter's place in FSDP1's units. None: it is not managed by FSDP1, or its model cannot be found."""
     if not is_flattened(param):
         return None
     found: UnitPlace | None = _PLACES.get(param)
     if found is None or not found.holds(param):
         _PLACES.pop(param, None)
-        know(gc.get_objects())  # a parameter does not know its unit
+        know(gc.get_objects())  # a parameter has no reference to its unit
         found = _PLACES.get(param)
     return found
 
@@ -115,7 +115,7 @@ def _found(param: Tensor) -> UnitPlace:
 
 
 def refuse_flat(param: Tensor) -> None:
-    """Raise ValueError (without the name) for a flat parameter."""
+    """Raise ValueError (without the parameter's name) for an FSDP1 flat parameter."""
     if getattr(param, "_is_flat_param", False):
         raise ValueError(
             "it is a flat parameter of FSDP1 (use_orig_params=False), the tensors of a unit in one: write "
@@ -124,17 +124,17 @@ def refuse_flat(param: Tensor) -> None:
 
 
 def lies_elsewhere(param: Tensor) -> bool:
-    """True if FSDP1 stores no element of the parameter on this rank. It then has no state here."""
+    """True if FSDP1 stores no element of the parameter on this rank, so that the parameter has no state here."""
     place = place_of(param)
     return place is not None and place.numel == 0
 
 
 class FSDP1Engine(FlatEngine):
-    """Original parameters."""
+    """Engine for original parameters of FSDP1 (`use_orig_params=True`)."""
 
     def recognizes(self, param: Tensor) -> bool:
         place = place_of(param)
-        return is_flattened(param) if place is None else place.is_sharded  # NO_SHARD: whole where it is
+        return is_flattened(param) if place is None else place.is_sharded  # NO_SHARD: a plain tensor
 
     def info(self, param: Tensor) -> FlatShard:
         return _found(param).info

@@ -1,12 +1,12 @@
-"""Plain tensors that are one rank's shard of a tensor, as TransformerEngine's and Megatron's layers keep them.
+"""Plain tensors that are tensor-parallel shards, as in the layers of TransformerEngine and Megatron.
 
-Nothing in such a tensor says over which ranks it is cut, so the user does (`tp_group`); along which dim, its own
-attributes say (`tensor_model_parallel`, `partition_dim`, `partition_stride`). The global shape is the sum of the
-shards, whose sizes the ranks tell each other.
+The ranks of the group are not recorded in the tensor, so the user passes them (`tp_group`); the dim of the cut is given
+by the tensor's attributes (`tensor_model_parallel`, `partition_dim`, `partition_stride`). The global size of that dim
+is the sum of the shards' sizes, which ranks exchange.
 
 [Note: global shape]
-    A rank sees its own shard only. Whoever has made a layout table notes the shape of the whole in the parameter, with
-    what its shard was then. Until then shards are taken to be equal.
+    A rank sees only its own shard. Once a layout table has been made, the global shape is stored on the parameter,
+    together with the shard's signature at that time. Before that, shards are assumed to have equal shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardmuon.layout.views import Ints
 
 @dataclass(frozen=True)
 class TensorParallelEngine(Engine):
-    """A plain tensor of a group with a `tp_group`: one of its shards, or a replica on each of its ranks.
+    """Engine for plain tensors of a parameter group with a `tp_group`: a shard or a replica on each rank of `tp_group`.
 
     Attributes:
         shards: The tensor-parallel group.
@@ -40,7 +40,7 @@ class TensorParallelEngine(Engine):
     shards: GroupRef
 
     def cut(self, param: Tensor) -> Cut | None:
-        """The dim and stride by which the tensor is cut over the group; None: every rank has it whole.
+        """Return the dim and stride of the tensor's cut over the group; None if every rank has the whole tensor.
 
         Raises:
             ValueError: See `cut_of`.
@@ -72,10 +72,10 @@ class TensorParallelEngine(Engine):
         return shape, {rank: of_rank for row in grid for rank, of_rank in zip(row, parts, strict=True)}
 
     def signature(self, param: Tensor) -> object:
-        return Engine.signature(self, param), self.shards, self.cut(param)  # with slots `super` is another class
+        return Engine.signature(self, param), self.shards, self.cut(param)  # not super(): it breaks with slots
 
     def knows_shape(self, param: Tensor) -> bool:
-        """True if `shape` is more than an assumption, see [Note: global shape]."""
+        """True if the global shape is known, not assumed from equal shards, see [Note: global shape]."""
         return self.cut(param) is None or self._known(param) is not None
 
     def shape(self, param: Tensor) -> Ints:
@@ -90,16 +90,16 @@ class TensorParallelEngine(Engine):
 
 
 def remember_shape(engine: Engine, param: Tensor, layout: ParamLayout) -> None:
-    """Remember the shape of which a parameter is a shard."""
+    """Store the global shape of a tensor-parallel shard on the parameter."""
     if isinstance(engine, TensorParallelEngine):
         param._shardmuon_whole = engine.signature(param), layout.view.shape  # type: ignore[attr-defined]
 
 
 def tensor_parallel_engine(param: Tensor, group: Group) -> TensorParallelEngine | None:
-    """The engine of a plain tensor whose group has a `tp_group`; None if that does not apply to it.
+    """Return the engine of a plain tensor in a group with a `tp_group`; None if `tp_group` is unset or empty.
 
     Raises:
-        ValueError: `tp_group` means nothing.
+        ValueError: `tp_group` is invalid.
     """
     shards = GroupRef.of(group.get("tp_group"), "tp_group")
     if shards is None or not shards.ranks:
@@ -108,10 +108,10 @@ def tensor_parallel_engine(param: Tensor, group: Group) -> TensorParallelEngine 
 
 
 def cut_of(param: Tensor) -> Cut | None:
-    """The dim and stride by which a plain tensor is cut, as its attributes say. None: it is not cut.
+    """Read the dim and stride of a plain tensor's cut from its attributes. None: the tensor is not cut.
 
     Raises:
-        ValueError: These name no dim or stride of the tensor.
+        ValueError: The attributes name an invalid dim or stride.
     """
     if not is_marked(param):
         return None
@@ -130,15 +130,16 @@ def cut_of(param: Tensor) -> Cut | None:
 
 
 def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> None:
-    """Experts (`allreduce=False`) have process groups of their own: none may come from the optimizer unsaid.
+    """Check that an expert's parameter (`allreduce=False`) does not inherit process groups from the optimizer, since
+    experts have their own.
 
     Args:
         param: The parameter.
-        group: Options of its group.
-        inherited: Those of tp_group and process_group that the group took from the optimizer.
+        group: Options of its parameter group.
+        inherited: Options among tp_group and process_group that the parameter group inherits from the optimizer.
 
     Raises:
-        ValueError: It would take over a group of the optimizer.
+        ValueError: An expert's parameter would inherit a nonempty process group.
     """
     if getattr(param, "allreduce", True) or is_dtensor(param):
         return
