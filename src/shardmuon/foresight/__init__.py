@@ -1,4 +1,5 @@
-"""The cost of Muon in a job before it runs: the real plan of any model on any mesh, without ranks, and its price."""
+"""Cost of Muon in a job, before the job runs: the real plan of any model on any mesh, made without ranks, with prices.
+"""
 
 from __future__ import annotations
 
