@@ -1,5 +1,4 @@
-"""Cost of Muon in a job, before the job runs: the real plan of any model on any mesh, made without ranks, with prices.
-"""
+"""Cost of Muon in a job, before the job runs: the real plan of any model on any mesh, without ranks, and its price."""
 
 from __future__ import annotations
 
