@@ -96,7 +96,7 @@ class Time(NamedTuple):
     hi: float
 
     def __str__(self) -> str:
-        """Text like "1.2 .. 3.4 ms"."""
+        """Ends of the interval as text, such as "1.2 .. 3.4 ms"."""
         return scaled((1e6 * self.lo, 1e6 * self.hi), 1000, _SECONDS)
 
 
@@ -104,7 +104,7 @@ _SECONDS = ("us", "ms", "s")
 
 
 def seconds(value: float) -> str:
-    """Text like "3.4 ms"."""
+    """Seconds as text, such as "3.4 ms"."""
     return scaled((1e6 * value,), 1000, _SECONDS)
 
 

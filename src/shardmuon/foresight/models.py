@@ -91,7 +91,7 @@ def _preset_names() -> list[str]:
 
 
 def _preset(name: str) -> dict[str, Any]:
-    """A preset's data: title, source, published_parameters, active_parameters if it has experts, published_at, config
+    """Data of a preset: title, source, published_parameters, active_parameters (with experts), published_at, and config
     (see `build`)."""
     found: dict[str, Any] = json.loads((_PRESETS / f"{name}.json").read_text())
     return found
@@ -336,7 +336,7 @@ def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
 
 
 def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], above: str = "") -> dict[str, Ints]:
-    """Names and shapes of the rows whose conditions hold."""
+    """Name -> shape of each parameter in `rows` that meets its conditions. `above`: prefix of the names."""
     return {
         above + name: tuple(words[dim] for dim in dims.split())
         for conditions, name, dims in rows

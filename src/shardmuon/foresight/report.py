@@ -118,7 +118,7 @@ class Report:
         )
 
     def write_html(self, path: Path) -> None:
-        """Write the page of `html` to a file."""
+        """Write the HTML page to a file."""
         path.write_text(self.html(), encoding="utf-8")
 
     def __str__(self) -> str:
