@@ -165,7 +165,7 @@ class _ShardHost(_Unfinished):
             group["step"] = self._count
 
     def weights(self, core: Stepped) -> list[Weight]:
-        """Weights of the matrices."""
+        """Shards of the matrices; AdamW's parameters are left out."""
         return [
             Weight(name, shard, shard, group)
             for group in core.param_groups
