@@ -1,1 +1,1 @@
-"""The `shardmuon` command: one module for each subcommand, imported when it is asked for. May import anything."""
+"""`shardmuon` command: one module per subcommand, imported only when used. These modules may import anything."""

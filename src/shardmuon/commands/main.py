@@ -1,4 +1,4 @@
-"""The `shardmuon` command. Each subcommand lives in its own module and is imported when it is asked for."""
+"""`shardmuon` command. Each subcommand has its own module, imported only when the subcommand is used."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand.
+    """Run a subcommand. `argv` defaults to the command line.
 
     Returns:
-        Its exit status.
+        Exit status of the subcommand.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(

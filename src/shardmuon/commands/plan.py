@@ -1,4 +1,4 @@
-"""`shardmuon plan`: print what Muon will take of a job, from its real plan, before the job runs."""
+"""`shardmuon plan`: print Muon's time, memory and bytes in a job, from the real plan, before the job runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the subcommand. Other options of `Muon` are arguments of `shardmuon.foresight.plan`."""
+    """Declare the arguments of the subcommand. `shardmuon.foresight.plan` also takes the other options of `Muon`."""
     parser.add_argument(
         "model", help="a preset (llama3-8b, deepseek-v3, ..), a config.json (needs transformers), or MODULE:FUNCTION"
     )
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Returns 0, or 2 after a message that says what to write."""
+    """Print the report. Returns exit status 0, or 2 after an error message that says what to write."""
     try:
         if args.html is not None and not args.html.parent.is_dir():
             raise ValueError(f"--html {args.html}: there is no folder {args.html.parent}. Make it first")

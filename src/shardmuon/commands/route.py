@@ -1,4 +1,4 @@
-"""`shardmuon route`: print which parameters of a model are matrices, and why. No optimizer, no data, no step."""
+"""`shardmuon route`: print which parameters of a model are matrices, and why. Needs no optimizer, data or step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table and what may be wrong. Returns 0, or 2 if there is no model to be had."""
+    """Print the routing table and its warnings. Returns exit status 0, or 2 if the model could not be built or
+    routed."""
     try:
         model = model_from_config(args.model) if is_config(args.model) else model_from_function(args.model, args.meta)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            groups = param_groups(model, lr=1.0)  # the table is the same at any
+            groups = param_groups(model, lr=1.0)  # the table does not depend on lr
     except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:
         print(f"shardmuon route: {wrong}{_root(wrong)}", file=sys.stderr)
         return 2
@@ -38,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _root(error: BaseException) -> str:
-    """The first cause of an error: libraries that import lazily say only that they could not."""
+    """Root cause of an error, as text in parentheses; "" if there is none. Libraries that import lazily hide the cause
+    of a failed import in their own error."""
     cause = error.__cause__
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__

@@ -27,19 +27,22 @@ from shardmuon.variants import VARIANTS, names_in
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """One layout's result over all ranks.
+    """Result of one layout over all ranks.
 
     Attributes:
-        max_difference: Largest relative difference of an update to the dense reference's.
-        bitwise: Weights and momentum have the dense reference's bits on every rank after every step, with products in
-            fp32 and in bf16.
-        torch_bitwise: With method "torch" they have torch.optim.Muon's, in fp32 and in bf16.
-        collectives: Exchanges and votes of one rank in a step, and reductions of norms of weights.
-        orthogonalized: Newton-Schulz runs in the job in a step.
+        layout: Name of the layout.
+        ranks: Number of ranks.
         matrices: Matrices in the model; for "single" and on ranks' own tensors each rank has its own.
-        bytes_per_rank: Most bytes that one rank sent in a step: in exchanges (fp32 on the wire), and what it gave to
-            reductions of norms (8 a matrix).
-        variant: Of Muon; "" is plain Muon. torch.optim.Muon has no other, so `torch_bitwise` says nothing then.
+        max_difference: Largest relative difference between an update and the dense reference's.
+        bitwise: True if weights and momentum equal the dense reference's bit for bit on every rank after every step,
+            with products in fp32 and in bf16.
+        torch_bitwise: True if, with method "torch", they equal torch.optim.Muon's bit for bit, in fp32 and in bf16.
+            Means nothing with a variant, because torch.optim.Muon has none.
+        collectives: Collectives of one rank in a step: exchanges, votes and reductions of norms of weights.
+        orthogonalized: Newton-Schulz runs in a step, over the whole job.
+        bytes_per_rank: Most bytes that one rank sent in a step: exchanges (fp32 on the wire) and reductions of norms
+            (8 bytes per matrix).
+        variant: Variant of Muon; "" is plain Muon.
     """
 
     layout: str
@@ -55,18 +58,18 @@ class LayoutRow:
 
     @property
     def title(self) -> str:
-        """The layout, and its variant."""
+        """Layout and variant."""
         return f"{self.layout} {self.variant}".rstrip()
 
     @property
     def ok(self) -> bool:
-        """True if the layout keeps the contract."""
+        """True if the layout keeps the contract: every result is bitwise equal."""
         return self.bitwise and self.torch_bitwise and self.max_difference == 0.0
 
 
 def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") -> LayoutRow:
-    """Check one row of the table of layouts on a pool of ranks. A variant is compared with one process alone:
-    torch.optim.Muon has none."""
+    """Check one layout on a pool of ranks. A variant is compared only with the dense reference in one process, because
+    torch.optim.Muon has no variants."""
     given: dict[str, Any] = {"lr": 0.02, "remember": True}
     fixed: dict[str, Any] = {"variant": variant} if variant else {}
     if variant and not all(VARIANTS[name].decays for name in names_in(variant)):
@@ -74,7 +77,7 @@ def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") ->
     dense, torches = list[Comparison](), list[Comparison]()
     for dtype in (torch.float32, torch.bfloat16):
         dense += pool.run(compare_with_dense, layout, ns_dtype=dtype, **given, **fixed)
-        # at stage 0 DeepSpeed steps copies of half-precision weights, which is refused
+        # at stage 0 with half precision DeepSpeed steps copies of the weights, which shardmuon refuses
         skipped = variant or (layout == "zero0" and dtype == torch.bfloat16)
         torches += [] if skipped else pool.run(compare_with_torch, layout, dtype=dtype, **given)
     return LayoutRow(
@@ -92,7 +95,7 @@ def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") ->
 
 
 def _worst(found: Iterable[float]) -> float:
-    """The largest number of any rank, NaN if one is."""
+    """Largest number, or NaN if any is NaN."""
     return max(found, key=lambda number: (math.isnan(number), number))
 
 
@@ -113,11 +116,11 @@ def cells(row: LayoutRow) -> tuple[str, ...]:
     )
 
 
-_SETS = {"torch": (*LAYOUTS, *FSDP1_ROWS), "deepspeed": tuple(ZERO_ROWS)}  # those of one kind
+_SETS = {"torch": (*LAYOUTS, *FSDP1_ROWS), "deepspeed": tuple(ZERO_ROWS)}  # name of a set -> its layouts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the subcommand."""
+    """Declare the arguments of the subcommand."""
     parser.add_argument("--ranks", type=int, default=4, help="number of ranks to start (default: 4)")
     parser.add_argument(
         "--layout",
@@ -140,7 +143,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _slots() -> int:
-    """Search this device for unequal slots; 0 if there are none, else 1."""
+    """Search this device for batched products that differ between slots of the batch. Returns exit status 0 if there
+    are none, else 1."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{machine_stamp(device)}\nsearching batches of every shape below 2048 rows on {device}", flush=True)
     compared = unequal = 0
@@ -152,7 +156,7 @@ def _slots() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table. Returns 0 if every layout keeps the contract, 1 if not, 2 if it cannot be asked so."""
+    """Print the table. Returns exit status 0 if every layout keeps the contract, 1 if not, 2 for invalid arguments."""
     try:
         return _slots() if args.slots else _verify(args)
     except (OSError, ValueError) as wrong:

@@ -1,4 +1,4 @@
-"""The cost of Muon in a job before it runs: the real plan of any model on any mesh, without ranks, and its price."""
+"""Cost of Muon in a job, before the job runs: the real plan of any model on any mesh, without ranks, and its price."""
 
 from __future__ import annotations
 

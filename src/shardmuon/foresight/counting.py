@@ -1,7 +1,7 @@
-"""Count what every rank does with a plan, without ranks: bytes, peers, matrices, operations.
+"""Count the work of every rank in a plan, without running ranks: bytes, peers, matrices, operations.
 
-The rules are those of plan/program.py ([Note: results in two stages]),
-applied to all ranks at once: the tiles of a bucket stand in arrays, and what travels is a list of messages.
+The rules are those of plan/program.py ([Note: results in two stages]), applied to all ranks at once: the tiles of a
+bucket are arrays, and its traffic is a list of messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardmuon.step.update import PORTION_ELSEWHERE
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Bools = np.ndarray[Any, np.dtype[np.bool_]]
-_Messages = tuple[Ints, Ints, Ints]  # sender, receiver, bytes of each
+_Messages = tuple[Ints, Ints, Ints]  # sender, receiver and bytes of each message
 _WIRES = {2: "bfloat16", 4: "float32", 8: "float64"}  # itemsize -> dtype
 
 
@@ -33,10 +33,10 @@ class Matrices(NamedTuple):
     """Equal matrices that one rank orthogonalizes in one bucket.
 
     Attributes:
-        rows, cols: Shape of each.
+        rows, cols: Shape of each matrix.
         how: Text of a `Choice`: method, dtype of products.
-        num: Number of these matrices.
-        flops: Floating point operations of one, as the planner counts them.
+        num: Number of matrices.
+        flops: Floating point operations of one matrix, as the planner counts them.
     """
 
     rows: int
@@ -47,13 +47,13 @@ class Matrices(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Bytes that one rank sends or receives in one exchange. Its own part, which moves nowhere, is not in it.
+    """Bytes that one rank sends or receives in one exchange, without the part that stays on the rank.
 
     Attributes:
         inside: Bytes between ranks of one node.
         across: Bytes between nodes.
-        peers_inside: Ranks of this node with which any byte is exchanged.
-        peers_across: Ranks of other nodes.
+        peers_inside: Number of peers on the same node, to or from which the bytes go.
+        peers_across: Number of peers on other nodes.
     """
 
     inside: int = 0
@@ -63,17 +63,17 @@ class Sent(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes inside the node and between nodes."""
+        """All bytes: inside the node and between nodes."""
         return self.inside + self.across
 
 
 class Sides(NamedTuple):
-    """The exchanges of one bucket, as one rank sends or receives in them.
+    """Bytes that one rank sends (or receives) in the three exchanges of one bucket.
 
     Attributes:
-        gather: What goes to owners.
-        scatter: Results for holders, and what stages keep.
-        relay: Results for other replicas.
+        gather: Tiles for owners.
+        scatter: Results for holders, and state of variants' stages.
+        relay: Results, and state of stages, for other replicas.
     """
 
     gather: Sent = Sent()
@@ -86,24 +86,24 @@ _NO_SIDES = Sides()
 
 @dataclass(frozen=True)
 class BucketCount:
-    """One bucket as a rank of one class carries it out.
+    """Work of one rank in one bucket; the same for all ranks of a class.
 
     Attributes:
-        number: Number of the bucket in the plan; ranks that exchange it have the same. -1: nothing moves.
+        number: Index of the bucket in the plan, equal on all ranks that exchange it; -1: nothing is exchanged.
         route: See plan/items.py.
-        num_ranks: Ranks that take part in its exchanges; 1 if nothing moves.
-        num_nodes: Nodes that these ranks lie on.
-        wire: dtype of batches and of what travels.
-        matrices: What this rank orthogonalizes; empty for one that idles.
+        num_ranks: Ranks that take part in the bucket's exchanges; 1 if nothing is exchanged.
+        num_nodes: Nodes of these ranks.
+        wire: dtype of the batches and of the exchanged data.
+        matrices: Matrices that this rank orthogonalizes; empty if it orthogonalizes none.
         held: Elements of the bucket whose momentum and weights this rank updates.
-        foreign: Those of them that are sent to owners.
-        idle: Those whose results the relay brings.
+        foreign: Part of `held`: elements that are sent to owners.
+        idle: Part of `held`: elements whose results arrive by the relay.
         sent: Bytes that this rank sends.
-        received: Bytes that it receives.
+        received: Bytes that this rank receives.
         gathers: True if the bucket has a gather and a scatter, whether or not this rank sends anything in them.
         relays: True if the bucket has a relay.
-        batches: Bytes of `matrices` where they are orthogonalized.
-        largest: Elements of the largest of the tiles that are held.
+        batches: Bytes of the batches in which `matrices` are orthogonalized.
+        largest: Elements of the largest tile that this rank holds.
     """
 
     number: int
@@ -124,26 +124,26 @@ class BucketCount:
 
     @property
     def exchanges(self) -> int:
-        """all-to-all calls."""
+        """Number of all-to-all calls."""
         return 2 * self.gathers + self.relays
 
     @property
     def flops(self) -> int:
-        """Floating point operations of orthogonalizing on this rank."""
+        """Floating point operations of orthogonalization on this rank."""
         return sum(m.num * m.flops for m in self.matrices)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Bytes that one rank keeps between steps: of tensors as they are shaped, or of the flat buffers that they lie in,
-    with the engine's padding. No allocator's rounding.
+    """Bytes that one rank stores between steps. Flat buffers count with the engine's padding; the allocator's rounding
+    is not counted.
 
     Attributes:
         weights: Parameters.
-        gradients: As they stand at `step()`.
-        momentum: Muon's.
-        moments: AdamW's two.
-        masters: fp32 copies of the weights, which ZeRO keeps.
+        gradients: Gradients as they are when `step()` is called.
+        momentum: Muon's momentum.
+        moments: AdamW's two moments.
+        masters: fp32 copies of the weights (ZeRO).
     """
 
     weights: int = 0
@@ -153,7 +153,7 @@ class Stored:
     masters: int = 0
 
     def __add__(self, other: Stored) -> Stored:
-        """The sum of both, kind by kind."""
+        """Sum of both, kind by kind."""
         return Stored(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     @property
@@ -164,15 +164,15 @@ class Stored:
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks that hold and do the same.
+    """Ranks that store the same and do the same work. All counts are per rank.
 
     Attributes:
-        ranks: All of them, ascending.
-        stage: Its pipeline stage.
-        stored: Bytes between steps.
+        ranks: Ranks of the class, ascending.
+        stage: Pipeline stage of the ranks.
+        stored: Bytes stored between steps.
         buckets: Buckets in the order in which they run.
-        muon_elements: Elements whose momentum and weights this rank updates (replicas count on each rank).
-        adamw_elements: Elements that AdamW updates on this rank.
+        muon_elements: Elements that Muon updates on a rank (a replicated element counts on each rank).
+        adamw_elements: Elements that AdamW updates on a rank.
         votes: Votes before a step.
     """
 
@@ -186,28 +186,28 @@ class RankClass:
 
     @property
     def count(self) -> int:
-        """The number of ranks."""
+        """Number of ranks in the class."""
         return len(self.ranks)
 
     @property
     def example(self) -> int:
-        """The lowest of them."""
+        """Lowest rank of the class."""
         return self.ranks[0]
 
     @property
     def flops(self) -> int:
-        """Floating point operations of orthogonalizing."""
+        """Floating point operations of orthogonalization per rank."""
         return sum(bucket.flops for bucket in self.buckets)
 
     @property
     def sent(self) -> Sent:
-        """All that leaves a rank in exchanges; its bytes are `Traffic.bytes_sent` of one step."""
+        """Total that a rank sends in the exchanges of a step; `bytes` of it equals `Traffic.bytes_sent` of one step."""
         return _total(side for bucket in self.buckets for side in bucket.sent)
 
     @property
     def peak(self) -> int:
-        """Bytes beyond `stored` that a step takes at most: two buckets with all that they send and receive, four times
-        the matrices of one as work space, and 8 bytes an element of a portion of momentum (docs/memory.md)."""
+        """Upper bound on the bytes of a step beyond `stored`: batches and exchange buffers of two buckets, workspace of
+        four times the batches of one bucket, and 8 bytes per element of a portion of momentum (docs/memory.md)."""
         moved = (b.batches + sum(side.bytes for side in (*b.sent, *b.received)) for b in self.buckets)
         work = max((b.batches for b in self.buckets), default=0)
         portion = max((min(b.held, max(b.largest, PORTION_ELSEWHERE)) for b in self.buckets), default=0)
@@ -215,12 +215,12 @@ class RankClass:
 
     @property
     def exchanges(self) -> int:
-        """all-to-all calls of a step."""
+        """Number of all-to-all calls in a step."""
         return sum(bucket.exchanges for bucket in self.buckets)
 
     @property
     def orthogonalized(self) -> int:
-        """Matrices per step; `Traffic.orthogonalized`."""
+        """Matrices that a rank orthogonalizes per step; equals `Traffic.orthogonalized`."""
         return sum(m.num for bucket in self.buckets for m in bucket.matrices)
 
 
@@ -228,11 +228,14 @@ class RankClass:
 
 
 def count_plan(plan: Plan, node_of: Callable[[int], int]) -> dict[int, tuple[BucketCount, ...]]:
-    """The buckets of every rank that takes part in a plan, ascending, in the plan's order.
+    """Count the work of every rank in a plan.
 
     Args:
         plan: The plan.
-        node_of: Rank -> number of its node.
+        node_of: Rank -> index of its node.
+
+    Returns:
+        Rank (ascending, every rank that takes part) -> its buckets, in the plan's order.
     """
     found: dict[int, list[BucketCount]] = {rank: [] for rank in sorted(plan.loads())}
     tiles = _Tiles(plan)
@@ -243,13 +246,14 @@ def count_plan(plan: Plan, node_of: Callable[[int], int]) -> dict[int, tuple[Buc
 
 
 class _Ways(NamedTuple):
-    """The tiles of one matrix, rank by rank, those of a rank in the order of programs.
+    """Tiles of one matrix as arrays: rank by rank, and within a rank in the order of its program.
 
     Attributes:
-        at: The rank that stores each.
-        numel: Elements of each.
-        owner: The rank that orthogonalizes it for that rank.
-        source: The one keeper that talks with the owner about it; the owner where it has it.
+        at: Rank that stores the tile.
+        numel: Elements of the tile.
+        owner: Rank that orthogonalizes the matrix for rank `at`.
+        source: Rank that exchanges the tile with the owner, one of those that store a copy of it; the owner itself if
+            the owner stores the tile.
     """
 
     at: Ints
@@ -259,12 +263,12 @@ class _Ways(NamedTuple):
 
     @property
     def at_home(self) -> _Bools:
-        """Tiles about which their own rank talks with the owner."""
+        """Mask of the tiles that the storing rank itself exchanges with the owner."""
         return np.equal(self.source, self.at)
 
 
 class _Tiles:
-    """The tiles of all matrices of a plan. Those of matrices that lie alike are made once."""
+    """Tiles of all matrices of a plan, cached: matrices with the same layout and owners share them."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -272,7 +276,7 @@ class _Tiles:
         self._ways: dict[tuple[Any, ...], _Ways] = {}
 
     def ways(self, item: Item) -> _Ways:
-        """The tiles of a matrix, given its owners."""
+        """Tiles of a matrix, with the ranks that exchange them."""
         layout = self._plan.specs[item.param].layout
         key = id(layout), item.matrix
         owned = *key, item.owners
@@ -298,14 +302,14 @@ class _Tiles:
 
 @dataclass
 class _Tally:
-    """All that the ranks of one bucket do, added up matrix by matrix.
+    """Work of all ranks in one bucket, added up matrix by matrix.
 
     Attributes:
-        messages: "gather", "scatter", "relay" -> messages.
-        stored: "own", tiles that owners store, "foreign", that are sent to them, "idle", that another replica sends ->
-            (rank, elements) of each.
-        owned: Rank -> its matrices.
-        batches: Rank -> bytes of these.
+        messages: "gather", "scatter" or "relay" -> messages.
+        stored: "own" (tiles that the owner stores), "foreign" (tiles whose rank sends them to the owner) or "idle"
+            (tiles that another replica sends to the owner) -> (ranks, elements) of the tiles.
+        owned: Rank -> its matrices, counted by (rows, cols, how, cost).
+        batches: Rank -> bytes of its matrices, aligned.
         relays: True if there is a relay.
     """
 
@@ -331,7 +335,7 @@ class _Tally:
                 self.stored["own"].append(ways[:2])
 
     def _move(self, item: Item, ways: _Ways) -> None:
-        """Add a matrix of the owner route."""
+        """Add a matrix that is exchanged with its owners."""
         own, size = ways.at == ways.owner, ways.numel * self.bucket.itemsize
         foreign = ~own & ways.at_home
         idle = ~own & ~foreign
@@ -347,8 +351,9 @@ class _Tally:
                 self._tell(item, ways, kept)
 
     def _tell(self, item: Item, ways: _Ways, kept: Kept) -> None:
-        """Add what a stage keeps of a matrix. A rank hears it from where its first tile comes; from the owner, if it
-        talks with that itself, or stores nothing of the matrix."""
+        """Add the messages that bring a stage's state of a matrix to the ranks that store this state. The sender is the
+        owner if the rank exchanges tiles with the owner or stores no tile of the matrix; otherwise it is the source of
+        the rank's first tile."""
         mates = dict(zip(ways.at[::-1].tolist(), ways.source[::-1].tolist(), strict=True))
         mates.update(zip(ways.at[ways.at_home].tolist(), ways.owner[ways.at_home].tolist(), strict=True))
         for keeper, (tile, *_) in kept.layout.tiles[item.matrix].items():
@@ -359,10 +364,10 @@ class _Tally:
                 self.messages["scatter" if mate == owner else "relay"].append(told)
 
     def counts(self, number: int, node_of: Callable[[int], int]) -> Iterator[tuple[int, BucketCount]]:
-        """The bucket, of this number in the plan, as each of its ranks carries it out."""
+        """Yield each rank of the bucket with its counts. `number`: index of the bucket in the plan."""
         ranks, bucket = np.array(self.bucket.ranks, dtype=np.int64), self.bucket
         nodes, exchanging = _ints(map(node_of, bucket.ranks)), bucket.ranks[:1]
-        if bucket.exchange:  # each replica exchanges by itself if each has owners
+        if bucket.exchange:  # if each replica has its own owners, each exchanges separately
             first = self.plan.items[bucket.items[0]]
             replicas = self.plan.specs[first.param].layout.replicas
             exchanging = replicas[0] if len(first.owners) > 1 else bucket.ranks
@@ -406,7 +411,7 @@ def _ints(numbers: Iterable[Any]) -> Ints:
 
 
 def _sides(messages: Sequence[_Messages], ranks: Ints, nodes: Ints) -> tuple[list[Sent], list[Sent]]:
-    """Bytes and peers that each of these ranks sends to, and receives from, in one exchange."""
+    """Bytes and peers of each of `ranks` in one exchange: two lists, of sending and of receiving."""
     num = len(ranks)
     if not messages:
         return [Sent()] * num, [Sent()] * num
@@ -425,7 +430,7 @@ def _sides(messages: Sequence[_Messages], ranks: Ints, nodes: Ints) -> tuple[lis
 
 
 def _held(together: np.ufunc, tiles: Iterable[tuple[Ints, Ints]], ranks: Ints) -> list[int]:
-    """Elements of these tiles on each rank, added up or of the largest."""
+    """Elements of the tiles on each rank, combined by `together`: `np.add` for sums, `np.maximum` for the largest."""
     found = np.zeros(len(ranks), dtype=np.int64)
     for rank, numel in tiles:
         together.at(found, np.searchsorted(ranks, rank), numel)

@@ -1,21 +1,20 @@
-"""Data of machines: peaks, memory, links, latencies, and how much of the peaks real shapes reach.
+"""Data of machines: peaks, memory, links, latencies, and the share of the peaks that real shapes reach.
 
-`Rates` says how many seconds products, exchanges and passes over memory take, with everything uncertain at its best, in
-the middle or at its worst. Where the numbers come from stands in a machine's file (`data/hardware/`), each with a
-source and whether it was checked; what was not, every answer that used it names. So it does with sizes beyond its
-tables.
+`Rates` converts products, exchanges and memory passes to seconds, with all uncertain numbers at their best, middle or
+worst. A machine's file (`data/hardware/`) gives the source of each number, and whether it was checked. Every answer
+lists the unchecked numbers it used, and the tables it read beyond their ends.
 
 [Note: how an exchange is timed]
-    NCCL has no model of an all-to-all: it is sends and receives. Measured tables are read where there are any.
-    Elsewhere it takes a latency, a little for each peer, and as long as the slower of two ways is busy: the links
-    inside a node, and the network, of which a rank has its share (an all-to-all cannot use other ranks' NICs:
+    NCCL implements an all-to-all as sends and receives and has no cost model of it. Measured tables are used if the
+    machine has any. Otherwise the time is a latency, plus a little per peer, plus the time of the slower of two paths:
+    the links inside a node, and the rank's share of the network (an all-to-all cannot use other ranks' NICs:
     nccl-tests#267).
 
 [Note: batches]
-    Matrices of one shape run in batches of a size that shape and kind of device fix, the last one filled up with
-    zeros, which take time and are no work of the plan. Many small products fill a device as one large one does, if the
-    library is good at it. So the efficiency of a batch lies between that of one matrix and that of one as large as all
-    of them; the interval has both.
+    Matrices of one shape run in batches. The batch size depends on shape and device; the last batch is padded with
+    zeros, which take time but do not count as work of the plan. If the library is good at it, a batch of small products
+    fills a device as well as one large product. So a batch's efficiency lies between that of one of its matrices and
+    that of one matrix as large as the whole batch; the interval covers both.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ import torch
 from shardmuon.orthogonalize import batch_size, default_dtype
 from shardmuon.orthogonalize.choice import Choice
 
-# Bytes that a pass reads and writes of one fp32 element beside the wire's: kernels one after the other, as lists of
-# tensors run.
+# Bytes that a pass reads and writes per fp32 element, without those of the wire's dtype. Kernels run one after another
+# on lists of tensors (foreach).
 #   pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the wire).
-#   momentum: the first of them alone, where another replica sends it.
+#   momentum: the first lerp alone, for elements that another replica sends.
 #   apply: scale (read W, write W), widen (read the wire, write U), add (read U, read W, write W).
 #   adamw: the fused kernel reads p, g, m, v and writes p, m, v.
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
 _BATCHED = ("standard", "gram")
-# Operations of five steps that are no views, counted under a TorchDispatchMode: of a batch, or of a matrix where there
-# are none. Where matrices are small they bound the time from below.
+# Kernel launches in five Newton-Schulz steps (operations except views, counted under a TorchDispatchMode), per batch,
+# or per matrix for methods that do not batch. With small matrices the launches bound the time from below.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
-# Name of a number in a file, or its first words if there are several -> what it is, in SI units. Sizes of tables in
-# brackets.
+# Name of a number in a file, or the first words of the name for a family of numbers -> its meaning, in SI units. For
+# tables, the size they are indexed by is in parentheses.
 _NUMBERS = {
     "peak": "FLOP/s of dense matrix products of one rank, by dtype",
     "memory_bytes": "memory of one device",
@@ -69,7 +68,7 @@ _NUMBERS = {
     "mfu": "share of the peak that forward and backward reach in training",
     "efficiency of": 'share of the peak (short side), by what is multiplied: "METHOD DTYPE", a dtype, or "any"',
 }
-# Those that a file may have; all are times.
+# Optional numbers of a file; all are times.
 _OPTIONAL = {
     "all-to-all": "seconds (bytes that a rank sends), by ranks of one node",
     "pass pack": "seconds an element (elements of a fragment)",
@@ -77,19 +76,19 @@ _OPTIONAL = {
     "pass adamw": "the same",
     "ranks at once": "factor on the time of products and passes (ranks that compute on a node)",
 }
-_TIMES = ("latency", "agreement", "host", "launch", *_OPTIONAL)  # less is better
-_GROWING = ("all-to-all", "ranks at once")  # in proportion beyond the last size; others keep their value
+_TIMES = ("latency", "agreement", "host", "launch", *_OPTIONAL)  # lower is better
+_GROWING = ("all-to-all", "ranks at once")  # grow in proportion beyond the last size; other tables stay constant there
 
-_Row = tuple[float, float, float, float]  # size; the least, the middle and the largest value that was measured there
+_Row = tuple[float, float, float, float]  # size; least, middle and largest value measured at this size
 
 
 class Time(NamedTuple):
-    """Seconds that something takes, or another number that is uncertain.
+    """Uncertain number, usually seconds, as an interval with a middle.
 
     Attributes:
-        lo: If all that is uncertain turns out well.
-        mid: What to expect; of measured times the median.
-        hi: If it turns out badly.
+        lo: Least value.
+        mid: Expected value; the median for measured times.
+        hi: Largest value.
     """
 
     lo: float
@@ -97,7 +96,7 @@ class Time(NamedTuple):
     hi: float
 
     def __str__(self) -> str:
-        """Text like "1.2 .. 3.4 ms"."""
+        """Ends of the interval as text, such as "1.2 .. 3.4 ms"."""
         return scaled((1e6 * self.lo, 1e6 * self.hi), 1000, _SECONDS)
 
 
@@ -105,17 +104,18 @@ _SECONDS = ("us", "ms", "s")
 
 
 def seconds(value: float) -> str:
-    """Text like "3.4 ms"."""
+    """Seconds as text, such as "3.4 ms"."""
     return scaled((1e6 * value,), 1000, _SECONDS)
 
 
 def scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
-    """Text of numbers in three digits, or whole, in the largest of these units in which the last one is 1 or more.
+    """Format numbers with a common unit, as whole numbers or with three digits: the largest unit in which the last
+    number is at least 1.
 
     Args:
         values: Numbers in the first unit.
-        step: Number of units that make one of the next.
-        units: Names, ascending.
+        step: Ratio of each unit to the previous one.
+        units: Names of the units, ascending.
     """
     at = 0
     while abs(values[-1]) >= step ** (at + 1) and at + 1 < len(units):
@@ -127,14 +127,14 @@ def scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Known:
-    """A number, or measured values over sizes, and how it is known.
+    """Number of a machine, or table of values by size, with its source.
 
     Attributes:
         source: An address, a datasheet, a command.
-        verified: True if it was read in the source itself; else it was derived, or is second-hand.
-        rows: Aspect (long side over short; 1 where there is none) -> values over sizes, between neighbours straight in
-            logarithms of both. A number has one row, of size 1.
-        slope: Beyond the last size: 0 keeps the value (a rate), 1 grows in proportion (a time).
+        verified: True if it was read in the source itself; False if derived or second-hand.
+        rows: Aspect ratio (long side / short side; 1 if the table has none) -> rows by size, interpolated linearly in
+            the logarithms of size and value. A plain number has one row, of size 1.
+        slope: Behavior beyond the last size: 0 keeps the value (a rate), 1 grows in proportion (a time).
     """
 
     source: str
@@ -143,8 +143,8 @@ class _Known:
     slope: float = 0.0
 
     def at(self, size: float = 1.0, aspect: float = 1.0) -> tuple[Time, bool]:
-        """The value at a size > 0 and an aspect: along both neighbouring aspects, then between them; and whether that
-        lies beyond the table."""
+        """(value, True if beyond the table's ends) at a size > 0 and an aspect ratio, interpolated by size at both
+        neighboring aspect ratios, then between these."""
         aspects = sorted(self.rows)
         along = [self._along(self.rows[one], size) for one in aspects]
         value = Time(*(_between(aspect, aspects, [one[i] for one, _ in along]) for i in range(3)))
@@ -153,13 +153,13 @@ class _Known:
 
     def _along(self, rows: Sequence[_Row], size: float) -> tuple[Time, bool]:
         sizes = [row[0] for row in rows]
-        beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first a time keeps its value: it is all latency
+        beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first size, times stay constant: all latency
         value = Time(*(beyond * _between(size, sizes, [row[i] for row in rows]) for i in (1, 2, 3)))
         return value, size > sizes[-1] or (size < sizes[0] and not self.slope)
 
 
 def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """Interpolate straight in logarithms. A place that was measured, and all beyond the ends, have a measured value."""
+    """Interpolate linearly in logarithms. Measured places return the measured value; beyond the ends, the end's."""
     above = bisect_left(places, at)
     if above == len(places) or above == 0 or places[above] == at:
         return values[min(above, len(places) - 1)]
@@ -172,11 +172,11 @@ class Hardware:
     """One kind of machine.
 
     Attributes:
-        name: Name in commands.
-        title: Title for people.
-        device: "cuda", "cpu", ..: the kind of torch device whose defaults the plan takes.
-        numbers: By name, see `_NUMBERS` and `_OPTIONAL`: "link", "peak bfloat16", "all-to-all 4".
-        notes: Remarks that are printed with prices.
+        name: Name used in commands.
+        title: Title shown in reports.
+        device: Type of torch device ("cuda", "cpu", ..), which decides the plan's defaults.
+        numbers: Numbers by name ("link", "peak bfloat16", "all-to-all 4"), see `_NUMBERS` and `_OPTIONAL`.
+        notes: Remarks printed with prices.
     """
 
     name: str
@@ -186,10 +186,10 @@ class Hardware:
     notes: str = ""
 
     def __getitem__(self, name: str) -> _Known:
-        """A number by its name.
+        """Number or table by its name.
 
         Raises:
-            ValueError: The file has none.
+            ValueError: The hardware file does not have it.
         """
         if name not in self.numbers:
             alike = (other for other in self.numbers if other.split()[0] == name.split()[0])
@@ -197,16 +197,17 @@ class Hardware:
         return self.numbers[name]
 
     def middle(self, name: str) -> float:
-        """The middle value of a number."""
+        """Middle value of a number, by its name."""
         return self[name].at()[0].mid
 
     @property
     def gpus_per_node(self) -> int:
-        """Ranks that the fast links join."""
+        """Ranks connected by the fast links."""
         return int(self.middle("gpus_per_node"))
 
     def efficiency(self, how: str, dtype: str) -> str:
-        """Name of the table that is nearest to a choice with products in a dtype; "efficiency of any" if none is."""
+        """Name of the efficiency table that best matches `how` (text of a `Choice`) with products in `dtype`;
+        "efficiency of any" if none matches."""
         exact = (how, f"{Choice.of(how).method} {dtype}", dtype, "any")
         others = (key for key in sorted(self.numbers) if key.startswith("efficiency") and dtype in key.split())
         names = (*(f"efficiency of {key}" for key in exact), *others)
@@ -218,11 +219,11 @@ class Hardware:
 
 @dataclass
 class Uses:
-    """Numbers and tables that an answer rests on and that are uncertain, collected while prices are made.
+    """Uncertain numbers and tables that a price depends on, collected while it is computed.
 
     Attributes:
-        unverified: Name -> source of each that was not checked.
-        extrapolated: Names of tables that were read beyond their end, and where.
+        unverified: Name -> source of each number that was not checked.
+        extrapolated: "table: size" for each read beyond a table's ends; the values are None.
     """
 
     unverified: dict[str, str] = field(default_factory=dict)
@@ -230,12 +231,12 @@ class Uses:
 
 
 class Rates(NamedTuple):
-    """Seconds on a machine.
+    """Conversion of work to seconds on a machine.
 
     Attributes:
-        hardware: The machine of every rank.
-        which: Everything uncertain at its best (0), in the middle (1) or at its worst (2).
-        uses: Collects what answers rest on.
+        hardware: Machine of every rank.
+        which: Uncertain numbers at their best (0), middle (1) or worst (2).
+        uses: Collects the uncertain numbers that were used.
     """
 
     hardware: Hardware
@@ -243,20 +244,20 @@ class Rates(NamedTuple):
     uses: Uses
 
     def of(self, name: str, size: float = 1.0, where: str = "") -> float:
-        """A number, or a table's value at a size; `where`: what to say if that is beyond its end."""
+        """Number, or a table's value at a size. `where`: text to record if the size is beyond the table's ends."""
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
         return found[self.which if name.startswith(_TIMES) else 2 - self.which]
 
     def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> float:
-        """Seconds of orthogonalizing `count` matrices alike on one rank, see [Note: batches].
+        """Seconds to orthogonalize `count` equal matrices on one rank, see [Note: batches].
 
         Args:
             rows, cols: Shape of each matrix.
             how: Text of a `Choice`.
             count: Number of matrices.
-            flops: Floating point operations of one.
+            flops: Floating point operations of one matrix.
         """
         if not flops or not count:
             return 0.0
@@ -268,7 +269,7 @@ class Rates(NamedTuple):
         in_batches = choice.method in _BATCHED
         size = batch_size(rows, cols, device) if in_batches else 1
         alone, outside = table.at(short, aspect)
-        # A batch that fills more than the largest matrix of the table does is as good as that one: no extrapolation.
+        # A batch larger than the table's largest matrix gets that matrix's efficiency, not noted as extrapolation.
         filled, _ = table.at(short * size ** (1 / 3), aspect)
         self._note(name, table, f"{rows}x{cols}" if outside else "")
         best, worst = max(alone.hi, filled.hi), min(alone.lo, filled.lo)
@@ -280,12 +281,12 @@ class Rates(NamedTuple):
     def exchange(
         self,
         num_ranks: int,
-        inside: int,  # bytes that a rank sends, or receives, whatever is more, inside its node
-        across: int,  # and to other nodes
+        inside: int,  # the larger of the bytes that a rank sends and receives inside its node
+        across: int,  # the same to and from other nodes
         num_peers: int,
         spans_nodes: bool,
     ) -> dict[str, float]:
-        """Latency, and time on the wire, of one all-to-all, see [Note: how an exchange is timed]."""
+        """Seconds of latency and on the wire of one all-to-all, see [Note: how an exchange is timed]."""
         if num_ranks <= 1:
             return {"latency": 0.0, "wire": 0.0}
         tables = [int(name.split()[1]) for name in self.hardware.numbers if name.startswith("all-to-all")]
@@ -305,7 +306,14 @@ class Rates(NamedTuple):
         return {"latency": latency + self.of("latency_peer") * num_peers, "wire": wire}
 
     def passed(self, what: str, elements: int, fragment: float, wire_bytes: int) -> float:
-        """Seconds of a pass (a key of `_BYTES_MOVED`) over so many elements in fragments of so many."""
+        """Seconds of a memory pass.
+
+        Args:
+            what: Kind of pass, a key of `_BYTES_MOVED`.
+            elements: Elements in all.
+            fragment: Elements per fragment.
+            wire_bytes: Bytes per element of the wire's dtype.
+        """
         if not elements:
             return 0.0
         if f"pass {what}" in self.hardware.numbers:
@@ -314,16 +322,16 @@ class Rates(NamedTuple):
         return self.memory(elements * (_BYTES_MOVED[what] + of_wire.get(what, 0)))
 
     def memory(self, size: int) -> float:
-        """Seconds of reading and writing so many bytes."""
+        """Seconds to read and write `size` bytes in all."""
         return size / (self.of("memory_bandwidth") * self.of("memory_efficiency"))
 
     def slowdown(self, num_ranks: int) -> float:
-        """Factor by which computing takes longer if this many ranks of a node compute at once."""
+        """Factor by which computation slows down when this many ranks of a node compute at once."""
         name = "ranks at once"
         return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else 1.0
 
     def _note(self, name: str, known: _Known, beyond: str = "") -> None:
-        """Note that something is used, and where it was read beyond its end."""
+        """Record a used number if it is unverified, and `beyond`, the size, if a table was read beyond its ends."""
         if not known.verified:
             self.uses.unverified.setdefault(name, known.source)
         if beyond:
@@ -331,7 +339,7 @@ class Rates(NamedTuple):
 
 
 def interval(hardware: Hardware, uses: Uses, seconds: Callable[[Rates], float]) -> Time:
-    """The least, the middle and the largest of what takes so many seconds."""
+    """Interval of a time, from its seconds with all rates at their best, middle and worst."""
     return Time(*(seconds(Rates(hardware, which, uses)) for which in range(3)))
 
 
@@ -347,11 +355,11 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str | Path) -> Hardware:
-    """The hardware of this name, or of this file.
+    """Load a machine by its name, or from a .yaml file.
 
     Raises:
         ImportError: PyYAML is missing.
-        ValueError: There is none, or the file lacks something; the message says what to write.
+        ValueError: There is no such machine or file, or the file is incomplete; the message says what to write.
     """
     text = str(name)
     path = Path(text) if text.endswith((".yaml", ".yml")) else _FOLDER / f"{text.lower()}.yaml"
@@ -371,10 +379,10 @@ def load(name: str | Path) -> Hardware:
 
 
 def _parse(data: Any, where: str) -> Hardware:
-    """A hardware file's content, checked.
+    """Check and convert the content of a hardware file. `where`: its name, for messages.
 
     Raises:
-        ValueError: See `load`.
+        ValueError: The content is incomplete or wrong, see `load`.
     """
     given = data.get("numbers") if isinstance(data, Mapping) else None
     if not isinstance(given, Mapping):
@@ -397,7 +405,7 @@ def _parse(data: Any, where: str) -> Hardware:
 
 
 def _known(data: Any, slope: float) -> _Known:
-    """An entry: a value, its ends, or the rows of a table, by aspect if there are several."""
+    """Parse an entry: a value, low and high ends, or a table's rows, possibly one set of rows per aspect ratio."""
     if not isinstance(data, Mapping):
         raise ValueError(f"it must be {{value: .., source: .., verified: true|false}}, found {data!r}")
     source, verified = str(data["source"]), data["verified"] is True
@@ -410,10 +418,10 @@ def _known(data: Any, slope: float) -> _Known:
 
 
 def _measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
-    """Rows of a table, ascending, of (size, lo, mid, hi) or (size, lo, hi).
+    """Parse a table's rows, (size, lo, mid, hi) or (size, lo, hi); returns them sorted by size.
 
     Raises:
-        ValueError: There is none, a size stands there twice, or numbers are not positive or not in order.
+        ValueError: There are no rows, a size occurs twice, or numbers are not positive or not in order.
     """
     found = tuple(map(_row, sorted(rows, key=lambda row: row[0])))
     if len({at for at, *_ in found}) < max(1, len(found)) or min(map(min, found)) <= 0.0:
@@ -422,8 +430,8 @@ def _measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
 
 
 def _row(numbers: Sequence[float]) -> _Row:
-    """Size, least, middle and largest value. Without a middle it is the geometric mean, or half of a range that begins
-    at 0."""
+    """Parse a row into (size, least, middle, largest value). A missing middle is the geometric mean of the ends, or
+    half the upper end if the lower is 0."""
     if len(numbers) not in (3, 4):
         raise ValueError(f"a row is [size, low, middle, high] or [size, low, high], found {list(numbers)}")
     at, low, *middle, high = map(float, numbers)

@@ -1,4 +1,4 @@
-"""A job planned without its ranks: routing, layouts, plans and counts of a model on a mesh."""
+"""Plan a job without its ranks: routing, layouts, plans and counts of a model on a mesh."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from shardmuon.variants import Stage
 
 @dataclass(frozen=True)
 class Exact:
-    """Everything that the planner counts of one model on one mesh.
+    """Exact counts of one model on one mesh.
 
     Attributes:
-        model: Its name, as the user gave it.
-        source: Where its shapes come from (an address, a file, a function).
-        muon_params, adamw_params: Trainable elements that Muon and AdamW step; tied ones count once.
-        mesh: The arrangement of ranks.
-        classes: Ranks that are alike, by example rank.
-        digests: "number of the plan: ranks" of each group that exchanges anything -> hex digest of its part of the
-            plan, which is in `Plan.digests` of the live job.
-        options: What the plan hangs on beside model and mesh, as text by name.
+        model: Name of the model, as the user gave it.
+        source: Origin of the model's shapes (an address, a file, a function).
+        muon_params, adamw_params: Trainable elements that Muon and AdamW update; tied parameters count once.
+        mesh: Arrangement of ranks.
+        classes: Classes of ranks that store and do the same, in the order of their lowest ranks.
+        digests: "index of the plan: ranks" for each group of ranks that exchange anything -> hex digest of the group's
+            part of the plan, equal to the one in `Plan.digests` of the live job.
+        options: Other inputs of the plan, as text by name: device, dtype of weights, changed options.
         tokens_flops: Floating point operations of forward and backward per token, 6 x active parameters; 0: unknown.
     """
 
@@ -60,7 +60,7 @@ class Exact:
 
     @property
     def largest(self) -> RankClass:
-        """The ranks that need most memory at the peak."""
+        """Class of the ranks that need the most memory in a step."""
         return max(self.classes, key=lambda c: c.stored.total + c.peak)
 
 
@@ -76,24 +76,24 @@ def count(
     active_params: float | None = None,
     **options: Any,
 ) -> Exact:
-    """Plan a job without its ranks, and count what each of them stores, sends and computes.
+    """Plan a job without its ranks, and count what each rank stores, sends and computes.
 
-    Routing, layouts and the plan are the live job's own code, so `Exact.digests` are the digests of its plan, if it has
-    these options.
+    Routing, layouts and the plan are made by the live job's own code, so `Exact.digests` equal the digests of a live
+    job with the same options.
 
     Args:
         model: See `models.load_model`.
         mesh, engine: See `layouts.parse_mesh`.
         gpus_per_node: Ranks of a node.
-        device: Kind of device: "cuda" or "cpu".
-        weights: dtype of the model's parameters; gradients have it too, as `fully_shard` and DDP leave them.
-        machine: By whose rates buckets are chosen. Default: as a live job on such a device does.
-        active_params: How many parameters work on one token. Default: all but embeddings; of models with experts only
-            presets know it.
-        **options: Of `Muon`, such as ``method``, ``ns_steps`` or ``overrides``.
+        device: Type of torch device: "cuda" or "cpu".
+        weights: dtype of the model's parameters, and of their gradients, as with `fully_shard` and DDP.
+        machine: Machine by whose rates buckets are chosen. Default: the one that a live job on such a device uses.
+        active_params: Number of parameters used per token. Default: all but embeddings; for a model with experts, the
+            preset's number, or unknown if the model is not a preset.
+        **options: Options of `Muon`, such as ``method``, ``ns_steps`` or ``overrides``.
 
     Raises:
-        ValueError: The model has no shapes, or the mesh does not fit it; says what to write.
+        ValueError: The model has no shapes, or the mesh does not fit it; the message says what to write.
     """
     if active_params is not None and (isinstance(active_params, (bool, str)) or not 1 <= active_params < math.inf):
         raise ValueError(f"active_params={active_params!r} must be a number of parameters of at least 1, such as 3e9")
@@ -105,7 +105,7 @@ def count(
 
 
 def _check(mesh: Mesh, config: MuonConfig) -> None:
-    """Raise ValueError for what an engine cannot do."""
+    """Raise ValueError for options that the mesh's engine does not support."""
     if mesh.engine == "zero" and config.stored():
         raise ValueError(
             f"engine zero keeps fp32 momentum and weights itself, and refuses {config.stored()}. Leave that out "
@@ -114,13 +114,13 @@ def _check(mesh: Mesh, config: MuonConfig) -> None:
 
 
 class _Planned:
-    """A model on a mesh with the options of its optimizer."""
+    """Model on a mesh, with the options of its optimizer."""
 
     def __init__(self, model: Model, mesh: Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]) -> None:
         self._model, self._mesh, self._device, self._weights = model, mesh, device, weights
         self._config = MuonConfig(**{key: options[key] for key in CONFIG_OPTIONS if key in options})
         _check(mesh, self._config)
-        with warnings.catch_warnings():  # routing repeats its doubts when the job is built
+        with warnings.catch_warnings():  # the live job will show routing's warnings
             warnings.simplefilter("ignore")
             self._groups = Muon(model.module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(self._groups)
@@ -129,7 +129,7 @@ class _Planned:
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # by group and layout
 
     def exact(self, machine: Machine) -> Exact:
-        """The counts of the job."""
+        """Counts of the job, planned with the rates of `machine`."""
         model, mesh = self._model, self._mesh
         params = parameters_of(self._groups, model.module)
         policy = Policy(self._config.bucket_bytes, machine)
@@ -193,7 +193,8 @@ class _Planned:
             yield RankClass((), unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
 
     def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> Stored:
-        """Bytes that a rank keeps of so many elements, and scales of 8-bit momentum."""
+        """Bytes that a rank stores between steps, from its numbers of elements that Muon and AdamW update, of weights,
+        and of scales of 8-bit momentum."""
         size, momentum = self._weights.itemsize, self._config.momentum_dtype
         if self._mesh.engine == "zero":
             stepped = 4 * (muon + adamw)
@@ -207,10 +208,10 @@ def _voting(plan: Plan) -> set[int]:
 
 
 def _classes_of(shares: Mapping[int, Sequence[RankClass]]) -> tuple[RankClass, ...]:
-    """Ranks that are alike in all units that they are in.
+    """Group the ranks whose counts are equal in all their units.
 
     Args:
-        shares: Rank -> what it has of each of its units, without `ranks`.
+        shares: Rank -> its counts in each of its units, with an empty `ranks`.
     """
     members: dict[tuple[RankClass, ...], list[int]] = {}
     for rank in sorted(shares):
@@ -230,12 +231,12 @@ def _classes_of(shares: Mapping[int, Sequence[RankClass]]) -> tuple[RankClass, .
 
 
 def exact_of(plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Exact:
-    """Counts of a plan, without AdamW and bytes between steps: a plan does not know what else there is.
+    """Counts of a plan. AdamW's elements and the bytes stored between steps are 0, because a plan does not list them.
 
     Args:
-        plan: Plan of a live optimizer, or made by hand.
+        plan: Plan of a live optimizer, or one made by hand.
         gpus_per_node: Ranks of a node: rank // gpus_per_node is a rank's node.
-        world: Ranks of the job. Default: as many as the plan names.
+        world: Number of ranks of the job. Default: the highest rank in the plan, plus 1.
     """
     voting = _voting(plan)
     shares = {

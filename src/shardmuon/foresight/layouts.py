@@ -1,8 +1,8 @@
-"""Meshes as users write them, and layouts that a live job's tensors would have, from a model's parameters and a mesh.
+"""Meshes as users write them, and the layouts that a live job's tensors would have for a model and a mesh.
 
 [Note: units]
-    What is planned together is a unit: the parameters of one pipeline stage, or of one ZeRO group. Layouts come from
-    the functions of layout/ that its readers use, so the plan has the digests of the live job's.
+    A unit is a set of parameters that are planned together: those of one pipeline stage, or of one ZeRO group. Layouts
+    come from the same functions of layout/ that read live tensors, so the plan has the live job's digests.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _ViewOf = Callable[[Param], MatrixView]
 
 @dataclass(frozen=True)
 class Mesh:
-    """The arrangement of a job's ranks. They count as (pp, dp, shard, tp), the last axis fastest.
+    """Arrangement of a job's ranks, numbered in the order (pp, dp, shard, tp), last axis fastest.
 
     Attributes:
-        dp: Replicas: DDP's ranks, HSDP's outer axis; with engine "zero" the ranks that buffers are cut over.
-        shard: Ranks that parameters are cut over (FSDP).
+        dp: Replicas: DDP's ranks, HSDP's outer axis; with engine "zero" the ranks that flat buffers are sharded over.
+        shard: Ranks that parameters are sharded over (FSDP).
         tp: Tensor-parallel ranks.
-        ep: Expert-parallel ranks. They are taken from shard x tp, so they do not count in `world`.
+        ep: Expert-parallel ranks. They are taken from shard x tp, so they do not multiply `world`.
         pp: Pipeline stages.
         gpus_per_node: Ranks of one node.
-        engine: What cuts parameters up: "torch" (DDP, FSDP2, HSDP, TP, EP), or "zero": DeepSpeed's ZeRO 1 and 2, which
-            keep fp32 weights and momentum themselves.
+        engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP), or "zero" (DeepSpeed's ZeRO 1 and
+            2, which store fp32 weights and momentum themselves).
     """
 
     dp: int = 1
@@ -66,7 +66,7 @@ class Mesh:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, the last perhaps not full."""
+        """Number of nodes; the last one may be partly filled."""
         return -(-self.world // self.gpus_per_node)
 
     def __str__(self) -> str:
@@ -76,16 +76,16 @@ class Mesh:
 
 
 def parse_mesh(text: str | Mesh, engine: str | None = None, gpus_per_node: int | None = None) -> Mesh:
-    """A mesh from text such as "dp=8 shard=64 tp=8".
+    """Parse a mesh from text such as "dp=8 shard=64 tp=8".
 
     Args:
-        text: ``axis=size`` pairs with spaces or commas between them; axes left out have size 1. Or a mesh as it is,
-            with the other arguments put in where they are given.
+        text: ``axis=size`` pairs separated by spaces or commas; omitted axes have size 1. Or a `Mesh`; `engine` and
+            `gpus_per_node` replace the mesh's own if given.
         engine: "torch" (default) or "zero", see `Mesh`.
         gpus_per_node: Ranks of a node. Default: 8.
 
     Raises:
-        ValueError: The text is no mesh, or one that the engine does not make; says what to write.
+        ValueError: The text is not a mesh, or the engine does not support it; the message says what to write.
 
     Examples:
         >>> parse_mesh("dp=2 shard=64 tp=8").world
@@ -113,7 +113,7 @@ def _sizes(text: str) -> dict[str, Any]:
 
 
 def _check(mesh: Mesh) -> None:
-    """Raise ValueError for the first thing that is wrong with a mesh."""
+    """Raise ValueError for the first fault of a mesh."""
     engine, lent = mesh.engine, mesh.shard * mesh.tp
     faults = (
         (
@@ -151,7 +151,7 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 class Placed(NamedTuple):
-    """A parameter with its layout, and its place on a mesh if it is a DTensor."""
+    """Parameter with its layout and, for a DTensor, its mesh and placements."""
 
     param: Param
     layout: ParamLayout
@@ -159,14 +159,14 @@ class Placed(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Parameters that one plan is made for, see [Note: units].
+    """Parameters that share one plan, see [Note: units].
 
     Attributes:
-        ranks: Its ranks.
-        placed: Its parameters.
-        stepped: Elements that each rank steps of a flat buffer with its padding, all of which every rank keeps in the
-            model; 0: each steps and keeps what it holds.
-        stage: Its pipeline stage; of stages of equal layers the first.
+        ranks: Ranks of the unit.
+        placed: Parameters of the unit.
+        stepped: For a flat buffer (ZeRO): elements that each rank updates, padding included; every rank stores the
+            weights of the whole buffer. 0: no flat buffer, each rank updates and stores the elements it holds.
+        stage: Pipeline stage; for stages with equal layers, the first of them.
     """
 
     ranks: Ranks
@@ -175,8 +175,8 @@ class Unit(NamedTuple):
     stage: int = 0
 
     def elements(self) -> Ints:
-        """Elements that each rank steps with Muon and with AdamW, that it stores of weights, and scales of momentum
-        that is kept in 8 bits: (4, ranks)."""
+        """Counts per rank, (4, ranks): elements that Muon updates, elements that AdamW updates, weights stored, and
+        scales of 8-bit momentum."""
         muon, adamw, stored, scales = found = np.zeros((4, len(self.ranks)), dtype=np.int64)
         held = {layout: _held(layout) for layout in {one.layout for one in self.placed}}
         for param, layout, _ in self.placed:
@@ -185,14 +185,14 @@ class Unit(NamedTuple):
             of_kind += numel
             stored += numel
             scales += num_scales * param.use_muon
-        if self.stepped:  # by one optimizer's group: all of one kind
+        if self.stepped:  # the parameters of one optimizer group: all Muon's or all AdamW's
             found[0 if self.placed[0].param.use_muon else 1] = self.stepped
             found[2] = self.stepped * len(self.ranks)
         return found
 
 
 def _held(layout: ParamLayout) -> Ints:
-    """Elements, and scales of 8-bit momentum, by position in `layout.ranks`: (2, ranks)."""
+    """Elements held and their scales of 8-bit momentum, by position in `layout.ranks`: (2, ranks)."""
     rows, known = layout.view.num_row_dims, dict[object, tuple[int, int]]()
     for of_rank in set(layout.held):
         pieces = [held.piece for held in of_rank]
@@ -203,15 +203,15 @@ def _held(layout: ParamLayout) -> Ints:
 
 
 def make_units(params: Sequence[Param], mesh: Mesh, view_of: _ViewOf) -> list[Unit]:
-    """The units of a job.
+    """Split a job into units.
 
     Args:
-        params: The trainable parameters, in the order of the optimizer's groups.
-        mesh: The arrangement of ranks.
-        view_of: A parameter's matrices, or a view without any for one that is AdamW's.
+        params: Trainable parameters, in the order of the optimizer's groups.
+        mesh: Arrangement of ranks.
+        view_of: Parameter -> view of its matrices; a view without matrices for AdamW's parameters.
 
     Raises:
-        ValueError: The mesh does not fit the parameters; says what to write.
+        ValueError: The mesh does not fit the parameters; the message says what to write.
     """
     build = _flat_buffers if mesh.engine == "zero" else _on_meshes
     size, alike, found = mesh.world // mesh.pp, dict[object, int](), list[Unit]()
@@ -223,8 +223,8 @@ def make_units(params: Sequence[Param], mesh: Mesh, view_of: _ViewOf) -> list[Un
 
 
 def _stages_of(params: Sequence[Param], mesh: Mesh) -> list[list[Param]]:
-    """The parameters of each pipeline stage: equal numbers of layers, the first stages one more if they do not divide;
-    what comes before the layers goes to the first, what comes after to the last."""
+    """Parameters of each pipeline stage. Layers are divided evenly, with one more for the first stages if there is a
+    remainder. Parameters before the layers go to the first stage, those after the layers to the last."""
     if mesh.pp == 1:
         return [list(params)]
     num_layers = 1 + max((p.layer for p in params if p.layer < AFTER), default=-1)
@@ -257,11 +257,11 @@ def _on_meshes(params: Sequence[Param], mesh: Mesh, ranks: Ranks, view_of: _View
 
 
 def _place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
-    """The placements that `fully_shard` on top of `parallelize_module` gives a parameter, experts as torchtitan's.
+    """Placements of a parameter after `parallelize_module` and then `fully_shard`; experts are placed as in torchtitan.
 
-    Experts with ep > 1 lie on a mesh (dp, shard x tp / ep, ep): each expert-parallel rank has whole experts, which FSDP
-    cuts along their rows if there are more ranks than experts, else along the stack. DDP's plain tensors lie as
-    replicas do.
+    With ep > 1 experts are on a mesh (dp, shard x tp / ep, ep): each expert-parallel rank has whole experts, which FSDP
+    shards along their rows if there are more ranks than experts, else along the stack of experts. DDP's plain tensors
+    are treated as replicated DTensors.
     """
     axes: list[tuple[int, Shard | None]] = [(mesh.dp, None)]
     if param.expert and mesh.ep > 1:
@@ -285,8 +285,8 @@ def _on_mesh(view: MatrixView, place: OnMesh) -> ParamLayout:
 
 
 def _flat_buffers(params: Sequence[Param], mesh: Mesh, ranks: Ranks, view_of: _ViewOf) -> list[Unit]:
-    """One unit for each of the optimizer's groups: its parameters one after the other, padded at the end to a multiple
-    of 2 x ranks, in equal parts (`nccl_start_alignment_factor` of DeepSpeed's stage_1_and_2.py, 0.19)."""
+    """One unit per optimizer group: a flat buffer of the group's parameters, padded at the end to a multiple of 2 x
+    ranks and cut into equal parts (`nccl_start_alignment_factor` in DeepSpeed's stage_1_and_2.py, 0.19)."""
     lay, num, found = cache(_flat), len(ranks), []
     for _, of_group in itertools.groupby(params, key=lambda p: p.group):
         members = list(of_group)
@@ -303,6 +303,7 @@ def _flat(view: MatrixView, ranks: Ranks, held: _Ranges) -> ParamLayout:
 
 
 def in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
-    """The elements of [at, at + size) in each of equal parts, counted from `at`; (0, 0) where there are none."""
+    """Range of the elements [at, at + size) that falls into each of `num_ranks` equal parts of `part` elements. Ranges
+    are relative to `at`; (0, 0) if empty."""
     cuts = [min(max(rank * part - at, 0), size) for rank in range(num_ranks + 1)]
     return tuple((start, stop) if start < stop else (0, 0) for start, stop in itertools.pairwise(cuts))

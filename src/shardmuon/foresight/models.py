@@ -1,8 +1,9 @@
-"""Models: the names, shapes and numbers of a preset; or somebody's module, or what a configuration makes.
+"""Models without values: from a preset, a Hugging Face configuration, a function, or a module of the user's.
 
 [Note: what works on a token]
-    Training takes 6 FLOPs of forward and backward for each token and each parameter that works on it: all but tables
-    that are only looked up. Of experts only some do: how many, a preset says, or the user.
+    Training takes 6 FLOPs (forward and backward) per token and active parameter. All parameters are active except
+    embedding tables, which are only looked up, and the experts that a token is not routed to. With experts, the number
+    of active parameters comes from the preset or the user.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
 
 @dataclass(frozen=True)
 class Model:
-    """A module on the meta device and what is known of it.
+    """Module on the meta device, with its name, source and number of active parameters.
 
     Attributes:
         name: Name, as the user gave it.
-        source: Where its shapes come from (an address, a file, a function).
+        source: Origin of the shapes (an address, a file, a function).
         module: The module, with every parameter on the meta device.
-        active: Elements that work on one token, see [Note: what works on a token]; 0: there are experts, and nothing
-            says how many a token takes.
+        active: Parameter elements used per token, see [Note: what works on a token]; 0: unknown, because the model has
+            experts and is not a preset.
     """
 
     name: str
@@ -55,14 +56,14 @@ class Model:
 
 
 def load_model(model: str | nn.Module) -> Model:
-    """The model that a user means.
+    """Load a model from a preset, a configuration, a function or a module.
 
     Args:
-        model: A preset's name; the path of a Hugging Face config.json or of the folder that holds it; MODULE:FUNCTION;
-            or a module, best on the meta device.
+        model: A preset's name; the path of a Hugging Face config.json or of its folder; MODULE:FUNCTION; or a module,
+            best on the meta device.
 
     Raises:
-        ValueError: `model` is none of these, or the shapes cannot be known from it.
+        ValueError: `model` is none of these, or does not determine the shapes.
     """
     if isinstance(model, nn.Module):
         return Model(type(model).__name__, "the module given", model, _active_of(model))
@@ -85,31 +86,31 @@ def load_model(model: str | nn.Module) -> Model:
 
 
 def _preset_names() -> list[str]:
-    """Names of the models that are shipped as data."""
+    """Names of the presets."""
     return sorted(path.stem for path in _PRESETS.glob("*.json"))
 
 
 def _preset(name: str) -> dict[str, Any]:
-    """A preset's data: title, source, published_parameters, active_parameters if it has experts, published_at, config
+    """Data of a preset: title, source, published_parameters, active_parameters (with experts), published_at, and config
     (see `build`)."""
     found: dict[str, Any] = json.loads((_PRESETS / f"{name}.json").read_text())
     return found
 
 
 def _active_of(module: nn.Module) -> int:
-    """`Model.active` of a module."""
+    """Parameter elements used per token (`Model.active`); 0 for a module with experts."""
     held = [(p, places) for p, places in find_places(module) if not all(is_table(place.module) for place in places)]
-    has_experts = any(p.ndim == 3 or _EXPERTS.search(places[0].name) for p, places in held)  # a stack, or so called
+    has_experts = any(p.ndim == 3 or _EXPERTS.search(places[0].name) for p, places in held)  # a stack, or by name
     return 0 if has_experts else sum(p.numel() for p, _ in held)
 
 
 def is_config(text: str) -> bool:
-    """True for the path of a config.json, or of a folder that holds one."""
+    """True if `text` is the path of a .json file, or of a folder with a config.json."""
     return text.endswith(".json") or (Path(text) / "config.json").is_file()
 
 
 def model_from_config(text: str) -> nn.Module:
-    """The model that transformers makes of a Hugging Face config, on the meta device."""
+    """Build the model of a Hugging Face config with transformers, on the meta device."""
     if not Path(text).exists():
         raise FileNotFoundError(f"{text}: there is no such file")
     try:
@@ -121,14 +122,15 @@ def model_from_config(text: str) -> nn.Module:
     kind = getattr(given, names[0], None) if names else None
     with torch.device("meta"):
         model = given.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
-    if hasattr(model, "tie_weights"):  # weights on the meta device are tied only when asked to
+    if hasattr(model, "tie_weights"):  # on the meta device weights are tied only by an explicit call
         model.tie_weights()
     assert isinstance(model, nn.Module)
     return model
 
 
 def model_from_function(text: str, meta: bool) -> nn.Module:
-    """The model that a function of a module or file returns, or a model that stands there under this name."""
+    """Build or import the model named by MODULE:NAME or FILE.py:NAME; the name is that of a function that returns the
+    model, or of the model itself. `meta`: call the function under the meta device."""
     module_name, _, name = text.partition(":")
     if not name:
         raise ValueError(f"{text!r} is no MODULE:FUNCTION and no config.json. Write e.g. my_project.models:build")
@@ -154,13 +156,13 @@ _Make = Callable[[Ints], nn.Module]  # shape of a module's first parameter -> th
 
 @cache
 def _type(name: str) -> type[nn.Module]:
-    """A type of module of this name, by which routing knows it."""
+    """Module class with this name. Routing recognizes some modules by the name of their class."""
     return type(name, (nn.Module,), {})
 
 
 def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
-    """A module of a type without parameters, with the numbers that routing reads off it. Its own `__init__` would draw
-    values."""
+    """Module of class `kind` without parameters, with `numbers` as the attributes that routing reads. Skips the class's
+    `__init__`, which would initialize parameters."""
     made = kind.__new__(kind)
     nn.Module.__init__(made)
     made.__dict__.update(numbers)
@@ -168,13 +170,15 @@ def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
 
 
 def modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta") -> nn.Module:
-    """Modules with parameters of these names and shapes, without values, that nobody can call.
+    """Build a tree of modules with parameters of these names and shapes. Parameters are uninitialized, and the modules
+    have no forward.
 
     Args:
-        shapes: Of all parameters, in the model's order.
-        kinds: Name of a module, or that of its parent and "*" -> what makes it of its parameter's shape. Of others 2-D
-            weights are linear layers, those called embed are embeddings, 1-D ones called norm are norms.
-        device: Of the parameters.
+        shapes: Name -> shape of every parameter, in the model's order.
+        kinds: Name of a module, or "PARENT.*" for all children of a parent -> function that makes the module from its
+            parameter's shape. Default for other modules, by weight: embedding if 2-D and named like one, else linear if
+            2-D, norm if 1-D and named norm.
+        device: Device of the parameters.
     """
     root = _bare(_type("Model"))
     for name, shape in shapes.items():
@@ -202,7 +206,7 @@ def _leaf(name: str, shape: Ints) -> nn.Module:
 # ----------------------------------------------------------------------------------------------------------- decoders
 
 
-# Sizes of a decoder in the words of Hugging Face's configurations, and what they are where nothing says it.
+# Sizes of a decoder, mostly named as in Hugging Face's configurations, with their defaults.
 _DECODER: Mapping[str, Any] = {
     "num_key_value_heads": 0,  # 0: as many as num_attention_heads
     "head_dim": 0,  # 0: hidden_size over num_attention_heads
@@ -210,24 +214,24 @@ _DECODER: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "attention_bias": False,  # True: of q, k and v; "all": of o, too
     "qk_norm": False,  # of each head's q and k
-    # "gated": gate, up and down. "plain": two layers with biases, and LayerNorm with biases (GPT-2, whose linear layers
-    # are stored transposed and whose positions are learned).
+    # "gated": gate, up and down. "plain": two layers with biases, LayerNorm with biases, transposed linear layers and
+    # learned positions (GPT-2).
     "mlp": "gated",
-    "max_position_embeddings": 0,  # where positions are learned
+    "max_position_embeddings": 0,  # only for learned positions
     "num_experts": 0,
     "moe_intermediate_size": 0,
-    "num_shared_experts": 0,  # always active ones, in one dense layer
-    "first_k_dense": 0,  # layers before those with experts
-    "router_bias": False,  # an entry for each expert
-    "expert_bias": False,  # biases in experts, and gate and up in one stack, inputs first (gpt-oss)
-    "attention_sinks": False,  # an entry for each head (gpt-oss)
-    # of latent attention (DeepSeek); 0: grouped-query attention, and no compressed q
+    "num_shared_experts": 0,  # experts that are always active, fused into one dense layer
+    "first_k_dense": 0,  # number of dense layers before the layers with experts
+    "router_bias": False,  # one entry per expert
+    "expert_bias": False,  # biases in experts; gate and up fused in one stack, stored transposed (gpt-oss)
+    "attention_sinks": False,  # one entry per head (gpt-oss)
+    # latent attention (DeepSeek); kv_lora_rank 0: grouped-query attention; q_lora_rank 0: no compressed q
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
 }
 
 
-# Parameters in a decoder's order: conditions, name, dims; all in words of `_words`. Those of a layer stand under
-# model.layers.N. "plain" is GPT-2's layer: linear layers are stored inputs first, q, k and v are fused in columns.
+# Parameters in a decoder's order: (conditions, name, dims), with conditions and dims as keys of `_words`. `_LAYER`'s
+# names follow model.layers.N. "plain" is GPT-2's layer: weights are (inputs, outputs), q, k and v are fused in columns.
 _FIRST = (
     ("", "model.embed_tokens.weight", "vocab width"),
     ("plain", "model.embed_positions.weight", "positions width"),
@@ -269,7 +273,7 @@ _LAYER = (
     ("dense", "mlp.gate_proj.weight", "inner width"),
     ("dense", "mlp.up_proj.weight", "inner width"),
     ("dense", "mlp.down_proj.weight", "width inner"),
-    # router, experts as stacks (gpt-oss's: gate and up by turns in the columns of one), shared experts as one layer
+    # router, experts as stacks (gpt-oss: gate and up columns interleaved in one stack), shared experts as one layer
     ("experts", "mlp.router.weight", "experts width"),
     ("experts router_bias", "mlp.router.bias", "experts"),
     ("experts biased", "mlp.experts.gate_up_proj", "experts width 2each"),
@@ -291,7 +295,8 @@ _LAST = (
 
 
 def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
-    """Dims and conditions (not 0) of a decoder's parameters, and of one of its layers."""
+    """Values of the dims and conditions in `_FIRST`, `_LAYER` and `_LAST`; a condition holds if not 0. `layer`: number
+    of the layer, which decides if it has experts; -1 outside layers."""
     width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
     head, plain, each = c.head_dim or width // heads, c.mlp == "plain", c.moe_intermediate_size
     experts = 0 if layer < c.first_k_dense else c.num_experts
@@ -331,7 +336,7 @@ def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
 
 
 def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], above: str = "") -> dict[str, Ints]:
-    """Names and shapes of the rows whose conditions hold."""
+    """Name -> shape of each parameter in `rows` that meets its conditions. `above`: prefix of the names."""
     return {
         above + name: tuple(words[dim] for dim in dims.split())
         for conditions, name, dims in rows
@@ -340,13 +345,13 @@ def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], abov
 
 
 def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
-    """A decoder's modules, without a forward: names and shapes as Hugging Face's, experts as torchtitan's stacks.
+    """Build a decoder's modules, without a forward: Hugging Face's names and shapes, torchtitan's stacks of experts.
 
-    Modules that routing knows by the names of their types bear these.
+    Modules that routing recognizes by class name have classes of these names.
 
     Args:
-        sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads and those of `_DECODER`.
-        device: Of the parameters, which are left as they are.
+        sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads, and optionally the keys of `_DECODER`.
+        device: Device of the parameters, which stay uninitialized.
     """
     c = SimpleNamespace(**{**_DECODER, **sizes})
     latent = {key: getattr(c, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
@@ -371,15 +376,15 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
 
 # ----------------------------------------------------------------------------------------------------- parameters
 
-# How tensor parallelism cuts a weight, by what its module is called: Hugging Face's, torchtitan's, GPT-2's and
-# Megatron's names. Columns: the outputs are cut. Rows: the inputs.
+# Modules whose weights tensor parallelism shards along the outputs (_COLUMN) or the inputs (_ROW), by name in Hugging
+# Face, torchtitan, GPT-2 and Megatron.
 _COLUMN = re.compile(
     r"q_proj|k_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|wq|wk|wv|wq_b|wkv_b|w1|w3|c_attn"
     r"|c_fc|fc1|linear_qkv|linear_q|linear_fc1|query_key_value|embed_tokens|lm_head|tok_embeddings|word_embeddings"
     r"|output|output_layer|wte|embedding"
 )
 _ROW = re.compile(r"o_proj|down_proj|wo|w2|c_proj|fc2|out_proj|linear_proj|linear_fc2|dense_4h_to_h")
-AFTER = 1 << 30  # the layer of what comes after all layers
+AFTER = 1 << 30  # `Param.layer` of parameters after all layers
 
 
 @dataclass(frozen=True)
@@ -387,13 +392,13 @@ class Param:
     """One trainable parameter.
 
     Attributes:
-        name: Name without wrappers.
+        name: Name without wrappers' prefixes.
         shape: Global shape.
-        group: Index of its group in the optimizer.
-        use_muon: Whether it is a matrix or several.
-        cut: The dim that tensor parallelism cuts, from the end; None: the parameter is replicated.
-        expert: Whether its first dim counts experts.
-        layer: Its layer, -1 before all of them, `AFTER` after them.
+        group: Index of its optimizer group.
+        use_muon: True if Muon updates it: it is one matrix or several.
+        cut: Dim that tensor parallelism shards, as a negative index; None: the parameter is replicated.
+        expert: True if its first dim indexes experts.
+        layer: Index of its layer; -1 before all layers, `AFTER` after them.
     """
 
     name: str
@@ -406,12 +411,12 @@ class Param:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> list[Param]:
-    """Every trainable parameter in the order of the optimizer's groups, which have `param_names`."""
+    """Every trainable parameter, in the order of the optimizer's groups. Groups must have `param_names`."""
     layers, found = _layers(module), list[Param]()
     for index, group in enumerate(groups):
         for name, param in zip(group["param_names"], group["params"], strict=True):
@@ -423,7 +428,7 @@ def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> lis
 
 
 def _cut(name: str, num_dims: int, turned: bool) -> int | None:
-    """The cut of a weight, see `Param.cut`. `turned`: it is stored inputs first."""
+    """Dim that tensor parallelism shards, see `Param.cut`. `turned`: True for weights stored as (inputs, outputs)."""
     words = name.split(".")
     word = words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else words[-1]
     outputs, inputs = (-1, -2) if turned else (-2, -1)
@@ -433,8 +438,8 @@ def _cut(name: str, num_dims: int, turned: bool) -> int | None:
 
 
 def _layers(module: nn.Module) -> dict[int, int]:
-    """id of a parameter -> its layer: by the prefix before the first number of a name that counts highest, before which
-    and after which the others stand."""
+    """id of each parameter -> its layer. The layers are the numbered modules under the prefix with the highest number,
+    e.g. "model.layers". Other parameters are before the layers (-1) or after them (`AFTER`)."""
     named = list(module.named_parameters())
     numbered = [found for name, _ in named if (found := re.match(r"(.+?)\.(\d+)\.", name))]
     body = max(numbered, key=lambda found: int(found[2]), default=None)

@@ -1,10 +1,11 @@
-"""Price of a plan's counts on a machine: seconds as an interval, what makes it wide, and a timeline of the buckets.
+"""Price of a plan's counts on a machine: an interval of seconds, the causes of its width, a timeline of the buckets.
 
-Exact counts come in (`job.Exact`), hardware comes in as data; both are given, so everything here is arithmetic.
+The inputs are exact counts (`job.Exact`) and hardware data, so everything here is arithmetic.
 
 [Note: the width of an interval]
-    Each uncertain thing (`_FACTORS`) has a least, a middle and a worst value. The interval's ends take all of them at
-    their ends. How much of its width each one makes is found by moving that one alone; the largest is its reason.
+    Each uncertain factor (`_FACTORS`) has a best, a middle and a worst value. One end of the interval has all factors
+    at their best, the other has all at their worst. A factor's share of the width is found by moving that factor alone,
+    with the others in the middle. The factor with the largest share is reported as the reason.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _FACTORS = {
 }
 _EXCHANGES = ("gather", "scatter", "relay")
 _WIRE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-_Pick = Mapping[str, int]  # factor -> 0, 1 or 2: at its best, in the middle, at its worst
+_Pick = Mapping[str, int]  # factor -> its value: 0 best, 1 middle, 2 worst
 _Seconds = dict[str, float]  # by factor
 _MIDDLE = dict.fromkeys(_FACTORS, 1)
-_Key = tuple[object, ...]  # tells buckets of different groups of ranks apart; equal on all ranks of a group
-_Held = tuple[_Key, BucketCount]  # a bucket as the ranks of one class carry it out
+_Key = tuple[object, ...]  # identifies a bucket and the group of ranks that exchange it; equal on all these ranks
+_Held = tuple[_Key, BucketCount]  # a bucket as the ranks of one class run it
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,19 @@ class Price:
     """Price of one step on one machine.
 
     Attributes:
-        step: Seconds of `optimizer.step()`, of the slowest rank.
-        rank: The slowest one (the lowest of its class).
-        parts: Where that rank's seconds go: products, passes, AdamW, host, and waiting for exchanges.
-        timeline: Events of that rank, with every uncertain thing at its middle value.
-        reasons: Causes of the interval's width, largest first: (factor, text, share of the width it makes alone).
-        ends: Rank (example of its class) -> seconds in the middle case, to see who is late.
-        tokens: Tokens of a training step, on all ranks together; None if they are not known.
-        training: Seconds of its forward and backward, from the model's FLOPs a token and the share of the peak that
-            training reaches; None without tokens.
-        unverified: Numbers that were used and not checked, with their source.
-        extrapolated: Tables that were read beyond their end.
+        step: Seconds of `optimizer.step()` on the slowest rank.
+        rank: The slowest rank (the lowest of its class).
+        parts: Seconds of the slowest rank by activity: products, memory passes, AdamW, host, vote, and waiting for
+            exchanges.
+        timeline: Events of the slowest rank, with every uncertain factor at its middle value.
+        reasons: Causes of the interval's width, largest first: (factor, text, share of the width from this factor
+            alone).
+        ends: Rank (example of its class) -> seconds until it is done, in the middle case.
+        tokens: Tokens of a training step, on all ranks together; None if unknown.
+        training: Seconds of the forward and backward of a training step, from the model's FLOPs per token and the share
+            of the peak that training reaches; None without tokens.
+        unverified: Hardware numbers that were used but never checked, with their source.
+        extrapolated: Tables that were read beyond their ends.
     """
 
     step: Time
@@ -70,14 +73,14 @@ class Price:
 
     @property
     def reason(self) -> str:
-        """The main causes of the interval's width, in words: at most two."""
+        """Main causes of the interval's width, in words: at most two."""
         if not self.reasons or self.step.hi == self.step.lo:
             return "nothing in it is uncertain"
         return "; ".join(f"{text} ({share:.0%})" for _, text, share in self.reasons[:2] if share >= 0.05)
 
     @property
     def share(self) -> Time:
-        """Share of the optimizer in a training step, as fractions; zeros without tokens."""
+        """Fraction of a training step that the optimizer takes; zeros without tokens."""
         if self.training is None:
             return Time(0.0, 0.0, 0.0)
         whole = (self.training.hi, self.training.mid, self.training.lo)
@@ -88,12 +91,12 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
     """Price a plan.
 
     Args:
-        exact: What the planner counted.
+        exact: Counts of the plan.
         hardware: Machine of every rank.
-        tokens: Tokens of a training step, to say what share of it the optimizer is.
+        tokens: Tokens of a training step on all ranks, for the optimizer's share of the step.
 
     Raises:
-        ValueError: The hardware file lacks what the plan needs, or `tokens` is no number above 0.
+        ValueError: The hardware file lacks a number that the plan needs, or `tokens` is not a number above 0.
     """
     if tokens is not None and not 0 < tokens < math.inf:
         raise ValueError(f"tokens={tokens} must be a number above 0. Write the tokens of one step, e.g. 4e6")
@@ -119,7 +122,7 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
 
 
 def _training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Uses) -> Time:
-    """Seconds of forward and backward: 6 x active parameters x tokens over ranks, peak and the share of it reached."""
+    """Seconds of forward and backward: 6 x active parameters x tokens / (ranks x peak FLOP/s x MFU)."""
     if not exact.tokens_flops:
         raise ValueError(
             f"{exact.model}: how many parameters work on a token is not known (it has experts), so no share of a "
@@ -130,7 +133,7 @@ def _training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Use
 
 
 def adamw_step(exact: Exact, hardware: Hardware) -> Time:
-    """Seconds of a step of AdamW on all parameters, of the rank that holds most."""
+    """Seconds of an AdamW step on all parameters, on the rank that holds the most elements."""
     most = max(c.muon_elements + c.adamw_elements for c in exact.classes)
     return interval(
         hardware, Uses(), lambda rates: rates.of("host_step") + rates.passed("adamw", most, max(1, most / 64), 4)
@@ -138,17 +141,18 @@ def adamw_step(exact: Exact, hardware: Hardware) -> Time:
 
 
 class _Pricer:
-    """Seconds of what all classes of ranks do, and steps of them."""
+    """Times of the buckets of all classes of ranks, and simulated steps built from these times."""
 
     def __init__(self, exact: Exact, hardware: Hardware, uses: Uses) -> None:
         self._exact = exact
         fragments = _fragments_of(exact)
-        held: dict[_Held, int] = {}  # classes share what they do alike
+        held: dict[_Held, int] = {}  # distinct buckets -> index; classes that run equal buckets share an entry
         self._held = [[held.setdefault((_group(c, b), b), len(held)) for b in c.buckets] for c in exact.classes]
         self._parts = [_Parts(exact, list(held), fragments, Rates(hardware, which, uses)) for which in range(3)]
 
     def run(self, pick: _Pick, stage: int | None = None) -> list[Course]:
-        """A step with each factor where it is picked; of one pipeline stage alone, which no other one waits for."""
+        """Simulate a step with each factor at its picked value; one course per class of ranks. With `stage`, only the
+        classes of that pipeline stage, which exchange nothing with other stages."""
         which = [i for i, c in enumerate(self._exact.classes) if stage in (None, c.stage)]
         times = {number: self._times(number, pick) for number in {n for i in which for n in self._held[i]}}
         return pipeline.run(
@@ -166,8 +170,8 @@ class _Pricer:
         return BucketTimes(key, **found)
 
     def reasons(self, step: Time, stage: int) -> tuple[tuple[str, str, float], ...]:
-        """Each uncertain factor with a text and its share of the interval's width, found in the stage that takes
-        longest."""
+        """(factor, text, share of the interval's width) of each uncertain factor, largest share first, computed on the
+        given (slowest) pipeline stage."""
         found = []
         for factor, text in _FACTORS.items():
             low, high = (max(course.end for course in self.run({**_MIDDLE, factor: which}, stage)) for which in (0, 2))
@@ -175,7 +179,7 @@ class _Pricer:
         return tuple(sorted(found, key=lambda row: -row[2]))
 
     def parts(self, number: int, waited: Sequence[float]) -> dict[str, Time]:
-        """Seconds of one class of ranks, by what they are spent on."""
+        """Seconds of one class of ranks by activity. `waited`: seconds of waiting at best, in the middle, at worst."""
 
         def spent(parts: _Parts, factor: str) -> float:
             phases = (item for n in self._held[number] for item in parts.phases[n][1].items())
@@ -192,14 +196,14 @@ class _Pricer:
 
 
 class _Parts:
-    """The seconds that a step is made of, by factor, with everything uncertain at one end or in the middle.
+    """Seconds of a step's parts by factor, with all uncertain numbers at their best, middle or worst (see `rates`).
 
     Attributes:
-        overlap: Share of an exchange that passes beside products.
-        first: Before the first bucket.
-        phases: Of each bucket the key of its exchanges, None if nothing moves, and phase -> factor -> seconds, without
-            exchanges that there are not.
-        adamw: Of each class of ranks.
+        overlap: Share of an exchange that can run while products run.
+        first: Factor -> seconds before the first bucket.
+        phases: For each bucket: the key of its exchanges (None if nothing moves), and phase -> factor -> seconds.
+            Exchanges that the bucket does not have are left out.
+        adamw: Seconds of AdamW on each class of ranks.
     """
 
     def __init__(self, exact: Exact, held: Sequence[_Held], fragments: Mapping[_Key, int], rates: Rates) -> None:
@@ -250,7 +254,7 @@ class _Parts:
         return self._slower * self._rates.passed(what, elements, fragment, wire)
 
     def _slowest_of_each_exchange(self) -> None:
-        """Set each exchange's time to that of the rank that sends or receives most, on all of its ranks."""
+        """Give all ranks of an exchange the same time: the largest that any of these ranks needs, factor by factor."""
         most: dict[tuple[_Key | None, str], _Seconds] = {}
         exchanges = [(key, phase, phases) for key, phases in self.phases for phase in _EXCHANGES if phase in phases]
         for key, phase, phases in exchanges:
@@ -265,9 +269,9 @@ def _group(rank: RankClass, bucket: BucketCount) -> _Key:
 
 
 def _fragments_of(exact: Exact) -> dict[_Key, int]:
-    """Fragments that a rank holds in a bucket, by group: as a rule one of each of its group's matrices."""
+    """Estimated number of fragments that a rank holds of a bucket, by the bucket's key: one per matrix of the group."""
     owned: dict[_Key, float] = {}
-    members: dict[_Key, float] = {}  # groups' worth of ranks
+    members: dict[_Key, float] = {}  # number of groups with this key: ranks / ranks per group
     for rank in exact.classes:
         for bucket in rank.buckets:
             key, matrices = _group(rank, bucket), sum(m.num for m in bucket.matrices)
@@ -280,12 +284,13 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
 
 
 def price_plan(plan: Plan, gpu: str | Path | Hardware, *, gpus_per_node: int | None = None) -> Price:
-    """Say what a step of a plan takes on a machine: an interval of seconds, with a timeline. AdamW is not in it.
+    """Estimate the time of one step of a plan on a machine: an interval in seconds, with a timeline. AdamW's time is
+    not included.
 
     Args:
-        plan: Plan of a live optimizer, or made by hand.
-        gpu: A hardware file's name ("h100") or path, or a `Hardware`.
-        gpus_per_node: Ranks that the fast links join. Default: the hardware's.
+        plan: Plan of a live optimizer, or one made by hand.
+        gpu: Name of a hardware file ("h100"), a path, or a `Hardware`.
+        gpus_per_node: Ranks connected by the fast links. Default: the hardware's.
 
     Raises:
         ValueError: There is no such hardware.
@@ -295,10 +300,10 @@ def price_plan(plan: Plan, gpu: str | Path | Hardware, *, gpus_per_node: int | N
 
 
 def summary(plan: Plan) -> list[str]:
-    """Lines for the printed plan: what travels, and what a step takes.
+    """Lines for the printed plan: bytes and messages of the rank that sends most, and the seconds of a step.
 
-    Seconds are of matrices alone, on the plan's machine. Without a hardware file for it that has their rates, or
-    PyYAML, none are told.
+    The seconds are for the matrices alone, on the plan's machine. They are left out without PyYAML, or if no hardware
+    file has the machine's rates.
     """
     machine, lines = plan.policy.machine, list[str]()
     exact = exact_of(plan, machine.per_node)

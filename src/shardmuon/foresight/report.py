@@ -1,4 +1,4 @@
-"""The report of a planned job: `plan` makes it; tables, remarks, the lanes of the page's picture."""
+"""Report of a planned job, made by `plan`: text tables, an HTML page, and the lanes of the page's timeline."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def plan(
     weights: torch.dtype = torch.float32,
     **options: Any,
 ) -> Report:
-    """Say what Muon will take of a job on any mesh, without its ranks and without a GPU.
+    """Estimate the time, memory and communication of Muon in a job on any mesh, without the job's ranks or a GPU.
 
     Args:
         model: A preset's name, a config.json, MODULE:FUNCTION, or a module on the meta device.
         mesh: Sizes of axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
-        gpu: Name of a hardware file that comes with the package, a file, or `Hardware`.
-        engine: What cuts parameters up: "torch" (default: DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
-        gpus_per_node: Ranks that the fast links join. Default: the hardware's.
-        tokens_per_step: Tokens of a training step on all ranks, to tell the optimizer's share of it.
-        active_params: How many parameters work on one token, of a model with experts that is no preset.
+        gpu: Name of a hardware file of the package ("h100"), path of a hardware file, or a `Hardware`.
+        engine: Framework that shards parameters: "torch" (default: DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
+        gpus_per_node: Ranks connected by the fast links. Default: the hardware's.
+        tokens_per_step: Tokens of a training step on all ranks, for the optimizer's share of the step.
+        active_params: Number of parameters used per token, for a model with experts that is not a preset.
         weights: dtype of the model's parameters and gradients.
-        **options: Of `Muon`, such as ``method``, ``momentum_dtype`` or ``ns_steps``.
+        **options: Options of `Muon`, such as ``method``, ``momentum_dtype`` or ``ns_steps``.
 
     Returns:
         A report: `print` it, `report.write_html(path)`, `report.price.step`, `report.exact`.
 
     Raises:
-        ValueError: No such model or GPU, or a mesh that does not fit; says what to write.
+        ValueError: There is no such model or GPU, or the mesh does not fit; the message says what to write.
 
     Examples:
         >>> report = plan("llama3-8b", "shard=64", gpu="h100", tokens_per_step=4e6)
@@ -71,13 +71,13 @@ def plan(
 
 @dataclass(frozen=True)
 class Report:
-    """The cost of Muon in a training job: `print` it, or write its page.
+    """Cost of Muon in a training job: `print` the report, or write it as an HTML page.
 
     Attributes:
-        exact: Counts; of the memory of a step a bound.
-        hardware: The machine that it was priced on.
-        price: Seconds and shares.
-        adamw: Seconds of AdamW's step on the same mesh.
+        exact: Exact counts, except for the memory of a step, which is an upper bound.
+        hardware: Machine that the job was priced on.
+        price: Seconds of a step, and the step's share of training.
+        adamw: Seconds of an AdamW step on the same mesh.
     """
 
     exact: Exact
@@ -87,9 +87,11 @@ class Report:
 
     @property
     def overhead(self) -> tuple[float, float, float]:
-        """Extra time of a training step over one with AdamW: least, middle, most; fractions. Zeros without tokens.
+        """Extra time of a training step relative to one with AdamW, as fractions: least, middle, most. Zeros without
+        tokens.
 
-        Both optimizers' passes over memory are uncertain by the same factors, so ends are paired.
+        Both optimizers' memory passes depend on the same uncertain factors, so low is compared with low and high with
+        high.
         """
         if self.price.training is None:
             return 0.0, 0.0, 0.0
@@ -101,8 +103,8 @@ class Report:
         )
 
     def html(self) -> str:
-        """One HTML page that needs nothing from elsewhere; light or dark as the reader's system is."""
-        from jinja2 import Environment  # which torch requires
+        """Self-contained HTML page; light or dark as the reader's system is."""
+        from jinja2 import Environment  # a dependency of torch
 
         page = Path(__file__).parent / "data" / "report.html"
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -116,14 +118,14 @@ class Report:
         )
 
     def write_html(self, path: Path) -> None:
-        """Write the page of `html` to a file."""
+        """Write the HTML page to a file."""
         path.write_text(self.html(), encoding="utf-8")
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, width: int = 150) -> str:
-        """The tables, in lines of so many characters."""
+        """Tables as text, in lines of at most `width` characters."""
         try:
             from rich.console import Console
             from rich.table import Table
@@ -142,12 +144,12 @@ class Report:
 
 # ------------------------------------------------------------------------------------------- tables, on paper or screen
 
-_TIGHT = 0.9  # of a rank's memory, without activations
+_TIGHT = 0.9  # share of a rank's memory above which a job is called tight; activations not counted
 _KEY = (
     "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
     "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
-_MANY = 12  # rows of a table; the rest is counted
+_MANY = 12  # most rows of a table; the others are only counted
 
 
 class _Section(NamedTuple):
@@ -155,8 +157,8 @@ class _Section(NamedTuple):
 
     Attributes:
         title: Title of the table.
-        rows: Text.
-        header: Names of columns; empty: a list of pairs.
+        rows: Texts of the cells, row by row.
+        header: Names of columns; empty for a table of (name, text) pairs.
         notes: Lines below the table.
     """
 
@@ -167,27 +169,27 @@ class _Section(NamedTuple):
 
 
 def _size(value: float) -> str:
-    """Text of a number of bytes, in binary units and three digits."""
+    """Number of bytes as text, with three digits and a binary unit."""
     return scaled((value,), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def _number(value: float) -> str:
-    """A count in words that people read: 70.6 B."""
+    """Count as text, such as "70.6 B"."""
     return f"{value:,.0f}" if value < 1e6 else scaled((value / 1e6,), 1000, ("M", "B", "T", "P"))
 
 
 def _operations(value: float) -> str:
-    """Text of a number of floating point operations."""
+    """Number of floating point operations as text."""
     return scaled((value / 1e6,), 1000, ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
 def _percent(value: float) -> str:
-    """Text of a fraction in percent, with as many digits as it needs."""
+    """Fraction as text in percent, with up to three digits."""
     return f"{100 * value:.3g} %"
 
 
 def _sections(report: Report) -> list[_Section]:
-    """All tables of a report, in the order in which they are read."""
+    """All tables of a report, in reading order."""
     return [_summary(report), _answers(report), _ranks(report.exact), _parts(report), _grounds(report)]
 
 
@@ -232,7 +234,7 @@ def _answers(report: Report) -> _Section:
 
 def _memory(report: Report) -> str:
     largest, have = report.exact.largest, report.hardware.middle("memory_bytes")
-    need = largest.stored.total + largest.peak  # which is a bound
+    need = largest.stored.total + largest.peak  # an upper bound, as `peak` is
     never = "does not fit" if largest.stored.total > have else "may not fit"
     fits = never if need > have else "tight" if need > _TIGHT * have else "fits"
     kept, more = _size(largest.stored.total), _size(largest.peak)
@@ -310,9 +312,9 @@ _PHASES = {
 
 
 def _lanes(events: Sequence[Event]) -> list[int]:
-    """The lane of each event in the picture: 0 is what the rank computes, those below are what its links carry,
-    side by side where several exchanges are in flight."""
-    free: list[float] = []  # when each lane of the links is
+    """Lane of each event in the timeline: 0 for computing, 1 and up for exchanges; exchanges that overlap in time are
+    in different lanes."""
+    free: list[float] = []  # time at which each exchange lane becomes free
     found = []
     for event in events:
         lane = 0

@@ -1,5 +1,5 @@
-"""Frameworks that call the optimizer or keep its parameters: one folder or file each, and one line here. Nothing below
-imports them; they may import anything but commands and testing.
+"""Integrations with frameworks that call the optimizer or store its parameters: one folder or file per framework,
+registered here. They may import anything except commands and testing. No layer below imports them.
 """
 
 from shardmuon.frameworks.deepspeed.host import DeepSpeedHost

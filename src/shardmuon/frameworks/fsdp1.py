@@ -2,8 +2,8 @@
 
 [Note: alike in a unit]
     FSDP1 gathers each kind of state (`momentum_buffer`, `exp_avg`, ..) as one tensor as long as a unit's flat
-    parameter, so it needs every kind for every tensor of the unit, of one dtype. Muon keeps other kinds for matrices
-    than for the rest. What a tensor lacks is therefore saved as zeros, and dropped when it is loaded.
+    parameter, so every tensor of the unit needs every kind, in one dtype. Muon stores different kinds of state for
+    matrices and for AdamW's parameters. Kinds that a tensor lacks are therefore saved as zeros, and dropped on loading.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _KINDS = (BUFFER, *MOMENTS)
 
 
 class FSDP1Host(Host):
-    """Host for FSDP1's functions, which read and write state dicts. It steps nothing itself."""
+    """Host that prepares state dicts for FSDP1's functions. Steps are those of a plain training loop."""
 
     packages = ()
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
         _make_alike(core.param_groups, saved)
-        # FSDP1 saves only state that is as long as the parameter
+        # the groups carry stages' state, because FSDP1 saves only state that is as long as the parameter
         carry_by_position(core.param_groups, saved, lambda param: _sharded(param) is not None)
 
 
 def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> None:
-    """Complete what `Optimizer.state_dict` made, see [Note: alike in a unit]."""
+    """Add missing kinds of state as zeros to a state dict of `Optimizer.state_dict`, see [Note: alike in a unit]."""
     state = saved["state"]
     units: dict[Any, list[tuple[int, Tensor]]] = {}
     for group, packed in zip(groups, saved["param_groups"], strict=True):
@@ -47,14 +47,14 @@ def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> N
         kinds = [kind for kind in _KINDS if any(kind in state[key] for key, _ in members)]
         dtypes = [state[key][kind].dtype for key, _ in members for kind in kinds if kind in state[key]]
         if not dtypes or any(SCALE in state[key] for key, _ in members):
-            continue  # 8-bit momentum: FSDP1 refuses it
-        dtype = reduce(torch.promote_types, dtypes)  # in which none is rounded
+            continue  # 8-bit momentum, which FSDP1 refuses
+        dtype = reduce(torch.promote_types, dtypes)  # represents the values of all of them exactly
         for key, param in members:
             zeros = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
             state[key] = {**state[key], **{kind: state[key].get(kind, zeros).to(dtype) for kind in kinds}}
 
 
 def _sharded(param: Tensor) -> UnitPlace | None:
-    """The place of a parameter that FSDP1 cuts, or None."""
+    """Place of a parameter in its FSDP1 unit; None if FSDP1 does not shard the parameter."""
     place = place_of(param)
     return place if place is not None and place.is_sharded else None

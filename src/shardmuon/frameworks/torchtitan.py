@@ -1,4 +1,4 @@
-"""torchtitan: an optimizers container that makes a `Muon` of each part of the model. Imports torchtitan."""
+"""torchtitan: an optimizers container with one `Muon` per part of the model. Imports torchtitan."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
     """torchtitan's optimizers container: ``config.optimizer = MuonOptimizers.Config(options={"lr": 0.02})``.
 
     Raises:
-        ValueError: `param_groups` were given, which is torchtitan's routing, or there are several parts and their AdamW
-            learning rates would differ.
+        ValueError: The config has `param_groups`, torchtitan's own routing; or there are several model parts and their
+            AdamW learning rates would differ.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
-        """torchtitan's, with one more field.
+        """torchtitan's optimizer config with one more field.
 
         Attributes:
-            options: Of `shardmuon.Muon`, those for a module (`adamw_lr`, `overrides`, ..) included.
+            options: Options of `shardmuon.Muon`, including those for a module (`adamw_lr`, `overrides`, ..).
         """
 
         options: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +55,8 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
         self._post_init(params)
 
     def state_dict(self) -> dict[str, Any]:
-        """A flat state dict, as torchtitan's, with a parameter's name in each key. Steps nothing to have state."""
+        """Flat state dict as torchtitan's, with a parameter's name in each key. Missing state is created as zeros,
+        without a step."""
         self._complete()
         result: dict[str, Any] = {}
         for optimizer in self.optimizers:
@@ -63,7 +64,8 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` gave, on any layout once torch.distributed.checkpoint has read it."""
+        """Load a state dict made by `state_dict`. It may come from another layout if torch.distributed.checkpoint read
+        it."""
         self._complete()
         for optimizer in self.optimizers:
             load_flat_optim_state_dict(optimizer, state_dict)

@@ -1,6 +1,6 @@
-"""transformers' Trainer, and what derives from it (TRL): a factory for `optimizer_cls_and_kwargs`.
+"""transformers' Trainer and its subclasses (TRL): a factory for `optimizer_cls_and_kwargs`.
 
-Nothing here imports transformers, and accelerate is imported only when a model comes.
+This module never imports transformers. It imports accelerate only when an optimizer is made.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _LOG = logging.getLogger(__name__)
 
 
 class MuonFactory:
-    """Makes a Trainer's optimizer from its model, when the Trainer asks for it.
+    """Factory that makes a Trainer's optimizer from its model, when the Trainer asks for it.
 
-    What is not given comes from the TrainingArguments: ``lr`` and ``weight_decay`` from ``learning_rate`` and
+    Options that are not given come from the TrainingArguments: ``lr`` and ``weight_decay`` from ``learning_rate`` and
     ``weight_decay``, ``betas`` and ``eps`` of the AdamW groups from ``adam_beta1``, ``adam_beta2`` and
-    ``adam_epsilon``. The log has a line that says which, and how many parameters go where. If the Trainer will wrap
-    the model in DistributedDataParallel, the ranks share the work.
+    ``adam_epsilon``. A line in the log lists the options taken from the TrainingArguments, and how many parameters go
+    to each optimizer. If the Trainer will wrap the model in DistributedDataParallel, the ranks share the work.
 
     Args:
-        args: The Trainer's arguments. None: `lr` must be given, and the others are shardmuon's defaults.
-        options: Of `shardmuon.Muon`, those for a module (`adamw_lr`, `overrides`, ..) included.
+        args: The Trainer's arguments. None: `lr` must be given, and the other options have shardmuon's defaults.
+        options: Options of `shardmuon.Muon`, including those for a module (`adamw_lr`, `overrides`, ..).
 
     Example:
         >>> trainer = Trainer(model, args, optimizer_cls_and_kwargs=(MuonFactory(args), {}))  # doctest: +SKIP
@@ -43,18 +43,18 @@ class MuonFactory:
         self._options = options
 
     def __call__(self, model: nn.Module | None = None, **options: Any) -> Any:
-        """Make the optimizer. Trainer calls what it was given twice: as a class, without a model, and what came of it
-        with the model.
+        """Make the optimizer. Trainer calls twice: first the factory without a model, as if it were an optimizer class,
+        then the returned factory with the model.
 
         Args:
-            model: What to optimize. None: returns the factory itself.
-            options: As those of the constructor, which they replace one by one.
+            model: Model to optimize. None: returns the factory itself.
+            options: Options of `shardmuon.Muon`; each replaces the constructor's option of the same name.
 
         Returns:
-            The optimizer.
+            The optimizer, or the factory if `model` is None.
 
         Raises:
-            ValueError: Nothing says the learning rate, or `Muon` refuses an option or a parameter.
+            ValueError: No learning rate is given, or `Muon` refuses an option or a parameter.
         """
         if model is None:
             return self
@@ -79,7 +79,7 @@ class MuonFactory:
 
 
 def _of_arguments(args: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The options of `Muon` that TrainingArguments have and the user did not give."""
+    """Options of `Muon` that TrainingArguments have and the user did not give."""
     if args is None:
         return {}
     own = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
@@ -87,11 +87,11 @@ def _of_arguments(args: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replicas(model: nn.Module) -> Any:
-    """The ranks on which the Trainer will keep the model equal by DistributedDataParallel, or None.
+    """Process group over which the Trainer will replicate the model by DistributedDataParallel; None if it will not.
 
-    The model is not wrapped yet. accelerate knows what will wrap it: its MULTI_GPU, MULTI_CPU, .. stand for
-    DistributedDataParallel, while FSDP and DeepSpeed have names of their own and lay the parameters out themselves. A
-    model that is tensor parallel already (`tp_plan`) has DTensors, which know their ranks.
+    The model is not wrapped yet, but accelerate knows the wrapper: its types MULTI_GPU, MULTI_CPU, .. mean
+    DistributedDataParallel. FSDP and DeepSpeed have types of their own and shard the parameters themselves. A model
+    that is already tensor parallel (`tp_plan`) has DTensors, which carry their ranks.
     """
     from accelerate.state import AcceleratorState, is_initialized
 

@@ -1,24 +1,24 @@
-"""A step on ZeRO's flat partitions: the same optimizer, run on the parts of matrices that the flats hold.
+"""Step on ZeRO's flat partitions: the same optimizer, run on the parts of matrices that the flats hold.
 
-DeepSpeed puts flats in the place of parameters (partitions.py). Each of Muon's is stepped as a core of its own, whose
-parameters are shards: views of the flat. Momentum belongs to the optimizer that DeepSpeed has and is as long as the
-flat, so DeepSpeed finds, offloads and saves it as that of any other optimizer.
+DeepSpeed replaces parameters by flats (partitions.py). Each flat of matrices is stepped by a core of its own, whose
+parameters are shards: views of the flat. Momentum is as long as the flat and is state of the optimizer that DeepSpeed
+holds, so DeepSpeed finds, offloads and saves it like any other optimizer's state.
 
 [Note: one vote before the first call]
-    A training step is several calls of `step()`. Before the first one changes anything all ranks that share flats
-    agree that options, momentum and partitions of every flat are right, AdamW's too. What is raised on one rank after
-    that ends the step as in any other one: the optimizer is broken, and ranks that wait for this one fail at once.
+    A training step makes several calls of `step()`. Before the first call changes anything, all ranks that share flats
+    agree that options, momentum and partitions of every flat are valid, AdamW's flats included. A later error on one
+    rank ends the step like any other: the optimizer is broken, and ranks that wait for the failed one fail at once.
 
 [Note: names of state]
     DeepSpeed's universal checkpoints know Adam's state only: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of a
-    flat is called `exp_avg`. `exp_avg_sq` is one zero, shown at every element: it takes no memory.
+    flat is called `exp_avg`. `exp_avg_sq` is a single zero expanded to the flat's shape, which takes no memory.
 
 [Note: what DeepSpeed loads]
-    `save_checkpoint` writes what a rank has in memory to a file as ever, and copies its swap files. With NVMe offload
-    `load_checkpoint` copies the swap files back and does not read the first. So in a new process, where the optimizer
-    has no state yet that files could be read to, state is lost; and always are weights and state of sub-groups that
-    stay in memory, step counts, the groups' options and the loss scale. `load_checkpoint` below loads all of it. That a
-    checkpoint was loaded without, the engine remembers: `refuse_loaded`.
+    `save_checkpoint` writes what a rank has in memory to a file as usual, and copies the rank's swap files. With NVMe
+    offload, `engine.load_checkpoint` copies the swap files back but does not read that file. So it always loses the
+    weights and state of sub-groups that stay in memory, step counts, the groups' options and the loss scale. In a new
+    process it also loses swapped state, because the optimizer has no state tensors yet to read the swap files into.
+    `load_checkpoint` below loads everything. `refuse_loaded` finds out if it was not used.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ _Named = tuple[str, Tensor]
 
 
 class Flat(Core):
-    """One flat and the step of its matrices, with the options of the optimizer that DeepSpeed has. Lives as long as the
-    flat does.
+    """Core that steps the matrices of one flat, with the options of the optimizer that DeepSpeed holds. Lives as long
+    as the flat.
 
     Attributes:
-        index: Number of its group.
-        is_muon: True for a flat of matrices; AdamW's are stepped whole.
-        swapped: True if DeepSpeed keeps it in files (NVMe) while it is not stepped.
-        parts: Of each parameter its name, its slice on this rank, and the tensor that is stepped, empty until `show`.
+        index: Index of the flat's optimizer group.
+        is_muon: True for a flat of matrices; AdamW's flats are stepped whole.
+        swapped: True if DeepSpeed keeps the flat in files (NVMe) while it is not stepped.
+        parts: For each parameter: name, slice on this rank, and the tensor that is stepped, empty until `show`.
     """
 
     def __init__(
@@ -90,25 +90,29 @@ class Flat(Core):
 
     @property
     def states(self) -> dict[str, dict[str, Any]]:
-        """State of each parameter's part, by the parameter's name."""
+        """Parameter's name -> state of the parameter's part in this flat."""
         return {name: self.state[shard] for name, _, shard in self.parts}
 
     def unlike_model(self) -> list[str]:
-        """Names of the parameters whose part in the flat is not what the model has there."""
+        """Names of the parameters whose part in the flat differs from the model's weights."""
         return [name for name, part, _ in self.parts if part.numel and differs_from_model(self.flat, part)]
 
     def show(self) -> None:
-        """Let shards and their gradients share memory with the flat's, which DeepSpeed may have moved."""
+        """Make the shards and their gradients views of the flat and its gradient, which DeepSpeed may have moved."""
         flat, grad = self.flat.detach(), self.flat.grad
         for _, part, shard in self.parts:
             shard.data = flat.narrow(0, part.offset, part.numel)
             shard.grad = None if grad is None else grad.detach().narrow(0, part.offset, part.numel)
 
     def take(self, group: Mapping[str, Any], carried: dict[str, dict[str, Tensor]]) -> None:
-        """Take what stages keep of these matrices out of `carried`, once momentum was loaded.
+        """Move the stages' state of these matrices out of `carried` into `states`, after momentum was loaded.
+
+        Args:
+            group: Group of the flat.
+            carried: Parameter's name -> loaded state of stages.
 
         Raises:
-            ValueError: It lacks what the group's variant keeps.
+            ValueError: `carried` lacks state that the group's variant needs.
         """
         for name, state in self.states.items():
             if not state:
@@ -119,10 +123,10 @@ class Flat(Core):
 
 
 class DeepSpeedHost(Host):
-    """Host for DeepSpeed's engine. Active once its flats are in the groups.
+    """Host for DeepSpeed's engine. Active once DeepSpeed's flats are in the groups.
 
     Attributes:
-        groups: (group, its named parameters) as the optimizer was made.
+        groups: (group, named parameters) of each group, as the optimizer was made.
     """
 
     in_parts = True
@@ -131,21 +135,21 @@ class DeepSpeedHost(Host):
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[_Named]]] = []
-        self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
-        self._flats: dict[int, Flat] = {}  # id of a flat -> what is known of it; AdamW's too
-        self._unchecked = True  # weights may have come from elsewhere since the last step
-        self._carried: dict[str, dict[str, Tensor]] = {}  # name -> what stages keep, loaded and not taken over yet
-        self._num_stepped = 0  # flats, in this training step
+        self._options: list[dict[str, Any]] = []  # options of each group when it was last stepped
+        self._flats: dict[int, Flat] = {}  # id of a flat tensor -> its `Flat`; AdamW's flats included
+        self._unchecked = True  # weights may have been set from outside since the last step
+        self._carried: dict[str, dict[str, Tensor]] = {}  # name -> stages' state that was loaded, not yet taken over
+        self._num_stepped = 0  # number of flats stepped in this training step
 
     @property
     def _params(self) -> list[Tensor]:
-        """Parameters of the model, with which the optimizer was made."""
+        """Model parameters with which the optimizer was made."""
         return [p for _, named in self.groups for _, p in named]
 
     # -------------------------------------------------------------------------------------------- groups and state
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """Remember a group's parameters before DeepSpeed takes their place."""
+        """Remember a group's parameters before DeepSpeed replaces them by flats."""
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
         self._options.append(_options(group))
 
@@ -157,16 +161,20 @@ class DeepSpeedHost(Host):
         self._carried, self._flats = {}, {}
 
     def restore_groups(self, core: Stepped) -> None:
-        """Put the groups back as they are between steps, as DeepSpeed does only without an error."""
+        """Restore the groups to their state between steps. DeepSpeed does so itself only if a step succeeds."""
         core.param_groups = [group for group, _ in self.groups]
         if zero3_of(self._params) is not None:
             for group in core.param_groups:
                 group["params"] = []
 
     def _restore_options(self, core: Stepped) -> None:
-        """Loading a universal checkpoint, DeepSpeed writes to the groups that there are. It gives them the options of
-        the checkpoint's groups in their order, at stage 3 all of them those of the first. And all sub-groups get one
-        and the same tensor as "step" there, which each of them would then count up for all."""
+        """Repair options and step counts after DeepSpeed loaded a universal checkpoint, and take out the stages' state
+        that the groups carry.
+
+        DeepSpeed assigns the options of the checkpoint's groups to the existing groups by position; at stage 3 every
+        group gets those of the first. Also at stage 3, all sub-groups share one "step" tensor, which each of them
+        would increment for all.
+        """
         carried = take_carried(group for group, _ in self.groups)
         if carried:
             self._carried, self._flats = carried, {}
@@ -175,21 +183,22 @@ class DeepSpeedHost(Host):
                 state["step"] = state["step"].clone()
         for index, (group, named) in enumerate(self.groups):
             names, flats = [name for name, _ in named], group["params"]
-            if group.setdefault("param_names", names) != names:  # another group's
+            if group.setdefault("param_names", names) != names:  # the options are another group's
                 group.clear()
                 group.update(self._options[index], params=flats, param_names=names)
             self._options[index] = _options(group)
 
     def load(self, core: Stepped, load: Callable[[], None]) -> None:
-        """Raise on all ranks what one raises while DeepSpeed loads a checkpoint: all do, and collectives of its own
-        follow; but where they load one after the other (`pipeline_loading_checkpoint`)."""
+        """Run `load` on all ranks at once, and raise an error of one rank on all of them, because DeepSpeed's own
+        collectives follow. With `pipeline_loading_checkpoint` the ranks load one after another, and errors are not
+        shared."""
         frame = caller("load_checkpoint", "deepspeed")
         if frame is not None and frame.f_locals["self"]._config.zero_config.pipeline_loading_checkpoint:
             load()
             return
         try:
             run_together(load)
-        except Refused as refused:  # others may have taken their state over, and all have the model's weights
+        except Refused as refused:  # other ranks may have loaded their state, and all have loaded the model's weights
             core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
             self.restore_groups(core)
             raise
@@ -199,12 +208,13 @@ class DeepSpeedHost(Host):
             self._restore_options(core)
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        """Let the groups carry what stages of variants keep, for which state as long as a flat has no place."""
+        """Put the state of variants' stages into the saved groups, because it does not fit into state tensors as long
+        as a flat."""
         if self.is_active:
             kept = dict(self._carried)
             for known in self._flats.values():
                 kept |= {name: kept_in(state) for name, state in known.states.items() if state}
-            # By name, all in the first group: of a universal checkpoint stage 3 loads that one's options for every one.
+            # All in the first group, by name: from a universal checkpoint stage 3 loads only the first group's options.
             carry(saved["param_groups"][0], kept)
 
     # ------------------------------------------------------------------------------------------------- who is asked
@@ -219,7 +229,7 @@ class DeepSpeedHost(Host):
         return cls.clipping if is_partitioned(params) else None
 
     def plans(self, core: Stepped) -> tuple[Plan, ...]:
-        """The plans of all flats that have been stepped so far."""
+        """Plans of all flats that have been stepped so far."""
         return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
 
     def plan(self, core: Stepped) -> Plan | None:
@@ -229,7 +239,7 @@ class DeepSpeedHost(Host):
         raise ValueError(_SEVERAL_PLANS)
 
     def weights(self, core: Stepped) -> list[Weight]:
-        """The parts of the flats, AdamW's too."""
+        """Parts of parameters in all flats, AdamW's flats included."""
         if not self._flats:
             self._attach(core)
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
@@ -251,11 +261,12 @@ class DeepSpeedHost(Host):
     # ------------------------------------------------------------------------------------------------------- a step
 
     def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
-        """Refuse the first call of a stage-0 wrapper, which steps on zero gradients only to make state."""
+        """Refuse ZeRO 0 in half precision, recognized by its wrapper's first call of `step`, on zero gradients, which
+        only creates state."""
         return refuse_copies if caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
-        """Step those of the groups that DeepSpeed has put into `core.param_groups` for this call."""
+        """Step the groups that DeepSpeed put into `core.param_groups` for this call."""
         try:
             if self._num_stepped in (0, len(self._flats)):  # see [Note: one vote before the first call]
                 self._num_stepped, core.component = 0, tuple(range(num_ranks()))
@@ -274,7 +285,8 @@ class DeepSpeedHost(Host):
             raise
 
     def _begin(self, core: Stepped, fault: Fault) -> None:
-        """Raise what is wrong with any flat on this rank, and change nothing."""
+        """Check all flats of this rank before the first update of a training step. Raises the first fault found;
+        weights are not changed."""
         if fault.cause is not None:
             raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
@@ -286,7 +298,7 @@ class DeepSpeedHost(Host):
         if not self._flats:
             self._attach(core)
         for known in self._flats.values():
-            if not known.swapped:  # its state is made when it is stepped: there is one sub-group's at a time
+            if not known.swapped:  # state of swapped flats is created when they are stepped, one sub-group at a time
                 self._state(core, known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
                 known.take(self.groups[known.index][0], self._carried)
@@ -299,13 +311,13 @@ class DeepSpeedHost(Host):
             )
 
     def _attach(self, core: Stepped) -> None:
-        """Find what every flat holds."""
+        """Make a `Flat` for every flat tensor, after checking DeepSpeed's version and options."""
         check_version()
         refuse_options(core.keeper, [group for group, _ in self.groups])
         refuse_params([pair for _, named in self.groups for pair in named])
         zero3 = zero3_of(self._params)
         flats = [(index, flat) for index, (group, _) in enumerate(self.groups) for flat in group["params"]]
-        if zero3 is not None:  # in the groups only while they are stepped
+        if zero3 is not None:  # stage 3 puts flats into the groups only while they are stepped
             flats = list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
         found: dict[int, Flat] = {}
         for index, flat in flats:
@@ -315,8 +327,9 @@ class DeepSpeedHost(Host):
         self._flats = found
 
     def _refuse_unlike_model(self, stepped: set[int]) -> None:
-        """Raise ValueError if DeepSpeed steps other weights than the model has. Of swapped flats only those that are
-        stepped now are compared: others may be on their way from files (`pipeline_read`)."""
+        """Raise ValueError if the fp32 weights that DeepSpeed steps differ from the model's. A swapped flat is compared
+        only if it is in `stepped`, the ids of the flats of this call; others may still be read from files
+        (`pipeline_read`)."""
         here = [known for known in self._flats.values() if not known.swapped or id(known.flat) in stepped]
         wrong = [name for known in here for name in known.unlike_model()]
         if wrong:
@@ -329,7 +342,8 @@ class DeepSpeedHost(Host):
             )
 
     def _state(self, core: Stepped, known: Flat) -> dict[str, Any]:
-        """A flat's state, zeros at first. DeepSpeed looks for it once, after the first flat was stepped."""
+        """State of a flat, created as zeros if missing. DeepSpeed looks for state once, after the first flat was
+        stepped."""
         flat = known.flat
         state: dict[str, Any] = core.state[flat]
         if not known.is_muon:
@@ -338,7 +352,7 @@ class DeepSpeedHost(Host):
         if "exp_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(flat)
-            if not known.swapped:  # the swapper would make a file of it
+            if not known.swapped:  # the swapper would write it to a file at full size
                 state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
         if state["exp_avg"].shape != flat.shape:
             raise ValueError(
@@ -348,7 +362,8 @@ class DeepSpeedHost(Host):
         return state
 
     def _step_flats(self, core: Stepped) -> None:
-        """Step the flats of this call. What shows a flat to its core is told to the others in the core's vote."""
+        """Step the flats of this call. An error while a flat is prepared for its core reaches the other ranks in the
+        core's vote."""
         for group in core.param_groups:
             for flat in group["params"]:
                 known = self._flats[id(flat)]
@@ -381,21 +396,23 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, **options: Any) -> tuple[Any, Any]:
-    """`engine.load_checkpoint` that brings everything back with NVMe offload, too: see [Note: what DeepSpeed loads].
-    Collective among all ranks. Reads pickles: load files you trust.
+    """Load a DeepSpeed checkpoint completely. Replaces `engine.load_checkpoint`, which loses state with NVMe offload,
+    see [Note: what DeepSpeed loads]. Collective over all ranks. Reads pickles: load only files you trust.
 
     Args:
-        engine: What `deepspeed.initialize` returned, with a `shardmuon.Muon` as optimizer.
-        load_dir: As saved with `engine.save_checkpoint`, by as many ranks.
-        tag: As saved; the latest one if None.
-        options: Of `engine.load_checkpoint`; with NVMe offload `load_module_strict` and `load_lr_scheduler_states`.
+        engine: Engine returned by `deepspeed.initialize`, with a `shardmuon.Muon` as optimizer.
+        load_dir: Folder written by `engine.save_checkpoint` on the same number of ranks.
+        tag: Tag of the checkpoint in the folder. Default: the latest.
+        options: Options of `engine.load_checkpoint`; with NVMe offload only `load_module_strict` and
+            `load_lr_scheduler_states`.
 
     Returns:
-        As `engine.load_checkpoint`.
+        Result of `engine.load_checkpoint`: (path, client state).
 
     Raises:
-        ValueError: It does not fit, on any rank: raised on all, before anything changes. If the state of the
-            optimizer does not, everything else has been loaded, and no step may follow.
+        ValueError: The checkpoint does not fit on some rank. Raised on all ranks, before anything changes, except if
+            only the optimizer's state does not fit: then everything else has been loaded, and further steps are
+            refused.
     """
     zero3 = engine.optimizer
     optimizer = getattr(zero3, "optimizer", None)
@@ -407,14 +424,15 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
         found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
         zero3.checkpoint_event_prologue()
-        zero3.load_state_dict([saved] * num_ranks())  # reads the files again, now that there is state to read them to
+        zero3.load_state_dict([saved] * num_ranks())  # reads the swap files again, now that state tensors exist
         zero3.checkpoint_event_epilogue()
         engine.loaded_checkpoint_dp_world_size = None  # see `refuse_loaded`
     return found
 
 
 def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what DeepSpeed saved of this rank's memory. Raises ValueError if it does not belong to these partitions."""
+    """Read this rank's optimizer state dict, which DeepSpeed saved from memory; swapped tensors in it are replaced by
+    zeros. Raises ValueError if it or the saved swap files do not fit the engine's partitions."""
     unknown = sorted(set(options) - {"load_module_strict", "load_lr_scheduler_states"})
     if unknown or engine.load_universal_checkpoint():
         raise ValueError(
@@ -443,7 +461,7 @@ def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]
             f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
             "the same model as when it was saved, in a process that has made no other engine"
         )
-    for number, numel in enumerate(swapped):  # what was in files was saved empty: zeros as long stand for it
+    for number, numel in enumerate(swapped):  # swapped tensors were saved empty: replace them by zeros as placeholders
         state = saved["optimizer_state_dict"]["state"].get(number, {})
         for key, value in state.items() if numel else ():
             if isinstance(value, Tensor) and value.shape == (0,):

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: flat fp32 partitions in which matrices are cut at any element, and their swap files (NVMe offload).
+"""DeepSpeed ZeRO: flat fp32 partitions, which may split a matrix at any element, and their swap files (NVMe offload).
 
 Every private attribute of DeepSpeed that shardmuon reads is in this file and in host.py. DeepSpeed is never imported.
 
@@ -7,31 +7,31 @@ Every private attribute of DeepSpeed that shardmuon reads is in this file and in
     of a group (stages 1 and 2, and the BF16 optimizer) or of a sub-group (stage 3), with the gradients reduced,
     unscaled and clipped. Stages 1 and 2 call `step()` once per group with that group alone, stage 3 once per sub-group
     with all other groups empty, the BF16 optimizer once. All ranks make the same calls in the same order. The
-    parameters that the optimizer was made with live on in the model, and say where their elements went:
+    parameters that the optimizer was made with remain in the model. Their attributes tell where their elements are:
     stages 1 and 2, BF16   see [Note: where a parameter lies]
     stage 3                `_z3_optimizer` with the sub-groups' parameters and flats; rank r of `ds_process_group` holds
-                           elements [r k, (r + 1) k) of each, k = `partition_numel()`
-    The ranks exchange what they hold when the plan is made, and it must cover every parameter once. Before the first
-    update, after state was loaded and at audits each part is compared with what the model has at that place.
+                           elements [r k, (r + 1) k) of each parameter, k = `partition_numel()`
+    When the plan is made, the ranks exchange which elements they hold; together these must cover every parameter once.
+    Before the first update, after loading state, and at audits each part is compared with the model's weights.
 
 [Note: where a parameter lies]
-    At stages 1 and 2 and under the BF16 optimizer the parameters of a group are views of one buffer, in an order of
-    DeepSpeed's own (`round_robin_gradients`, `parameter_alignment`). Rank r of `_dp_group` steps an fp32 copy of the
-    r-th equal part of it, its flat. So a parameter's place in the buffer says which part of it a flat holds, and where.
-    DeepSpeed's own record, `_hp_mapping`, is made in the order of the groups instead and is wrong with
-    `round_robin_gradients` (0.19.8): of it only that it is there is read.
+    At stages 1 and 2 and with the BF16 optimizer the parameters of a group are views of one buffer, in DeepSpeed's own
+    order (`round_robin_gradients`, `parameter_alignment`). The buffer is cut into equal parts, and rank r of
+    `_dp_group` steps an fp32 copy of part r, the rank's flat. So a parameter's offset in the buffer tells which of its
+    elements a flat holds, and where. DeepSpeed's own record, `_hp_mapping`, follows the order of the groups instead and
+    is wrong with `round_robin_gradients` (0.19.8), so only its presence is read.
 
 [Note: what is swapped]
-    With NVMe offload of optimizer state at stage 3 a sub-group of which a rank holds at least max(1 MiB,
-    `aio.block_size`) lies in files: weights, every state as long as its flat (unless it has `swappable = False`) and
-    gradients of that size. Its flat and states are empty but while they are stepped. The smaller sub-groups stay in
-    memory.
+    With NVMe offload of optimizer state at stage 3, a sub-group is swapped to files if a rank holds at least max(1 MiB,
+    `aio.block_size`) of it. The files hold its weights, every state as long as its flat (except tensors with
+    `swappable = False`), and gradients of at least that size. The flat and its states are empty except while they are
+    stepped. Smaller sub-groups stay in memory.
 
 [Note: gradients that do not come back]
-    A swapped gradient is read by direct I/O into the sub-group's buffer, at the parameter's offset. File systems take
-    memory addresses that are multiples of 512 bytes, some of any or of up to a page. Elsewhere the read fails,
-    DeepSpeed does not look at the result, and what the buffer held before is stepped. Buffers begin at a page, so
-    offsets tell. Only those of whole pages are allowed.
+    A swapped gradient is read by direct I/O into the sub-group's buffer, at the parameter's offset. Direct I/O needs
+    aligned memory addresses: multiples of 512 bytes on most file systems, between 1 byte and a page on some. At other
+    addresses the read fails, DeepSpeed ignores the failure, and the buffer's old content is stepped. Buffers begin at a
+    page boundary, so offsets determine the alignment. Only offsets of whole pages are allowed.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper
 
 _TESTED = "0.19.8"
-_PAGE = 4096  # bytes; every file system reads to addresses that are multiples of it
+_PAGE = 4096  # bytes; every file system can read to addresses that are multiples of a page
 
 
 class Slice(NamedTuple):
-    """A part of one parameter, which this rank's flat holds.
+    """Part of one parameter that this rank's flat holds.
 
     Attributes:
         param: The model's parameter.
-        start: First element in the flattened parameter.
-        numel: Number of elements, 0 if there is nothing of it here.
-        offset: First element in the flat.
+        start: Index of the first element in the flattened parameter.
+        numel: Number of elements; 0 if the flat holds nothing of the parameter.
+        offset: Index of the first element in the flat.
     """
 
     param: Tensor
@@ -73,12 +73,12 @@ class Slice(NamedTuple):
 
 
 def shape_of(param: Tensor) -> Ints:
-    """The parameter's shape, also while ZeRO 3 keeps a placeholder in its place."""
+    """Full shape of a parameter, even while ZeRO 3 has replaced its data by a placeholder."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def is_partitioned(params: Iterable[Tensor]) -> bool:
-    """True if DeepSpeed has made partitions of any of these model parameters."""
+    """True if DeepSpeed has partitioned any of these model parameters."""
     return "deepspeed" in sys.modules and any(hasattr(p, "_z3_optimizer") or hasattr(p, "_hp_mapping") for p in params)
 
 
@@ -86,18 +86,18 @@ def is_partitioned(params: Iterable[Tensor]) -> bool:
 
 
 def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
-    """Find what a flat holds.
+    """Find the slices of parameters that a flat holds.
 
     Args:
-        flat: A tensor that DeepSpeed put into a group of the optimizer.
-        params: The model parameters with which the group was made.
+        flat: Tensor that DeepSpeed put into a group of the optimizer.
+        params: Model parameters with which the group was made.
 
     Returns:
-        This rank's slices of all trainable parameters that the flat shares out, in an order that all ranks share, and
-        the process group that shares it.
+        This rank's slices of all trainable parameters in the flat's group or sub-group, in an order that is the same on
+        all ranks (empty slices included), and the process group over which these parameters are partitioned.
 
     Raises:
-        ValueError: It is no flat of these parameters, or one that is not supported.
+        ValueError: The tensor is not a flat of these parameters, or a kind of flat that is not supported.
     """
     zero3 = zero3_of(params)
     slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
@@ -106,13 +106,13 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
 
 
 def _refuse_replaced(given: Sequence[Any], found: Sequence[Any], partly: bool) -> None:
-    """Raise ValueError for parameters that are parts of those that the optimizer was made with, or that only one of
-    both sides has.
+    """Raise ValueError if ZeRO's partitions and an optimizer group have different parameters, or if a partition has a
+    tensor-parallel shard (AutoTP).
 
     Args:
-        given: Those that a group was made with.
-        found: Those in ZeRO partitions.
-        partly: Others of the group may be in other partitions.
+        given: Parameters that the group was made with.
+        found: Parameters in the ZeRO partitions.
+        partly: True if some of the group's parameters may be in other partitions.
     """
     known, kept = {id(p) for p in given}, {id(p) for p in found}
     wrong = [p for p in found if id(p) not in known]
@@ -132,8 +132,8 @@ def _refuse_replaced(given: Sequence[Any], found: Sequence[Any], partly: bool) -
 
 
 def check_version() -> None:
-    """Warn of a DeepSpeed newer than the tested one. Raises ValueError for an older one: none of them hands over the
-    right gradient with every setting (benchmarks/results/nvme.md)."""
+    """Warn if DeepSpeed is newer than the tested version. Raises ValueError if it is older: every older version passes
+    wrong gradients with some settings (benchmarks/results/nvme.md)."""
     here = _version()
     found, tested = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (here, _TESTED))
     if found < tested:
@@ -150,7 +150,8 @@ def check_version() -> None:
 
 
 def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
-    """Stages 1 and 2 and the BF16 optimizer, see [Note: where a parameter lies]."""
+    """Slices in a flat, and their process group, at stages 1 and 2 and with the BF16 optimizer, see
+    [Note: where a parameter lies]."""
     members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
     if not members:
         raise ValueError("none of the group's parameters carries a ZeRO fragment (attribute _hp_mapping)")
@@ -165,7 +166,7 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], 
         )
     group = members[0]._dp_group
     ranks = group_ranks(group)
-    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # of this flat's elements in the buffer
+    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # index in the buffer where this flat begins
     slices = []
     for p, place in zip(members, _places(members), strict=True):
         start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
@@ -174,7 +175,7 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], 
 
 
 def _places(params: Sequence[Tensor]) -> list[int]:
-    """Elements at which parameters begin in the buffer that they are views of; the least is 0."""
+    """Offset in elements of each parameter in the buffer that they all are views of; the smallest is 0."""
     begin = min(int(p.storage_offset()) for p in params)
     places = [int(p.storage_offset()) - begin for p in params]
     if len({p.untyped_storage().data_ptr() for p in params}) > 1 or not all(p.is_contiguous() for p in params):
@@ -185,12 +186,14 @@ def _places(params: Sequence[Tensor]) -> list[int]:
     return places
 
 
-# Settings of ZeRO 3, as its optimizer has them, with which parts are cut otherwise or stepped by DeepSpeed's own Adam.
+# Attributes of ZeRO 3's optimizer -> the supported value. With other values parameters are partitioned differently, or
+# parts of them are stepped by DeepSpeed's own Adam.
 _STAGE_3 = {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}
 
 
 def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
-    """Stage 3: rank r holds an equal part of each parameter, padded at the end."""
+    """Slices in a flat, and their process group, at stage 3, where each rank holds an equal part of each parameter,
+    padded at the end."""
     kind = type(zero3).__name__
     if kind != "DeepSpeedZeroOptimizer_Stage3":
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
@@ -220,9 +223,9 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
 
 
 def differs_from_model(flat: Tensor, part: Slice) -> bool:
-    """True if this part of a flat is something else than what the model has there, rounded to the model's dtype.
+    """True if a slice of a flat, rounded to the model's dtype, differs from the model's weights.
 
-    Where either is in files now there is nothing to compare: False.
+    False if the flat or the weights are in swap files now, so that they cannot be compared.
     """
     param: Any = part.param
     if hasattr(param, "ds_tensor"):  # stage 3: this rank's part, padded
@@ -236,8 +239,8 @@ def differs_from_model(flat: Tensor, part: Slice) -> bool:
 
 
 def refuse_copies() -> None:
-    """Raise ValueError for what DeepSpeed steps at stage 0 in half precision. Its copies carry no attributes, so that
-    an AutoTP shard looks like a whole matrix."""
+    """Raise ValueError for stage 0 in half precision, where DeepSpeed steps fp32 copies of the parameters. The copies
+    have no attributes, so an AutoTP shard would look like a whole matrix."""
     raise ValueError(
         f"at ZeRO 0 with bf16 or fp16 DeepSpeed ({_TESTED}) steps fp32 copies of its own, which may be parts of "
         "matrices (AutoTP) and with fp16 have gradients divided by a loss scale that the loss was not multiplied by. "
@@ -246,7 +249,7 @@ def refuse_copies() -> None:
 
 
 def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for options of the optimizer or its groups that have no place on flats."""
+    """Raise ValueError for options of the optimizer or its groups that are not supported on flats."""
     if keeper.dtype is not None or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
             f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads state and weights "
@@ -269,14 +272,15 @@ def _version() -> str:
 
 
 def make_shard(flat: Tensor, part: Slice, group: Any) -> Tensor:
-    """A leaf that is stepped in a parameter's place, still empty: it is shown its slice of the flat in each step."""
+    """Make a leaf tensor that is stepped instead of a parameter. It is empty at first; each step makes it a view of its
+    slice of the flat."""
     shard = torch.nn.Parameter(flat.new_empty(0))
-    home = part.param.device if part.param.device.type != flat.device.type else None  # offload_optimizer
+    home = part.param.device if part.param.device.type != flat.device.type else None  # differs with offload_optimizer
     return mark_flat(shard, FlatShard(shape_of(part.param), part.start, group, "ZeRO partitions", home=home))
 
 
 class DeepSpeedEngine(Engine):
-    """Model parameters whose place ZeRO 3 has taken. Refuses them: DeepSpeed's own optimizer steps their partitions."""
+    """Engine that refuses model parameters partitioned by ZeRO 3: only DeepSpeed's optimizer can step partitions."""
 
     def recognizes(self, param: Tensor) -> bool:
         return hasattr(param, "ds_shape")
@@ -300,7 +304,7 @@ def zero3_of(params: Iterable[Tensor]) -> Any:
 
 
 def swapped_numel(flat: Tensor, zero3: Any) -> int:
-    """Elements of a flat that lies in files now and then, 0 for one that stays in memory."""
+    """Number of elements of a flat that is swapped to files; 0 for a flat that stays in memory."""
     if not getattr(zero3, "swap_optimizer", False):
         return 0
     number = _number_of(flat, zero3)
@@ -308,13 +312,13 @@ def swapped_numel(flat: Tensor, zero3: Any) -> int:
 
 
 def _number_of(flat: Tensor, zero3: Any) -> int:
-    """The number of the sub-group of stage 3 that a flat is."""
+    """Index of the stage-3 sub-group to which a flat belongs."""
     return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
 
 
 def refuse_params(named: Sequence[tuple[str, Any]]) -> None:
-    """Raise ValueError for weights on NVMe, which DeepSpeed does not always keep as they were: it may make bf16 of fp32
-    ones, and reads them to addresses that direct I/O does not take. `named`: (name, parameter)."""
+    """Raise ValueError for weights on NVMe, which DeepSpeed may corrupt: it may round fp32 weights to bf16, and reads
+    them to addresses that direct I/O does not support. `named`: (name, parameter) pairs."""
     for name, p in named:
         if getattr(p, "nvme_swapper", None) is not None:
             raise ValueError(
@@ -324,12 +328,12 @@ def refuse_params(named: Sequence[tuple[str, Any]]) -> None:
 
 
 def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int) -> None:
-    """Raise ValueError if a sub-group is swapped and DeepSpeed would not do so right.
+    """Raise ValueError if a sub-group is swapped with settings under which DeepSpeed would not swap it correctly.
 
     Args:
-        flat: The sub-group's.
-        named: (name, parameter) of the group that it is of.
-        num_states: States as long as the flat.
+        flat: Flat of the sub-group.
+        named: (name, parameter) pairs of the sub-group's optimizer group.
+        num_states: Number of state tensors as long as the flat.
     """
     zero3 = zero3_of(p for _, p in named)
     if not swapped_numel(flat, zero3):
@@ -350,12 +354,13 @@ def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int
 
 
 def refuse_misplaced(gradients: Sequence[tuple[str, int, int]], least: int, size: int) -> None:
-    """Raise ValueError for a swapped gradient at an address that direct I/O may not take.
+    """Raise ValueError if a swapped gradient is read to an address that direct I/O may not support, see
+    [Note: gradients that do not come back].
 
     Args:
-        gradients: (parameter's name, first element in the sub-group's buffer, number of elements on a rank with
-            padding) of one sub-group.
-        least: Bytes from which on a gradient is swapped.
+        gradients: For each gradient of one sub-group: (parameter's name, index of its first element in the sub-group's
+            buffer, number of its elements on a rank, padding included).
+        least: Smallest size of a swapped gradient, in bytes.
         size: Bytes of an element.
     """
     for name, offset, numel in gradients:
@@ -370,10 +375,11 @@ def refuse_misplaced(gradients: Sequence[tuple[str, int, int]], least: int, size
 
 
 def refuse_loaded(step: FrameType | None) -> None:
-    """Raise ValueError if a checkpoint has come back by DeepSpeed's function alone, as its engine remembers.
+    """Raise ValueError if a checkpoint was loaded by `engine.load_checkpoint` alone. The engine records this in
+    `loaded_checkpoint_dp_world_size`.
 
     Args:
-        step: The engine's call of the step.
+        step: Frame of the engine's method that calls `step()`, or None.
     """
     if step is not None and step.f_locals["self"].loaded_checkpoint_dp_world_size is not None:
         raise ValueError(

@@ -1,10 +1,10 @@
 """Megatron-core: `get_megatron_optimizer` with shardmuon in it, for Megatron's own training loop.
 
-Megatron keeps its part: gradient buffers and their reduction, fp32 main weights, loss scale, clipping over all parallel
-groups, the scheduler and distributed checkpoints. shardmuon routes the parameters and takes the step, sharing the
-matrices out over the data-parallel replicas and joining the shards of tensor-parallel ones. Experts are replicated over
-a group of their own and have an optimizer of their own, as Megatron does it; a pipeline stage knows nothing of the
-others but the list of groups. Wrappers, shards and checkpoints are in shards.py, Megatron-FSDP is in fsdp.py.
+Megatron still handles gradient buffers and their reduction, fp32 main weights, loss scale, clipping over all parallel
+groups, the scheduler and distributed checkpoints. shardmuon routes the parameters and takes the step: it distributes
+the matrices over the data-parallel replicas and joins the shards of tensor-parallel matrices. As in Megatron, experts
+are replicated over a separate group and have a separate optimizer. Pipeline stages are independent, except that all
+have the same list of groups. Wrappers, shards and checkpoints are in shards.py, Megatron-FSDP is in fsdp.py.
 
 Works with megatron-core 0.19 (docs/megatron.md has the pins).
 """
@@ -38,28 +38,33 @@ def get_megatron_optimizer(
     use_gloo_process_groups: bool = True,
     **muon_options: Any,
 ) -> Any:
-    """A `ChainedOptimizer` of Megatron's own classes around `shardmuon.Muon`. Collective over all ranks.
+    """Make a `ChainedOptimizer` of Megatron's own classes around `shardmuon.Muon`. Collective over all ranks.
 
     Args:
-        config: `OptimizerConfig`. Read: lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, the ``muon_``
-            fields (momentum, nesterov, scale_mode, num_ns_steps, coefficient_type, extra_scale_factor, split_qkv), and
-            what Megatron's own classes read. `muon_tp_mode` and `muon_fp32_matmul_prec` have no meaning here.
-        model_chunks: What Megatron trains, wrapped in its `DistributedDataParallel`.
-        pg_collection: `ProcessGroupCollection`; default: Megatron's global groups. With tensor parallelism its `tp`
-            and `expt_tp` say over which ranks matrices are cut.
-        adamw_lr: Learning rate of what is not a matrix; its min_lr shrinks alike. Default: `config.lr`.
-        overrides: See `shardmuon.param_groups`; names are the model's without the wrappers' ``module.``.
-        use_gloo_process_groups: As Megatron's: the distributed optimizer has a gloo group for some checkpoints.
-        **muon_options: Options of `Muon` (``method``, ``momentum``, ...); they win over `config`.
+        config: `OptimizerConfig`. Fields used: lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, the
+            ``muon_`` fields (momentum, nesterov, scale_mode, num_ns_steps, coefficient_type, extra_scale_factor,
+            split_qkv), and those that Megatron's own classes use. `muon_tp_mode` and `muon_fp32_matmul_prec` are
+            ignored.
+        model_chunks: Model chunks, each wrapped in Megatron's `DistributedDataParallel`.
+        pg_collection: `ProcessGroupCollection`. Default: Megatron's global groups. With tensor parallelism, matrices
+            are sharded over its groups `tp` and, for experts, `expt_tp`.
+        adamw_lr: Learning rate of AdamW's parameters; their min_lr is scaled by the same factor. Default: `config.lr`.
+        overrides: See `shardmuon.param_groups`; names are the model's, without the wrappers' prefix ``module.``.
+        use_gloo_process_groups: As in Megatron: True gives the distributed optimizer a gloo group, which some
+            checkpoint formats need.
+        **muon_options: Options of `Muon` (``method``, ``momentum``, ...); they take precedence over `config`.
+
+    Returns:
+        The `ChainedOptimizer`, with one optimizer for dense parameters and one for experts, if this rank has any.
 
     Raises:
-        ValueError: The configuration shards what must be whole, or a parameter's matrices cannot be known.
+        ValueError: The configuration is not supported, or the matrices of a parameter cannot be determined.
     """
     groups = pg_collection or _core("process_groups_config").ProcessGroupCollection.use_mpu_process_groups()
     options = _options(config, muon_options)
     given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
     distributed, fault = bool(config.use_distributed_optimizer), Fault()
-    with fault:  # whatever is wrong here, other pipeline stages must hear of it
+    with fault:  # an error here must reach the other pipeline stages
         given = parse_overrides(overrides)
         _check(config, model_chunks, options)
         for chunk in model_chunks:
@@ -102,7 +107,7 @@ _NOT_DISTRIBUTED = "use_precision_aware_optimizer", "optimizer_cpu_offload", "ov
 
 
 def _check(config: Any, chunks: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
-    """Raise ValueError if the configuration contradicts itself, or asks for what is not supported."""
+    """Raise ValueError if the configuration contradicts itself or is not supported."""
     if getattr(config, _LAYER_WISE, False):
         raise ValueError(
             f"{_LAYER_WISE} gives whole matrices to ranks, which shardmuon does itself. Set it to False in "
@@ -142,7 +147,7 @@ def _is_expert(param: torch.Tensor) -> bool:
 
 
 def _tp(groups: Any, expert: bool) -> Any:
-    """The group over which matrices are cut, or None if no other rank is in it."""
+    """Tensor-parallel group of dense parameters or of experts; None if it has only one rank."""
     group = getattr(groups, "expt_tp", None) if expert else groups.tp
     return group if group is not None and len(group_ranks(group)) > 1 else None
 
@@ -151,7 +156,7 @@ def _tp(groups: Any, expert: bool) -> Any:
 
 
 def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the optimizer: Megatron's names, then the user's."""
+    """Options of `Muon`: from Megatron's config, replaced by those that the user gave."""
     of_job = sorted({"process_group", "tp_group", "expert_tp_group"} & given.keys())
     if of_job:
         raise ValueError(
@@ -172,7 +177,7 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         "ns_steps": config.muon_num_ns_steps,
         **given,
     }
-    if "ns_coefficients" in given:  # with a length of their own
+    if "ns_coefficients" in given:  # the user's coefficients decide the number of steps, not Megatron's config
         options["ns_steps"] = given.get("ns_steps")
     if "adjust_lr_fn" not in given:
         options["adjust_lr_fn"] = _scale_of(config)
@@ -180,7 +185,7 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scale_of(config: Any) -> str:
-    """Our name of Megatron's scale of the learning rate."""
+    """Value of `adjust_lr_fn` that corresponds to Megatron's scale of the learning rate."""
     mode, extra = config.muon_scale_mode, config.muon_extra_scale_factor
     if (mode, extra) != ("spectral", 0.2) and extra != 1.0:
         raise ValueError(
@@ -191,7 +196,8 @@ def _scale_of(config: Any) -> str:
 
 
 def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
-    """Fused projections as Megatron lays them out, (q, k, v) rows per query group: three matrices."""
+    """Overrides that split Megatron's fused attention projections, with (q, k, v) rows per query group, into matrices:
+    three, or four with gated attention."""
     if not config.muon_split_qkv:
         return []
     found: list[tuple[Any, Any]] = []
@@ -210,13 +216,14 @@ def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
-    """Numbers of the overrides that have something to do in this chunk; the others may, on another pipeline stage."""
+    """Indices of the overrides that match a parameter of this chunk. The others may match on another pipeline stage."""
     found = find_places(chunk)
     return [i for i, rule in enumerate(rules) if any(rule.matches(*one) for one in found)]
 
 
 def _of_experts(chunk: nn.Module, rules: Sequence[Rule], tp_group: Any) -> list[Rule]:
-    """Overrides for experts alone: the user's, with their tensor-parallel group, which is not the dense parameters'."""
+    """Overrides for experts only: the given ones, with the experts' tensor-parallel group, which differs from the dense
+    parameters' group."""
 
     def narrowed(rule: Rule) -> Rule:
         def fits(name: str, param: torch.Tensor, module: nn.Module) -> bool:
@@ -236,7 +243,8 @@ def _routed(
     adjust_lr_fn: str | None,
     groups: Any,
 ) -> list[dict[str, Any]]:
-    """The groups of a model chunk with what Megatron's scheduler and checkpoints want of a group."""
+    """Groups of a model chunk, with the keys that Megatron's scheduler and checkpoints need, split into dense
+    parameters and experts."""
     if not any(p.requires_grad for p in chunk.parameters()):
         return []
     if _tp(groups, False) is not None or _tp(groups, True) is not None:
@@ -245,14 +253,14 @@ def _routed(
         chunk,
         tp_group=_tp(groups, False),
         lr=config.lr,
-        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # a matched one would differ from stage to stage
+        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # one matched to the matrices would differ between stages
         weight_decay=config.weight_decay,
         overrides=[(rule.pattern, rule.options) for rule in rules],
         adjust_lr_fn=adjust_lr_fn,
     )
     out = []
     for group in made:
-        group.pop("tp_group", None)  # not the same on all ranks; `Muon` is told it
+        group.pop("tp_group", None)  # differs between ranks; it is passed to `Muon` instead
         if not group["use_muon"]:
             group.setdefault("betas", (config.adam_beta1, config.adam_beta2))
             group.setdefault("eps", config.adam_eps)
@@ -277,8 +285,19 @@ def _routed(
 def _aligned(
     listed: Sequence[Mapping[str, Any]], fault: Fault, rules: Sequence[Rule], matched: set[int]
 ) -> list[dict[str, Any]]:
-    """Groups with equal options made one, and in one order on all ranks, with empty ones for those of other pipeline
-    stages: Megatron's checkpoints list the groups once for all."""
+    """Merge groups with equal options, and align them over all ranks: the same groups in the same order everywhere,
+    empty where only other pipeline stages have parameters, because Megatron's checkpoints save one list of groups for
+    all. Collective.
+
+    Args:
+        listed: Groups of this rank.
+        fault: Error on this rank, if any; raised on all ranks.
+        rules: The user's overrides.
+        matched: Indices of the overrides that match a parameter on this rank.
+
+    Raises:
+        ValueError: An override matches no parameter on any rank.
+    """
     mine: dict[str, dict[str, Any]] = {}
     for group in listed:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -303,11 +322,16 @@ def _aligned(
 def _wrapped(
     config: Any, muon: Muon, groups: Any, expert: bool, chunks: Sequence[nn.Module], shared: Mapping[str, Any] | None
 ) -> Any:
-    """One optimizer in Megatron's wrapper.
+    """Wrap an optimizer in Megatron's wrapper class.
 
     Args:
-        shared: Process groups of the distributed optimizer, by the names that Megatron gives; None: every replica has
-            all main weights.
+        config: Megatron's `OptimizerConfig`.
+        muon: Optimizer of dense parameters or of experts.
+        groups: Megatron's process groups.
+        expert: True for the experts' optimizer.
+        chunks: Model chunks.
+        shared: Process groups of the distributed optimizer, by Megatron's names; None: no distributed optimizer, every
+            replica has all main weights.
     """
     tp_group = _tp(groups, expert)
     if shared is not None:
@@ -336,14 +360,14 @@ def _wrapped(
         muon.hosts.insert(0, WholeHost(groups.pp.size() > 1 or (expert and groups.ep.size() > 1)))
     wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
     for param in wrapped.get_parameters():
-        param.requires_grad_(True)  # fp32 main weights do not, so they would count as frozen and have no state to load
+        param.requires_grad_(True)  # False on fp32 main weights, which would count as frozen and have no state to load
         if tp_group is None:
-            param.tensor_model_parallel = False  # Megatron's layers say True even where one rank has the whole
+            param.tensor_model_parallel = False  # Megatron's layers set True even if one rank has the whole matrix
     return wrapped
 
 
 def _scaler(config: Any) -> Any:
-    """The gradient scaler that Megatron would choose."""
+    """Gradient scaler that Megatron would choose, or None."""
     scalers = _core("optimizer.grad_scaler")
     if config.loss_scale:
         return scalers.ConstantGradScaler(config.loss_scale)
@@ -360,6 +384,6 @@ def _scaler(config: Any) -> Any:
 
 
 def _fill_state(optimizer: Muon, config: Any = None) -> None:
-    """Give an optimizer state to load into: zeros."""
+    """Create the optimizer's missing state as zeros, for checkpoints to load into."""
     with torch.no_grad():
         optimizer.complete_state()

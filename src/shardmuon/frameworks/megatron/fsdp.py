@@ -1,17 +1,18 @@
-"""Megatron-FSDP: DTensors whose placements do not say what they store. The experimental version 2 is refused.
+"""Megatron-FSDP: DTensors whose placements do not match what they store. The experimental version 2 is refused.
 
 Every private attribute of Megatron-FSDP that shardmuon reads is in this file. The package itself is never imported.
 
 [Note: Megatron-FSDP's storage]
-    A unit (an FSDP module) is one flat buffer of its parameters, with padding between them, cut in equal parts over the
-    data-parallel ranks. So a parameter is `Shard(0)` with any number of whole rows on any rank and none on most;
-    torch's chunk rule, its offset helper and `full_tensor()` are wrong about it without an error. Tensor parallelism
-    cuts first, along any dim. Which elements of its tensor-parallel part a rank stores, a parameter says itself
-    (`megatron_fsdp_slice`); nothing does where no data-parallel axis cuts. What all ranks say must make up the whole.
+    Each unit (FSDP module) has one flat buffer of its parameters, with padding between them, cut into equal parts over
+    the data-parallel ranks. So a parameter with placement `Shard(0)` has any number of whole rows on any rank, and none
+    on most ranks; torch's chunk rule, its offset helper and `full_tensor()` silently give wrong results. Tensor
+    parallelism shards first, along any dim. The attribute `megatron_fsdp_slice` of a parameter tells which elements of
+    its tensor-parallel part this rank stores; without a sharding data-parallel axis a rank stores the whole part.
+    The slices of all ranks together must cover the parameter.
 
 [Note: empty shards]
-    `grad` stays None where a rank stores nothing of a parameter. Such a rank neither holds nor owns any of it, so
-    it takes part as if it had an empty gradient whenever those that do store some have theirs.
+    On a rank that stores nothing of a parameter, `grad` stays None. Such a rank holds and owns none of the parameter,
+    so it takes part as if it had an empty gradient whenever the ranks that store the parameter have gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PACKAGES = ("megatron_fsdp", "megatron")
 
 
 class MegatronFSDPCopy(Engine):
-    """Refuses the copy that Megatron-FSDP computes with, and parameters of its version 2."""
+    """Engine that refuses the unsharded copies that Megatron-FSDP computes with, and parameters of its version 2."""
 
     def recognizes(self, param: Tensor) -> bool:
         own = param.__dict__
@@ -52,7 +53,7 @@ class MegatronFSDPCopy(Engine):
 
 
 class MegatronFSDPEngine(DTensorEngine):
-    """A Megatron-FSDP parameter's local tensor, whose place it says itself: see
+    """Engine for Megatron-FSDP's parameters, whose attributes give the position of their local tensors, see
     [Note: Megatron-FSDP's storage]."""
 
     believes_placements = False
@@ -60,7 +61,7 @@ class MegatronFSDPEngine(DTensorEngine):
     def recognizes(self, param: Tensor) -> bool:
         if not is_dtensor(param):
             return False
-        # asked of every DTensor in every step
+        # must be cheap: called for every DTensor in every step
         return "megatron_fsdp_dist_index" in param.__dict__ or hasattr(param.device_mesh, "_shard_order")
 
     def claim(self, param: Any, group: Group) -> Claim:
@@ -89,8 +90,8 @@ class MegatronFSDPEngine(DTensorEngine):
         return True
 
     def lacks_gradient(self, param: Tensor) -> bool:
-        """True if nothing of the parameter is stored here. Megatron-FSDP gives all of a model's parameters their
-        gradients at once, see [Note: empty shards]."""
+        """True if this rank stores nothing of the parameter. Megatron-FSDP sets the gradients of all parameters of a
+        model at once, see [Note: empty shards]."""
         return self.storage(param).numel() == 0
 
 
@@ -101,7 +102,14 @@ _ENGINE = MegatronFSDPEngine()
 
 
 class _Place(NamedTuple):
-    """The place of this rank's storage: it begins at this row of one of the tensor-parallel parts."""
+    """Position of this rank's storage in a parameter.
+
+    Attributes:
+        cut: Dim and stride along which tensor parallelism shards the parameter.
+        num_parts: Number of tensor-parallel parts.
+        part: Index of the tensor-parallel part that this rank stores rows of.
+        row: First row stored, in the tensor-parallel part.
+    """
 
     cut: Cut
     num_parts: int
@@ -134,7 +142,7 @@ def _place_of(param: Any) -> _Place:
 
 
 def _first_row(param: Any) -> int:
-    """The row of the tensor-parallel part at which this rank's storage begins, as the parameter says."""
+    """First row that this rank stores of its tensor-parallel part, from the parameter's `megatron_fsdp_slice`."""
     local = _ENGINE.storage(param)
     if not local.numel():
         return 0
@@ -153,7 +161,8 @@ def _tensor_parallel_name(param: DTensor) -> str | None:
 
 
 def _uncounted(param: Any) -> str | None:
-    """The reason why a norm over all ranks counts the parameter several times; None: its mesh lists all who keep it."""
+    """Reason why a norm over all ranks would count the parameter several times; None if the parameter's mesh lists all
+    ranks that store it."""
     name = _tensor_parallel_name(param)
     if name is None or name in (param.device_mesh.mesh_dim_names or ()):
         return None
@@ -172,9 +181,9 @@ def _uncounted(param: Any) -> str | None:
 
 
 def _mark(storage: Tensor, param: DTensor) -> None:
-    """Write on a state tensor's storage which part of the whole it is: torch.distributed.checkpoint asks for that
-    before it believes placements. Tensor-parallel parts follow each other there whatever the stride, as Megatron-FSDP
-    saves weights."""
+    """Attach the offsets of a state tensor's local part to its storage. torch.distributed.checkpoint uses them instead
+    of the placements. Tensor-parallel parts are saved one after another whatever their stride, as in Megatron-FSDP's
+    checkpoints of weights."""
     place, offsets = _place_of(param), [0] * storage.ndim
     offsets[0] = place.row
     offsets[place.cut.dim] += place.part * -(-param.shape[place.cut.dim] // place.num_parts)
@@ -185,7 +194,7 @@ def _mark(storage: Tensor, param: DTensor) -> None:
 
 
 class MegatronFSDPHost(Host):
-    """Host for Megatron-FSDP's functions that wrap an optimizer. Afterwards the training loop steps it."""
+    """Host for Megatron-FSDP's functions that wrap an optimizer. After wrapping, steps are those of a plain loop."""
 
     packages = _PACKAGES
 
@@ -198,13 +207,13 @@ class MegatronFSDPHost(Host):
             )
 
     def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
-        """`fully_shard_optimizer` steps only to have state: it sets all gradients to zero, but leaves lr, so that an
-        ordinary step would decay weights and count. The function itself is asked, as zeros may also be true gradients
-        on some rank; every rank calls it."""
+        """Replace the step that `fully_shard_optimizer` takes only to create state. It sets all gradients to zero but
+        leaves lr, so an ordinary step would decay weights and count. The call is recognized by its caller, because true
+        gradients may also be zero on some rank; every rank makes it."""
         return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saving(self, core: Stepped) -> None:
-        """Mark all state tensors that lie as Megatron-FSDP's parameters do."""
+        """Attach offsets to all state tensors that have the placements of Megatron-FSDP's parameters."""
         for param, values in core.state.items():
             for value in values.values() if _ENGINE.recognizes(param) else ():
                 if is_dtensor(value) and value.placements == param.placements:

@@ -1,26 +1,26 @@
-"""Megatron's optimizers around shardmuon, what they step and what their checkpoints keep.
+"""Megatron's optimizer classes around shardmuon: the tensors they step and the state in their checkpoints.
 
 Every private attribute of Megatron's optimizers that shardmuon reads or overrides is in this file.
 
 [Note: what Megatron steps]
-    Each bucket of a gradient buffer is cut in as many equal parts as the data-parallel group has ranks, whatever matrix
-    that cuts through. `DistributedOptimizer` takes the parameters out of the optimizer's groups and puts in 1-D shards
-    of those that this rank's parts hold some of (`model_param_gbuf_map`, `_get_model_param_range_map`), in an order of
-    its own. They are views of the parameters where these are fp32 and copies where they are not. Here the shards of all
-    matrices go in the groups, in one order on every rank, some of them empty; then the optimizer steps them as any
-    others. Without the distributed optimizer every replica has all main weights, which are stepped as parameters.
+    Each bucket of a gradient buffer is cut into equal parts, one per data-parallel rank, even through matrices.
+    `DistributedOptimizer` replaces the parameters in the optimizer's groups by 1-D shards: one for each parameter that
+    this rank's parts hold elements of (`model_param_gbuf_map`, `_get_model_param_range_map`), in its own order. A shard
+    is a view of an fp32 parameter, or an fp32 copy for other dtypes. Here the groups get shards of all matrices, in the
+    same order on every rank, some of them empty; the optimizer steps these like other shards. Without the distributed
+    optimizer every replica has all main weights, which are stepped as parameters.
 
 [Note: checkpoints]
-    All of Megatron's formats read and write state through two methods, which know Adam's two names. Momentum goes by
-    `exp_avg`, and `exp_avg_sq` of a matrix is zeros, made when it is asked for. One count of steps is kept, as the
-    option ``step`` of every group and of every state.
+    All of Megatron's formats read and write state through two methods, which know only Adam's two state names. Momentum
+    is saved as `exp_avg`; `exp_avg_sq` of a matrix is zeros, created on access. There is one count of steps, stored as
+    the option ``step`` of every group and in every parameter's state.
 
 [Note: what stages keep here]
     `sharded_state_dict` describes each tensor of an optimizer's state by its parameter's shape and shards, and fails on
-    one of another shape. What a stage of a variant keeps is of another shape, and the same on all ranks that share the
-    matrix, also where the shard is empty: so the saved groups carry it, by names of parameters (see step/kept.py). That
-    is enough where each model-parallel rank saves its groups, as in the formats that follow the distributed optimizer's
-    buffers. Where rank 0 saves its groups for all, ranks with other parameters would lose it: that is refused.
+    a tensor of another shape. State of a variant's stages has another shape, and is the same on all ranks that share
+    the matrix, even where the shard is empty. So the saved groups carry it, by parameter name (see step/kept.py). That
+    suffices if each model-parallel rank saves its own groups, as in the formats that follow the distributed optimizer's
+    buffers. If rank 0 saves its groups for all, ranks with other parameters would lose the state: that is refused.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _KeptByName = dict[str, dict[str, Tensor]]  # name -> key -> tensor
 
 
 class WholeHost(Host):
-    """Host for Megatron's wrappers in which every replica has all main weights. Saved groups carry what stages keep.
+    """Host for Megatron's wrappers in which every replica has all main weights. Saved groups carry the stages' state.
 
     Args:
-        elsewhere: Whether other ranks have other parameters than rank 0. `sharded_state_dict` raises ValueError there,
-            as rank 0 alone saves groups.
+        elsewhere: True if some ranks have other parameters than rank 0. `sharded_state_dict` then raises ValueError if
+            there is stages' state, because only rank 0 saves groups.
     """
 
     packages = ()
@@ -73,7 +73,7 @@ class WholeHost(Host):
 
 
 class _Unfinished(Host):
-    """Host while Megatron makes its wrapper: it saves and loads an optimizer of shards that nothing describes yet."""
+    """Host while Megatron makes its wrapper, which saves and loads the optimizer before its shards are described."""
 
     @property
     def is_active(self) -> bool:
@@ -84,9 +84,9 @@ class _ShardHost(_Unfinished):
     """Host for Megatron's distributed optimizer.
 
     Args:
-        core: The optimizer, whose groups hold shards of all their parameters, empty ones where this rank has nothing.
-            Model chunks may have some parameters of one name: names become unique.
-        shards: The model's parameter -> its fp32 shard, if this rank has some of it.
+        core: Optimizer with shards of all parameters in its groups, empty ones for matrices of which this rank has no
+            elements. Parameters of different model chunks may share a name; names are made unique.
+        shards: Model parameter -> its fp32 shard, for parameters of which this rank has elements.
     """
 
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
@@ -95,34 +95,34 @@ class _ShardHost(_Unfinished):
         self.shards, self._count = shards, 0
         seen: Counter[str] = Counter()
         for group in core.param_groups:
-            if not group["use_muon"]:  # AdamW's shards are replicas of nothing
+            if not group["use_muon"]:  # AdamW's shards have no replicas
                 group["process_group"] = GroupRef(())
             names, group["param_names"] = group["param_names"], []
             for name in names:
                 group["param_names"].append(f"{name}#{seen[name]}" if seen[name] else name)
                 seen[name] += 1
-        # A checkpoint has those of the rank that wrote it, or none.
+        # A checkpoint has these options of the rank that wrote it, or lacks them.
         own = ("tp_group", "process_group", "param_names")
         self._own_options = [{key: group[key] for key in own} for group in core.param_groups]
         self._restore(core)
 
     def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state dict as torch does, and what stages keep. Collective over all ranks."""
+        """Load a state dict as torch does, and the stages' state from its groups. Collective over all ranks."""
         kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
         super().take_over(core, state_dict)
-        for weight in self.weights(core):  # state that Megatron loads is what there was before
+        for weight in self.weights(core):  # Megatron passes in the existing state, so old stages' state is removed
             state = core.state[weight.stored]
             for key in KEPT_KEYS:
                 state.pop(key, None)
-            # New tensors on every rank at once: which norms a step has looked at must be the same on all of them.
+            # New tensors on all ranks at once: all must agree on the norms that a step has already seen.
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
         self._restore(core)
 
     def _checked(self, core: Stepped, packed: Sequence[Mapping[str, Any]]) -> tuple[_KeptByName, int]:
-        """Saved numbers of stages by name, and the saved count of steps.
+        """Check the saved groups. Returns the stages' state by parameter name, and the count of steps.
 
         Raises:
-            ValueError: There is momentum, and not what the variant keeps; or counts differ.
+            ValueError: State that the variant needs is missing although steps were taken, or counts of steps differ.
         """
         kept = take_carried([dict(group) for group in packed])
         for group, theirs in zip(core.param_groups, packed, strict=True):
@@ -137,8 +137,8 @@ class _ShardHost(_Unfinished):
         return kept, max(counts, default=self._count)
 
     def _restore(self, core: Stepped) -> None:
-        """Restore this rank's options and a counter for each parameter, once groups and state were loaded. Megatron's
-        loaded state shares one counter among all, or has none."""
+        """Restore this rank's own options, and a separate step counter for each parameter, after groups and state were
+        loaded. In the state that Megatron loads all parameters share one counter, or have none."""
         for group, own in zip(core.param_groups, self._own_options, strict=True):
             group.update(own)
         take_carried(core.param_groups)
@@ -150,8 +150,8 @@ class _ShardHost(_Unfinished):
                 core.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        """Let the first group carry what stages keep, by name, on the CPU, where files are read: Megatron's checkpoints
-        have no place for it beside Adam's state."""
+        """Put the stages' state into the first saved group, by parameter name, because Megatron's checkpoints save only
+        Adam's state. It is moved to the CPU, where files are read."""
         states = {weight.name: core.state[weight.stored] for weight in self.weights(core)}
         kept = {name: {key: v.cpu() for key, v in kept_in(state).items()} for name, state in states.items()}
         carry(saved["param_groups"][0], kept)
@@ -165,7 +165,7 @@ class _ShardHost(_Unfinished):
             group["step"] = self._count
 
     def weights(self, core: Stepped) -> list[Weight]:
-        """Weights of the matrices."""
+        """Shards of the matrices; AdamW's parameters are left out."""
         return [
             Weight(name, shard, shard, group)
             for group in core.param_groups
@@ -176,7 +176,7 @@ class _ShardHost(_Unfinished):
 
 def _optimizer_class(base: type) -> type:
     class Distributed(base):  # type: ignore[misc]
-        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`, whose host has the shards."""
+        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`. `shardmuon`: host that has the shards."""
 
         optimizer_state_keys = ("exp_avg", "exp_avg_sq")
         shardmuon: _ShardHost
@@ -213,20 +213,23 @@ def _optimizer_class(base: type) -> type:
 def distributed_optimizer(
     base: type,  # Megatron's DistributedOptimizer
     muon: Muon,
-    *args: Any,  # its other arguments up to init_state_fn
+    *args: Any,  # the other positional arguments of `base`, up to init_state_fn
     process_group: Any,
     tp_group: Any,
     **kwargs: Any,
 ) -> Any:
-    """Megatron's distributed optimizer around `muon`, whose groups hold the model's parameters.
+    """Wrap an optimizer in Megatron's distributed optimizer.
 
     Args:
-        process_group: The ranks that the parameters are replicated over, all optimizer instances together.
-        tp_group: Their tensor-parallel group, or None.
+        base: Megatron's `DistributedOptimizer`.
+        muon: Optimizer whose groups hold the model's parameters; the parameters are replaced by shards.
+        *args, **kwargs: Other arguments of `base`.
+        process_group: Ranks that the parameters are replicated over, in all optimizer instances together.
+        tp_group: Tensor-parallel group of the parameters, or None.
     """
     made = [list(group["params"]) for group in muon.param_groups]
     muon.hosts.insert(0, _Unfinished())
-    with torch.no_grad():  # else shards of fp32 parameters are no leaves
+    with torch.no_grad():  # otherwise shards of fp32 parameters would not be leaves
         wrapped = _optimizer_class(base)(muon, *args, **kwargs)
     shards: dict[Tensor, Tensor] = {}
     for whole, cut in (
@@ -236,15 +239,15 @@ def distributed_optimizer(
         for params, parts in zip(whole, cut, strict=True):
             shards |= dict(zip(params, parts, strict=True))
     for part in shards.values():
-        part.requires_grad_(True)  # else they would count as frozen
+        part.requires_grad_(True)  # otherwise they would count as frozen
     for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
-        if group["use_muon"]:  # AdamW's has what Megatron has put there
+        if group["use_muon"]:  # AdamW's groups keep the shards that Megatron put there
             group["params"] = []
             for order, param in enumerate(params):
                 shard, start = shards.get(param), 0
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
-                    shard.grad = torch.empty_like(shard)  # which no one sets, and Megatron unscales
+                    shard.grad = torch.empty_like(shard)  # Megatron unscales it, but never sets it for an empty shard
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start
                     wrapped.model_param_group_index_map[param] = index, order
@@ -254,7 +257,8 @@ def distributed_optimizer(
 
 
 def _flat_shard(param: Tensor, start: int, process_group: Any, tp_group: Any) -> FlatShard:
-    """A shard's place in its matrix. Raises ValueError if the elements of such a shard cannot be told."""
+    """Description of a shard that begins at element `start` of the flattened parameter. Raises ValueError if the
+    parameter's tensor-parallel attributes (`partition_dim`, `partition_stride`) are invalid."""
     shards = GroupRef.of(tp_group, "tp_group")
     cut = None if shards is None else cut_of(param)
     shape = list(param.shape)
@@ -265,7 +269,7 @@ def _flat_shard(param: Tensor, start: int, process_group: Any, tp_group: Any) ->
 
 
 def check_shards(groups: Sequence[Mapping[str, Any]], tp_group: Any) -> None:
-    """Raise ValueError, with its name, for a matrix whose shards cannot be read."""
+    """Raise ValueError, with the parameter's name, if a matrix has invalid tensor-parallel attributes."""
     for group in groups:
         for name, param in zip(group["param_names"], group["params"], strict=True) if group["use_muon"] else ():
             try:
