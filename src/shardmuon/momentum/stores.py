@@ -200,7 +200,7 @@ def encode(
     old: Tensor | None = None,  # fp32, same shape: the values before the step; None: round all to nearest
     bits: Tensor | None = None,  # int32 in [0, 2**16), same shape: random bits
 ) -> tuple[Tensor, Tensor]:  # codes: int8, same shape; scales: fp32, (rows.., blocks)
-    """8-bit codes and scales of the values `new`. Their storage must begin at a block boundary of the logical tensor."""
+    """8-bit codes and scales of the values `new`. The storage must begin at a block boundary of the whole tensor."""
     flat = new.flatten(num_row_dims).float()
     blocks = _blocks(flat)
     scale = blocks.abs().amax(-1)
