@@ -319,8 +319,10 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
 
 
 def _counted(state: Mapping[str, Mapping[str, Any]], table: Table) -> dict[str, Mapping[str, Any]]:
-    """State by names, without the counts of shards of which this rank stores nothing: frameworks leave no gradient
-    there, so nobody has counted, and DCP writes the count of any rank."""
+    """Copy state by parameter names, without the step counts of shards of which this rank stores nothing.
+
+    Frameworks leave no gradient there, so such counts are stale, and DCP would write the count of an arbitrary rank.
+    """
     counted = dict(state)
     for one, layout in zip(table.params, table.layouts, strict=True):
         if not one.param.numel() and 0 not in layout.view.shape:
