@@ -331,8 +331,8 @@ def _counted(state: Mapping[str, Mapping[str, Any]], table: Table) -> dict[str, 
 
 
 def _as_global(
-    weights: Mapping[str, Any],  # by parameter names
-    state: Mapping[str, Mapping[str, Any]],  # likewise
+    weights: Mapping[str, Any],  # by parameter name
+    state: Mapping[str, Mapping[str, Any]],  # by parameter name, then state key
     table: Table,  # of all plain shards
 ) -> dict[str, Any]:
     """Replace every plain shard in weights and state by a `_Shard`.

@@ -23,7 +23,7 @@ def norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
 
 
 def by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Tensors grouped by device and dtype."""
+    """Group tensors by device and dtype."""
     table: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         table.setdefault((tensor.device, tensor.dtype), []).append(tensor)

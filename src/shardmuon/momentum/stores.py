@@ -92,7 +92,7 @@ class Stream:
 
 
 class Rounding(NamedTuple):
-    """How one parameter's momentum and weights are rounded in one step.
+    """Rounding of one parameter's momentum and weights in one step.
 
     Attributes:
         momentum: Random bits for momentum in bf16 or 8-bit codes. None: momentum is stored as computed.
@@ -184,7 +184,7 @@ def step_stored_(
 
 
 def _round_small_steps(new: Tensor, old: Tensor, bits: Tensor) -> Tensor:  # bf16
-    moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in units of 2**-16 spacings
+    moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in fp32 ulps: 2**16 of them make one bf16 spacing
     return round_by(new, torch.where(moved < 0x10000, bits, NEAREST))
 
 
@@ -222,7 +222,7 @@ def decode(
     codes: Tensor,  # int8, the shape of a rank's storage
     scale: Tensor,  # (rows.., blocks)
 ) -> Tensor:  # fp32, the shape of the codes
-    """Values that 8-bit codes and their scales stand for."""
+    """Convert 8-bit codes and their scales to fp32 values."""
     flat = codes.flatten(scale.dim() - 1)
     k = _blocks(flat.float())
     scale = scale.to(SCALE_DTYPE)  # a checkpoint may have another dtype

@@ -101,9 +101,9 @@ def _lies_in_slots(x: Tensor) -> bool:
 
 
 def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of a matrix, or of a batch in slots, in a dtype."""
+    """Copy a matrix or a batch to new memory in slots, in another dtype."""
     out = empty_batch(x.shape, dtype, x.device)
-    foreach_copy_([out], [x])  # `copy_` needs a device even for tensors without data, on which foresight runs this
+    foreach_copy_([out], [x])  # foresight runs this on tensors without data, where `copy_` needs the device
     return out
 
 
@@ -114,7 +114,7 @@ _SPLIT = 2.0**11  # fp16 significands have 11 bits: the rest of an fp32 number t
 _MAX_BLOCKS = 4  # 4 blocks compute 10/16 of the tiles, 8 would compute 36/64: little less, in smaller products
 # FLOPs that one thread computes in twice a block's overhead (2c), see [Note: number of blocks].
 _OVERHEAD = {torch.float64: 3e6, torch.float32: 6e6, torch.bfloat16: 30e6}
-_OVERHEAD_AMX = 120e6  # bf16
+_OVERHEAD_AMX = 120e6  # for bf16 on CPUs with AMX
 
 
 class Products:
@@ -442,7 +442,8 @@ TORCH_EPS = 1e-7  # torch.optim.Muon's default eps: the smallest norm that it di
 
 
 def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # bf16
-    """The arithmetic of `torch.optim.Muon` (torch 2.9 .. 2.13), operation for operation: cast to bf16, then normalize.
+    """Orthogonalize a matrix by the same operations as `torch.optim.Muon` (torch 2.9 .. 2.13): cast to bf16, then
+    normalize, then iterate.
 
     One difference: when parameters are bf16 and nesterov is False, torch normalizes the momentum buffer itself in place
     (`.bfloat16()` of a bf16 tensor is the same tensor). Here `matrix` is not written to.

@@ -72,7 +72,7 @@ class Chooser:
     device: torch.device | None = None
 
     def choice(self, task: Task) -> Choice:
-        """The choice for a matrix, with its reason."""
+        """The orthogonalizer for a matrix, with the reason."""
         if self.method == "torch":
             return Choice("torch", reason="products in bfloat16, as in torch.optim.Muon")
         if self.method == "auto":

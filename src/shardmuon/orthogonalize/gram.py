@@ -84,7 +84,7 @@ def check_gram_dtype(dtype: torch.dtype) -> None:
 
 
 def restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
-    """True if an m x n matrix (m <= n) restarts by R <- Q R_0 Q, see [Note: restarts]."""
+    """True if an m x n matrix (m <= n) restarts locally, by R <- Q R_0 Q: see [Note: restarts]."""
     return dtype == torch.float16 and n > _LOCAL_ASPECT * m and len(plan_restarts(coefficients, dtype)) == 1
 
 

@@ -70,7 +70,7 @@ class Schedule:
 
     @property
     def fault(self) -> str | None:
-        """The reason why the schedule must not be used, or None."""
+        """Reason not to use the schedule (it flips signs or diverges); None if it is usable."""
         grid = np.linspace(0.0, MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
@@ -174,7 +174,7 @@ def schedule(
     *,
     safety: float | None = None,
 ) -> Schedule:
-    """A schedule by name, or from one triple, or from one triple per step.
+    """Make a schedule from a name, from one triple, or from one triple per step.
 
     Args:
         coefficients: A key of `SCHEDULES` or a name that other libraries use for it ("simple", "you5", "deepseekv4"),
@@ -189,7 +189,7 @@ def schedule(
 
     Raises:
         ValueError: Unknown name, wrong number of steps, or the schedule flips signs or diverges for inputs up to 1.01.
-        TypeError: Neither a name nor numbers.
+        TypeError: `coefficients` is neither a name nor numbers.
     """
     if safety is not None and not safety >= 1.0:
         raise ValueError(f"safety={safety} must be at least 1")

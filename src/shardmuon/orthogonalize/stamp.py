@@ -1,4 +1,4 @@
-"""Facts about a machine and its torch on which the bits of matrix products depend."""
+"""Description of a machine and its torch: everything on which the bits of matrix products depend."""
 
 from __future__ import annotations
 

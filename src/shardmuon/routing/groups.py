@@ -228,7 +228,7 @@ def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
     found = list(updates)
     total = sum(rows * cols for rows, cols, _ in found)
     squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
-    return float(f"{math.sqrt(squares / total) / _ADAMW_RMS:.6g}") if total else 1.0  # 1 exactly where it is 1
+    return float(f"{math.sqrt(squares / total) / _ADAMW_RMS:.6g}") if total else 1.0  # rounded, so that 1 is exact
 
 
 _ADAMW_RMS = 0.2  # root mean square of AdamW's updates, in units of its lr, see docs/learning_rate.md
@@ -283,7 +283,7 @@ _LOW_RATE = 2e-3  # an lr below this is AdamW's size; with Muon's default scale 
 
 
 class Rule(NamedTuple):
-    """One override.
+    """An override of the routing, as parsed from the user's argument.
 
     Attributes:
         pattern: The glob or predicate that the user wrote.

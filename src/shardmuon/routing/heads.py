@@ -99,7 +99,7 @@ def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[s
     heads |= _with_labels(linear, blocks)
     tables = _vocabularies(model, weights)
     sizes = dict.fromkeys(w.shape[0] for w in tables)
-    known = {w.shape[0] for w in matrices if w.name in heads}  # numbers of rows of all heads so far
+    known = {w.shape[0] for w in matrices if w.name in heads}  # row counts of all heads so far
     known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}  # heads that the user has named
     known |= {w.shape[0] for w in tables if id(w.param) in named or _is_tied(w)}
     read = {size for w in weights for size in w.role.reads}

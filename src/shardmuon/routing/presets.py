@@ -42,7 +42,7 @@ _Kind = Literal[
 
 @dataclass(frozen=True)
 class Role:
-    """The role of a parameter in its model: how to read it as matrices, or why it has none.
+    """The role of a parameter in its model: how to read it as matrices, or why it cannot be read so.
 
     Attributes:
         kind: "linear", "embedding", "norm" etc., see `_Kind`.

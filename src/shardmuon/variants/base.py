@@ -144,7 +144,7 @@ def scaled_(
         )
 
 
-def over(numbers: Tensor, norms: Tensor) -> Tensor:  # (B, 1) both
+def over(numbers: Tensor, norms: Tensor) -> Tensor:  # (B, 1) each
     """numbers / norms; 1 where that is NaN or infinite: for matrices of zeros, or with elements that are not finite."""
     return (numbers / norms).nan_to_num_(nan=1.0, posinf=1.0)
 
