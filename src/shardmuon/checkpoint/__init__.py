@@ -1,6 +1,6 @@
-"""Checkpoints: whole jobs on any layout, state dicts and their vetting.
+"""Checkpoints: saving and loading whole jobs on any layout, and validation of state dicts.
 
-May import `step` and what that may. Users import this package: `from shardmuon import checkpoint`.
+May import `step`, and all that `step` may import. Users import this package: `from shardmuon import checkpoint`.
 """
 
 from __future__ import annotations

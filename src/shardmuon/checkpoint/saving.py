@@ -1,13 +1,15 @@
-"""Whole jobs in files of torch.distributed.checkpoint (DCP), saved on one layout and loaded on any.
+"""Saving and loading of whole jobs with torch.distributed.checkpoint (DCP): saved on one layout, loaded on any.
 
 [Note: plain shards]
-    DCP takes a plain tensor for the same on every rank and writes one rank's, so all but one of the shards of tensor
-    parallelism, and of FSDP1's original parameters, would be lost without a word. A layout table says who stores what,
-    and views that know it stand in the shards' place: a file has whole tensors by name.
+    DCP assumes that a plain tensor is the same on every rank and writes one rank's. So all but one of the shards of
+    tensor parallelism, and of FSDP1's original parameters, would be silently lost. Here each shard is replaced by a
+    `_Shard`, which knows from the layout table which part of the whole tensor it is, and the file gets whole tensors
+    by name.
 
 [Note: files run no code]
-    DCP unpickles its metadata and every value that is not a tensor, and unpickling calls whatever the file names. Both
-    are first read by unpicklers that know only what DCP and optimizer options are made of; DCP reads them afterwards.
+    DCP unpickles its metadata and every value that is not a tensor, and unpickling calls whatever the file names. So
+    both are first read by unpicklers that accept only the types of DCP's metadata and of optimizer options; only then
+    does DCP read them.
 """
 
 from __future__ import annotations
@@ -55,24 +57,24 @@ from shardmuon.momentum.stores import BLOCK, scale_shape
 from shardmuon.step.kept import CARRIED
 from shardmuon.variants import KEPT_KEYS
 
-Muon = Any  # `shardmuon.Muon`, which stands above
+Muon = Any  # `shardmuon.Muon`, which this module may not import
 _Groups = Sequence[Mapping[str, Any]]
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
-    """Write weights, state and options with torch.distributed.checkpoint. Collective among all ranks.
+    """Save weights, optimizer state and options with torch.distributed.checkpoint. Collective over all ranks.
 
     Args:
-        path: A folder.
-        model: Its weights are saved.
-        optimizer: Its state and options are.
+        path: Folder to write to.
+        model: Model whose weights are saved.
+        optimizer: Optimizer whose state and options are saved.
 
     Raises:
-        ValueError: What is to be saved cannot be read on some rank, or a step was broken off. On every rank; nothing is
-            written.
-        ExchangeError: A step is under way: a signal handler has called this. On this rank.
+        ValueError: Weights or state cannot be read on some rank, or a step was interrupted. Raised on every rank;
+            nothing is written.
+        ExchangeError: A step is running: `save` was called from a signal handler. Raised on this rank.
     """
-    if optimizer.in_step:  # others may be in its exchanges: nobody can be told
+    if optimizer.in_step:  # other ranks may be in the step's exchanges and cannot be told
         raise ExchangeError(optimizer.torn())
 
     with made_public():
@@ -85,19 +87,24 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
-    """Read what `save` wrote, on any layout and number of ranks. Collective among all ranks.
+    """Load a checkpoint that `save` wrote, on any layout and number of ranks. Collective over all ranks.
 
-    `torch.distributed.checkpoint.load` writes into the tensors it is given, which are the optimizer's own: a damaged
-    file leaves them half old, half new. This reads into copies and takes them over when all of it has been read and
-    checked, at the price of that memory and, at the end, of the weights' once more. A file cannot run code. The groups
-    take all options that the file has, and frozen parameters their state.
+    `torch.distributed.checkpoint.load` writes into the tensors it is given, which are the optimizer's own, so a damaged
+    file leaves them half old, half new. This function reads into copies, and hands them to model and optimizer only
+    after everything has been read and checked. That takes the memory of the copies and, at the end, of another copy of
+    the weights. A file cannot run code. Groups get all options in the file, and frozen parameters get their state.
+
+    Args:
+        path: Folder that `save` wrote.
+        model: Model that gets the weights.
+        optimizer: Optimizer that gets state and options.
 
     Raises:
-        CheckpointException: A file is missing, damaged, or holds more than a checkpoint. On every rank; both are
-            unchanged.
-        ValueError: The checkpoint does not fit the optimizer on some rank, or the model itself refuses its weights
-            there (a hook, too little memory). On every rank; both are unchanged. If a model refuses its own old weights
-            as well, the optimizer makes no step before it has loaded a checkpoint.
+        CheckpointException: A file is missing or damaged, or contains more than a checkpoint. Raised on every rank;
+            model and optimizer are unchanged.
+        ValueError: The checkpoint does not fit the optimizer on some rank, or the model refuses the weights there (a
+            hook, too little memory). Raised on every rank; model and optimizer are unchanged. If the model refuses its
+            old weights as well, the optimizer refuses to step until a checkpoint is loaded.
     """
     saved: dict[str, Any] = {"optimizer": {"param_groups": ()}}
     with made_public():
@@ -117,21 +124,22 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
 
 
 def _read(targets: dict[str, Any], reader: _Reader, planner: _Planner) -> None:
-    """Let DCP read a checkpoint into these tensors. Collective."""
+    """Read a checkpoint into the tensors of `targets`, with DCP. Collective."""
     with _quiet():
         dcp.load(targets, storage_reader=reader, planner=planner)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without DCP's warning that there is one process, where it works as well."""
+    """Suppress DCP's warning that torch.distributed is not initialized: it works in a single process, too."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
 def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
-    """Weights, state and groups by names, alike on every layout. Collective. DCP writes a tuple as one value."""
+    """Weights, state and groups, by parameter names that are the same on every layout. Collective. The groups are a
+    tuple, because DCP writes a tuple as a single value."""
     members = _members(optimizer.param_groups, model)
     with torch.no_grad():
         optimizer.complete_state()
@@ -139,14 +147,14 @@ def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[s
     state = dict[str, Any]()
     for group, of_file, names in zip(optimizer.param_groups, packed, members, strict=True):
         of_file["params"] = names
-        of_file.pop(CARRIED, None)  # FSDP1's form has it there
+        of_file.pop(CARRIED, None)  # state dicts of FSDP1 have it there
         for name, p in zip(names, group["params"], strict=True):
             state[name] = dict(optimizer.state.get(p, {}))
     return get_model_state_dict(model), state, tuple(packed)
 
 
 def _members(groups: _Groups, model: nn.Module) -> list[list[str]]:
-    """The model's names of each group's parameters."""
+    """Names in the model of each group's parameters."""
     names = names_in(model)
     for index, group in enumerate(groups):
         for position, p in enumerate(group["params"]):
@@ -156,10 +164,13 @@ def _members(groups: _Groups, model: nn.Module) -> list[list[str]]:
 
 
 def _paired(mine: _Groups, saved: _Groups, model: nn.Module) -> list[dict[str, Any]]:
-    """The saved group of each of the optimizer's, with its parameters in the optimizer's order.
+    """Match saved groups to the optimizer's by their members.
+
+    Returns:
+        For each of the optimizer's groups, the matching saved one, with parameters in the optimizer's order.
 
     Raises:
-        ValueError: Groups have other members.
+        ValueError: The groups have other members than those in the checkpoint.
     """
     left, found = list(saved), list[dict[str, Any]]()
     for index, members in enumerate(_members(mine, model)):
@@ -176,12 +187,15 @@ def _paired(mine: _Groups, saved: _Groups, model: nn.Module) -> list[dict[str, A
 
 
 def _room_for(items: Mapping[str, Any], optimizer: Muon, groups: _Groups) -> dict[str, dict[str, Tensor]]:
-    """Zeros for all state that a file has, as stored there: parameter's name -> key -> tensor.
+    """Allocate zeros for all optimizer state in a checkpoint, in the stored dtypes.
 
     Args:
-        items: The file's own list of what it holds.
-        optimizer: Whose parameters they are.
+        items: The checkpoint's metadata: "optimizer.state.<parameter>.<key>" -> dtype and size.
+        optimizer: The optimizer that will get the state.
         groups: The saved groups, in the optimizer's order.
+
+    Returns:
+        Parameter's name -> state key -> tensor.
     """
     room = dict[str, dict[str, Tensor]]()
     for index, pair in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -204,7 +218,7 @@ def _take_over(
     model: nn.Module,
     optimizer: Muon,
 ) -> None:
-    """Let model and optimizer take what was read, on all ranks or on none. Collective."""
+    """Put loaded weights and state into model and optimizer, on all ranks or on none. Collective."""
     old, before = dict[str, Any](), (optimizer.state, optimizer.param_groups, optimizer.broken)
     set_weights = partial(set_model_state_dict, model, options=StateDictOptions(strict=True))
     try:
@@ -229,12 +243,13 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Shard(torch.Tensor):
-    """One rank's pieces of a logical tensor, of its global shape; memory is shared with the storage.
+    """A tensor with the global shape of a parameter or state tensor that stands for one rank's pieces of it. It shares
+    memory with the rank's storage.
 
     The dunder methods are DCP's protocol for tensors of other libraries (`_Checkpointable`).
     """
 
-    _views: dict[torch.Size, Tensor]  # offset of a box of the whole -> what is stored of it
+    _views: dict[torch.Size, Tensor]  # offset of a box in the whole tensor -> view of this rank's storage
 
     @staticmethod
     def __new__(cls, storage: Tensor, layout: ParamLayout) -> _Shard:
@@ -268,11 +283,11 @@ class _Shard(torch.Tensor):
 
 
 def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Table:
-    """The layouts of all that may be plain shards in the optimizer. Collective among all ranks.
+    """Find the layouts of all plain shards among the optimizer's parameters. Collective over all ranks.
 
     Raises:
-        Refused: The shards of a group do not fit together, something is wrong with those of one rank, or one is in no
-            group of the optimizer, so that nobody says where it belongs. On every rank.
+        Refused: Shards do not fit together, some rank's shards are unusable, or a shard is in no group of the
+            optimizer, so that its position is unknown. Raised on every rank.
     """
     fault, listed, everyone = Fault(), list[Listed](), tuple(range(num_ranks()))
     with fault:
@@ -285,7 +300,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                     is_cut = engine_for(param, group).plain_shards
                 except ValueError as wrong:
                     raise ValueError(f"{shown}: {fault_text(wrong)}") from wrong
-                if is_cut:  # read as matrices, so that an order of elements that is none of rows and columns is refused
+                if is_cut:  # use_muon: refuses layouts that do not read as rows and columns
                     listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
         for param in model.parameters():
             if id(param) in names and type(param.data) is Tensor and is_marked(param):
@@ -304,8 +319,10 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
 
 
 def _counted(state: Mapping[str, Mapping[str, Any]], table: Table) -> dict[str, Mapping[str, Any]]:
-    """State by names, without the counts of shards of which this rank stores nothing: frameworks leave no gradient
-    there, so nobody has counted, and DCP writes the count of any rank."""
+    """Copy state by parameter names, without the step counts of shards of which this rank stores nothing.
+
+    Frameworks leave no gradient there, so such counts are stale, and DCP would write the count of an arbitrary rank.
+    """
     counted = dict(state)
     for one, layout in zip(table.params, table.layouts, strict=True):
         if not one.param.numel() and 0 not in layout.view.shape:
@@ -314,14 +331,18 @@ def _counted(state: Mapping[str, Mapping[str, Any]], table: Table) -> dict[str, 
 
 
 def _as_global(
-    weights: Mapping[str, Any],  # by parameter names
-    state: Mapping[str, Mapping[str, Any]],  # likewise
+    weights: Mapping[str, Any],  # by parameter name
+    state: Mapping[str, Mapping[str, Any]],  # by parameter name, then state key
     table: Table,  # of all plain shards
 ) -> dict[str, Any]:
-    """A job with every plain shard as a `_Shard`, as {"model": weights, "optimizer": {"state": state}}."""
+    """Replace every plain shard in weights and state by a `_Shard`.
+
+    Returns:
+        {"model": weights, "optimizer": {"state": state}}.
+    """
     weights, kept = dict(weights), {name: dict(entry) for name, entry in state.items()}
     for one, layout in zip(table.params, table.layouts, strict=True):
-        if not isinstance(engine_of(one.param), FlatEngine):  # FSDP1 itself has made tensors of its own of these
+        if not isinstance(engine_of(one.param), FlatEngine):  # weights of FSDP1 come converted by FSDP1 itself
             weights[one.identity] = _Shard(weights[one.identity], layout)
         of_one = kept.get(one.identity, {})
         for key, value in of_one.items():
@@ -333,8 +354,8 @@ def _as_global(
 
 
 def _of_scales(layout: ParamLayout, num_row_dims: int) -> ParamLayout:
-    """The layout of 8-bit momentum's scales, one for each row and block of columns, given the momentum's. Its pieces
-    begin where blocks do: others were refused when the momentum was made."""
+    """The layout of the scales of 8-bit momentum (one per row and block of columns), from the layout of the momentum.
+    All pieces begin at block boundaries: other layouts were refused when the momentum was created."""
     inner = math.prod(layout.view.shape[num_row_dims + 1 :])
 
     def in_blocks(index: Ints) -> Ints:
@@ -374,26 +395,26 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module in ("torch", Metadata.__module__) and "." not in name:
             found = super().find_class(module, name)
             if isinstance(found, torch.dtype) or getattr(found, "__module__", "") == Metadata.__module__:
-                return found  # not what that module imports
+                return found  # defined in that module, not imported there
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
 class _Reader(FileSystemReader):
-    """A reader of a checkpoint folder that looks at its metadata first.
+    """Reader of a checkpoint folder that checks the metadata before DCP unpickles it.
 
     Attributes:
-        items: What the file holds: "optimizer.state.<parameter>.<key>" -> its dtype and size.
+        items: Contents of the checkpoint: "optimizer.state.<parameter>.<key>" -> dtype and size.
     """
 
     items: Mapping[str, Any]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Do as DCP does, once it has been looked at.
+        """Read the metadata as DCP does, after a check.
 
         Raises:
-            ValueError: The metadata names something that is not part of a checkpoint.
+            ValueError: The metadata names a type or function that no checkpoint needs.
         """
-        for file in sorted(Path(self.path).glob("*.metadata")):  # one for all ranks, or one for each
+        for file in sorted(Path(self.path).glob("*.metadata")):  # one file for all ranks, or one per rank
             try:
                 with file.open("rb") as stream:
                     _MetadataUnpickler(stream).load()
@@ -405,13 +426,13 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """A plan of loading that looks at values that are not tensors (options of groups) before it takes them over."""
+    """DCP load planner that checks values other than tensors (options of groups) before it unpickles them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Do as DCP does, once it has been looked at.
+        """Load a value as DCP does, after a check.
 
         Raises:
-            ValueError: The value is more than numbers, texts, tensors and containers of them.
+            ValueError: The value has parts that are not numbers, strings, tensors or containers of them.
         """
         try:
             torch.load(value, weights_only=True)

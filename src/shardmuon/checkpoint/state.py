@@ -1,14 +1,14 @@
-"""State dicts, checked whole against an optimizer before anything changes. Talks to no other rank.
+"""Validation of state dicts: checked completely against an optimizer before anything changes. Does not communicate.
 
 [Note: state of other optimizers]
-    Momentum here, and in torch.optim.Muon, is an average, B <- mu B + (1 - mu) G. Others keep the sum B <- mu B + G
-    under the same key, which would outweigh the next gradient 20 times at mu = 0.95. A state dict does not say which it
-    is, so only groups with the options of Muon are read, and nothing is converted.
+    Momentum here, and in torch.optim.Muon, is an average, B <- mu B + (1 - mu) G. Other optimizers store the sum
+    B <- mu B + G under the same key, which would outweigh the next gradient 20 times at mu = 0.95. A state dict does
+    not say which of the two it has, so only groups with the options of Muon are read, and nothing is converted.
 
 [Note: state that is not there]
-    Zeros (and a counter of 0) are what a parameter starts from, so saving them for a trainable parameter that never had
-    a gradient changes nothing, and every rank lists the same keys. A checkpoint that lacks state for some parameters is
-    therefore a damaged one, and refused. An entry that is there but empty says on purpose that there is none.
+    A parameter's initial state is zeros (and a counter of 0). It is saved even for a trainable parameter that never had
+    a gradient: that changes nothing, and every rank lists the same keys. A checkpoint without state for some parameters
+    is therefore damaged, and refused. An empty entry, in contrast, means on purpose that there is no state.
 """
 
 from __future__ import annotations
@@ -34,37 +34,38 @@ from shardmuon.step.validate import check_buffer
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
-# Options that a group must bring along with state: those without which it was not saved by Muon or AdamW at all.
+# Options that a saved group must have; without them it was not saved by this optimizer's Muon or AdamW.
 _MARKS = {"Muon": ("lr", "momentum", "ns_coefficients"), "AdamW": ("lr", "betas")}
 _CALLABLE = "callable: "
 _NOT_CONVERTED = (
     "State of other optimizers is not converted: begin with fresh state and warm lr up over about 50 steps, or copy "
     "what means the same, such as momentum_buffer of torch.optim.Muon, by hand (docs/migration.md)"
 )
-# What wrapping a model puts into names: torch.compile, FSDP1, activation checkpointing, DDP.
+# Parts of parameter names that wrappers add: torch.compile, FSDP1, activation checkpointing, DDP.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
 
 
 def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys under which the stages of a group's variant keep state."""
+    """State keys of the stages of a group's variant."""
     return tuple(stage.key for stage in keeping(stages_of(group))) if group["use_muon"] else ()
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
-    """Give a parameter the state it starts from: zeros."""
+    """Fill in those parts of a parameter's initial state (zeros) that are missing."""
     if not group["use_muon"]:
         init_state(param, param, state)
     elif not {BUFFER, *_kept_keys(group)} <= state.keys():
         view = view_of("", param, group)
         if BUFFER not in state:
             keeper.start(param, view.num_row_dims, state)
-        if view.matrices:  # else they are shards that have not met: a step makes it
+        if view.matrices:  # else shards whose layout is not known yet: the first step creates this state
             shapes = state_shapes(stages_of(group), view)
             state.update(start_kept(shapes, engine_for(param, group), param, state, stacked=view.num_row_dims == 2))
 
 
 def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> None:
-    """Drop what a parameter has kept as the other kind's: it was frozen when its group's `use_muon` changed."""
+    """Drop state that belongs to the other optimizer (AdamW's of a Muon parameter, or vice versa). It is left if a
+    parameter was frozen when its group's `use_muon` changed."""
     others = ADAMW_KEYS if group["use_muon"] else (BUFFER, SCALE, STEP, *KEPT_KEYS)
     if any(key in state for key in (MOMENTS if group["use_muon"] else (BUFFER,))):
         for key in others:
@@ -72,7 +73,7 @@ def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> No
 
 
 def without_callables(groups: Sequence[MutableMapping[str, Any]]) -> None:
-    """Replace functions among the options by their names: loading a file must not need to run code."""
+    """Replace functions among the options by their names, so that a saved file can be loaded without running code."""
     for group in groups:
         for key, value in group.items():
             if key != "params" and callable(value):
@@ -81,15 +82,18 @@ def without_callables(groups: Sequence[MutableMapping[str, Any]]) -> None:
 
 def read_state(
     groups: Sequence[Mapping[str, Any]],  # the optimizer's, not written to
-    saved: Mapping[str, Any],  # as `Optimizer.state_dict` makes it; parameters are numbered or named
+    saved: Mapping[str, Any],  # from `Optimizer.state_dict`; parameters are numbers or names
     keeper: Keeper,
 ) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
-    """The state by parameter and the new groups, in the dtypes that the optimizer works with.
+    """Check a state dict and convert it for an optimizer.
 
-    Tensors are shared with `saved` where neither dtype nor device changes, by torch's own rule.
+    Returns:
+        State by parameter, in the optimizer's dtypes and on its devices, and the new groups. As in torch, tensors are
+        shared with `saved` where neither dtype nor device changes.
 
     Raises:
-        ValueError: The state dict does not fit; says the parameter's name, what was found and what is allowed.
+        ValueError: The state dict does not fit. The message gives the parameter's name, what was found and what is
+            allowed.
     """
     entries, theirs = _parts_of(saved)
     entries = with_carried(entries, theirs)
@@ -111,7 +115,7 @@ def read_state(
             unsaved = found is None and bool(entries) and p.requires_grad
             if unsaved and not lies_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
-            elif found or (unsaved and _kept_keys(group)):  # which ranks that store nothing of it have, too
+            elif found or (unsaved and _kept_keys(group)):  # ranks that store no part of it have stage state, too
                 try:
                     state[p] = _read_param(p, found or {}, group, their_group, keeper)
                 except ValueError as fault:
@@ -126,10 +130,10 @@ def read_state(
 
 
 def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
-    """State by parameters' keys and the groups of a state dict.
+    """Split an optimizer's state dict into state (by parameter key) and groups.
 
     Raises:
-        ValueError: It is none of an optimizer.
+        ValueError: This is not an optimizer's state dict.
     """
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
         found = sorted(map(str, saved))[:6] if isinstance(saved, Mapping) else type(saved).__name__
@@ -148,7 +152,7 @@ def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]
 
 
 def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The group as it will be: the saved options, and our own where it has none."""
+    """Merge an optimizer's group with a saved one: saved options, and the optimizer's own where none was saved."""
     where = f"group {index}: "
     if len(mine["params"]) != len(theirs["params"]):
         raise ValueError(
@@ -176,10 +180,10 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     own = {key: value for key, value in mine.items() if key != "param_names"}
     kept = {"params", CARRIED, *PLACE_OPTIONS, *EARLIER, "rank_local"}
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
-        kept.add("eps")  # torch.optim.Muon's, which no AdamW is to have
+        kept.add("eps")  # torch.optim.Muon's eps must not become AdamW's
     group = loaded_over(own, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
     group["params"] = mine["params"]
-    if "param_names" in mine:  # ours may come without what torch.compile puts into names, or with it
+    if "param_names" in mine:  # saved names may differ by what torch.compile adds
         group["param_names"] = mine["param_names"]
     for key, value in group.items():
         if isinstance(value, str) and value.startswith(_CALLABLE):
@@ -197,7 +201,8 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
 
 
 def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Names must stand in the same order: state goes by position, and equal shapes would hide a swap."""
+    """Raise ValueError unless both groups have their names in the same order: state is assigned by position, and equal
+    shapes would hide a swap."""
     pairs = zip(mine.get("param_names") or (), theirs.get("param_names") or (), strict=False)
     for position, names in enumerate(pairs):
         own, other = ([part for part in str(name).split(".") if part not in _WRAPPERS] for name in names)
@@ -211,13 +216,13 @@ def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any])
 def _read_param(
     p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any], keeper: Keeper
 ) -> dict[str, Any]:
-    """A parameter's state, checked. `group`: its own; `theirs`: the saved one.
+    """Check and convert one parameter's saved state. `group`: its merged group; `theirs`: the saved group.
 
-    What frameworks add to a kind's own state is left out: the count that Megatron gives back to every parameter, and
-    the zeros that FSDP1's form has of the other kind (frameworks/fsdp1.py).
+    Skips state that frameworks add: the step count that Megatron gives to every parameter, and FSDP1's zeros for the
+    other optimizer's state (frameworks/fsdp1.py).
 
     Raises:
-        ValueError: The state does not fit; the message lacks the name.
+        ValueError: The state does not fit. The message does not name the parameter.
     """
     _check_keys(p, found, group, theirs)
     engine, own, state = engine_for(p, group), ADAMW_KEYS, dict[str, Any]()
@@ -237,12 +242,13 @@ def _read_param(
 
 
 def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError (without the name) for state that is not of this group's kind and variant."""
+    """Raise ValueError (without the parameter's name) if the keys of saved state do not match the group's optimizer and
+    variant."""
     kind, needed = ("Muon", {BUFFER, *_kept_keys(group)}) if group["use_muon"] else ("AdamW", {*ADAMW_KEYS})
     there = {*found} if isinstance(found, Mapping) else set()
     keys = sorted(map(str, there)) if isinstance(found, Mapping) else type(found).__name__
     if kind == "Muon" and BUFFER not in there and lies_elsewhere(p):
-        needed.discard(BUFFER)  # what stages keep is all that there is of it here
+        needed.discard(BUFFER)  # this rank has only the state of stages
     lacking = sorted(needed - there)
     if kind == "Muon" and lacking and BUFFER not in lacking:
         raise ValueError(
@@ -265,8 +271,8 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
 
 
 def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.device) -> Tensor:
-    """One tensor of a parameter's state in the dtype and place that the optimizer works with."""
-    if key == STEP:  # as torch's AdamW keeps it
+    """Convert one tensor of a parameter's state to the optimizer's dtype and device."""
+    if key == STEP:  # an fp32 tensor, as in torch's AdamW
         count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if type(count) not in (int, float) or not 0 <= count < math.inf or count != int(count):
             raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")

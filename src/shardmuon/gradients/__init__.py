@@ -1,3 +1,3 @@
-"""Gradients before a step: their norm over all ranks, clipping, loss scaling. May import what `step` may, and
-`step`.
+"""Gradients before a step: their norm over all ranks, clipping, loss scaling. May import `step`, and all that `step`
+may import.
 """

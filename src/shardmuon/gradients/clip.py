@@ -1,11 +1,12 @@
-"""Clip all gradients by one norm for the whole job, however the parameters are sharded: the same bits on each rank, or
-one error.
+"""Clip all gradients by one norm for the whole job, however the parameters are sharded: the same bits on every rank, or
+an error on every rank.
 
 [Note: who sums with whom]
-    All ranks that parameters or a `process_group` connect sum one norm. Of the ranks that keep the same data one counts
-    it. Of a plain tensor nobody may have said what it is: a replica, as under DDP, or a rank's own. Such gradients,
-    here called loose, are replicas if their norms are equal, and count once. Where ranks share other parameters they
-    must be equal, unless all of these ranks are in one `process_group`: replicas that differ were not averaged.
+    All ranks that are connected by shared parameters or by a `process_group` sum one norm. Of ranks that store the same
+    data, one counts it. The user may not have said whether a plain tensor is a replica, as under DDP, or the rank's
+    own. Gradients of such tensors, called loose here, are taken as replicas if their norms are equal, and count once.
+    Ranks that share other parameters must have equal loose gradients (replicas that differ were not averaged), unless
+    all of these ranks are in one `process_group`.
 """
 
 from __future__ import annotations
@@ -45,22 +46,23 @@ def clip_grad_norm_(
     *,
     process_group: Any = None,
 ) -> Tensor:  # 0-dim, plain
-    """Scale all gradients by min(1, max_norm / (norm + 1e-6)); the norm is that of all of them as one vector.
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)), where norm is the norm of all gradients as one vector.
 
-    Call it after the last backward pass of a step and before `step()`, on every rank that shares a parameter, also if
-    none of its gradients is there. Muon's and AdamW's parameters, DTensors on any meshes and plain tensors count
-    alike, each element once. The norm is summed in fp64 and rounded to fp32, and has the same bits on every rank.
-    docs/clipping.md says what clipping does to Muon, and which ranks sum.
+    Call this after the last backward pass of a step and before `step()`, on every rank that shares a parameter, even if
+    the rank has no gradients. Muon's and AdamW's parameters, DTensors on any meshes and plain tensors count alike, each
+    element once. The norm is summed in fp64 and rounded to fp32, and has the same bits on every rank. docs/clipping.md
+    says how clipping affects Muon, and which ranks sum.
 
     Args:
-        parameters: An optimizer, some of its `param_groups`, a module, parameters or named parameters. Only groups can
-            say over which `process_group` or `tp_group` their plain tensors lie, () for none; prefer them.
-        max_norm: What the norm may be at most.
+        parameters: An optimizer, some of its `param_groups`, a module, parameters or named parameters. Prefer the
+            optimizer or groups: only they can say over which `process_group` or `tp_group` plain tensors are sharded
+            (() for none).
+        max_norm: Largest allowed norm.
         norm_type: p > 0 of the p-norm; inf for the largest absolute value.
-        error_if_nonfinite: Raise if the norm is inf or nan. Otherwise gradients are multiplied with 0 or nan, as torch
+        error_if_nonfinite: Raise if the norm is inf or nan. Otherwise gradients are multiplied by 0 or nan, as torch
             does.
-        process_group: Also sum over these ranks, and all that share parameters with one of them: pipeline stages,
-            experts per rank.
+        process_group: Also sum over the ranks of this group, and over all ranks that share parameters with one of them.
+            Needed for pipeline stages and for experts of one rank.
 
     Returns:
         The norm before clipping, on the device of the first parameter.
@@ -68,20 +70,20 @@ def clip_grad_norm_(
     Raises:
         ValueError: Gradients or arguments are wrong here or on another rank. Raised on every rank; no gradient has been
             scaled.
-        TypeError: Parameters come in a set, whose order differs from rank to rank.
+        TypeError: Parameters are given as a set, whose order differs between ranks.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set. Raised on every rank.
         ExchangeError: A rank died or hung, or something was raised here after the ranks had agreed on the norm. This
-            rank's gradients are dropped (None), so that no rank steps with them.
+            rank's gradients are set to None, so that no rank steps with them.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    if isinstance(parameters, SETS):  # asked here: a function could raise on one rank, while the others wait for it
+    if isinstance(parameters, SETS):  # before any communication, so no rank waits for one that raises
         refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
         parameters = list(parameters)  # read more than once
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
     fault, listed = Fault(), list[Listed]()
     refused: str | None = None
-    for _ in range(2):  # who shares them waits for this rank: what interrupted it once may be gone
+    for _ in range(2):  # try twice: other ranks wait for this one, and an interrupt may be over
         with fault:
             listed = _listed_of(parameters, fault)
             break
@@ -89,7 +91,7 @@ def clip_grad_norm_(
         hosts = getattr(parameters, "hosts", None)
         host = hosts.active if isinstance(hosts, Hosts) else None
         refused = clipped_by_host(one.param for one in listed) if host is None else host.clipping
-    if refused is not None:  # on every rank alike: the gradients are a framework's, which clips them
+    if refused is not None:  # on every rank alike: a framework owns the gradients and clips them itself
         raise ValueError(refused)
     fault.add(None if norm_type > 0.0 else f"norm_type={norm_type} must be above 0")
     fault.add(None if max_norm >= 0.0 else f"max_norm={max_norm} must be at least 0")
@@ -113,9 +115,11 @@ def clip_grad_norm_(
 
 @contextmanager
 def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
-    """Drop this rank's gradients and raise if something fails here after the last talk, which other ranks cannot hear
-    of: they go on with gradients that they have scaled. The next step is then refused on every rank that shares
-    them."""
+    """Set this rank's gradients to None and raise if something fails here after the last communication.
+
+    Other ranks cannot learn of the failure and continue with scaled gradients; the next step is then refused on every
+    rank that shares these parameters.
+    """
     try:
         yield
     except Refused:
@@ -135,11 +139,11 @@ Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
 _ALIGN = 1  # presence bit: gradients to redistribute first
 _OPTIONS = ("process_group", "tp_group")
-_Key = tuple[str, int, Group, Engine, object]  # of a parameter: name, id, options, engine and what that tells of it
+_Key = tuple[str, int, Group, Engine, object]  # a parameter's name, id, options, engine and the engine's signature
 
 
 def _listed_of(source: Source, fault: Fault) -> list[Listed]:
-    """The parameters of a source, in the user's order."""
+    """The parameters of an optimizer, module, tensor or list, in the user's order."""
     if isinstance(source, (nn.Module, Tensor)):
         source = source.named_parameters() if isinstance(source, nn.Module) else [source]
     found = []
@@ -159,21 +163,20 @@ def _listed_of(source: Source, fault: Fault) -> list[Listed]:
 
 
 class _BoundGradients(Agreed):
-    """The layout table of some parameters, as far as their gradients need it, made by all ranks of a component. It
-    keeps no tensor alive.
+    """Cached layouts of the clipped parameters, built by all ranks of a component together. Holds no reference to a
+    tensor.
 
     Attributes:
-        beyond: See `_Clipping`.
+        beyond: The ranks of `process_group`, ascending; None if it has no other than this one.
         engines: The engine that reaches the storage of each parameter.
-        key: Value that changes with parameters, layouts and options.
-        counted: Numbers of the parameters of whose data, of the ranks that keep the same, this one counts its own.
-        loose: Numbers of those of which nobody has said whether other ranks hold the same plain tensor, or tensors of
-            their own.
-        lines: Text about each parameter that every rank that shares it has alike.
-        compared: True for each parameter of which either all ranks that share it must have a gradient, or none.
-        in_order: The parameters' numbers in the order in which ranks talk: small sets first, then as listed.
-        together: Ranks with which this one shares parameters, unless `beyond` contains them.
-        replicas: The sets of ranks, of all that are `together`, whose loose gradients must be equal.
+        key: Cache key: changes with parameters, layouts and options.
+        counted: Indices of the parameters whose local data this rank counts (other ranks that store the same do not).
+        loose: Indices of the plain tensors that may be replicas or this rank's own, see [Note: who sums with whom].
+        lines: Text about each parameter, equal on all ranks that share it.
+        compared: True for each parameter that must have a gradient on all ranks that share it, or on none.
+        in_order: Indices of the parameters in the order of communication: small sets of ranks first, then as listed.
+        together: Ranks with which this one shares parameters; () if `beyond` contains all of them.
+        replicas: The different `together` of all ranks. Loose gradients must be equal within each of these sets.
     """
 
     replicas: set[Ranks]
@@ -204,17 +207,17 @@ class _BoundGradients(Agreed):
 
 
 def _key_of(params: Sequence[Listed]) -> list[_Key]:
-    """The key of a table for these parameters, by ids: if an id is used again by a tensor that lies in the same way,
-    the table fits that one as well."""
+    """Cache key for a list of parameters. It has their ids: if a new tensor reuses an id and has the same layout, the
+    cached table is valid for it, too."""
     known = [(one, engine_for(one.param, one.group)) for one in params]
     return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 
 
 def _counts(layout: ParamLayout) -> bool:
-    """True if this rank counts what it keeps of a tensor: it is the first of those that keep it.
+    """True if this rank counts its part of a tensor in the norm: it is the first of the ranks that store this part.
 
     Raises:
-        ValueError: The rank is the first to keep some of its parts, but not all of them.
+        ValueError: This rank is the first for some of its pieces, but not for all of them.
     """
     rank = my_rank()
     first = {layout.keepers[piece][0] == rank for piece in layout.pieces[rank]}
@@ -227,12 +230,12 @@ def _counts(layout: ParamLayout) -> bool:
 
 
 class _Counted(NamedTuple):
-    """Norms of what a rank counts.
+    """Norms of the gradients that a rank counts.
 
     Attributes:
         own: Norm of elements that no other rank counts.
-        loose: Norm of the loose tensors.
-        print: Equal on two ranks whose loose tensors are replicas; empty if there are none.
+        loose: Norm of the loose gradients, see [Note: who sums with whom].
+        print: Fingerprint of the loose gradients: equal on ranks where they are replicas, empty if there are none.
     """
 
     own: float = 0.0
@@ -240,22 +243,23 @@ class _Counted(NamedTuple):
     print: bytes = b""
 
 
-# first parameter -> the table of the last parameters that began with it
+# Cache: first parameter of a list -> the table of the last such list
 _BOUND: Any = WeakTensorKeyDictionary()
 
 
 @dataclass
 class _Clipping(TableCall[_BoundGradients]):
-    """Call of one rank for the norm of all gradients, by which it then clips its own.
+    """One rank's part in computing the norm of all gradients.
 
     Attributes:
         params: This rank's parameters.
         norm_type: p of the p-norm.
         text: The caller's arguments, which must be equal on all ranks.
-        fault: Faults found on this rank so far.
+        fault: Errors found on this rank so far.
         beyond: The ranks of `process_group`, ascending; None if it has no other than this one.
-        held: Number of a parameter -> the storage of its gradient, of those that are there.
-        states, counted: NONE, READY or MISPLACED for each gradient; norms that this rank counts.
+        held: Index of a parameter -> local storage of its gradient; parameters without a gradient here are left out.
+        states: NONE, READY or MISPLACED for each gradient.
+        counted: Norms of the gradients that this rank counts.
     """
 
     params: Sequence[Listed]
@@ -273,7 +277,7 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def known(self) -> _BoundGradients | None:
         found: _BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
-        return found if found is not None and found.beyond == self.beyond else None  # the same ranks vote
+        return found if found is not None and found.beyond == self.beyond else None  # so that the same ranks vote
 
     def is_current(self, kept: _BoundGradients) -> bool:
         return kept.key == _key_of(self.params)
@@ -287,11 +291,11 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def heard(self, kept: _BoundGradients, everyone: Sequence[tuple[Ranks, bool]]) -> None:
         kept.replicas = {together for together, _ in everyone}
-        if all(has_params for _, has_params in everyone):  # by nothing else would a rank find who voted in this call
+        if all(has_params for _, has_params in everyone):  # the cache is keyed by a rank's first parameter
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:
-        """Read gradients and count what this rank counts."""
+        """Read this rank's gradients, compute the norms that it counts, and prepare its ballot."""
         self.states, self.held = [NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
             try:
@@ -302,7 +306,7 @@ class _Clipping(TableCall[_BoundGradients]):
             except Exception as wrong:
                 raise ValueError(f"{one.name}: {fault_text(wrong)}") from wrong
         if self.fault.text is None and MISPLACED not in self.states:
-            loose = kept.loose if len(kept.component) > 1 else set()  # which other ranks compare with theirs
+            loose = kept.loose if len(kept.component) > 1 else set()  # to be compared between ranks
             own = [local for number, local in self.held.items() if number in kept.counted and number not in loose]
             norms = [norm_of([local], self.norm_type) for number, local in self.held.items() if number in loose]
             code = digest_of(norms) if any(norms) else b""
@@ -312,8 +316,8 @@ class _Clipping(TableCall[_BoundGradients]):
         return Ballot(self.phase, Flag.NONE, said, _ALIGN if MISPLACED in self.states else 0, num_bits=1)
 
     def _read_one(self, number: int, kept: _BoundGradients) -> None:
-        """Note the state of a gradient, and its storage. Raises ValueError (without the name) for one that is
-        unusable."""
+        """Record the state and the storage of a gradient. Raises ValueError (without the parameter's name) for an
+        unusable one."""
         param, engine = self.params[number].param, kept.engines[number]
         if param.grad is None:
             return
@@ -326,11 +330,11 @@ class _Clipping(TableCall[_BoundGradients]):
             self.held[number] = local
 
     def _compared(self, kept: _BoundGradients, ranks: Ranks) -> bytes:
-        """States of the gradients that are there on all of these ranks or on none."""
+        """States of the gradients that must be present on all of these ranks or on none, as bytes."""
         return bytes([self.states[number] for number in kept.sets.get(ranks, ()) if kept.compared[number]])
 
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
-        """The arguments; and each parameter that the ranks share, with what its gradient is."""
+        """Lines of text that ranks compare: the arguments, then shared parameters with their gradients' states."""
         words = {n: STATES[self.states[n]] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
         return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
 
@@ -344,10 +348,10 @@ class _Clipping(TableCall[_BoundGradients]):
                 param.grad = bound.engines[number].align(param.grad, param)
 
     def norm(self) -> float:
-        """The norm over all ranks. Collective over the component.
+        """The norm of all gradients over all ranks. Collective over the component.
 
         Raises:
-            Refused: On every rank; nothing has been scaled.
+            Refused: Gradients or arguments are wrong on some rank. Raised on every rank; nothing has been scaled.
             ExchangeError: A rank did not answer in time, or its process has ended.
         """
         bound, verdict = agree(self, self.fault)

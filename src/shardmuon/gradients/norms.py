@@ -1,4 +1,4 @@
-"""Norms of what this rank keeps, summed in fp64."""
+"""Norms of local tensors, summed in fp64."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from shardmuon._torch import foreach_norm
 
-_CHUNK = 1 << 22  # elements: CPUs convert to fp64 before they sum, so this bounds the copy
+_CHUNK = 1 << 22  # elements: CPUs copy to fp64 before they sum, and this bounds the size of the copy
 
 
 def norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
-    """The p-norm of all of them as one vector. Waits once for each device and dtype."""
+    """The p-norm of all elements of the tensors, as one vector. Syncs once per device and dtype."""
     found: list[float] = []
     for alike in by_kind(tensors).values():
         parts = [chunk for part in alike for chunk in ([part] if part.numel() <= _CHUNK else _chunks(part))]
@@ -23,7 +23,7 @@ def norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
 
 
 def by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Tensors grouped by device and dtype."""
+    """Group tensors by device and dtype."""
     table: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         table.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -37,7 +37,7 @@ def _chunks(storage: Tensor) -> list[Tensor]:
 
 
 def combine(norms: Iterable[float], norm_type: float) -> float:
-    """The p-norm of a vector from those of its parts, whatever their order."""
+    """The p-norm of a vector from the p-norms of its parts. The order of the parts does not matter."""
     values = [norm for norm in norms if norm != 0.0]
     if any(map(math.isnan, values)):
         return math.nan

@@ -1,13 +1,13 @@
-"""Loss scaling for fp16 when gradients are sharded: every rank skips a step, or none, and all scales stay equal.
+"""Loss scaling for fp16 with sharded gradients: either all ranks skip a step or none does, and all scales stay equal.
 
 [Note: what torch's scalers agree on]
-    torch.amp.GradScaler decides on each rank whether to call `optimizer.step()`. A rank that skips a step in which
-    others take part leaves them waiting, and a scale that falls on some ranks only makes the next gradients wrong.
-    On DTensors torch (2.11 .. 2.13) reduces `found_inf` over the axes that shard the *first* gradient of each dtype
-    and device, so it is right if all parameters are sharded alike and wrong for, say, a replicated norm before sharded
-    weights. It refuses plain tensors beside DTensors. ShardedGradScaler agrees over a process group, but refuses them
-    too. An optimizer that took the decision over (`_step_supports_amp_scaling`) could make all ranks skip, but not
-    lower the scale of those that saw nothing, and frameworks refuse to clip for such optimizers.
+    torch.amp.GradScaler decides on each rank whether to call `optimizer.step()`. If one rank skips a step and others do
+    not, they wait forever; if the scale drops on some ranks only, the next gradients are wrong. With DTensors, torch
+    (2.11 .. 2.13) reduces `found_inf` over the axes that shard the *first* gradient of each dtype and device: right if
+    all parameters are sharded alike, wrong for, say, a replicated norm before sharded weights. It refuses a mix of
+    plain tensors and DTensors. ShardedGradScaler reduces over a process group, but refuses such a mix too. An optimizer
+    that decides by itself (`_step_supports_amp_scaling`) could make all ranks skip, but could not lower the scale on
+    ranks with finite gradients, and frameworks refuse to clip for such optimizers.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from shardmuon.layout.engines.base import named_params
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler for any layout and any optimizer, used in the same way.
+    """Drop-in replacement for torch.amp.GradScaler that works with any layout and any optimizer.
 
-    An infinite or nan gradient on any rank makes `step` leave weights, momentum and counters untouched on all ranks,
-    and `update` lowers the scale on all of them. `unscale_`, then `shardmuon.clip_grad_norm_`, then `step` is right.
-    Scaling by powers of two (the default) changes no bit of an fp32 update, but for values too small or too large to
-    scale.
+    If any rank has an infinite or nan gradient, `step` leaves weights, momentum and counters unchanged on all ranks,
+    and `update` lowers the scale on all ranks. To clip, call `unscale_`, then `shardmuon.clip_grad_norm_`, then `step`.
+    Scaling by powers of two (the default) does not change the bits of fp32 updates, except for values too small or too
+    large to scale.
 
     Args:
-        device: Where the scale lives, "cuda" or "cpu".
-        init_scale: First scale.
-        growth_factor: What the scale is multiplied with after `growth_interval` steps without an infinite gradient.
-        backoff_factor: What it is multiplied with after a step that was skipped.
-        growth_interval: Steps.
-        enabled: False makes every method do nothing but call `optimizer.step()`.
-        process_group: The ranks that train one model together, all of which call `unscale_` or `step`. Default: all.
+        device: Device of the scale, "cuda" or "cpu".
+        init_scale: Initial scale.
+        growth_factor: Factor for the scale after `growth_interval` steps without an infinite or nan gradient.
+        backoff_factor: Factor for the scale after a skipped step.
+        growth_interval: Number of steps before the scale grows.
+        enabled: False disables scaling: `step` only calls `optimizer.step()`.
+        process_group: The ranks that train one model together; all of them must call `unscale_` or `step`. Default:
+            all ranks.
 
     Raises:
-        ValueError: In `unscale_` and `step`, on every rank: gradients of one rank are fp16 or sparse. Start the step
-            anew, as some have been unscaled.
+        ValueError: In `unscale_` and `step`, on every rank: some rank has gradients that are fp16 or sparse. Repeat the
+            step from its forward pass, because some gradients have already been unscaled.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -71,16 +72,17 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._process_group = process_group
 
-    def _unscale_grads_(  # where torch's own ShardedGradScaler differs from its base, too (2.11 .. 2.13)
+    def _unscale_grads_(  # torch's own ShardedGradScaler overrides this method, too (2.11 .. 2.13)
         self,
         optimizer: Optimizer,
         inv_scale: Tensor,  # 0-dim, fp32
         found_inf: Tensor,  # 0-dim, fp32; set to 1 if any gradient on any rank is not finite
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Multiply every gradient in place; all ranks agree whether all are finite."""
+        """Unscale every gradient in place, and set `found_inf` on all ranks if any rank has a gradient that is not
+        finite. Collective."""
         fault, bad = Fault(), False
-        with fault:  # whatever it is, the other ranks must hear of it
+        with fault:  # the other ranks must learn of any error
             bad = _unscale_here(optimizer, inv_scale, allow_fp16, fault)
         group = default_group() if self._process_group is None else self._process_group
         ranks = (my_rank(),) if group is None else tuple(sorted(group_ranks(group)))
@@ -90,7 +92,8 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _unscale_here(optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool, fault: Fault) -> bool:
-    """Multiply this rank's gradients, if all can be; True if any is not finite."""
+    """Multiply this rank's gradients by `inv_scale` in place, or none if one is unusable (added to `fault`). True if
+    any is not finite."""
     named = [pair for index, group in enumerate(optimizer.param_groups) for pair in named_params(group, index)]
     grads = [(name, param.grad) for name, param in named if param.grad is not None]
     for name, grad in grads:

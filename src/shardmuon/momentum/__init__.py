@@ -1,1 +1,1 @@
-"""Stored momentum: dtype, place, codes, and rounding at random. Knows no plan."""
+"""Stored momentum: dtype, device, 8-bit codes and stochastic rounding. Knows no plan."""

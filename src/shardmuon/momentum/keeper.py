@@ -1,7 +1,6 @@
-"""The keeper of an optimizer's momentum: decides where and in what dtype it is stored, creates state, converts loaded
-state, checks it.
+"""The keeper of an optimizer's momentum: decides its dtype and device, and creates, converts and checks its state.
 
-It knows parameters, their state and their local storage; the arithmetic is `stores`'.
+Knows parameters, their state and their local storage; the arithmetic is in stores.py.
 """
 
 from __future__ import annotations
@@ -32,20 +31,21 @@ from shardmuon.momentum.stores import (
 
 MomentumDtype = torch.dtype | Literal["int8"] | None
 BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, which has a "step" of its own
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state, which also has a "step"
 
 
 class Keeper:
-    """One optimizer's choices about stored momentum and rounding.
+    """An optimizer's choices about stored momentum and rounding.
 
     Args:
-        dtype: None (the gradient's), torch.float32, torch.bfloat16 or "int8".
-        device: None (the parameter's) or "cpu".
-        rounds_weights: Whether bf16 weights are rounded at random.
+        dtype: Dtype of stored momentum: None (the gradient's), torch.float32, torch.bfloat16 or "int8".
+        device: Device of stored momentum: None (the parameter's) or "cpu".
+        rounds_weights: True if bf16 weights are rounded stochastically.
 
     Attributes:
-        rounds: Anything is rounded at random: ranks must then agree on names, and steps are counted.
-        as_computed: Momentum lies where it is computed, and rounded to the nearest if at all.
+        rounds: True if momentum or weights are rounded stochastically; ranks must then agree on parameter names, and
+            steps are counted.
+        as_computed: True if momentum is stored on the device that computes it, without stochastic rounding.
     """
 
     def __init__(self, dtype: MomentumDtype, device: str | None, rounds_weights: bool) -> None:
@@ -54,11 +54,16 @@ class Keeper:
         self.as_computed = not self.rounds and device is None
 
     def text(self) -> str:
-        """Text of these choices, equal on ranks that make the same."""
+        """Text of these choices, which ranks compare."""
         return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights}"
 
     def _kinds(self, like: Tensor, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, torch.device]]:
-        """State of a momentum that is computed in this dtype on the device of `like`: key -> dtype and device."""
+        """Stored dtype and device of the momentum and its scales, by state key.
+
+        Args:
+            like: A tensor on the parameter's device.
+            dtype: Dtype in which the momentum is computed.
+        """
         place = like.device if self.device is None else torch.device(self.device)
         if isinstance(self.dtype, str):
             return {BUFFER: (torch.int8, place), SCALE: (SCALE_DTYPE, place)}
@@ -67,14 +72,14 @@ class Keeper:
     # -------------------------------------------------------------------------------------------------- state
 
     def is_kept(self, state: Mapping[str, Any], buffer: Tensor | None, grad: Tensor, others: int = 0) -> bool:
-        """True if a parameter's state is its momentum alone, stored as it is computed: most parameters, in nearly every
-        step. Else `fit` makes or converts it.
+        """True if a parameter's state can be used as it is: it holds only the momentum (and the state of stages), in
+        the dtype and on the device of the gradient. So it is in nearly every step; otherwise call `fit`.
 
         Args:
             state: State of the parameter.
-            buffer: Local storage of its momentum, if it has any.
-            grad: Local storage of its gradient.
-            others: State tensors of its variant's stages.
+            buffer: Local storage of the momentum; None if there is none yet.
+            grad: Local storage of the gradient.
+            others: Number of state tensors of the variant's stages.
         """
         if buffer is None or len(state) != 1 + others or not self.as_computed:
             return False
@@ -84,13 +89,16 @@ class Keeper:
         self,
         param: Tensor,
         engine: Engine,
-        identity: str,  # the name that all ranks give it
+        identity: str,  # the parameter's name, the same on all ranks
         view: MatrixView,
         grad: Tensor,  # local storage
-        state: MutableMapping[str, Any],  # filled and counted up here
+        state: MutableMapping[str, Any],  # the parameter's: completed here, and its step counted up
     ) -> tuple[Tensor, Rounding]:
-        """Local storage of a parameter's momentum (or of its codes) in this step, made or converted if need be, and the
-        random bits for rounding it and its weights."""
+        """Create or convert a parameter's stored momentum as needed for this step.
+
+        Returns:
+            Local storage of the momentum (or of its codes), and the random bits for rounding momentum and weights.
+        """
         stream = weights = None
         count = count_of(state) + 1
         _forget_adamw(state)
@@ -116,7 +124,13 @@ class Keeper:
         return stored[BUFFER], Rounding(stream, stored.get(SCALE), weights)
 
     def _zeros(self, like: Tensor, dtype: torch.dtype, num_row_dims: int) -> dict[str, Tensor]:
-        """Zeros for the momentum, computed in this dtype, of a parameter with such a storage (and its scales)."""
+        """Zeros for a parameter's momentum and its scales, by state key.
+
+        Args:
+            like: Local storage of the parameter or its gradient: gives shape and device.
+            dtype: Dtype in which the momentum is computed.
+            num_row_dims: Number of leading dims that are rows.
+        """
         kinds = self._kinds(like, dtype)
         if SCALE not in kinds:
             return {key: torch.zeros_like(like, dtype=kind, device=place) for key, (kind, place) in kinds.items()}
@@ -124,18 +138,19 @@ class Keeper:
         return {key: torch.zeros(shapes[key], dtype=kind, device=place) for key, (kind, place) in kinds.items()}
 
     def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
-        """Momentum of a parameter as stored on this rank, decoded, in its storage's shape; None: nothing yet."""
+        """Decoded momentum of this rank's part of a parameter, in the shape of its local storage; None before the
+        first step."""
         return _decoded(_stored(engine, state))
 
     @property
     def widens(self) -> bool:
-        """True if the momentum is computed in fp32, whatever it is stored as."""
+        """True if momentum is computed in fp32, because a dtype for storing it was chosen."""
         return self.dtype is not None
 
     # ---------------------------------------------------------------------------------------------- checkpoints
 
     def start(self, param: Tensor, num_row_dims: int, state: MutableMapping[str, Any]) -> None:
-        """Fill in the state that a parameter starts from: zeros, and a count of 0 where steps are counted."""
+        """Fill in a parameter's initial state: zeros, and a step count of 0 where steps are counted."""
         _forget_adamw(state)
         engine = engine_of(param)
         stored = self._zeros(engine.storage(param), gradient_dtype(param) or param.dtype, num_row_dims)
@@ -144,8 +159,8 @@ class Keeper:
             state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def take(self, param: Tensor, key: str, value: Tensor) -> Tensor:
-        """A loaded value in the dtype and place of this optimizer's own; what is coded otherwise is converted by the
-        next step, which knows the layout."""
+        """A loaded state tensor in this optimizer's dtype and on its device. Conversion from or to 8-bit codes is left
+        to the next step, which knows the layout."""
         dtype, place = self._kinds(param, gradient_dtype(param) or value.dtype)[BUFFER]
         if key == SCALE:
             dtype = SCALE_DTYPE
@@ -155,7 +170,7 @@ class Keeper:
 
 
 def _stored(engine: Engine, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Local storages of a parameter's momentum and its scales, as far as there are any."""
+    """Local storages of a parameter's momentum and scales, by state key; missing ones are left out."""
     return {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
 
 
@@ -167,7 +182,7 @@ def _keep(
     shape: Ints,
     num_row_dims: int,
 ) -> None:
-    """Put local storages into the state of a parameter of this global shape."""
+    """Put local storages into a parameter's state, wrapped as the parameter is. `shape`: its global shape."""
     state[BUFFER] = engine.wrap(stored[BUFFER], param)
     if SCALE in stored:
         state[SCALE] = engine.wrap(stored[SCALE], param, scale_shape(shape, num_row_dims))
@@ -182,8 +197,7 @@ def _decoded(stored: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def count_of(state: Mapping[str, Any]) -> int:
-    """Number of steps that Muon has counted. The `step` that AdamW left, if the parameter was its own before, does not
-    count."""
+    """Number of steps that Muon has counted for a parameter. A `step` left over from AdamW counts as 0."""
     return int(state.get(STEP, 0)) if BUFFER in state and not _was_adamws(state) else 0
 
 
@@ -192,14 +206,14 @@ def _was_adamws(state: Mapping[str, Any]) -> bool:
 
 
 def _forget_adamw(state: MutableMapping[str, Any]) -> None:
-    """Drop what a parameter kept while it was AdamW's, which would come back stale."""
+    """Drop AdamW's state of a parameter that is now Muon's; it would be stale if AdamW took the parameter back."""
     if _was_adamws(state):
         for key in (STEP, *MOMENTS):
             state.pop(key, None)
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype | None:
-    """Dtype of a parameter's gradient. None: unknown until there is one (`grad_dtype=None`)."""
+    """Dtype of a parameter's gradient. None: unknown until there is a gradient (`param.grad_dtype` is None)."""
     if param.grad is not None:
         return param.grad.dtype
     dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)
@@ -207,7 +221,7 @@ def gradient_dtype(param: Tensor) -> torch.dtype | None:
 
 
 def offloaded_from(param: Tensor) -> torch.device | None:
-    """The device that a parameter kept on the CPU belongs to, if it says so."""
+    """The accelerator from which a parameter was offloaded to the CPU; None if it was not, or does not say."""
     if is_bare(param):
         return None
     if not is_dtensor(param):
@@ -219,7 +233,7 @@ def offloaded_from(param: Tensor) -> torch.device | None:
 
 
 def tiles_cut(layout: ParamLayout) -> Iterator[tuple[int, str]]:
-    """(rank, what it holds) for each piece or matrix that begins or ends inside a block of columns."""
+    """(rank, text on what the rank holds) for each piece or matrix that begins or ends inside a block of columns."""
     view = layout.view
     dim = view.num_row_dims
     inner = math.prod(view.shape[dim + 1 :])
@@ -239,8 +253,7 @@ def tiles_cut(layout: ParamLayout) -> Iterator[tuple[int, str]]:
 
 
 def coded_fault(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> str | None:
-    """Words, without the parameter's name, on what is wrong with 8-bit momentum; None if nothing is, or the momentum is
-    not 8-bit."""
+    """Error text, without the parameter's name, for unusable 8-bit momentum; None if it is usable or not 8-bit."""
     buffer, scale = state.get(BUFFER), state.get(SCALE)
     coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
     if not coded and scale is None:

@@ -1,23 +1,23 @@
-"""Momentum as it is stored: plain, rounded to bf16, or as 8-bit codes; and rounding at random, exact on average.
+"""Storage formats of momentum (plain, bf16, 8-bit codes) and stochastic rounding, which is exact on average.
 
 [Note: bits belong to elements]
-    The random bits of an element depend on (parameter, purpose, step, place in its matrix) and on nothing else:
-    no generator state, no device, no layout. So replicas round alike, any sharding gives the same bits, and a resumed
-    run goes on with the bits it would have had. The generator is SplitMix64 (Steele, Lea and Flood 2014,
-    https://doi.org/10.1145/2714064.2660195) read as a counter: output i is a function of key + i. Each output serves
-    four neighbours of a row with 16 bits each.
+    The random bits of an element depend only on the parameter, purpose, step and position in its matrix; there is no
+    generator state, and device and layout do not matter. So replicas round alike, any sharding gives the same bits, and
+    a resumed run continues with the same bits. The generator is SplitMix64 (Steele, Lea and Flood 2014,
+    https://doi.org/10.1145/2714064.2660195) used as a counter-based one: output i is a function of the key and i. Each
+    output gives 16 bits to each of four neighbours in a row.
 
 [Note: rounding of the momentum]
-    A step moves the momentum B by (1 - mu)(G - B), often less than what the storage dtype can tell apart. Rounding to
-    nearest loses such steps: with bf16 and mu = 0.95, B stops 4% to 8% short of a constant gradient. Random rounding
-    loses nothing on average, but it is sqrt(2) times noisier where steps are large, as they are in training. So an
-    element is rounded at random where it moved by less than the spacing of its values, and to nearest elsewhere.
+    A step moves the momentum B by (1 - mu)(G - B), often by less than the spacing of the storage dtype. Rounding to
+    nearest loses such steps: with bf16 and mu = 0.95, B stops 4% to 8% short of a constant gradient. Stochastic
+    rounding loses nothing on average, but is sqrt(2) times noisier where steps are large, as they are in training. So
+    an element is rounded stochastically if it moved by less than the spacing at its value, and to nearest otherwise.
 
 [Note: 8-bit codes]
-    A block is 1 x 128 elements of a row and has one fp32 scale, its largest magnitude. Code k in -127 .. 127 stands for
-    sign(k) (k / 127)**2 * scale: finer near zero than equal steps, where most of a block lies. Blocks start at
-    multiples of 128 columns of the logical tensor, so codes do not depend on the layout as long as no piece begins or
-    ends inside a block. A block with an entry that is not finite reads as NaN.
+    A block is 128 consecutive elements of a row and has one fp32 scale, its largest magnitude. Code k in -127 .. 127
+    stands for sign(k) (k / 127)**2 * scale, which is finer than equal steps near zero, where most elements are. Blocks
+    start at multiples of 128 columns of the logical tensor, so codes do not depend on the layout as long as no piece
+    begins or ends inside a block. A block with a NaN or Inf decodes to NaN.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from torch import Tensor
 from shardmuon.layout.pieces import Patch
 from shardmuon.layout.views import Ints
 
-GAMMA = 0x9E3779B97F4A7C15 - 2**64  # as signed numbers: torch's int64 arithmetic wraps around
+GAMMA = 0x9E3779B97F4A7C15 - 2**64  # as signed integers: torch's int64 arithmetic wraps around
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
 _SEED = 0
-NEAREST = 0x8000  # in the place of random bits: round to nearest
+NEAREST = 0x8000  # used instead of random bits: rounds to nearest
 
 
 @dataclass(frozen=True)
 class Stream:
-    """16 random bits for every element of one parameter, at one step, for one purpose.
+    """Source of 16 random bits for each element of one parameter, at one step and for one purpose.
 
     Attributes:
-        key: 64 bits, signed.
-        cols: Columns of the parameter's matrices, of the one that has most.
+        key: 64-bit hash of parameter, purpose and step, as a signed integer.
+        cols: Number of columns of the parameter's widest matrix.
     """
 
     key: int
@@ -57,14 +57,21 @@ class Stream:
 
     @classmethod
     def of(cls, identity: str, purpose: str, step: int, cols: int) -> Stream:
-        """The stream of these four; streams that differ in any are independent."""
+        """The stream for one parameter, purpose and step; a change in any of the three gives independent bits.
+
+        Args:
+            identity: The parameter's name, the same on all ranks.
+            purpose: "momentum" or "weights".
+            step: Number of the step.
+            cols: Number of columns of the parameter's widest matrix; not hashed, but fixes the counters of each row.
+        """
         text = repr((_SEED, identity, purpose, step))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return cls(int.from_bytes(digest, "little", signed=True), cols)
 
     def bits(self, patch: Patch, device: torch.device) -> Tensor:  # patch.sizes, int32 in [0, 2**16)
-        """The bits of these elements."""
-        along = [d for d, step in enumerate(patch.cols) if step]  # dims that run along columns
+        """The random bits of a patch's elements."""
+        along = [d for d, step in enumerate(patch.cols) if step]  # dims along which the column changes
         across = [d for d, step in enumerate(patch.cols) if not step]
         per_row = -(-self.cols // _LANES)
         begin = (patch.matrix << 44) + patch.row * per_row
@@ -75,7 +82,7 @@ class Stream:
         counter = rows[:, None] + torch.arange(left, right, device=device, dtype=torch.int64)
         lanes = mix_(counter.mul_(GAMMA).add_(self.key)).view(torch.int16)
         skipped = patch.col - left * _LANES
-        if width == math.prod(size for size, _ in steps):  # no column in between is left out
+        if width == math.prod(size for size, _ in steps):  # the columns are contiguous
             lanes = lanes[:, skipped : skipped + width]
         else:
             lanes = lanes[:, _line(skipped, steps, device)]
@@ -85,11 +92,11 @@ class Stream:
 
 
 class Rounding(NamedTuple):
-    """Random bits for one parameter's storages in one step.
+    """Rounding of one parameter's momentum and weights in one step.
 
     Attributes:
-        momentum: Random bits for a momentum of bf16 or 8-bit codes. None: the momentum is stored as it is computed.
-        scales: Scales of 8-bit codes; None for other momentum.
+        momentum: Random bits for momentum in bf16 or 8-bit codes. None: momentum is stored as computed.
+        scales: Scales of 8-bit codes; None in other formats.
         weights: Random bits for bf16 weights. None: they are rounded to nearest.
     """
 
@@ -99,7 +106,7 @@ class Rounding(NamedTuple):
 
 
 def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> Tensor:  # 1-D, int64
-    """`first` plus the sum of index times step over these dims (size, step), for every index in row-major order."""
+    """`first` + sum of index * step over dims given as (size, step), for all indices in row-major order."""
     found = torch.full((1,), first, device=device, dtype=torch.int64)
     for size, step in dims:
         if size > 1:
@@ -108,31 +115,32 @@ def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> 
 
 
 def mix_(z: Tensor) -> Tensor:
-    """SplitMix64's finalizer, in place: a bijection of int64 in which every bit of the result hangs on every bit."""
+    """Apply SplitMix64's finalizer in place: a bijection of int64; every output bit depends on every input bit."""
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
-        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # a logical shift: torch's own repeats the sign
+        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # logical shift: torch's `>>` is arithmetic
         z *= factor
     return z
 
 
 def round_by(
     x: Tensor,  # fp32
-    bits: Tensor,  # int32 in [0, 2**16), shaped as x: random, or NEAREST
+    bits: Tensor,  # int32 in [0, 2**16), the shape of x: random bits, or NEAREST
 ) -> Tensor:  # bf16
-    """Round to one of the two neighbours in bf16: with random bits up with the probability that makes the expected
-    value x. Values of bf16 and those that are not finite stay as they are."""
-    # bf16 is the upper half of fp32, also across powers of two: a carry out of the lower half is the next value
+    """Round each element of x to one of its two neighbours in bf16. With random bits, the expected value is x; NEAREST
+    rounds to nearest. Elements that bf16 represents exactly do not change, nor do NaN and Inf."""
+    # bf16 is the upper half of fp32: a carry out of the lower half gives the next bf16 value, across powers of two too
     rounded = ((x.view(torch.int32) + bits) & -0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
 def slab(device: torch.device) -> int:
-    """Number of elements to take at once: intermediate results stay in a CPU's cache, or fill an accelerator."""
+    """Number of elements to process at once, so that temporaries fit a CPU's cache or fill an accelerator."""
     return 1 << 15 if device.type == "cpu" else 1 << 22
 
 
 def round_patch(stream: Stream, patch: Patch, x: Tensor) -> Tensor:  # bf16
-    """Round elements at random. x: fp32, any shape in the patch's order; the result has that shape."""
+    """Round a patch's elements stochastically. x: fp32, any shape with the patch's order of elements; the result has
+    the same shape."""
     values = x.reshape(patch.sizes)
     out = torch.empty(patch.sizes, dtype=torch.bfloat16, device=x.device)
     for cut, part in patch.slabs(slab(x.device), len(patch.sizes)):
@@ -146,18 +154,19 @@ _LEVELS = 127
 
 
 def step_stored_(
-    stored: Sequence[Tensor],  # momentum in bf16; or int8 codes, and their scales; on any device, updated in place
-    grad: Tensor,  # the shape of the first of them; not written to
-    out: Tensor | None,  # the same shape: what to orthogonalize goes there, in its dtype
+    stored: Sequence[Tensor],  # (momentum in bf16,) or (int8 codes, scales); on any device, updated in place
+    grad: Tensor,  # the shape of stored[0]; not written to
+    out: Tensor | None,  # the same shape: receives the orthogonalizer's input, in its own dtype
     *,
-    patch: Patch,  # of that shape
+    patch: Patch,  # the same shape
     stream: Stream,
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """`shardmuon.step.update.momentum_` in fp32, see [Note: rounding of the momentum] and [Note: 8-bit codes].
+    """Update stored momentum by one step, computed in fp32 as in `shardmuon.step.update.momentum_`. See [Note: rounding
+    of the momentum] and [Note: 8-bit codes].
 
-    Codes have the dims of rows as they are stored, then those of columns; scales the same dims of rows, then blocks.
+    Codes have row dims, then column dims; scales have the same row dims, then one dim of blocks.
     """
     is_coded = len(stored) > 1
     num_dims = stored[-1].dim() - is_coded
@@ -175,12 +184,12 @@ def step_stored_(
 
 
 def _round_small_steps(new: Tensor, old: Tensor, bits: Tensor) -> Tensor:  # bf16
-    moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in units of 2**-16 spacings
+    moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in fp32 ulps: 2**16 of them make one bf16 spacing
     return round_by(new, torch.where(moved < 0x10000, bits, NEAREST))
 
 
 def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
-    """Shape of the scales of a tensor (the logical one, or a rank's storage): one per row and block of columns."""
+    """Shape of the scales for a tensor of this shape (logical or local): one scale per row and block of columns."""
     cols = torch.Size(shape[num_row_dims:]).numel()
     return (*shape[:num_row_dims], -(-cols // BLOCK))
 
@@ -188,14 +197,14 @@ def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
 def encode(
     new: Tensor,  # any float dtype, the shape of a rank's storage
     num_row_dims: int,
-    old: Tensor | None = None,  # fp32, the same before the step; None: round all to nearest
-    bits: Tensor | None = None,  # int32 in [0, 2**16), of that shape
-) -> tuple[Tensor, Tensor]:  # int8, the same shape; (rows.., blocks) fp32
-    """Codes and scales of these values. Blocks begin where those of the logical tensor do."""
+    old: Tensor | None = None,  # fp32, same shape: the values before the step; None: round all to nearest
+    bits: Tensor | None = None,  # int32 in [0, 2**16), same shape: random bits
+) -> tuple[Tensor, Tensor]:  # codes: int8, same shape; scales: fp32, (rows.., blocks)
+    """8-bit codes and scales of the values `new`. The storage must begin at a block boundary of the whole tensor."""
     flat = new.flatten(num_row_dims).float()
     blocks = _blocks(flat)
     scale = blocks.abs().amax(-1)
-    # in squared codes; a block of zeros gives 0 / 0, one that is not finite gives NaN or 0
+    # in units of squared codes; a block of zeros gives 0 / 0, a block with NaN or Inf gives NaN or 0
     square = (blocks.abs() / scale[..., None]).nan_to_num_(0.0).mul_(_LEVELS**2)
     low = square.sqrt().floor_()
     gap = 2 * low + 1  # to the next code
@@ -203,7 +212,7 @@ def encode(
     threshold: Tensor | float = 0.5
     if old is not None and bits is not None:
         moved = ((blocks - _blocks(old.flatten(num_row_dims))).abs_() / scale[..., None]).mul_(_LEVELS**2)
-        random = (_blocks(bits.flatten(num_row_dims)).float() + 0.5) / 0x10000  # the middle of what 16 bits stand for
+        random = (_blocks(bits.flatten(num_row_dims)).float() + 0.5) / 0x10000  # the middle of the bits' interval
         threshold = torch.where(moved < gap, random, 0.5)
     codes = (low + (fraction > threshold)).copysign_(blocks)
     return codes.to(torch.int8).flatten(-2)[..., : flat.shape[-1]].view(new.shape), scale
@@ -213,10 +222,10 @@ def decode(
     codes: Tensor,  # int8, the shape of a rank's storage
     scale: Tensor,  # (rows.., blocks)
 ) -> Tensor:  # fp32, the shape of the codes
-    """Values that 8-bit codes and their scales stand for."""
+    """Convert 8-bit codes and their scales to fp32 values."""
     flat = codes.flatten(scale.dim() - 1)
     k = _blocks(flat.float())
-    scale = scale.to(SCALE_DTYPE)  # a file may hold another
+    scale = scale.to(SCALE_DTYPE)  # a checkpoint may have another dtype
     return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).flatten(-2)[..., : flat.shape[-1]].view(codes.shape)
 
 

@@ -1,39 +1,41 @@
-"""Orthogonalizers behind one function, `orthogonalize`: (B, m, n) -> (B, m, n); what it is made of stands before it.
+"""Orthogonalizers behind one function, `orthogonalize`: (B, m, n) -> (B, m, n).
 
 [Note: equal bits in batches]
     torch's batched products are not batch-invariant by themselves. BLAS sums in another order where memory is not
     aligned, `bmm` and `mm` differ below 400 multiplications, and a library may choose its kernel by the number of
-    matrices. So a batch has a size fixed by shape and kind of device, the last one is filled up with zeros, and every
-    operand, result and scratch of a batch begins at a multiple of 64 bytes in each slot. A shape whose size is 1 always
-    takes the 2-D products. Measured on an AVX2 CPU: 0 of 54,912 products in aligned slots differ, over 26 shapes,
-    batches of 1 to 32 and four dtypes; packed ones differ in fp32 and fp64. `shardmuon.testing.slots` searches for a
-    difference, on any device.
+    matrices. So the batch size is fixed by shape and kind of device, the last batch is padded with zero matrices, and
+    in every operand, result and scratch tensor each matrix starts at a multiple of 64 bytes (a slot). Shapes with batch
+    size 1 always use the 2-D products. Measured on an AVX2 CPU: 0 of 54,912 products in aligned slots differ, over 26
+    shapes, batches of 1 to 32 and four dtypes; products of packed matrices differ in fp32 and fp64.
+    `shardmuon.testing.slots` searches for a difference, on any device.
 
 [Note: emulated half precision]
     A CPU without bf16 (fp16) instructions multiplies such matrices 10 to 80 times slower than fp32 ones. There,
-    products run in fp32 on operands that are rounded to the dtype after every product. Tensor cores round at the same
-    points (operands in half precision, sums in fp32, result rounded once), so errors measured here are theirs too.
+    products run in fp32, on operands rounded to the half-precision dtype, and every result is rounded to it. Tensor
+    cores round at the same points (operands in half precision, sums in fp32, result rounded once), so errors measured
+    with emulation hold for tensor cores too.
 
 [Note: number of blocks]
     On CPUs a symmetric product computes its lower half by row blocks and mirrors the rest: 62% of the arithmetic with
-    four blocks. b of them compute (b + 1) / 2b of a product, and each costs some 50 us in calls, mirroring and smaller
-    products. With t for the whole product, t (b + 1) / 2b + b c is least at b = sqrt(t / 2c): the root of the
-    product's arithmetic over what the CPU does in two such overheads. Those were fitted to times from 128x128 to
-    512x2048 on one AVX512-BF16 CPU with other work on it, in fp32 and bf16. AMX was not measured: its number assumes
-    four times AVX512's bf16 rate. Accelerators take the whole product: many small calls cost more than they save.
+    four blocks. b blocks compute (b + 1) / 2b of a product, and each has an overhead c of some 50 us for calls,
+    mirroring and smaller products. If the whole product takes t, the time t (b + 1) / 2b + b c is least at
+    b = sqrt(t / 2c): the root of the product's arithmetic over what the CPU computes in 2c. The overheads were fitted
+    to times from 128x128 to 512x2048 on one AVX512-BF16 CPU with other work on it, in fp32 and bf16. AMX was not
+    measured: its overhead assumes four times AVX512's bf16 rate. Accelerators compute the whole product: many small
+    calls cost more than they save.
 
 [Note: the norm at any scale]
     Squares of entries near 1e-30 or 1e30 underflow or overflow fp32 (and casting to fp16 first, as one peer does,
-    loses entries below 1e-7 altogether). On CPUs the plain fp32 norm tells whether that may have happened; only then
-    are the matrices first divided by the power of two next to their largest entry, which changes no bit of a result
-    that was right without it. CUDA sums in fp64, whose range holds every square of an fp32 number, so nothing waits for
-    the device to say which way to take. Elsewhere the power of two is always divided out.
+    loses entries below 1e-7 altogether). On CPUs the plain fp32 norm shows if that may have happened; only then are the
+    matrices first divided by the power of two next to their largest entry, which does not change the bits of results
+    that were right without it. CUDA sums in fp64, which can represent the square of every fp32 number, so no sync is
+    needed to choose a path. Other devices always divide by the power of two.
 
 [Note: the order of a norm]
-    Elements are summed in the row-major order of the whole matrix, in chunks of 2^14 whose norms are combined in fp64.
-    So a norm has the same bits in any slot, beside any neighbours and with any number of threads; and it is exact to
-    1e-7 where one fp32 sum over 2048 x 8192 elements is off by 6e-4. (CUDA's list operation sums fp32 and narrower
-    numbers in fp64, in chunks of its own.)
+    Elements are summed in the row-major order of the whole matrix, in chunks of 2^14, and the norms of the chunks are
+    combined in fp64. So a norm has the same bits in any slot, beside any neighbours and with any number of threads; it
+    is exact to 1e-7, where one fp32 sum over 2048 x 8192 elements is off by 6e-4. (CUDA's foreach norm sums fp32 and
+    narrower dtypes in fp64, in its own chunks.)
 """
 
 from __future__ import annotations
@@ -63,18 +65,18 @@ MethodName = Literal["auto", "standard", "gram", "torch"]
 
 _ALIGNMENT = 64  # bytes
 
-# Multiplications in a Newton-Schulz step of a whole batch on a CPU. Measured in fp32, AVX2: 64 matrices of 16 x 32 take
-# a ninth, of 32 x 64 a third, of 64 x 64 two thirds of the time that they take alone; a single one takes 2.6 to 3.5
-# times as long in its padded batch (0.7 to 1 ms). Batches of two gain nothing.
+# Target number of multiplications in a Newton-Schulz step of a whole batch on a CPU. Measured in fp32 on AVX2: batches
+# of 64 matrices take 1/9 (16 x 32), 1/3 (32 x 64) or 2/3 (64 x 64) of the time of single matrices; a single matrix
+# takes 2.6 to 3.5 times as long in its padded batch (0.7 to 1 ms). Batches of two gain nothing.
 _CPU_WORK = 1 << 22
 _CPU_LEAST, _LARGEST = 4, 64
-# Elements of Gram matrices that fill an accelerator once (130 processors with a tile of 128 x 128 each): a batch of
-# them takes hardly longer than one matrix. Times 1.5, so that rounding down to a power of two gives the nearest one.
+# Number of Gram-matrix elements that fill an accelerator (130 SMs with a tile of 128 x 128 each): a batch up to this
+# size takes hardly longer than one matrix. Times 1.5, so that rounding down gives the nearest power of two.
 _ACCELERATOR_FULL = 3 << 20
 
 
 def batch_size(rows: int, cols: int, device: torch.device) -> int:
-    """Number of matrices of a shape that are orthogonalized together on a kind of device; a power of two."""
+    """Batch size for matrices of a shape on a kind of device: a power of two."""
     short, long = min(rows, cols), max(rows, cols)
     wanted = _ACCELERATOR_FULL // (short * short)
     if device.type == "cpu":
@@ -84,62 +86,61 @@ def batch_size(rows: int, cols: int, device: torch.device) -> int:
 
 
 def empty_batch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for a batch of this shape (B, rows, cols), or for a matrix (rows, cols); not initialized.
-
-    Each matrix is row-major and begins at a multiple of 64 bytes.
-    """
+    """Uninitialized memory for a batch (B, rows, cols) or a matrix (rows, cols), in slots: each matrix is row-major and
+    starts at a multiple of 64 bytes."""
     rows, cols = shape[-2:]
     slot = -(-rows * cols * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
     return torch.empty_strided(tuple(shape), (slot, cols, 1)[-len(shape) :], dtype=dtype, device=device)
 
 
 def _lies_in_slots(x: Tensor) -> bool:
-    """True if a batch (B, rows, cols) in any memory lies as in `empty_batch`."""
+    """True if each matrix of a batch (B, rows, cols) is row-major and starts at a multiple of 64 bytes."""
     row_major = x.stride()[1:] == (x.shape[2], 1)
     aligned = len(x) == 1 or x.stride(0) * x.element_size() % _ALIGNMENT == 0
     return row_major and aligned and x.data_ptr() % _ALIGNMENT == 0
 
 
 def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of a matrix, or of a batch in slots, in a dtype."""
+    """Copy a matrix or a batch to new memory in slots, in another dtype."""
     out = empty_batch(x.shape, dtype, x.device)
-    foreach_copy_([out], [x])  # `copy_` needs a device even for tensors without data, on which foresight runs this
+    foreach_copy_([out], [x])  # foresight runs this on tensors without data, where `copy_` needs the device
     return out
 
 
 # ---------------------------------------------------------------------------------------------------------- products
 
 _HALVES = (torch.float16, torch.bfloat16)
-_SPLIT = 2.0**11  # an fp16 significand has 11 bits: the rest of an fp32 number, times this, is an fp16 number again
-_MAX_BLOCKS = 4  # 4 blocks compute 10 of 16 tiles, 8 would compute 36 of 64: little more, in smaller products
-# What one thread computes in the time that two blocks cost, see [Note: number of blocks].
+_SPLIT = 2.0**11  # fp16 significands have 11 bits: the rest of an fp32 number times this fits in fp16
+_MAX_BLOCKS = 4  # 4 blocks compute 10/16 of the tiles, 8 would compute 36/64: little less, in smaller products
+# FLOPs that one thread computes in twice a block's overhead (2c), see [Note: number of blocks].
 _OVERHEAD = {torch.float64: 3e6, torch.float32: 6e6, torch.bfloat16: 30e6}
-_OVERHEAD_AMX = 120e6  # bf16
+_OVERHEAD_AMX = 120e6  # for bf16 on CPUs with AMX
 
 
 class Products:
-    """Products of the matrices of one batch, rounded where the hardware would round, whatever this device's is.
+    """Matrix products for one batch, with the rounding of half-precision hardware on every device.
 
     `mm(left, right, out=)` is left @ right and `addmm(base, left, right, beta=1, alpha=1, out=)` is beta * base + alpha
-    * left @ right, of matrices or batches in slots. `symmetric_mm` and `symmetric_addmm` are the same for symmetric
-    results (of a symmetric base): half is computed where that is faster, and mirrored. All write to `out`, memory in
-    slots that is no operand, and return it. They are torch's own functions unless there is more to do.
+    * left @ right, of matrices or batches in slots. `symmetric_mm` and `symmetric_addmm` do the same for symmetric
+    results (and a symmetric base): where that is faster, they compute one half and mirror it. All of them write to
+    `out`, memory in slots that must not be an operand, and return it. Where nothing else is needed they are torch's own
+    functions.
 
     Attributes:
-        dtype: The dtype to which every result is rounded: fp64, fp32, fp16 or bf16.
+        dtype: Dtype to which every result is rounded: fp64, fp32, fp16 or bf16.
         operands: Dtype of the tensors that are multiplied, see [Note: emulated half precision].
     """
 
     def __init__(
         self,
-        shape: Sequence[int],  # of the batch (B, m, n) or the matrix (m, n), whose short side symmetric results have
+        shape: Sequence[int],  # (B, m, n) or (m, n); symmetric results are square on the short side
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         emulated = device.type == "cpu" and dtype in _HALVES
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
         self.dtype, self.operands = dtype, torch.float32 if emulated else dtype
-        short, long = sorted(shape[-2:])  # symmetric results have the short side
+        short, long = sorted(shape[-2:])  # symmetric results are short x short
         may_split = device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
         plain: Sequence[Callable[..., Any]] = (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
         symmetric = plain
@@ -151,18 +152,18 @@ class Products:
         self.symmetric_mm, self.symmetric_addmm = symmetric
 
     def rounded_(self, x: Tensor) -> Tensor:
-        """`x`, of the operands' dtype, after rounding to the dtype in place."""
+        """Round `x` in place to `dtype` and return it. `x` has the operands' dtype, before and after."""
         return x if self.operands == self.dtype else x.copy_(x.to(self.dtype))
 
     def operand(self, x: Tensor) -> Tensor:
-        """`x`, of fp32 or fp64, rounded to the dtype as an operand for the other methods."""
+        """`x` (fp32 or fp64) rounded to `dtype`, as an operand for the other methods; a copy unless `x` has it."""
         return x if x.dtype == self.dtype else self.rounded_(_copied(x, self.operands))
 
     def gram_fp32(
         self,
         x: Tensor,  # (B, m, n)
-    ) -> Tensor:  # (B, k, k), k = min(m, n), fp32 (fp64 of fp64)
-        """x @ x^T, or x^T @ x where x is tall, not rounded to half precision."""
+    ) -> Tensor:  # (B, k, k), k = min(m, n); fp32, or fp64 for fp64
+        """x @ x^T, or x^T @ x if x is tall, not rounded to half precision."""
         if self.operands in _HALVES:
             return mm_to_fp32(*_sides(x))
         found: Tensor = self._unrounded(x).symmetric_mm(*_sides(x), out=square_of(x))
@@ -173,9 +174,10 @@ class Products:
         factor: Tensor,  # (B, m, m), rounded
         middle: Tensor,  # (B, m, m) symmetric, fp32
     ) -> Tensor:  # (B, m, m)
-        """factor @ middle @ factor^T as if in fp32, rounded once at the end.
+        """factor @ middle @ factor^T with the accuracy of fp32, rounded once at the end.
 
-        Half-precision units get there with two products for one: an fp32 operand is the sum of two half-precision ones.
+        Half-precision units need two products instead of one: an fp32 operand is split into a sum of two half-precision
+        ones.
         """
         if self.operands in _HALVES:
             return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
@@ -184,29 +186,29 @@ class Products:
         return self.operand(wide.symmetric_mm(half_way, factor.mT, out=square_of(middle)))
 
     def _unrounded(self, x: Tensor) -> Products:
-        """Products of operands shaped like `x` whose results are not rounded any further."""
+        """Products for operands of the shape of `x`, with results in the operands' dtype, not rounded further."""
         return Products(x.shape, x.device, self.operands)
 
     def _split_product(self, wide: Tensor, factor: Tensor) -> Tensor:
-        """wide (fp32) @ factor, in fp32."""
+        """wide (fp32) @ factor (half precision), with an fp32 result."""
         high = _copied(wide, self.dtype)
         low = _copied((wide - high.float()).mul_(_SPLIT), self.dtype)
         return mm_to_fp32(high, factor).add_(mm_to_fp32(low, factor), alpha=1.0 / _SPLIT)
 
 
 def _sides(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The operands of the Gram matrix of the short side."""
+    """The two operands of the Gram matrix on the short side: (x, x^T), or (x^T, x) if x is tall."""
     return (x.mT, x) if x.shape[-2] > x.shape[-1] else (x, x.mT)
 
 
 def square_of(x: Tensor) -> Tensor:  # (B, m, n) -> (B, k, k), k = min(m, n)
-    """Memory in slots for what is square on the short side of `x`; not initialized."""
+    """Uninitialized memory in slots for square matrices on the short side of `x`."""
     side = min(x.shape[-2:])
     return empty_batch((*x.shape[:-2], side, side), x.dtype, x.device)
 
 
 def _then_rounded(product: Callable[..., Tensor], dtype: torch.dtype, *operands: Tensor, **others: Any) -> Tensor:
-    """A product in fp32, rounded in place to a narrower dtype."""
+    """Run a product in fp32 and round its result in place to a narrower dtype."""
     out = product(*operands, **others)
     return out.copy_(out.to(dtype))
 
@@ -214,7 +216,7 @@ def _then_rounded(product: Callable[..., Tensor], dtype: torch.dtype, *operands:
 def _row_blocks(rows: int, inner: int, dtype: torch.dtype) -> int:
     """Number of row blocks in which a CPU computes a symmetric product (rows x inner) @ (inner x rows).
 
-    Depends on the shape, the dtype, the kind of CPU and the number of threads, as the bits of any product do.
+    Depends only on the shape, the dtype, the kind of CPU and the number of threads, as the bits of any product do.
     """
     amx = dtype == torch.bfloat16 and cpu_has_amx()
     overhead = (_OVERHEAD_AMX if amx else _OVERHEAD.get(dtype, 6e6)) * torch.get_num_threads()
@@ -222,16 +224,16 @@ def _row_blocks(rows: int, inner: int, dtype: torch.dtype) -> int:
 
 
 def _by_blocks(
-    base: Tensor | None,  # (m, m) symmetric, or None for zeros; all may be batches
+    base: Tensor | None,  # (m, m) symmetric, or None for zeros; all tensors may be batches
     left: Tensor,  # (m, k)
     right: Tensor,  # (k, m)
     *,
     beta: float = 1.0,
     alpha: float = 1.0,
-    out: Tensor,  # (m, m), written
+    out: Tensor,  # (m, m), overwritten
 ) -> Tensor:  # `out`
-    """`Products.symmetric_addmm`, on CPUs by row blocks. The matrices of a batch go one by one where that is faster, or
-    where there is but one."""
+    """`Products.symmetric_addmm`, on CPUs by row blocks. Matrices of a batch are multiplied one by one where row blocks
+    are faster, and in batches of one."""
     rows = left.shape[-2]
     count = _row_blocks(rows, left.shape[-1], left.dtype) if left.device.type == "cpu" else 1
     if left.dim() == 3 and (count > 1 or len(left) == 1):
@@ -255,19 +257,19 @@ def _by_blocks(
 
 # ----------------------------------------------------------------------------------------------------- normalization
 
-# A norm within these bounds was summed without loss: the squares that underflow in fp32 are below 2^-126 each, so 2^36
-# of them are below 2^-30 of a squared norm above 2^-60, less than fp32 can tell. 2^80 is far from where sums overflow.
+# A norm within these bounds was summed without loss: squares that underflow in fp32 are below 2^-126 each, so 2^36 of
+# them are below 2^-30 of a squared norm above 2^-60, less than fp32 resolves. 2^80 is far from overflow.
 _LOW, _HIGH = 2.0**-30, 2.0**40
-_LEAST = 2.0**-1000  # below the norm of any matrix of fp32 numbers but zeros
+_LEAST = 2.0**-1000  # below the norm of any nonzero fp32 matrix
 _CHUNK = 1 << 14  # elements; torch sums fewer than 2^15 on one thread, so no bit depends on the number of threads
 
 
 def normalize(
     x: Tensor,  # (B, m, n), any float dtype and strides, not written to
-    dtype: torch.dtype | None = None,  # of the result; default: fp32 (fp64 of fp64)
+    dtype: torch.dtype | None = None,  # of the result; default: fp32 (fp64 for fp64)
 ) -> Tensor:  # (B, m, n), in slots
-    """Divide each matrix by its Frobenius norm. Exact at any scale that the dtype can hold; zeros stay zeros. An entry
-    that is not finite makes its whole matrix NaN."""
+    """Divide each matrix by its Frobenius norm. Accurate at any scale that the dtype can represent; zeros stay zeros. A
+    NaN or Inf makes its whole matrix NaN."""
     out = empty_batch(x.shape, dtype or torch.promote_types(x.dtype, torch.float32), x.device)
     normalize_into(out, x)
     return out
@@ -277,7 +279,7 @@ def normalize_into(
     out: Tensor,  # (B, m, n), in slots; overwritten
     x: Tensor,  # (B, m, n), not written to unless it is `out`
 ) -> None:
-    """`normalize` into memory that there is. See [Note: the norm at any scale]."""
+    """`normalize` that writes to `out`. See [Note: the norm at any scale]."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if x.is_cuda and wide == torch.float32:
         _normalize_in_fp64(out, x)
@@ -287,19 +289,19 @@ def normalize_into(
         x = _near_one(x.to(wide))
         norm = _norms(x, wide)
         norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # inf - inf: NaN
-    if len(x) == 1:  # a 0-dim divisor leaves bf16 as it is: divided in fp32, rounded once, without a copy in fp32
+    if len(x) == 1:  # a 0-dim divisor does not promote bf16: torch divides in fp32 and rounds once, without a copy
         torch.div(x if x.dtype == out.dtype else x.to(wide), norm.view(()), out=out)
     else:
         torch.div(x.to(wide), norm, out=out)
 
 
 def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # (B, 1, 1)
-    """Frobenius norms, see [Note: the order of a norm]."""
+    """Frobenius norm of each matrix, see [Note: the order of a norm]."""
     if x.shape[-2] * x.shape[-1] > _CHUNK:
         return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)
     if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:  # a matrix is not row-major, or has gaps
         x = x.contiguous()
-    if x.device.type == "cpu":  # a CPU reduces row by row; others share rows out by their number
+    if x.device.type == "cpu":  # CPUs reduce row by row; on other devices the order depends on the number of rows
         norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide)
         return norms.view(-1, 1, 1)
     return torch.stack(foreach_norm(x.unbind(0), 2, wide)).view(-1, 1, 1)
@@ -315,29 +317,29 @@ def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # 0-dim
 
 
 def _near_one(x: Tensor) -> Tensor:
-    """Each matrix times a power of two, such that its largest entry is in [1/2, 1)."""
+    """Multiply each matrix by a power of two so that its largest entry is in [1/2, 1)."""
     _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True))
-    half = exponent // 2  # in two factors: one alone may be out of range
+    half = exponent // 2  # two factors: a single one may be out of range
     return (x * torch.exp2((-half).to(x.dtype))).mul_(torch.exp2((half - exponent).to(x.dtype)))
 
 
 def _normalize_in_fp64(out: Tensor, x: Tensor) -> None:
-    """`normalize_into` in two passes without a look at the result: fp64 holds the square of every fp32 number."""
-    # `vector_norm` would first make a copy in fp64: four times a bf16 matrix, and nine times the memory traffic.
+    """`normalize_into` in two passes without a sync: fp64 can represent the square of every fp32 number."""
+    # `vector_norm` would first copy to fp64: four times the size of a bf16 matrix, and nine times the memory traffic.
     norms = foreach_norm(x.unbind(0), 2)
     norm = (torch.stack(norms) if len(x) > 1 else norms[0]).view(-1, 1, 1)
     torch.mul(x, _reciprocal(norm), out=out)  # in fp64, rounded once
 
 
 def _reciprocal(norm: Tensor) -> Tensor:  # fp64, overwritten
-    """1 / norm. Where it is 0 any finite factor will do; where it is infinite the whole matrix becomes NaN."""
+    """1 / norm; some finite number where the norm is 0, and NaN where it is infinite or NaN."""
     return norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=_LEAST).reciprocal_()
 
 
 # -------------------------------------------------------------------------------------------------------- iterations
 
-# A function of matrices of norm 1 (B, m, n) in slots, or (m, n), operands of `products`; zeros among them stay zeros.
-# It must not write into its input nor mix matrices, and never waits for the device: a CUDA graph can hold it. Called as
+# An iteration maps matrices of norm 1, (B, m, n) in slots or (m, n), in dtype `products.operands`; zeros stay zeros.
+# It must not write to its input, mix matrices or wait for the device (so that a CUDA graph can capture it). Called as
 # iteration(y, coefficients=.., products=..).
 Iteration = Callable[..., Tensor]
 
@@ -346,19 +348,19 @@ def _newton_schulz(
     y: Tensor,  # (B, m, n) in slots, or (m, n): norm 1, operands of `products`
     coefficients: Triples,
     products: Products,
-) -> Tensor:  # of its shape, operands
+) -> Tensor:  # the shape and dtype of y
     """X <- a X + (b A + c A A) X with A = X X^T, once per (a, b, c); X <- a X + X (b A + c A A) with A = X^T X if tall.
 
     The iteration of torch.optim.Muon and of Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/). a X is
-    added in the product: folded into the polynomial's diagonal, a is rounded with it, which costs 1.4 to 1.9 times the
-    error in fp32 and up to 1.9 times in bf16, where torch's products round it twice (ADR 23).
+    added by the `addmm` of the last product: adding a to the polynomial's diagonal would round it there, with 1.4 to
+    1.9 times the error in fp32 and up to 1.9 times in bf16, where torch's products round it twice (ADR 23).
     """
     tall = y.shape[-2] > y.shape[-1]
     poly = square_of(y)
     made: list[tuple[Tensor, Tensor]] = []
     for _ in range(2):
         out = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
-        # A lies where the result will, which is written when A is not needed any more
+        # A shares memory with the result, which is written when A is no longer needed
         made.append((out, out.as_strided(poly.shape, poly.stride())))
     for step, (a, b, c) in enumerate(coefficients):
         out, gram = made[step % 2]
@@ -377,11 +379,11 @@ def _gram_newton_schulz(
     y: Tensor,  # (B, m, n) in slots, or (m, n): norm 1, operands of `products`
     coefficients: Triples,
     products: Products,
-) -> Tensor:  # of its shape, operands
+) -> Tensor:  # the shape and dtype of y
     """The steps of `_newton_schulz`, iterated on the Gram matrix of the short side: see gram.py.
 
     Raises:
-        ValueError: Products in bf16.
+        ValueError: The products are in bf16.
     """
     (short, long), tall = sorted(y.shape[-2:]), y.shape[-2] > y.shape[-1]
     first, *others = segments(coefficients, products.dtype)
@@ -395,8 +397,8 @@ def _gram_newton_schulz(
 
 
 def _restarted(wide: Tensor, first: Triples, second: Triples, products: Products) -> Tensor:  # (B, m, m)
-    """Q after both segments, for X X^T = wide. A product of two Q is symmetric but for rounding: the tall form takes
-    its transpose, as (Q X)^T = X^T Q^T."""
+    """Q after both segments, for X X^T = wide. The product of two Q's is symmetric up to rounding; for tall matrices
+    use its transpose, as (Q X)^T = X^T Q^T."""
     before = factor_of(products.operand(wide), first, products)
     after = factor_of(products.sandwich(before, wide), second, products)
     found: Tensor = products.mm(after, before, out=square_of(before))
@@ -404,7 +406,7 @@ def _restarted(wide: Tensor, first: Triples, second: Triples, products: Products
 
 
 def _times(products: Products, factor: Tensor, y: Tensor, tall: bool) -> Tensor:
-    """Q X; X Q where X is tall."""
+    """Q X for `factor` Q, or X Q if X is tall."""
     left, right = (y, factor) if tall else (factor, y)
     found: Tensor = products.mm(left, right, out=empty_batch(y.shape, y.dtype, y.device))
     return found
@@ -415,10 +417,10 @@ def factor_of(
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # (B, m, m)
-    """Q such that Q X is X after all steps, for X X^T = gram."""
+    """The factor Q for which Q X is the result of all steps, where X X^T = gram."""
     factor: Tensor | None = None
     for step, (a, b, c) in enumerate(coefficients):
-        # a is kept out of the polynomial: the sum would be rounded at the size of a, not of what is added to it.
+        # a is not added to the polynomial: the sum would be rounded relative to a, which is larger than the rest.
         if c == 0.0:
             poly = products.operand(torch.mul(gram, b, out=square_of(gram)))
         else:
@@ -436,14 +438,15 @@ def factor_of(
     return factor
 
 
-TORCH_EPS = 1e-7  # least norm that torch.optim.Muon divides by, by default
+TORCH_EPS = 1e-7  # torch.optim.Muon's default eps: the smallest norm that it divides by
 
 
 def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # bf16
-    """The arithmetic of `torch.optim.Muon` (torch 2.9 .. 2.13), operation for operation: cast to bf16, then normalize.
+    """Orthogonalize a matrix by the same operations as `torch.optim.Muon` (torch 2.9 .. 2.13): cast to bf16, then
+    normalize, then iterate.
 
-    Differs in one point: torch normalizes the momentum buffer itself in place when parameters are bf16 and nesterov is
-    False (`.bfloat16()` of a bf16 tensor is the same tensor). Here nothing is written into the matrix.
+    One difference: when parameters are bf16 and nesterov is False, torch normalizes the momentum buffer itself in place
+    (`.bfloat16()` of a bf16 tensor is the same tensor). Here `matrix` is not written to.
     """
     y = matrix.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
     tall = y.size(0) > y.size(1)
@@ -462,11 +465,11 @@ ITERATIONS: dict[str, Iteration] = {"standard": _newton_schulz, "gram": _gram_ne
 
 
 def default_dtype(method: str, device: torch.device) -> torch.dtype:
-    """Dtype of the products when the user names none.
+    """Default dtype of a method's products.
 
-    "standard": bfloat16, as torch.optim.Muon, wherever the device multiplies it in hardware; float32 on CPUs that only
-    emulate it (10 to 80 times slower there). "gram": float16 on accelerators (bf16 is not precise enough for it),
-    float32 on CPUs.
+    "standard": bfloat16, as in torch.optim.Muon, where the device multiplies it in hardware; float32 on CPUs without
+    bf16 instructions, where bf16 products are 10 to 80 times slower. "gram": float16 on accelerators (bf16 is not
+    precise enough), float32 on CPUs. "torch": bfloat16.
     """
     if method == "torch":
         return torch.bfloat16
@@ -485,20 +488,21 @@ def orthogonalize(
     overwrite: bool = False,
     unit: bool = False,
 ) -> Tensor:  # (B, m, n)
-    """Orthogonalize matrices of one shape. A matrix has the same bits beside any others: [Note: equal bits in batches].
+    """Orthogonalize matrices of one shape. A result has the same bits beside any other matrices, see [Note: equal bits
+    in batches].
 
     Args:
         x: The matrices, wide or tall.
         coefficients: One (a, b, c) per Newton-Schulz step.
         method: A key of `ITERATIONS`, or "torch".
         dtype: Dtype of the products. Default: `default_dtype`. Ignored by "torch".
-        watch: Puts zeros in place of a non-finite "gram" result of a finite matrix. Default: it stays.
-        overwrite: The caller does not need `x` any more: results may take its place.
-        unit: The Frobenius norm of each matrix is 1 (or 0) already and is not divided by again.
+        watch: Replaces non-finite "gram" results of finite matrices by zeros. Default: they are returned.
+        overwrite: True if the caller no longer needs `x`: results may be written to its memory.
+        unit: True if each matrix already has Frobenius norm 1 (or 0); skips the normalization.
 
     Returns:
-        The result in the products' dtype (in that of `x` if it took its place). It depends on no global flag of torch
-        (but "torch" does, as torch's).
+        The orthogonalized matrices, in the products' dtype (in that of `x` if they were written to its memory). They
+        do not depend on torch's global precision flags, except for method "torch".
 
     Raises:
         ValueError: "gram" with products in bf16.
@@ -517,23 +521,23 @@ def orthogonalize(
         out = empty_batch(x.shape, dtype, device) if many and (watch is not None or not overwrite) else x
         for part, place in zip(x.split(size), out.split(size), strict=True):
             found = run(_operands(part, shape, products, unit)).view(size, rows, cols).narrow(0, 0, len(part))
-            if many:  # once, to where it stays; no `copy_`: it costs more on tensors without data, to price plans by
+            if many:  # no `copy_`: foresight runs this on tensors without data, where `copy_` costs more
                 foreach_copy_([place], [found])
             else:
                 out = found.to(dtype)
-            del found  # the next batch needs room
+            del found  # free memory for the next batch
         return out if watch is None else watch.keep_finite(out, x, f"method={method!r} on {rows}x{cols}")
 
 
 def _operands(
     x: Tensor,  # (k, m, n), k <= B
-    shape: Sequence[int],  # of a batch
+    shape: Sequence[int],  # (B, m, n), or (m, n) for single matrices
     products: Products,
-    unit: bool,  # every norm is 1 (or 0) already
+    unit: bool,  # True if every norm is already 1 (or 0)
 ) -> Tensor:  # (B, m, n) in slots, or (m, n)
-    """Operands of a batch: X / ||X||_F, rounded to the products' dtype, and zeros in the slots that are left.
+    """Operands of a batch: X / ||X||_F rounded to the products' dtype, with zeros in the unused slots.
 
-    A whole batch that is all this already is not copied.
+    A full batch that already has this form is returned without a copy.
     """
     missing = 0 if len(shape) == 2 else shape[0] - len(x)
     if unit and not missing and x.dtype == products.dtype == products.operands and _lies_in_slots(x):

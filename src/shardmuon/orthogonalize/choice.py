@@ -1,7 +1,7 @@
-"""The orthogonalizer of each matrix: named by the user, or by a rule.
+"""The choice of each matrix's orthogonalizer: by the user, or by a rule.
 
-Ranks that share a matrix must choose alike, and so must ranks that hold replicas of it without ever talking. So the
-rule looks at nothing but shape, schedule, dtype and kind of device; nothing is timed.
+Ranks that share a matrix must choose alike, and so must ranks that hold replicas of it and never communicate. So the
+rule depends only on shape, schedule, dtype and kind of device; nothing is timed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from shardmuon.orthogonalize import ITERATIONS, default_dtype
 from shardmuon.orthogonalize.gram import plan_restarts, restarts_locally
 from shardmuon.orthogonalize.schedules import Triples
 
-# bf16 products over fp32 ones on a CPU that has them: 2.3 by AVX512-BF16 (measured), several times that by AMX (not
-# measured). One number between, so that ranks on different models choose alike. By it five quintic steps are never
-# "gram", whose share of the work is above 1/5; on AVX512-BF16 that gives up some speed beyond n/m = 10.
+# Speed of bf16 products relative to fp32 on CPUs with bf16 instructions: 2.3 with AVX512-BF16 (measured), several times
+# that with AMX (not measured). One number in between, so that ranks on different CPU models choose alike. With it, five
+# quintic steps never choose "gram", which has more than 1/5 of the work; AVX512-BF16 loses some speed beyond n/m = 10.
 _CPU_BF16_RATE = 4.0
-_WORTH_IT = 0.75  # of the time of "standard": "gram" is taken below it
+_WORTH_IT = 0.75  # "gram" is chosen if it takes less than this share of the time of "standard"
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Choice:
 
     Attributes:
         method: "standard", "gram" or "torch".
-        dtype: Dtype of the products; None: bf16, as "torch" has it.
-        reason: Why, for the printed plan.
+        dtype: Dtype of the products; None for "torch", which uses bf16.
+        reason: Why it was chosen, for the printed plan.
     """
 
     method: str = "standard"
@@ -39,7 +39,7 @@ class Choice:
 
     @classmethod
     def of(cls, text: str) -> Choice:
-        """The choice with this text (`str`), without its reason."""
+        """Parse `str(choice)`. The result has no reason."""
         method, _, dtype = text.partition(" ")
         return cls(method, getattr(torch, dtype) if dtype else None)
 
@@ -49,7 +49,7 @@ class Choice:
 
 
 class Task(NamedTuple):
-    """The matrix that a choice is made for."""
+    """A matrix for which an orthogonalizer is chosen: its shape, the schedule and the device."""
 
     rows: int
     cols: int
@@ -59,12 +59,12 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Chooser:
-    """The method and dtype of products that an optimizer asks for.
+    """The user's options for orthogonalizers, from which the choice for each matrix is made.
 
     Attributes:
-        method: "auto", or that of all matrices.
-        dtype: Dtype of the products, or None to choose.
-        device: Where matrices are orthogonalized, if not where their parameters are.
+        method: The method for all matrices, or "auto".
+        dtype: Dtype of the products; None: chosen by method and device.
+        device: Device on which matrices are orthogonalized; None: that of their parameters.
     """
 
     method: str
@@ -72,7 +72,7 @@ class Chooser:
     device: torch.device | None = None
 
     def choice(self, task: Task) -> Choice:
-        """The choice for a matrix, with its reason."""
+        """The orthogonalizer for a matrix, with the reason."""
         if self.method == "torch":
             return Choice("torch", reason="products in bfloat16, as in torch.optim.Muon")
         if self.method == "auto":
@@ -98,7 +98,8 @@ def rule(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> Choice:
-    """The choice of "auto": "gram" where its arithmetic, at its dtype's rate, is less by a quarter, else "standard"."""
+    """The choice of "auto": "gram" if its estimated time (FLOPs over its dtype's rate) is below 3/4 of that of
+    "standard", else "standard"."""
     standard, gram = (Choice(method, dtype or default_dtype(method, device)) for method in ITERATIONS)
     if gram.dtype == torch.bfloat16:
         return replace(standard, reason=f"by rule: the Gram form is not safe in {gram.dtype}")
@@ -113,13 +114,13 @@ def rule(
 
 
 def is_narrow(choice: Choice) -> bool:
-    """True for half-precision products. Those of "torch" are bf16."""
+    """True if the products are in half precision, as those of "torch" always are (bf16)."""
     return choice.method == "torch" or choice.dtype in (torch.bfloat16, torch.float16)
 
 
 def work(choice: Choice, rows: int, cols: int, coefficients: Triples, device: torch.device) -> int:
-    """Floating point operations that a choice takes on a kind of device."""
-    # A CPU computes the block triangle of symmetric products, 10 of 16 tiles.
+    """Number of floating point operations for a rows x cols matrix with this choice, on this kind of device."""
+    # A CPU computes 10 of 16 tiles of a symmetric product.
     share = 0.625 if device.type == "cpu" else 1.0
     return round(sum(flops(choice.method, rows, cols, coefficients, choice.dtype or torch.float32, share)))
 
@@ -127,27 +128,27 @@ def work(choice: Choice, rows: int, cols: int, coefficients: Triples, device: to
 def flops(
     method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, symmetric_share: float = 1.0
 ) -> tuple[float, float]:
-    """Floating point operations of a method's matrix products on one rows x cols matrix.
+    """Number of floating point operations in a method's matrix products, for one rows x cols matrix.
 
     Args:
-        method: "standard" or "gram"; others are counted as "standard".
+        method: "standard" or "gram"; other methods are counted as "standard".
         dtype: Dtype of the products: "gram" restarts more often in low precision.
         symmetric_share: Part of a symmetric product that is computed: 1 for plain products, 0.5 for the lower half.
 
     Returns:
-        Those of products with the long side, and of small ones, as in the tables of Gram Newton-Schulz: with m <= n,
-        full products and k quintic steps 4 k m^2 n and 2 k m^3 for "standard", and 4 m^2 n and (8 k - 6) m^3 for "gram"
-        without restarts.
+        FLOPs of the products that involve the long side, and FLOPs of the products of square matrices on the short
+        side, counted as in the Gram Newton-Schulz tables. With m <= n, full products and k quintic steps: 4 k m^2 n and
+        2 k m^3 for "standard", 4 m^2 n and (8 k - 6) m^3 for "gram" without restarts.
     """
     m, n = min(rows, cols), max(rows, cols)
     steps = len(coefficients)
-    squares = sum(c != 0.0 for _, _, c in coefficients)  # products A A: a cubic step has none
+    squares = sum(c != 0.0 for _, _, c in coefficients)  # number of products A A; cubic steps have none
     twice: float = 2 * m * m * n * (1.0 + symmetric_share)  # one X X^T, and one product with X
     small: float = 2 * m**3
     if method != "gram":
         return steps * twice, squares * small * symmetric_share
     restarts = len(plan_restarts(coefficients, dtype))
-    # Per segment: Q costs a product a step but the first, R two a step but the last.
+    # Per segment: one product for Q in each step but the first, two for R in each step but the last.
     of_small = (squares + 3 * (steps - restarts - 1)) * small * symmetric_share
     if restarts_locally(m, n, coefficients, dtype):
         return twice, of_small + restarts * (3 * small + 2 * small * symmetric_share)  # split products, merging the Q's

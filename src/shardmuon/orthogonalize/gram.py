@@ -1,42 +1,43 @@
-"""The Gram form of Newton-Schulz: where it must restart, by a bound on its rounding; and a watch over its results.
+"""The Gram form of Newton-Schulz: where it must restart, by a bound on rounding errors; and a check of its results.
 
-With R = X X^T (m x m), one step X <- (a I + b R + c R^2) X leaves X = Q X_0 for a polynomial Q of R_0. So iterate Q
-and R on m x m matrices and multiply once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k steps that is one
-m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m ones, against 2 k and k of the standard form.
+With R = X X^T (m x m), one step X <- (a I + b R + c R^2) X gives X = Q X_0 for a polynomial Q of R_0. So iterate Q
+and R as m x m matrices and multiply once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k steps that is one
+m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m products; the standard form has 2 k and k.
 
 [Note: restarts]
     Rounding leaves R with small spurious negative eigenvalues -d. A step multiplies them by (a + |b| d + ..)^2, a
     schedule by the square of its slope: 485^2 for torch's five steps, 6363^2 for eight of Polar Express. The update
-    itself loses as much, and with some polynomials 10 to 100 times more: [Note: amplification]. A restart makes R
-    anew, so that only the slope since then counts. `plan_restarts` takes the fewest restarts that keep d small and the
-    amplification of rounding within some times the standard form's (or its effect below 1e-3), and among those the
-    positions with the best-conditioned Q. Two ways to restart:
+    itself loses as much, and with some polynomials 10 to 100 times more: [Note: amplification]. A restart recomputes
+    R, so that only the slope since the restart counts. `plan_restarts` chooses the fewest restarts that keep d small
+    and the amplification of rounding within a factor of the standard form's (or its effect below 1e-3), and among such
+    plans the one with the best-conditioned Q. Two ways to restart:
     from X     X <- Q X, R <- X X^T: 3 m^2 n (symmetric products counted half);
-    locally    R <- Q R_0 Q with R_0 kept in fp32: 6 m^3 in split half precision, so cheaper from n = 7/3 m on. It
-               needs no X, hence no communication where columns are spread over ranks. Taken in fp16 and for a single
+    locally    R <- Q R_0 Q with R_0 stored in fp32: 6 m^3 in split half precision, so cheaper from n = 7/3 m on. It
+               needs no X, hence no communication where columns are spread over ranks. Used in fp16 and for a single
                restart: each adds a rounding of the product of the Q's (eight steps of Polar Express, log-spaced
-               values, error .018 by X, .023 locally). In fp32 it would bring back R_0's own rounding and gain nothing.
-    bf16 is refused: 8 bits leave d so large that even restarts do not help (errors of 0.2 to 2, 1e5 on a power law
-    without), where the standard form in bf16 stays within 0.02 to 0.1.
+               values: error .018 from X, .023 locally). In fp32 it would bring back R_0's own rounding and gain
+               nothing.
+    bf16 is refused: with 8 bits d is so large that even restarts do not help (errors of 0.2 to 2 with restarts, 1e5 on
+    a power law without). The standard form in bf16 stays within 0.02 to 0.1.
 
 [Note: amplification]
     In the singular basis of X, rounding adds to R, and to every product, a matrix whose entries are at most u (the unit
-    roundoff) times the largest entry there can be. To first order each such entry (i, j) then goes its own way,
-    whatever the others do: a step multiplies it by divided differences of the step's polynomial at the two eigenvalues,
-    which are all known. So one pass over a grid of pairs of singular values, 0 among them, gives the worst factor from
-    any rounding of a segment (the steps between two restarts) to the final update: its amplification. u times that is
-    the segment's share of the error.
+    roundoff) times the largest possible entry. To first order each entry (i, j) of this error evolves independently of
+    the other entries: a step multiplies it by divided differences of the step's polynomial at the two eigenvalues,
+    which are all known. So one pass over a grid of pairs of singular values, 0 included, gives the worst factor from
+    any rounding in a segment (the steps between two restarts) to the final update: its amplification. The segment
+    contributes u times its amplification to the error.
 
-    The worst pair is nearly always (0, large): a direction that the gradient does not have, beside one that it has. An
-    entry e of R there reaches Q as (slope so far) * b * e * (slope to come), and at once is multiplied by a large
+    The worst pair is nearly always (0, large): a direction absent from the gradient, paired with one present in it. An
+    error e in that entry of R reaches Q as (slope so far) * b * e * (slope to come), and is then multiplied by a large
     singular value: slope**2 * u of the update. That is why gradients of rank 1 to 3 are the worst, and why the growth
-    of spurious eigenvalues alone is not enough to plan by: polynomials that first raise large values and then crush
-    them ("cans", "quintic", long "polar_express") lose another factor of 10 to 100 in the size of what they keep.
+    of spurious eigenvalues alone is no sufficient criterion: polynomials that first raise large values and then shrink
+    them ("cans", "quintic", long "polar_express") lose another factor of 10 to 100 relative to what remains.
 
 [Note: results that are not finite]
-    Zeros take the place of such a result of a finite matrix: its weights decay and take no update in this step. Nothing
-    waits for a device to say whether it came about, which has not been seen: how often travels to the host beside the
-    work, and a later step warns. A matrix that came in with NaN or Inf keeps NaN.
+    If a finite matrix gives a non-finite result, zeros replace the result: the weights decay but get no update in this
+    step. This has never been observed. Nothing waits for the device to report it: the counts are copied to the host
+    asynchronously, and a later step warns. The result for a matrix with NaN or Inf becomes NaN.
 """
 
 from __future__ import annotations
@@ -57,19 +58,19 @@ from shardmuon.orthogonalize.schedules import Triples
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 
-# dtype -> most negative eigenvalue that rounding leaves in R (4e-4 seen by Dao-AILab in fp16; the others have the
-# same error in units of their own epsilon), and how large it may grow.
+# dtype -> (size of the most negative eigenvalue that rounding leaves in R, the size to which it may grow). Dao-AILab
+# saw 4e-4 in fp16; the other dtypes are assumed to have the same error in units of their epsilon.
 _NOISE: dict[torch.dtype, tuple[float, float]] = {
     torch.float16: (4e-4, 1.0),
     torch.float32: (4e-4 * 2.0**-13, 1e-3),
     torch.float64: (4e-4 * 2.0**-42, 1e-3),
 }
-# How many times what rounding costs the standard form it may cost here, by the bound. In fp16 the bound is above 1 for
-# both forms on inputs of low rank; up to 18 times, the errors seen are at most 4.4 times the standard form's.
+# Largest allowed ratio of this form's rounding bound to the standard form's. In fp16 both bounds are above 1 on inputs
+# of low rank; with ratios of bounds up to 18, measured errors are at most 4.4 times the standard form's.
 _EXCESS = {torch.float16: 18.0, torch.float32: 12.0, torch.float64: 12.0}
-_NEGLIGIBLE = 1e-3  # of the update: a tenth of what products in bf16 cost
-_LOCAL_ASPECT = 7 / 3  # n/m from which a local restart is less work
-_MAX_PLANS = 2000  # restart positions tried for the best condition
+_NEGLIGIBLE = 1e-3  # error relative to the update: a tenth of the error of bf16 products
+_LOCAL_ASPECT = 7 / 3  # n/m above which a local restart is less work
+_MAX_PLANS = 2000  # with more candidate plans, the one with the latest restarts is used without a search
 _HUGE = 1e30
 
 
@@ -83,26 +84,26 @@ def check_gram_dtype(dtype: torch.dtype) -> None:
 
 
 def restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
-    """True if an m x n matrix (m <= n) restarts by R <- Q R_0 Q, see [Note: restarts]."""
+    """True if an m x n matrix (m <= n) restarts locally, by R <- Q R_0 Q: see [Note: restarts]."""
     return dtype == torch.float16 and n > _LOCAL_ASPECT * m and len(plan_restarts(coefficients, dtype)) == 1
 
 
 @lru_cache(maxsize=256)
 def plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
-    """Steps (1 .. k-1) before which the iteration must restart, see [Note: restarts]."""
+    """Indices (1 .. k-1) of the steps before which the iteration must restart, see [Note: restarts]."""
     check_gram_dtype(dtype)
     noise, limit = _NOISE[dtype]
-    cost = cache(partial(_amplification, coefficients))  # of the steps [start, stop), asked for again and again
-    standard = sum(cost(step, step + 1) for step in range(len(coefficients)))  # every step is a segment of its own
+    cost = cache(partial(_amplification, coefficients))  # cost(start, stop) of a segment
+    standard = sum(cost(step, step + 1) for step in range(len(coefficients)))  # every step as its own segment
     allowed = max(_EXCESS[dtype] * standard, _NEGLIGIBLE / (torch.finfo(dtype).eps / 2))
 
     def is_bearable(start: int, stop: int) -> bool:
-        """True if these steps may run without a restart between them."""
+        """True if the steps [start, stop) may run without a restart between them."""
         if stop - start == 1:
             return True
         return _growth(coefficients[start:stop], noise) <= limit and cost(start, stop) <= allowed
 
-    # Go on until the next step would pass a limit: no plan has fewer restarts.
+    # Greedy: restart only when the next step would exceed a limit. No plan has fewer restarts.
     latest, start = list[int](), 0
     for stop in range(1, len(coefficients) + 1):
         if not is_bearable(start, stop):
@@ -119,7 +120,7 @@ def plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def segments(coefficients: Triples, dtype: torch.dtype) -> list[Triples]:
-    """The steps between restarts."""
+    """The schedule cut into the segments between restarts."""
     return [coefficients[start:stop] for start, stop in _ends(coefficients, plan_restarts(coefficients, dtype))]
 
 
@@ -128,7 +129,7 @@ def _ends(coefficients: Triples, restarts: tuple[int, ...]) -> list[tuple[int, i
 
 
 def _growth(segment: Triples, noise: float) -> float:
-    """Final size of the spurious eigenvalue."""
+    """Size of a spurious eigenvalue -noise of R after a segment; inf if it diverges."""
     r = -noise
     for a, b, c in segment:
         z = a + r * (b + r * c)
@@ -139,9 +140,9 @@ def _growth(segment: Triples, noise: float) -> float:
 
 
 def _condition(coefficients: Triples, restarts: tuple[int, ...], noise: float) -> float:
-    """The worst ratio of Q's largest to its smallest eigenvalue."""
+    """Largest condition number of Q over all segments."""
     worst = 0.0
-    s = np.geomspace(1e-6, 1.0, 512)  # singular values as they stand at the segment's start
+    s = np.geomspace(1e-6, 1.0, 512)  # singular values at the segment's start
     for start, stop in _ends(coefficients, restarts):
         r = np.append(s * s, -noise)
         q = np.ones_like(r)
@@ -172,10 +173,10 @@ def _amplification(coefficients: Triples, start: int, stop: int) -> float:
 
 
 def _after(segment: Triples, eigenvalues: _Array) -> tuple[_Array, list[_Array]]:
-    """Eigenvalues of Q after these steps, and what each rounding made of Q's entries, in units of u."""
+    """Eigenvalues of Q after a segment, and the error in Q's entries from each rounding, in units of u."""
     ones = np.ones((len(eigenvalues), len(eigenvalues)))
     r, q = eigenvalues, np.ones_like(eigenvalues)
-    in_gram: list[_Array] = [ones * r.max()]  # one array for each rounding; R's and Q's lists go in step
+    in_gram: list[_Array] = [ones * r.max()]  # one array per rounding, in the order of `in_factor`
     in_factor: list[_Array] = [0 * ones]
     for a, b, c in segment:
         poly, size = b * r + c * r * r, np.abs(b) * r + np.abs(c) * r * r
@@ -198,10 +199,11 @@ def _after(segment: Triples, eigenvalues: _Array) -> tuple[_Array, list[_Array]]
 
 
 def _to_come(sigmas: _Array, rest: Triples) -> _Array:
-    """The largest factor of the steps to come on an entry (i, j) in the basis of these singular values.
+    """Largest factor by which the remaining steps multiply an error in entry (i, j), in the singular basis.
 
-    They are an odd function h: the symmetric part of an entry is multiplied by (h_i - h_j) / (s_i - s_j), the other by
-    (h_i + h_j) / (s_i + s_j), and one that leaves the rows' space by h_i / s_i.
+    The remaining steps are an odd function h of the singular values s. They multiply the symmetric part of an error by
+    (h_i - h_j) / (s_i - s_j), the antisymmetric part by (h_i + h_j) / (s_i + s_j), and a part outside the row space by
+    h_i / s_i.
     """
     h, slope, ratio = sigmas, np.ones_like(sigmas), np.ones_like(sigmas)
     for a, b, c in rest:
@@ -221,30 +223,30 @@ def _to_come(sigmas: _Array, rest: Triples) -> _Array:
 
 
 class FiniteWatch:
-    """Watch that keeps results finite, and warns a step or more later. One for each optimizer."""
+    """Replacement of non-finite results by zeros, with a warning one or more steps later. One per optimizer."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, Tensor, Tensor]] = []  # of this step: what was run, and `_zero_or_nan` of both ends
+        self.seen: list[tuple[str, Tensor, Tensor]] = []  # in this step: text, `_zero_or_nan` of result and input
         self.coming: deque[tuple[list[tuple[str, int]], Later]] = deque()
 
     def keep_finite(
         self,
-        out: Tensor,  # (B, m, n), written to
-        x: Tensor,  # (B, m, n), what it was made from
-        text: str,
+        out: Tensor,  # (B, m, n), the results, written to
+        x: Tensor,  # (B, m, n), the matrices they were computed from
+        text: str,  # what was run, for the warning
     ) -> Tensor:  # (B, m, n), `out`
-        """Zeros for each result that is not finite though its matrix is. Waits for nothing."""
+        """Replace each non-finite result of a finite matrix by zeros, in place. Does not wait for the device."""
         spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
-        if x.device.type == "cpu" and not bool(spoiled.isnan().any()):  # a look that costs no wait
+        if x.device.type == "cpu" and not bool(spoiled.isnan().any()):  # on a CPU the check costs no sync
             return out
         given = _zero_or_nan(torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True))
         self.seen.append((text, spoiled, given))
         return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
 
     def send(self) -> None:
-        """Send what a step that has ended has seen on its way to the host."""
+        """Start copying this step's findings to the host. Call it at the end of a step."""
         seen, self.seen = self.seen, []
-        if not seen or is_capturing(seen[0][1].device):  # a graph's replays do not come by here
+        if not seen or is_capturing(seen[0][1].device):  # replays of a CUDA graph do not run this
             return
         spoiled = torch.cat([s.flatten() for _, s, _ in seen])
         given = torch.cat([g.flatten() for _, _, g in seen])
@@ -252,7 +254,7 @@ class FiniteWatch:
         self.coming.append(([(text, len(s)) for text, s, _ in seen], Later(replaced)))
 
     def report(self) -> None:
-        """Warn of what has arrived by now."""
+        """Warn of the findings that have arrived at the host by now."""
         for seen, replaced in arrived(self.coming):
             for (text, count), flags in zip(seen, replaced.split([n for _, n in seen]), strict=True):
                 if flags.any():
@@ -264,5 +266,5 @@ class FiniteWatch:
 
 
 def _zero_or_nan(x: Tensor) -> Tensor:
-    """0 of what is finite, else NaN."""
+    """0 for each finite element, else NaN."""
     return x - x

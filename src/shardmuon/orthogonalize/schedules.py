@@ -1,16 +1,19 @@
-"""Newton-Schulz coefficient schedules as data: the triples (a, b, c) of each step, their source, what they do to s.
+"""Newton-Schulz coefficient schedules as data: the triple (a, b, c) of each step, and the source.
 
-One step maps a singular value s to a s + b s^3 + c s^5. A schedule is a tuple of such triples. Its band and slope are
-computed from them, never typed in, and a schedule that flips a sign or diverges for inputs up to `MARGIN` is refused:
-the Frobenius norm keeps singular values at or below 1, rounding can lift them a little above.
+One step maps a singular value s to a s + b s^3 + c s^5; a schedule is a tuple of triples. Its band and slope are
+computed from the triples, never typed in. A schedule that flips a sign or diverges for inputs up to `MARGIN` is
+refused: after division by the Frobenius norm singular values are at most 1, but rounding can lift them slightly above.
 
 [Note: to add one]
-    1. A row at the end of `SCHEDULES`. All other code takes it from there.
-    2. `.venv/bin/python tests/schedule_cases.py NAME` prints its row there (of `CASES`) and its rows of "Schedules" and
-       "Errors" in docs/orthogonalization.md. Put them in; a line in CHANGELOG.md.
+    Four files: this one, tests/schedule_cases.py, docs/orthogonalization.md, CHANGELOG.md. New rows go last.
+    1. A row in `SCHEDULES`; all other code reads that table. Its source says who published the set, or "ours".
+    2. `.venv/bin/python tests/schedule_cases.py NAME` prints the set's row for `CASES` in that file, and its rows for
+       "Schedules" and "Errors" in docs/orthogonalization.md. Put them in.
+    3. A line in CHANGELOG.md.
 
-    `pytest -k NAME tests/orthogonalize` shows whether it works (ten seconds). Other tests that name schedules chose
-    them for a reason. A new row is no change to the numerics: it needs no training curve.
+    `pytest -k NAME tests/orthogonalize` shows whether it works (ten seconds). A set needs to meet no other condition
+    than that it preserves signs and stays within bounds (`Schedule.fault`). Other tests that name schedules chose them
+    for a reason. A new row does not change the numerics: it needs no training curve and no new benchmarks/results.
 """
 
 from __future__ import annotations
@@ -26,19 +29,19 @@ import numpy as np
 Coefficients = tuple[float, float, float]
 Triples = tuple[Coefficients, ...]
 
-MARGIN = 1.01  # largest input that a schedule must bear: bf16 rounds singular values up by at most 0.4%
-_LARGEST = 2.0  # outputs above this are on their way to infinity (every set below stays under 1.6)
+MARGIN = 1.01  # largest input that a schedule must handle: bf16 rounds singular values up by at most 0.4%
+_LARGEST = 2.0  # larger outputs count as divergence (every set below stays under 1.6)
 _GRID = 200_001
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The triples of each step, any safety factor applied, with where they come from.
+    """Coefficients of all Newton-Schulz steps, after division by any safety factor, and their source.
 
     Attributes:
-        name: As in `SCHEDULES`, or "custom".
+        name: A key of `SCHEDULES`, or "custom".
         triples: (a, b, c) of each step.
-        source: Who published them, and what was changed.
+        source: Who published the coefficients, and what was changed.
     """
 
     name: str
@@ -46,7 +49,7 @@ class Schedule:
     source: str
 
     def __call__(self, s: Any) -> Any:
-        """Map singular values `s` by all steps (a float, an array or a tensor)."""
+        """Apply all steps to singular values `s` (a float, an array or a tensor)."""
         for a, b, c in self.triples:
             square = s * s
             s = s * (a + square * (b + square * c))
@@ -67,7 +70,7 @@ class Schedule:
 
     @property
     def fault(self) -> str | None:
-        """The reason why the schedule must not be used, or None."""
+        """Reason not to use the schedule (it flips signs or diverges); None if it is usable."""
         grid = np.linspace(0.0, MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
@@ -89,13 +92,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Published:
-    """A published set. `tail`: the triple of further steps, by default up to five; None: their number is fixed. Its
-    source says who published it, or that it is ours."""
+    """A set of coefficients: the triples of the first steps, and its source ("ours" if nobody published it). `tail`:
+    the triple of all further steps (by default up to five steps in all); None: the number of steps is fixed."""
 
     triples: Triples
     source: str
     tail: Coefficients | None = None
-    safety: float = 1.0  # divisor f of s: (a / f, b / f^3, c / f^5); above 1 only as published, or if refused at 1
+    safety: float = 1.0  # divisor f of s: (a / f, b / f^3, c / f^5); above 1 if published so, or if refused at 1
 
 
 _KELLER: Coefficients = (3.4445, -4.7750, 2.0315)
@@ -171,13 +174,13 @@ def schedule(
     *,
     safety: float | None = None,
 ) -> Schedule:
-    """A schedule by name, or from one triple, or from one triple per step.
+    """Make a schedule from a name, from one triple, or from one triple per step.
 
     Args:
         coefficients: A key of `SCHEDULES` or a name that other libraries use for it ("simple", "you5", "deepseekv4"),
             (a, b, c), or one (a, b, c) per step.
-        steps: Number of steps. Default: the set's own, 5 for a single triple. Polar Express takes any number, the sets
-            with a triple of their own per step only that. Ignored if triples are given per step, as torch does.
+        steps: Number of steps. Default: the set's own; 5 for a single triple. "keller" and "polar_express" take any
+            number, the other sets only their own. Ignored if one triple per step is given, as torch does.
         safety: Divide inputs by this: (a / f, b / f^3, c / f^5). Default: the set's own factor (1.01 for Polar
             Express), 1 for triples.
 
@@ -186,12 +189,12 @@ def schedule(
 
     Raises:
         ValueError: Unknown name, wrong number of steps, or the schedule flips signs or diverges for inputs up to 1.01.
-        TypeError: Neither a name nor numbers.
+        TypeError: `coefficients` is neither a name nor numbers.
     """
     if safety is not None and not safety >= 1.0:
         raise ValueError(f"safety={safety} must be at least 1")
     name, row = _named(coefficients) if isinstance(coefficients, str) else _given(tuple(coefficients))
-    if not isinstance(coefficients, str) and row.tail is None:  # a triple of its own for each step
+    if not isinstance(coefficients, str) and row.tail is None:  # one triple per step was given
         steps = None
     if steps is None:
         steps = 5 if row.tail is not None else len(row.triples)
@@ -232,12 +235,12 @@ def _divided(steps: Triples, factor: float) -> Triples:
 
 @lru_cache(maxsize=256)
 def triples(coefficients: Any, steps: int | None) -> Triples:
-    """`schedule(...).triples`, remembered, for options are read at every step. Arguments must be hashable."""
+    """`schedule(...).triples`, cached, because options are read at every step. Arguments must be hashable."""
     return schedule(coefficients, steps).triples
 
 
 def hashable(coefficients: Any) -> Any:
-    """Lists (as checkpoints bring them) as tuples, so that `triples` can remember them."""
+    """Convert lists, as loaded from checkpoints, to tuples, so that `triples` can cache them."""
     if isinstance(coefficients, (list, tuple)):
         return tuple(hashable(value) for value in coefficients)
     return coefficients

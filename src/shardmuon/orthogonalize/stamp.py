@@ -1,4 +1,4 @@
-"""Facts about a machine and its torch on which the bits of matrix products depend."""
+"""Description of a machine and its torch: everything on which the bits of matrix products depend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from shardmuon._torch import cpu_has_amx, cpu_has_bf16_matmul
 
-# Environment variables by which BLAS libraries choose other kernels or other orders of summation.
+# Environment variables that make BLAS libraries choose other kernels or orders of summation.
 _STEERING = (
     "CUBLASLT_WORKSPACE_SIZE",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -27,9 +27,10 @@ _STEERING = (
 
 
 def machine_stamp(device: torch.device) -> str:
-    """One line: torch and its libraries, and the CPU's vector instructions or the GPU's architecture and number of SMs.
+    """One line that describes a machine: torch's version and build, and the CPU's vector instructions or the GPU's
+    architecture and number of SMs.
 
-    Ranks with equal stamps give a matrix equal bits; see docs/architecture.md for what is proven and what is not.
+    Ranks with equal stamps compute equal bits; see docs/architecture.md for what is proven and what is not.
     """
     build = hashlib.blake2b(torch.__config__.show().encode(), digest_size=4).hexdigest()
     steering = [f"{name}={os.environ[name]}" for name in _STEERING if os.environ.get(name)]
@@ -37,7 +38,7 @@ def machine_stamp(device: torch.device) -> str:
 
 
 def precision_flags(device: torch.device) -> str:
-    """The process's own settings for products, which only method "torch" takes over."""
+    """The process's global precision settings for matrix products; only method "torch" uses them."""
     if device.type == "cuda":
         flags: Any = torch.backends.cuda.matmul
         names = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
@@ -62,7 +63,7 @@ def _hardware(device: torch.device) -> str:
 
 
 def _cpu_vendor() -> str:
-    """The vendor of this CPU: MKL takes other kernels on another vendor's CPU with the same instructions."""
+    """The vendor of this CPU: MKL chooses kernels by vendor, even for the same instruction set."""
     facts = Path("/proc/cpuinfo")
     found = re.search(r"^vendor_id\s*: *(.*)", facts.read_text() if facts.exists() else "", re.MULTILINE)
     return found[1].strip() if found else platform.machine()

@@ -1,1 +1,1 @@
-"""Routing: a model's parameters sorted into matrices and others by its structure, with reasons. Knows no plan."""
+"""Routing: sorts a model's parameters into Muon's and AdamW's by the model's structure, with reasons. Knows no plan."""

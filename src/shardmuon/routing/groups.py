@@ -1,8 +1,8 @@
-"""Routing: `param_groups(model)`, the groups for the optimizer and the table that gives a reason for each parameter.
+"""Routing: `param_groups(model)` returns the optimizer's groups, and a table with the reason for each parameter.
 
-Routing goes by what a parameter is (roles.py) and where it stands (heads.py), never by its name; users correct it with
-overrides. Knows only the optimizer's option names and talks to no other rank: groups, their order and the table follow
-from the model's structure alone, so data-parallel ranks agree, before and after the model is sharded.
+Routing depends on what a parameter is (roles.py) and its position in the model (heads.py), never on its name; users
+correct it with overrides. Knows only the optimizer's option names and does not communicate: groups, their order and the
+table follow from the model's structure alone, so data-parallel ranks agree, before and after the model is sharded.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class RoutingRow:
     """A row of the routing table: one parameter, the optimizer it goes to, and the reason.
 
     Attributes:
-        name: The parameter's name, without what DDP, `torch.compile` and activation checkpointing put into it.
-        shape: Its global shape.
-        matrices: (rows, cols) of each matrix that Muon orthogonalizes; empty if it goes elsewhere.
+        name: The parameter's name, without the parts that DDP, `torch.compile` and activation checkpointing add.
+        shape: The parameter's global shape.
+        matrices: (rows, cols) of each matrix that Muon orthogonalizes; empty for AdamW and frozen parameters.
         optimizer: "Muon", "AdamW" or "frozen".
-        reason: What decided.
+        reason: Why the parameter goes to this optimizer.
     """
 
     name: str
@@ -64,11 +64,11 @@ class RoutingRow:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Group dicts as any torch optimizer takes them, Muon's first. `str()` is the routing table.
+    """List of group dicts in the form of torch's optimizers, Muon's first. `str()` returns the routing table.
 
     Attributes:
-        rows: One `RoutingRow` for each parameter of the model in model order, frozen ones included.
-        matched: AdamW's lr as a multiple of Muon's, if it was matched because none was given; else None.
+        rows: One `RoutingRow` for each parameter in model order, including frozen ones.
+        matched: AdamW's lr as a multiple of Muon's, if no `adamw_lr` was given; else None.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ParamGroups(list[dict[str, Any]]):
         return f"{_table(self.rows)}\n\n{self._totals()}"
 
     def summary(self) -> str:
-        """The table with one line for parameters that differ in nothing but the numbers in their names."""
+        """The routing table with a single line for parameters that differ only in the numbers in their names."""
         alike: dict[RoutingRow, list[str]] = {}
         for row in self.rows:
             alike.setdefault(replace(row, name=numbers_out(row.name)), []).append(row.name)
@@ -129,33 +129,33 @@ def param_groups(
     """Sort a model's parameters into Muon and AdamW groups by what they are.
 
     Every trainable parameter lands in exactly one group, by the rules of docs/routing.md. Parameters with equal options
-    share a group. Groups, and the parameters in them, follow model order; Muon's come first and none is empty. A choice
-    that may be wrong warns and says how to settle it.
+    share a group. Groups, and the parameters in them, follow model order; Muon's groups come first, and no group is
+    empty. If a choice may be wrong, a warning says which override settles it.
 
     Call it before or after `fully_shard`, `parallelize_module`, DDP, FSDP1 (with ``use_orig_params=True``) or
     `torch.compile`.
 
     Args:
-        model: The model. Parameters alone do not say what they are.
-        lr: Learning rate of the matrices. Required.
-        adamw_lr: Learning rate of the rest. Default: what makes AdamW's updates as large as the matrices', see
-            docs/learning_rate.md on learning rates; the table says how large that is.
-        weight_decay: Of matrices, embeddings and heads. For others it is 0; set it in the groups.
-        adjust_lr_fn: Of the matrices, see `shardmuon.Muon`, as all their other options.
-            None: the optimizer's.
-        overrides: (pattern, choice) pairs; the first that matches wins. A pattern is a glob over parameter names or a
+        model: The model, not just its parameters: only modules tell what a parameter is.
+        lr: Learning rate of Muon's groups. Required.
+        adamw_lr: Learning rate of AdamW's groups. Default: the value at which AdamW's updates are as large as Muon's,
+            see docs/learning_rate.md; the table shows it as a multiple of `lr`.
+        weight_decay: Weight decay of matrices, embeddings and heads. Other parameters get 0; change that in the
+            groups.
+        adjust_lr_fn: Learning-rate scale of Muon's groups, see `shardmuon.Muon`. None: the optimizer's own.
+        overrides: (pattern, choice) pairs; the first match wins. A pattern is a glob over parameter names or a
             predicate (name, parameter, module) -> bool. A choice is "muon", "adamw" or a dict of group options, such as
-            ``{"use_muon": True, "split_sizes": 8, "lr": 3e-4}``; without ``use_muon`` it leaves the routing as it is.
-        tp_group: The tensor-parallel process group over which plain parameters are cut, see docs/tensor_parallel.md.
+            ``{"use_muon": True, "split_sizes": 8, "lr": 3e-4}``; without ``use_muon`` it does not change the routing.
+        tp_group: Tensor-parallel process group over which plain parameters are sharded, see docs/tensor_parallel.md.
 
     Returns:
         The groups. Each has ``params`` (tensors), ``param_names``, ``use_muon``, ``lr`` and ``weight_decay``. `print`
-        them for the routing table.
+        the result to see the routing table.
 
     Raises:
         ValueError: Nothing is trainable, an override matches nothing or does not fit its parameter, or a parameter's
             logical shape is unknown. The message says what to write.
-        TypeError: `model` is not a module, or there is no `lr`.
+        TypeError: `model` is not a module, or `lr` is missing.
 
     Examples:
         >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 50))
@@ -190,7 +190,7 @@ def param_groups(
         _check_usable(w)
         if w.use_muon:
             w.options, w.matrices = _muon_options(w, {"use_muon": True, **both, **scale})
-            check_hyperparameters(f"{w.name}: ", {**w.options, "use_muon": False})  # its numbers and the scale alone
+            check_hyperparameters(f"{w.name}: ", {**w.options, "use_muon": False})  # only its numbers and lr scale
     if not any(w.use_muon for w in trained):
         doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
     for doubt in doubts:
@@ -215,37 +215,38 @@ def param_groups(
 
 
 def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
-    """AdamW's lr, as a multiple of Muon's, at which updates of both have the same root mean square.
+    """AdamW's lr, as a multiple of Muon's, at which the updates of both have the same root mean square.
+
+    An orthogonalized matrix has singular values near 1, so the squares of its entries add up to min(rows, cols).
 
     Args:
-        updates: (rows, cols, s(rows, cols)) of each matrix: an orthogonalized matrix has singular values near 1, so the
-            squares of its entries add up to min(rows, cols).
+        updates: (rows, cols, learning-rate scale) of each matrix.
 
     Returns:
-        The multiple; 1 for `adjust_lr_fn="match_rms_adamw"`, and where there is no matrix.
+        The multiple; 1 for `adjust_lr_fn="match_rms_adamw"`, and if there are no matrices.
     """
     found = list(updates)
     total = sum(rows * cols for rows, cols, _ in found)
     squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
-    return float(f"{math.sqrt(squares / total) / _ADAMW_RMS:.6g}") if total else 1.0  # 1 exactly where it is 1
+    return float(f"{math.sqrt(squares / total) / _ADAMW_RMS:.6g}") if total else 1.0  # rounded, so that 1 is exact
 
 
-_ADAMW_RMS = 0.2  # of AdamW's updates in units of its lr, see docs/learning_rate.md
+_ADAMW_RMS = 0.2  # root mean square of AdamW's updates, in units of its lr, see docs/learning_rate.md
 
 
 # ------------------------------------------------------------------------------------------------------ of Muon(model)
 
 
 def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-    """A module's groups by `shardmuon.param_groups`; anything else as it is.
+    """Route a module with `shardmuon.param_groups`; return anything else unchanged.
 
     Args:
-        params: What the optimizer was given.
-        defaults: Its options.
-        given: Options of `param_groups` that are not the optimizer's own.
+        params: The optimizer's first argument: a module, parameters or groups.
+        defaults: The optimizer's options.
+        given: Options for `param_groups` alone, such as `overrides`; None: not given.
 
     Raises:
-        TypeError: Such options without a module, which would do nothing.
+        TypeError: Options for `param_groups` are given without a module, where they would have no effect.
         ValueError: AdamW's lr was matched to another learning-rate scale than this optimizer's.
     """
     given = {key: value for key, value in given.items() if value is not None}
@@ -275,19 +276,19 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
     return params
 
 
-_LOW_RATE = 2e-3  # of AdamW, where it trains matrices far too slowly
+_LOW_RATE = 2e-3  # an lr below this is AdamW's size; with Muon's default scale matrices would train far too slowly
 
 
 # ------------------------------------------------------------------------------------------------------- overrides
 
 
 class Rule(NamedTuple):
-    """One override.
+    """An override of the routing, as parsed from the user's argument.
 
     Attributes:
-        pattern: As the user wrote it.
-        label: The pattern's text.
-        options: Group options, `use_muon` among them if it says where parameters go.
+        pattern: The glob or predicate that the user wrote.
+        label: Text of the pattern, for messages.
+        options: Group options; they contain `use_muon` if the override routes parameters.
     """
 
     pattern: Pattern
@@ -295,20 +296,20 @@ class Rule(NamedTuple):
     options: Mapping[str, Any]
 
     def matches(self, param: Tensor, places: Iterable[Place]) -> bool:
-        """True if it speaks of a parameter."""
+        """True if the pattern matches a parameter in any of its places."""
         return any(self.fits(place.name, param, place.module) for place in places)
 
     def fits(self, name: str, param: Tensor, module: nn.Module) -> bool:
-        """True if it speaks of a parameter that the model has by this name."""
+        """True if the pattern matches a parameter under this name and in this module."""
         return fnmatchcase(name, self.pattern) if isinstance(self.pattern, str) else self.pattern(name, param, module)
 
 
 def parse_overrides(overrides: Overrides | None) -> list[Rule]:
-    """Overrides as users write them, checked.
+    """Check a user's overrides and convert them to rules.
 
     Raises:
-        TypeError: They are no pairs, or come in no order.
-        ValueError: A choice is none, or names a group option that does not exist.
+        TypeError: The overrides are not pairs, or come in a set, which has no order.
+        ValueError: A choice is not "muon", "adamw" or a dict, or names a group option that does not exist.
     """
     refuse_sets("overrides, of which the first that matches wins,", overrides, "a dict, or a list of pairs")
     pairs: Iterable[Any] = overrides.items() if isinstance(overrides, Mapping) else overrides or ()
@@ -340,7 +341,11 @@ def parse_overrides(overrides: Overrides | None) -> list[Rule]:
 
 
 def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -> tuple[list[RoutedParam], list[str]]:
-    """Every parameter once, in model order, with where it goes and why; and the choices that may be wrong."""
+    """Route every parameter.
+
+    Returns:
+        All parameters, each once, in model order; and a text for each choice that may be wrong.
+    """
     found = find_places(model)
     for rule in rules:
         if not any(rule.matches(*one) for one in found):
@@ -370,7 +375,7 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
 
 
 def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_group: GroupRef | None) -> RoutedParam:
-    """A parameter with what its modules and the user say of it."""
+    """A parameter with its role, and with the override or `p.use_muon` that applies to it."""
     name = places[0].name
     rule = next((rule for rule in rules if rule.matches(param, places)), Rule("", "", {}))
     given = rule.options
@@ -388,14 +393,14 @@ def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_
         role = Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
     else:
         role = role_of(places, shape)
-    settled = given.get("use_muon", getattr(param, "use_muon", None))  # as DeepSpeed's users write it
+    settled = given.get("use_muon", getattr(param, "use_muon", None))  # `p.use_muon`: DeepSpeed's convention
     if settled is not None and not isinstance(settled, bool):
         raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
     return RoutedParam(param, places, shape, role, rule.label, given, settled)
 
 
 def _check_usable(w: RoutedParam) -> None:
-    """Refuse what cannot be known, and overrides meant for the other optimizer."""
+    """Raise ValueError for a parameter that cannot be read as matrices, or with options of the other optimizer."""
     unclear = w.role.kind == "unclear"
     says_how = unclear and w.settled and "view" in w.given
     if w.role.kind in ("unknown", "unclear") and w.settled is not False and not says_how:
@@ -412,10 +417,10 @@ def _check_usable(w: RoutedParam) -> None:
 
 
 def _muon_options(w: RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
-    """The group options of a matrix parameter, and the sizes of its matrices. Raises with the parameter's name."""
+    """The group options of a Muon parameter, and (rows, cols) of its matrices. Errors give the parameter's name."""
     view = {**VIEW_DEFAULTS, **w.role.view}
     splits = ("split_sizes", "split_groups")
-    if any(key in w.given for key in splits):  # they replace the splits that the module's type has by default
+    if any(key in w.given for key in splits):  # the user's splits replace those of the module's type
         view |= {key: VIEW_DEFAULTS[key] for key in splits}
     view |= {key: w.given[key] for key in VIEW_DEFAULTS if key in w.given}
     try:

@@ -1,20 +1,21 @@
-"""The second look at a model's parameters: output heads, routers and experts, and choices that structure leaves open.
+"""Second pass over a model's parameters: finds output heads, routers and experts, and choices that may be wrong.
 
 [Note: output heads]
-    A head turns features into one number per entry of a vocabulary, and its rows are about entries as an embedding's
-    are. Nothing in torch says "head", so, in this order:
-    1. A weight shared with an embedding is one (roles.py), and so is what the model names: `get_output_embeddings()`
-       (Hugging Face), `get_classifier()` (timm), the last linear layer with `num_labels` rows of a module that has that
-       number (Hugging Face's classifiers).
-    2. Let V be the number of rows of an embedding (where `get_input_embeddings()` names them, of those: a table of
-       positions or token types is no vocabulary), and let nothing in the model read V features (no layer with V
-       inputs, no norm or embedding of width V). A linear layer with V rows then ends in logits, and is a head. Within a
-       repeated block that holds for the block's last matrix only: in a model of bytes, 4 key-value heads of 64
-       make 256 rows, too.
-    3. If the model names none and there is none yet, V may also be a width of the model (256 bytes, width 256): then it
-       is the last linear layer with V rows outside of the repeated blocks. Without such a layer it is that of the last
-       module, if that stands behind repeated blocks: a classifier, whatever its number of labels.
-    Where that may be wrong, a doubt is returned that says what was chosen and which override settles it.
+    An output head turns features into one number per vocabulary entry; like an embedding's, each of its rows belongs to
+    one entry. Nothing in torch marks heads, so these rules apply in order:
+    1. Heads are the weights shared with an embedding (roles.py) and the layers that the model names:
+       `get_output_embeddings()` (Hugging Face), `get_classifier()` (timm), and, in a module with an attribute
+       `num_labels` (Hugging Face's classifiers), the last linear layer with that many rows.
+    2. Let V be the number of rows of an embedding (only of those that `get_input_embeddings()` names, if it does:
+       tables of positions or token types are no vocabularies), and let nothing in the model read V features (no layer
+       with V inputs, no norm or embedding of width V). Then a linear layer with V rows outputs logits, and is a head.
+       Within a repeated block this holds only for the block's last matrix: in a byte-level model, 4 key-value heads of
+       64 also make 256 rows.
+    3. If the model names no head and none has been found, V may also be a width of the model (256 bytes, width 256):
+       then the head is the last linear layer with V rows outside of the repeated blocks. Without such a layer, the head
+       is the linear layer of the model's last module, if that comes after repeated blocks: a classifier, whatever its
+       number of labels.
+    If the choice may be wrong, a text is returned that says what was chosen and which override settles it.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(eq=False)
 class RoutedParam:
-    """A parameter, and what is found out about it step by step.
+    """A parameter and its routing, filled in step by step.
 
     Attributes:
-        param, places, shape, role: The parameter, where it hangs, its global shape and what it is.
-        override, given: Text of the override that matches it ("": none does), and the options that this sets.
-        settled: `use_muon`, where the user said it: in an override or as `p.use_muon`.
-        use_muon, reason: Where it goes, and why.
-        options, matrices: Of its group; (rows, cols) of each matrix that Muon orthogonalizes.
+        param, places, shape, role: The parameter, its places in the model, its global shape and its role.
+        override, given: Text of the matching override ("" for none), and the options that it sets.
+        settled: The user's choice of `use_muon`, by an override or as `p.use_muon`; None: no choice.
+        use_muon, reason: True for Muon, False for AdamW; and why.
+        options: Options of the parameter's group.
+        matrices: (rows, cols) of each matrix that Muon orthogonalizes.
     """
 
     param: Tensor
@@ -72,7 +74,7 @@ class RoutedParam:
 
     @property
     def is_open(self) -> bool:
-        """True if it is trained and the user has not routed it."""
+        """True if the parameter is trainable and the user has not routed it."""
         return self.settled is None and self.param.requires_grad
 
 
@@ -84,10 +86,10 @@ def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[s
 
     Args:
         model: The model.
-        weights: All its parameters in model order, also frozen ones.
+        weights: All parameters of the model in model order, including frozen ones.
 
     Returns:
-        name -> reason for each head, and a text for each choice that may be wrong.
+        Parameter's name -> reason, for each head; and a text for each choice that may be wrong.
     """
     blocks, doubts = _Blocks(weights), list[str]()
     named = _answers(model, "get_output_embeddings", "get_classifier")
@@ -97,8 +99,8 @@ def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[s
     heads |= _with_labels(linear, blocks)
     tables = _vocabularies(model, weights)
     sizes = dict.fromkeys(w.shape[0] for w in tables)
-    known = {w.shape[0] for w in matrices if w.name in heads}  # numbers of rows of all heads so far
-    known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}  # the user has named it
+    known = {w.shape[0] for w in matrices if w.name in heads}  # row counts of all heads so far
+    known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}  # heads that the user has named
     known |= {w.shape[0] for w in tables if id(w.param) in named or _is_tied(w)}
     read = {size for w in weights for size in w.role.reads}
     for size in [size for size in sizes if size not in read]:
@@ -121,7 +123,7 @@ def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[s
 
 
 def _doubt_of_heads(found: Sequence[RoutedParam]) -> list[str]:
-    """A text on heads that may be hidden layers, as far as the user has not settled them."""
+    """A warning text on heads that may be hidden layers; none if the user has routed them all."""
     names = [w.name for w in found if w.is_open]
     return [
         f"{listed(names)} went to AdamW as output heads, having as many rows as an embedding ({w.shape[0]}), though "
@@ -133,14 +135,18 @@ def _doubt_of_heads(found: Sequence[RoutedParam]) -> list[str]:
 
 
 def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
-    """id of each parameter in the answers of all modules that have one of these methods -> its name. None is an answer,
-    too, that there is no such parameter: only where nobody answers is this empty."""
+    """Call these methods on all modules that have them, and collect the parameters in the results.
+
+    Returns:
+        id of a parameter -> name of the method. A result of None (no such parameter) counts as an answer and adds
+        `id(None)`, so that the dict is empty only if no module has the methods.
+    """
     found: dict[int, str] = {}
     for module in model.modules():
         for hook in hooks:
             try:
                 answer: Any = getattr(module, hook)()
-            except (NotImplementedError, AttributeError, TypeError):  # not there, not for this model, or another method
+            except (NotImplementedError, AttributeError, TypeError):  # missing, not implemented, or another method
                 continue
             for part in answer if isinstance(answer, (tuple, list)) else [answer]:
                 found |= {id(p): hook for p in (part.parameters() if isinstance(part, nn.Module) else [part])}
@@ -148,7 +154,7 @@ def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
 
 
 def _vocabularies(model: nn.Module, weights: Sequence[RoutedParam]) -> list[RoutedParam]:
-    """Embeddings whose entries may be outputs, too: those that the model names, if it does, else all."""
+    """Embeddings that may be vocabularies: those that the model names or ties to other layers, else all."""
     tables = [w for w in weights if w.role.kind == "embedding" and len(w.shape) == 2]
     named = _answers(model, "get_input_embeddings")
     is_named = any(id(w.param) in named for w in tables)
@@ -156,12 +162,13 @@ def _vocabularies(model: nn.Module, weights: Sequence[RoutedParam]) -> list[Rout
 
 
 def _is_tied(table: RoutedParam) -> bool:
-    """True if a module that looks up no rows shares an embedding's weight."""
+    """True if an embedding's weight is shared with a module that is not an embedding."""
     return not all(is_table(place.module) for place in table.places)
 
 
 def _with_labels(linear: Sequence[RoutedParam], blocks: _Blocks) -> dict[str, str]:
-    """The classifiers of modules that have a `num_labels`: the last linear layer with so many rows below each."""
+    """Classifiers, name -> reason: in each module with an attribute `num_labels`, the last linear layer with that many
+    rows."""
     apart = [w for w in linear if not blocks.around(w)]
     owners = ((w, module) for w in apart for place in w.places for _, module in place.owners)
     found = {id(module): w for w, module in owners if vars(module).get("num_labels") == w.shape[0]}
@@ -169,12 +176,12 @@ def _with_labels(linear: Sequence[RoutedParam], blocks: _Blocks) -> dict[str, st
 
 
 class _Blocks:
-    """Repeated blocks: modules that hold two matrices or more, in a ModuleList or beside another one of their type.
+    """Repeated blocks of a model: modules with two or more matrices, in a ModuleList or beside a sibling of their type.
 
-    Containers say nothing by their type: a decoder's layers and its list of extra heads are both a ModuleList.
+    Containers do not count as siblings of one type: a decoder's layers and its extra heads may both be ModuleLists.
 
     Attributes:
-        paths: Their names.
+        paths: Names of the blocks.
     """
 
     def __init__(self, weights: Sequence[RoutedParam]) -> None:
@@ -191,17 +198,18 @@ class _Blocks:
         self._last_module = places[-1][0].module if places else None
 
     def around(self, weight: RoutedParam, tables: Iterable[Place] = ()) -> str | None:
-        """The outermost block around a matrix. One that also holds the embedding is a model in itself, no block."""
+        """Name of the outermost block around a matrix, or None. A module that also holds one of `tables` (embeddings)
+        is a model of its own, not a block."""
         models = {path for table in tables for path, _ in table.paths}
         return next((p for p, _ in weight.places[0].paths if p in self.paths and p not in models), None)
 
     def is_end(self, weight: RoutedParam, tables: Iterable[Place]) -> bool:
-        """True for a matrix that is in no block, or the last one of its block."""
+        """True if a matrix is in no block, or is the last matrix of its block."""
         block = self.around(weight, tables)
         return block is None or self._last_matrix[block] is weight
 
     def is_last(self, weight: RoutedParam) -> bool:
-        """True for a parameter of the last module of all that have any, if that is in no block."""
+        """True if a parameter belongs to the model's last module that has parameters, and this is in no block."""
         return any(place.module is self._last_module for place in weight.places) and not self.around(weight)
 
 
@@ -209,15 +217,15 @@ class _Blocks:
 
 
 def find_experts(weights: Sequence[RoutedParam]) -> dict[str, str]:
-    """Make routers of the matrices that choose among experts.
+    """Find the matrices that choose among experts, and change their roles to "router".
 
-    A router has as many rows as there are experts, stands beside them or in the module around, and reads what they
-    read. Experts are a stack (E, M, N), or a list of E modules of linear layers alone: a list of a model's blocks has
-    norms, too.
+    A router has as many rows as there are experts, is a sibling of them or of a module around them, and has the same
+    input width. Experts are a stack (E, M, N), or a list of E modules that contain only linear layers (unlike a list of
+    a model's blocks, which have norms, too).
 
     Returns:
-        name -> reason, of each stack that only its shape speaks for and a router confirms: it reads as many features as
-        the first of the stacks that has so many on one side, which are inputs then.
+        Stack's name -> reason, for stacks that are recognized by shape alone and confirmed by a router: the router's
+        input width is the last dim (the inputs) of the first stack that has this width in either dim.
     """
     stacks: dict[nn.Module, list[RoutedParam]] = {}
     for w in weights:
@@ -241,7 +249,7 @@ def find_experts(weights: Sequence[RoutedParam]) -> dict[str, str]:
 
 
 def _beside(weight: RoutedParam) -> Iterator[nn.Module]:
-    """The modules around the one that holds a weight, up to the third, and their children on other branches."""
+    """The three nearest modules around the one that holds a weight, and their children on other branches."""
     for place in weight.places:
         for below, module in place.owners[1:4]:
             yield module
@@ -249,7 +257,8 @@ def _beside(weight: RoutedParam) -> Iterator[nn.Module]:
 
 
 def _is_list_of(module: nn.Module, shape: Ints) -> bool:
-    """True if a module lists as many experts as a weight has rows, each made of linear layers that take its inputs."""
+    """True if a module is a list of as many experts as a weight has rows, each made of linear layers, with one of the
+    weight's input width."""
     if not isinstance(module, nn.ModuleList) or len(module) != shape[0]:
         return False
     holders = [[m for m in expert.modules() if m._parameters] for expert in module]
@@ -261,7 +270,7 @@ def _is_list_of(module: nn.Module, shape: Ints) -> bool:
 
 _UNKNOWN = ", of which no rule knows what it is. It went to Muon as"
 _TURNED = '{"transposed": True} if its inputs come first (x @ W), "adamw" if it is'
-# Kind of what only its shape speaks for -> what that says and where it went, how it is settled, what else to write.
+# Kind judged by shape alone -> (text on what it may be and where it went, override that confirms, alternatives).
 _DOUBTS = {
     "broadcast": (
         " with a leading dim of 1: a table for all of a batch (positions), or a stack of one expert. It went to AdamW "
@@ -288,11 +297,11 @@ _DOUBTS = {
 
 
 def doubts_of(weights: Sequence[RoutedParam], known: Collection[str]) -> list[str]:
-    """A text for each kind of parameters that only their shape speaks for.
+    """Warning texts on parameters that were routed by shape alone, one for each kind of parameter.
 
     Args:
         weights: All parameters of the model.
-        known: Names of those that are settled.
+        known: Names of parameters that need no warning.
     """
     alike: dict[tuple[object, ...], list[RoutedParam]] = {}
     for w in weights:
@@ -311,8 +320,9 @@ def doubts_of(weights: Sequence[RoutedParam], known: Collection[str]) -> list[st
 
 
 def _is_positions(weight: RoutedParam, weights: Sequence[RoutedParam]) -> bool:
-    """True if a (1, M, N) parameter is surely a table, as positions are: its rows are as wide as a norm, and no other
-    in its module takes what it gives, or gives what it takes, as the two matrices of a stack of one expert do."""
+    """True if a (1, M, N) parameter is certainly a table, such as position embeddings: its rows are as wide as a norm,
+    and no other (1, M, N) parameter of its module could be multiplied with it, as the two matrices of a single expert
+    could."""
     widths = [w.shape[-1:] for w in weights if w.role.kind == "norm"]
     if weight.role.kind != "broadcast" or weight.shape[-1:] not in widths:
         return False
@@ -321,5 +331,5 @@ def _is_positions(weight: RoutedParam, weights: Sequence[RoutedParam]) -> bool:
 
 
 def _override(names: Iterable[str], choice: str) -> str:
-    """The line that a user may write to settle how these parameters are routed."""
+    """Source text of the overrides that route these parameters by a choice."""
     return "overrides={" + ", ".join(f'"{name}": "{choice}"' for name in names) + "}"

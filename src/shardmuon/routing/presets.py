@@ -1,13 +1,13 @@
-"""The weights of well-known modules: one table by type, of data. No framework is imported.
+"""Table of the weights of well-known module types. Imports no framework.
 
 [Note: what a type says]
-    A framework's module type and its own sizes say what torch's structure cannot: that rows are q, k and v, that a
-    weight is stored as its transpose, that a parameter holds decay rates. A type is matched by its class name along the
-    MRO (wrappers and `fully_shard` make subclasses); where other classes bear the name too, by module and name.
-    A fused weight is split by default where type and sizes make the parts certain: the sizes are read off the module
-    itself and must add up to the weight. Then it gets the update that its parts would get, were they stored one by one,
-    as other models store them. Where they do not add up, and for names that often mean fused parts in types that nobody
-    listed, nothing is split: the table says "fused?" with the line to write.
+    The type and size attributes of a framework's module tell what the model's structure cannot: that rows are q, k and
+    v, that a weight is stored transposed, that a parameter holds decay rates. Types are matched by class name along the
+    MRO (wrappers and `fully_shard` make subclasses), or by module and class name if other classes have the same name.
+    A fused weight is split by default where type and sizes make the parts certain: the sizes are read from the module
+    and must add up to the weight's. It then gets the update that its parts would get if stored separately, as other
+    models do. Nothing is split if the sizes do not add up, or if only the name suggests fused parts and the type is not
+    listed: the routing table then says "fused?", with the override to write.
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ from shardmuon.layout.views import Ints, matrix_view
 
 _View = Mapping[str, Any]  # options of `matrix_view`
 _Kind = Literal[
-    "linear",  # one matrix, of which rows are outputs
-    "matrices",  # one or more, read as the module's type says
-    "bare",  # a matrix by its shape alone, of a module that nothing knows
-    "stack",  # several, likewise
+    "linear",  # one matrix; rows are outputs
+    "matrices",  # one or more matrices, read according to the module's type
+    "bare",  # one matrix, judged by shape alone: the module's type is unknown
+    "stack",  # several matrices, judged by shape alone
     "embedding",
-    "router",  # rows choose experts
+    "router",  # one matrix; its rows choose experts
     "norm",
-    "entries",  # no map: vectors, tables, rates, biases of experts
+    "entries",  # not a linear map: vectors, tables, rates, biases of experts
     "broadcast",  # (1, M, N): a table, or a stack of one expert
-    "pairs",  # a last dim of 2: complex numbers
-    "unclear",  # the shape is known, how it reads as matrices is not
-    "unknown",  # not even the shape
+    "pairs",  # last dim of 2: complex numbers
+    "unclear",  # the shape is known, but not how to read it as matrices
+    "unknown",  # the logical shape is not known
 ]
 
 
 @dataclass(frozen=True)
 class Role:
-    """The role of a parameter: how it reads as matrices, or why it is none.
+    """The role of a parameter in its model: how to read it as matrices, or why it cannot be read so.
 
     Attributes:
-        kind: See `_Kind`.
-        reason: Why it goes where it goes; for "unclear" and "unknown" what is wrong and what to do.
-        view: Options of `matrix_view` that read it as matrices. Also set where AdamW is the better default.
-        reads: Numbers of features that it is known to take as inputs.
-        decays: True if it decays with AdamW; 1-D parameters never do.
-        remark: For the table, where it stays one matrix.
+        kind: "linear", "embedding", "norm" etc., see `_Kind`.
+        reason: Text for the routing table on why the parameter goes to Muon or AdamW; for "unclear" and "unknown", what
+            is wrong and what to do.
+        view: Options of `matrix_view` that read the parameter as matrices. May be set for AdamW's parameters, too, in
+            case the user moves them to Muon.
+        reads: Known input widths of the parameter (numbers of features).
+        decays: True if AdamW applies weight decay; it never does to 1-D parameters.
+        remark: Text that is added to the reason if Muon gets the parameter by default, such as a "fused?" hint.
     """
 
     kind: _Kind
@@ -62,23 +64,24 @@ class Role:
 
     @property
     def use_muon(self) -> bool:
-        """True for a matrix, or several."""
+        """True if Muon is the default: the parameter is one or more matrices that map inputs to outputs."""
         return self.kind in ("linear", "matrices", "bare", "stack")
 
 
 @dataclass(frozen=True)
 class _Preset:
-    """One weight of a type of module.
+    """Entry of the preset table: one weight of a module type.
 
     Attributes:
-        types: Class names, or module and name, as globs; any in the module's MRO.
-        weight: Name of the parameter below the module, as a glob.
-        what: For the table.
-        view: How it reads as matrices, from the module and the weight's global shape (the parameter itself may be a
-            placeholder). What it raises, and sizes that do not fit, mean that this is another module of that name.
-        kind: See `_Kind`.
-        decays: True if it decays with AdamW.
-        has: Attributes that the module must have, too.
+        types: Globs for class names, or for module and class name. One must match a class in the module's MRO.
+        weight: Glob for the parameter's name relative to the module.
+        what: Reason shown in the routing table.
+        view: Function of the module and the weight's global shape (the parameter itself may be a placeholder) that
+            returns the options of `matrix_view`. If it raises, or its sizes do not fit, the module is another one with
+            the same name and the entry is skipped.
+        kind: "matrices", "entries" etc., see `_Kind`.
+        decays: True if AdamW applies weight decay.
+        has: Attributes that the module must also have.
     """
 
     types: tuple[str, ...]
@@ -91,13 +94,13 @@ class _Preset:
 
 
 def _split(sizes: Sequence[Any], repeats: Any = 1, **view: Any) -> _View:
-    """The view of a weight with parts of these sizes, one after the other, so many times."""
+    """View options for a weight made of parts of these sizes in order, the whole sequence repeated `repeats` times."""
     groups = {"split_groups": int(repeats)} if repeats > 1 else {}
     return {**view, "split_sizes": tuple(map(int, sizes)), **groups}
 
 
 def _rows(num: int) -> Callable[[Any, Ints], _View]:
-    """The view of this many equal parts."""
+    """A preset's `view` for a weight of `num` equal parts."""
     return lambda _, shape: _split((shape[0] // num,) * num)
 
 
@@ -114,14 +117,14 @@ def _stack(experts: Any, _: Ints) -> _View:
 
 
 def _gate_up(experts: Any, shape: Ints) -> _View:
-    """The view of gate and up in experts: one after the other, or by turns."""
+    """View options for experts' fused gate and up projections, stored one after the other or interleaved."""
     view = _stack(experts, shape)
     size = shape[2 if "transposed" in view else 1] // 2
     by_turns = not getattr(experts, "is_concatenated", True) or type(experts).__name__ == "GptOssExperts"
     return {**view, **(_split((1, 1), size) if by_turns else _split((size, size)))}
 
 
-_TIMM = (  # timm has a dozen classes called Attention; of these the rows are all of q, all of k, all of v
+_TIMM = (  # timm has a dozen classes called Attention; in these, rows are all of q, then all of k, then all of v
     "timm.layers.attention.Attention",
     "timm.models.vision_transformer.Attention",
     "timm.models.beit.Attention",
@@ -140,7 +143,7 @@ _DEEPSEEK = ("DeepseekV2Attention", "DeepseekV3Attention", "DeepseekV32Attention
 _MAMBA = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
 _MAMBA_SSM = ("mamba_ssm.modules.mamba_simple.Mamba",)
 _EXPERTS = ("*Experts",)
-_WORDS = ("is_transposed", "is_concatenated")  # how transformers' experts say how they are stored
+_WORDS = ("is_transposed", "is_concatenated")  # attributes by which transformers' experts say how they are stored
 _KNOWN_EXPERTS = (
     *("Qwen2MoeExperts", "Qwen3MoeExperts", "Qwen3NextExperts", "MixtralExperts", "DeepseekV3Experts"),
     *("GptOssExperts", "Llama4TextExperts"),
@@ -238,7 +241,7 @@ _PRESETS: tuple[_Preset, ...] = (
         "fused z, x, B, C, dt",
         lambda m, _: _split((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads)),
     ),
-    # experts, whose layout transformers' say themselves
+    # experts; those of transformers have attributes that say how they are stored
     *(
         preset
         for types, has in ((_KNOWN_EXPERTS, ()), (_EXPERTS, _WORDS))
@@ -270,11 +273,14 @@ _PRESETS: tuple[_Preset, ...] = (
 
 
 def find_preset(owners: Iterable[tuple[str, nn.Module]], shape: Ints) -> Role | None:
-    """The role that the table gives a parameter of this global shape, by the outermost module that speaks of it first.
+    """Look a parameter up in the preset table. Entries for outer modules take precedence over those for inner ones.
 
     Args:
-        owners: (its name below the module, the module) for each module around it, innermost first.
-        shape: Its global shape.
+        owners: (the parameter's name relative to the module, the module) for each enclosing module, innermost first.
+        shape: The parameter's global shape.
+
+    Returns:
+        The parameter's role; None if the table has no matching entry.
     """
     for below, module in reversed(list(owners)):
         for preset in _of_type(cast(Hashable, type(module))):
@@ -298,12 +304,12 @@ def _read(preset: _Preset, module: nn.Module, shape: Ints) -> Role | None:
         if preset.kind in ("matrices", "linear"):
             matrix_view(shape, **view)
     except (AttributeError, LookupError, TypeError, ValueError):
-        return None  # another version of the module, or another thing of its name
+        return None  # another version of the module, or an unrelated one with the same name
     inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
     return Role(preset.kind, preset.what, view, inputs, preset.decays)
 
 
-# Names that often mean fused parts, and which. They only ever add a remark to the table.
+# Names that often mean fused parts, and the parts. They only add a remark to the routing table.
 _HINTS = (
     (re.compile(r"(w|to_)?qkv(_proj)?|query_key_value|c_attn|w_pack|in_proj_qkv\w*", re.IGNORECASE), "q k v"),
     (re.compile(r"gate_up(_proj)?|up_gate(_proj)?|w13|w12", re.IGNORECASE), "gate up"),
@@ -314,25 +320,26 @@ _HINTS = (
 
 
 def numbers_out(name: str) -> str:
-    """A pattern for the names that differ from this one in the numbers of layers."""
+    """Replace the numeric parts of a parameter's name by "*": a glob for the same weight in all layers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def fused_parts(name: str) -> tuple[str, ...] | None:
-    """The parts that a weight of this name often holds, in order; (): several unknown ones; None: one matrix."""
+    """The fused parts that a weight's name suggests, in order; (): unknown parts; None: no fused parts."""
     word = name.removesuffix(".weight").rpartition(".")[2]
     return next((tuple(parts.split()) for pattern, parts in _HINTS if pattern.fullmatch(word)), None)
 
 
 def fused_hint(name: str, shape: Ints) -> str:
-    """A remark for the table if a matrix's name often means fused parts, with the line that splits them; or "".
+    """Remark for the routing table if a matrix's name suggests fused parts, with the override that splits them; else
+    "".
 
-    A name does not say how rows lie: all of q, then all of k, or q, k and v of one head after the other. The line for
-    the one would put rows of different heads together in the other, so it says for which order it is.
+    A name does not tell the order of rows: all of q, then all of k, then all of v; or q, k and v head by head. The
+    override for one order would mix rows of different heads in the other, so the remark names its order.
 
     Args:
         name: Name of the weight.
-        shape: Shape of the weight; the last two dims count.
+        shape: Shape of the weight; only the last two dims are used.
     """
     parts = fused_parts(name)
     if parts is None:

@@ -1,8 +1,8 @@
-"""The role of each parameter of a model: an embedding, a norm, a matrix, several fused ones, or unknown.
+"""The role of each parameter in a model: an embedding, a norm, a matrix, several fused matrices, or unknown.
 
-Reads the model only: the module that holds a parameter, those around it, the modules that share it, and its global
-shape. Well-known types say more: presets.py. Knows nothing of users' overrides, learning rates or groups. Output heads
-and experts take a second look: heads.py.
+Reads only the model: the module that holds a parameter, the enclosing modules, other modules that share the parameter,
+and its global shape. presets.py knows more about well-known module types; heads.py then finds output heads and experts.
+Knows nothing of users' overrides, learning rates or groups.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _NORMS = (
     nn.modules.batchnorm._NormBase,  # BatchNorm1d to 3d, SyncBatchNorm, InstanceNorm1d to 3d
 )
 _Convolution = nn.modules.conv._ConvNd  # also transposed ones
-# What modules call the number of rows of a linear layer's weight: torch's and Transformer Engine's, Megatron's.
+# Attributes with the number of rows of a linear layer's weight: torch's and Transformer Engine's, then Megatron's two.
 _NUM_OUTPUTS = ("out_features", "output_size", "output_size_per_partition")
 # Names that wrappers put between a module and its parameters: torch.compile, FSDP1, activation checkpointing.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-# Those that keep the model as `module`: torch's and Megatron's. By name, so that Megatron need not be there.
+# Wrappers of torch and Megatron that store the model as `module`; matched by name, so Megatron need not be installed.
 _KEEP_A_MODULE = (
     *("DistributedDataParallel", "DataParallel"),
     *("MegatronFSDP", "FullyShardedDataParallel", "Float16Module"),
@@ -41,13 +41,14 @@ _KEEP_A_MODULE = (
 
 
 class Place(NamedTuple):
-    """The module that has the parameter as a weight.
+    """One place of a parameter in a model. A shared parameter has several.
 
     Attributes:
-        order: In the model.
-        name: The parameter's. Names leave out what wrappers put into them, so that overrides fit either way.
-        leaf: What the module calls it, looking through parametrizations.
-        owners: The modules that hold it, innermost first, each with the parameter's name below it.
+        order: Position in model order.
+        name: Full name of the parameter, without the parts that wrappers add, so that overrides match with and without
+            them.
+        leaf: Attribute name of the parameter in its module, looking through parametrizations.
+        owners: (the parameter's name relative to the module, the module) for each enclosing module, innermost first.
     """
 
     order: int
@@ -57,12 +58,12 @@ class Place(NamedTuple):
 
     @property
     def module(self) -> nn.Module:
-        """The one that has it as a weight."""
+        """The module that has the parameter as its own weight."""
         return self.owners[0][1]
 
     @property
     def paths(self) -> list[tuple[str, nn.Module]]:
-        """The modules around the parameter with their names, outermost first, without the model itself."""
+        """(name, module) for each enclosing module, outermost first, without the model itself."""
         return [(self.name.removesuffix(f".{below}"), module) for below, module in self.owners[-2::-1]]
 
 
@@ -70,10 +71,10 @@ class Place(NamedTuple):
 
 
 def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
-    """Every parameter once, in model order, with all its places.
+    """List every parameter once, in model order, with all its places.
 
     Raises:
-        ValueError: FSDP1 has put flat parameters in the places of the model's own.
+        ValueError: FSDP1 has replaced the model's parameters by flat parameters.
     """
     walked = list(_walk(model, ""))
     modules, found = dict(walked), dict[int, tuple[Tensor, list[Place]]]()
@@ -99,7 +100,7 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
 
 
 def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Every module in model order; one and what it wraps have one name."""
+    """Yield (name, module) for every module in model order. A wrapper and the module in it get the same name."""
     yield name, module
     keeps = any(t.__name__ in _KEEP_A_MODULE for t in type(module).__mro__)
     for key, child in module._modules.items():
@@ -116,9 +117,9 @@ def _joined(path: str, leaf: str) -> str:
 
 
 def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | None = None) -> tuple[Ints, str]:
-    """The global shape of a parameter, and what keeps it from being known ("" if nothing does).
+    """The global shape of a parameter, and an error text if the shape cannot be known (else "").
 
-    `place`: what group options say of plain shards, which are taken to be equal.
+    `place`: group options that say how plain shards lie (`tp_group` etc.); the shards are assumed to be equal in size.
     """
     if is_lazy(param):
         return (), "is not initialized yet. Run one forward pass, then build the groups"
@@ -141,7 +142,7 @@ def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | N
 
 
 def _is_tensor_parallel_shard(param: Tensor, module: nn.Module) -> bool:
-    """True if a Megatron layer holds a part only. It keeps `output_size` beside `output_size_per_partition`."""
+    """True if a parameter is a shard of a Megatron layer: its `output_size` is not `output_size_per_partition`."""
     suffix = "_per_partition"
     parts = {key.removesuffix(suffix): size for key, size in vars(module).items() if key.endswith(suffix)}
     is_whole = bool(parts) and all(getattr(module, key, None) == size for key, size in parts.items())
@@ -155,7 +156,7 @@ def role_of(
     places: Sequence[Place],
     shape: Ints,  # global
 ) -> Role:
-    """The role of a parameter, from all the modules that hold it. Does not depend on their order."""
+    """The role of a parameter, determined from all modules that hold it, in any order."""
     roles = [_role_at(place, shape) for place in places]
     tables = [place for place, role in zip(places, roles, strict=True) if role.kind == "embedding"]
     others = ", ".join(place.name for place in places[1:])
@@ -164,7 +165,7 @@ def role_of(
         if tables[0] is places[0]:
             reason = f"embedding, tied to {others}" if others else "embedding"
         return Role("embedding", reason, reads=shape[1:])
-    # A module that torch knows says more than one that happens to keep a reference to the same parameter.
+    # A module of a known type tells more than one that merely keeps a reference to the same parameter.
     known = [role for role in roles if role.kind not in ("bare", "stack", "broadcast", "unclear")] or roles
     first = known[0]
     if any((role.use_muon, role.view) != (first.use_muon, first.view) for role in known):
@@ -200,24 +201,24 @@ def _role_at(place: Place, shape: Ints) -> Role:
 
 
 def is_table(module: nn.Module) -> bool:
-    """True if the rows of a module's weight are looked up: it has both sizes of an embedding, as torch's have,
-    vocabulary-parallel ones and codebooks."""
+    """True if a module looks up rows of its weight: it has `num_embeddings` and `embedding_dim`, as torch's embeddings,
+    vocabulary-parallel embeddings and codebooks do."""
     return all(isinstance(getattr(module, size, None), int) for size in ("num_embeddings", "embedding_dim"))
 
 
 def _convolution(place: Place, shape: Ints) -> Role:
     """The role of a convolution's kernel: one (out, in*k...) matrix per group of channels.
 
-    A transposed one stores (in, out/groups, k...): flattened, the transpose of the map from the features of a position
-    to the patch it writes. Orthogonalization commutes with transposition; only a scale that tells rows from columns
-    sees a difference, and users may write `transposed=True`.
+    A transposed convolution stores (in, out/groups, k...): flattened, this is the transpose of the map from the
+    features at a position to the patch that it writes. Orthogonalization commutes with transposition; only
+    learning-rate scales that distinguish rows from columns differ, for which users may set `transposed=True`.
     """
     module: Any = place.module
     groups: int = module.groups
     num_inputs = shape[0] // groups if module.transposed else shape[1]  # of each group
     if groups > 1 and num_inputs == 1:
         return Role("entries", "depthwise convolution", {"view": "flatten"})
-    # channels of two groups never meet: each group is a map of its own
+    # channels of different groups never mix: each group is a separate linear map
     view: dict[str, Any] = {"view": "flatten", "split_sizes": groups} if groups > 1 else {"view": "flatten"}
     matrix = matrix_view(shape, **view).matrices[0]
     if min(matrix.rows, matrix.cols) == 1:
@@ -228,8 +229,7 @@ def _convolution(place: Place, shape: Ints) -> Role:
 
 
 def _by_shape(place: Place, shape: Ints) -> Role:
-    """The role of a parameter with two dims or more that holds no kernel, of a linear layer or a module we know nothing
-    of."""
+    """The role of a parameter of two or more dims in a linear layer or a module of unknown type, by its shape."""
     module, stack, hint = place.module, {"view": "stack"}, fused_hint(place.name, shape)
     if len(shape) == 2:
         is_linear = isinstance(module, nn.Linear)
@@ -255,11 +255,11 @@ def _by_shape(place: Place, shape: Ints) -> Role:
 
 
 def num_text(count: int, what: str) -> str:
-    """Text of a number of things: "1 matrix", "2,048 elements"."""
+    """A count with its noun, in the plural if needed: "1 matrix", "2,048 elements"."""
     many = "matrices" if what == "matrix" else f"{what}s"
     return f"{count:,} {what if count == 1 else many}"
 
 
 def by(shape: Sequence[int]) -> str:
-    """Text of a shape for people: "3072x768"."""
+    """A shape as readable text: "3072x768"."""
     return "x".join(map(str, shape)) or "scalar"

@@ -1,7 +1,7 @@
-"""Variants of Muon: stages around the orthogonalization, each one file and one row here. Read base.py first.
+"""Variants of Muon: stages around the orthogonalization, one file and one row here for each. Read base.py first.
 
-A group's `variant` names one, or several joined by "+" ("muon_eq+normuon"). They run by their place (before, after, on
-weights), and at one place in the order in which they are written.
+A group's `variant` names one variant, or several joined by "+" ("muon_eq+normuon"). Stages run by place (before, after,
+on weights); stages at the same place run in the order in which the variants are written.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Stages = tuple[Stage, ...]
 
 
 class Variant(NamedTuple):
-    """A row of the table.
+    """A row of the table of variants.
 
     Attributes:
-        stages: Its stages.
-        decays: True if weight decay has a meaning beside it.
+        stages: The variant's stages.
+        decays: True if weight decay can be combined with the variant.
     """
 
     stages: Stages
     decays: bool = True
 
 
-CAUTIOUS = "cautious"  # no stage, but another decay of weights: `apply_` of step/update.py
+CAUTIOUS = "cautious"  # has no stage: it changes the weight decay, see `apply_` in step/update.py
 VARIANTS: dict[str, Variant] = {
     "muon_eq": Variant((MuonEq(),)),
     "normuon": Variant((NorMuon(),)),
@@ -38,8 +38,8 @@ VARIANTS: dict[str, Variant] = {
 }
 
 _STAGES = [stage for row in VARIANTS.values() for stage in row.stages]
-KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # all names of state that any stage has
-WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # of these, norms of weights
+KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # state keys of all stages
+WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # those that store weight norms
 _ALL = ", ".join(map(repr, VARIANTS))
 
 
@@ -47,7 +47,7 @@ def names_in(variant: str | None) -> tuple[str, ...]:
     """The names in a group's `variant`. None: plain Muon.
 
     Raises:
-        ValueError: A name does not exist, or comes twice; the message lacks the group.
+        ValueError: A name is unknown or given twice. The message does not name the group.
     """
     if variant is None:
         return ()
@@ -65,7 +65,8 @@ def names_in(variant: str | None) -> tuple[str, ...]:
 
 
 def check_variant(group: Mapping[str, Any]) -> None:
-    """Raise ValueError, without the group, for a variant that has no meaning."""
+    """Raise ValueError if a group's variants cannot be combined with each other or with its weight decay. The message
+    does not name the group."""
     names = names_in(group.get("variant"))
     for name in names:
         if VARIANTS[name].decays:
@@ -94,13 +95,13 @@ def stages_of(group: Mapping[str, Any]) -> Stages:
 
 
 def keeping(stages: Stages) -> Stages:
-    """The stages that keep something, the first of each `key`: so many state tensors there are, in this order."""
+    """The stages that have state, the first for each `key`. State tensors have this number and order."""
     first = {stage.key: stage for stage in reversed(stages) if stage.key}
     return tuple(stage for stage in stages if first.get(stage.key) is stage)
 
 
 def stages_text(stages: Stages) -> str:
-    """Text of stages, equal on ranks that do the same; "" for plain Muon."""
+    """Text that is equal on ranks whose stages are equal; "" for plain Muon."""
     return " ".join(map(repr, stages))
 
 

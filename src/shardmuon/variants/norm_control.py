@@ -1,8 +1,7 @@
-"""Control of the norm of weights: Hyperball, which keeps it.
+"""Control of weight norms: Hyperball, which holds the norm of each weight matrix constant.
 
-What is kept is one number of a matrix, its norm (fp32), found before the first step. 0 says that it is not known: of
-a matrix of zeros, and where torch's checkpoints made state before any step. Then a step is one of plain Muon, and the
-norm is taken after it.
+State: one fp32 number per matrix, its norm before the first step. 0 means unknown: the matrix was zeros, or torch's
+checkpointing created the state before any step. The next step is then plain Muon's, and the norm is measured after it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ RADIUS = "weight_radius"
 
 
 class HyperballUpdate(AfterStage):
-    """Scaling of the update to the norm that the weights keep: O <- R O / ||O||_F. See `HyperballWeight`."""
+    """Scaling of the update to the constant norm R of the weights: O <- R O / ||O||_F. See `HyperballWeight`."""
 
     key: ClassVar[str] = RADIUS
     travels: ClassVar[bool] = False
@@ -33,14 +32,13 @@ class HyperballUpdate(AfterStage):
 
 
 class HyperballWeight(WeightStage):
-    """Hyperball, which keeps the norm of each weight matrix. With R = ||W_0||_F:
+    """Hyperball, which holds the norm of each weight matrix constant. With R = ||W_0||_F:
 
         W <- R (W - lr R O / ||O||_F) / || same ||_F
 
-    Source: https://arxiv.org/abs/2606.16899, as the hook of Emerging-Optimizers (weight_update_hooks/hyperball.py) does
-    it. There R is a number that the user gives, and every matrix is set to it first; a matrix whose norm is nearly 0
-    becomes 0. Here R is each matrix's own, and one of zeros takes a step of plain Muon, whose norm it keeps from then
-    on.
+    Source: https://arxiv.org/abs/2606.16899, in the form of Emerging-Optimizers (weight_update_hooks/hyperball.py).
+    There the user gives one R, every matrix is first scaled to that norm, and a matrix whose norm is nearly 0 becomes
+    0. Here R is the matrix's own norm; a matrix of zeros takes one step of plain Muon and has R from then on.
     """
 
     key: ClassVar[str] = RADIUS

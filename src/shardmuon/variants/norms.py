@@ -1,9 +1,9 @@
-"""Norms of the orthogonalized matrices of a batch and of their lines, found from one read of each matrix.
+"""Norms of the orthogonalized matrices of a batch and of their lines, computed from one read of each matrix.
 
-Lines run along the shorter dim: rows where rows >= cols, else columns. A batch has one number of each matrix, (B, 1),
-or one of each line, (B, P): those of a matrix begin at an address of 64 bytes, for kernels sum in another order where
-memory is not aligned, and what lies behind its last line means nothing. Beside sums such numbers are only multiplied,
-divided, compared and interpolated, which rounds alike anywhere in a vector.
+Lines run along the shorter dim: rows where rows >= cols, else columns. A batch has one number per matrix, (B, 1), or
+one per line, (B, P). The P numbers of a matrix start at a multiple of 64 bytes, because kernels sum in another order
+where memory is not aligned; the padding after its last line is arbitrary. All other operations on these numbers are
+elementwise, and round alike at any position in a vector.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ALIGNED = 16  # elements of fp32
 
 
 def aligned_rows(count: int, size: int, like: Tensor) -> Tensor:  # (count, size or more)
-    """Memory for rows of numbers in at least fp32, each from an address of 64 bytes on; not initialized."""
+    """Uninitialized memory for rows of numbers in at least fp32; each row starts at a multiple of 64 bytes."""
     wide = torch.promote_types(like.dtype, torch.float32)
     return torch.empty(count, -(-size // _ALIGNED) * _ALIGNED, dtype=wide, device=like.device)
 
@@ -28,13 +28,13 @@ class Norms:
     """Norms of the matrices of a batch, in at least fp32.
 
     Args:
-        x: (B, rows, cols), not written to. Each matrix is summed by itself, so that its bits hang on no other.
-        of_lines: Lines are asked for.
+        x: (B, rows, cols), not written to. Each matrix is summed by itself, so that its bits do not depend on others.
+        of_lines: True: also compute `means`.
 
     Attributes:
-        means: (B, P) the mean square of each line's elements; None: not asked for.
+        means: (B, P), the mean square of each line's elements; None without `of_lines`.
         shape: (B, rows, cols).
-        num_lines: Lines of a matrix.
+        num_lines: Number of lines per matrix.
     """
 
     def __init__(self, x: Tensor, of_lines: bool) -> None:
@@ -53,27 +53,27 @@ class Norms:
 
     @property
     def whole(self) -> Tensor:  # (B, 1)
-        """The Frobenius norm of each matrix."""
+        """The Frobenius norm of each matrix (not squared)."""
         if self._whole is None:
             assert self.means is not None, "one of the two is known"
             self._whole = self.sums(self.means)[0].mul_(self._side).sqrt_()
         return self._whole
 
     def sums(self, *several: Tensor) -> Sequence[Tensor]:  # (B, P) each, not negative -> (B, 1) each
-        """Sum numbers of lines over each matrix."""
+        """Sum numbers over the lines of each matrix, for each of several tensors."""
         lines = [row for one in several for row in one.narrow(1, 0, self.num_lines).unbind(0)]
         found: Sequence[Tensor] = torch.stack(foreach_norm(lines, 1, several[0].dtype)).unsqueeze(1).chunk(len(several))
         return found
 
     def scale_(self, factor: Tensor) -> None:  # (B, 1) or (B, P)
-        """Change them to those of the matrices times this factor."""
+        """Update these norms for matrices that are multiplied by a factor."""
         if self.means is not None:
             self.means = factor.square() * self.means
         of_lines = factor.shape[1] > 1
         self._whole = None if of_lines or self._whole is None else self._whole * factor
 
     def gathered(self, rows: Sequence[Tensor], of_lines: bool) -> Tensor:
-        """Kept numbers of each matrix, in one tensor: (B, num_kept), or (B, P) of lines."""
+        """Stack the state of each matrix into one tensor: (B, num_kept), or (B, P) for lines."""
         if not of_lines:
             return torch.stack(list(rows))
         found = aligned_rows(len(rows), self.num_lines, rows[0])
@@ -82,19 +82,19 @@ class Norms:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """The tensor itself, or an aligned copy, as matrices of a batch may need."""
+    """The tensor itself if it starts at a multiple of 64 bytes, else a copy that does."""
     return x if x.data_ptr() % 64 == 0 else x.clone()
 
 
 def line_norms(
     x: Tensor,  # (B, m, n), not written to
-    dim: int,  # -1: of each row; -2: of each column
+    dim: int,  # -1: norms of rows; -2: norms of columns
     out: Tensor | None = None,
 ) -> Tensor:  # (B, m) or (B, n), at least fp32
-    """Euclidean norms, accumulated in at least fp32.
+    """Euclidean norms of rows or columns, accumulated in at least fp32.
 
-    Along a dim that is not the last one in memory `vector_norm` takes CPUs five to ten times as long as a sum, so there
-    it is a sum of squares.
+    On CPUs, `vector_norm` along a dim that is not the last one in memory takes five to ten times as long as a sum, so
+    there a sum of squares is used.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     last_in_memory = -1 if x.is_contiguous() else -2

@@ -1,4 +1,4 @@
-"""NorMuon: the rows (or columns) of an orthogonalized matrix on one scale, by the mean of their squares over time."""
+"""NorMuon: rows (or columns) of an orthogonalized matrix, each divided by its running root mean square."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import Tensor
 from shardmuon.variants.base import AfterStage, over
 from shardmuon.variants.norms import Norms
 
-_LEAST = 1e-10  # nanochat's, below which a mean of squares is not followed
+_LEAST = 1e-10  # lower bound of the running mean square, as in nanochat
 
 
 class NorMuon(AfterStage):
-    """NorMuon's scaling of the rows (or columns) of an orthogonalized matrix. For O (m x n), v from zero:
+    """NorMuon's scaling of the rows (or columns) of an orthogonalized matrix O (m x n), with v starting at zero:
 
         v   <- beta2 v + (1 - beta2) mean(O^2)    along columns (m numbers) where m >= n, else along rows (n numbers)
         O'  =  O / sqrt(max(v, 1e-10))
         O'' =  O' ||O||_F / ||O'||_F
 
     Source: Li et al. 2025, https://arxiv.org/abs/2510.05491, in the form of nanochat (nanochat/optim.py,
-    `muon_step_fused`), which takes the mean along the shorter dim: what lies along the longer one is what
-    orthogonalization leaves uneven. dion (dion/normuon.py) always takes it along columns, divides by sqrt(v) + 1e-8,
-    and where a matrix is sharded restores the norms of its shards. v needs no bias correction: the norm is restored.
+    `muon_step_fused`), which takes the mean along the shorter dim: orthogonalization leaves the longer dim's lines
+    uneven in size. dion (dion/normuon.py) always takes the mean along columns, divides by sqrt(v) + 1e-8, and restores
+    the norm of each shard of a sharded matrix. v needs no bias correction, because the norm is restored.
 
     Attributes:
-        beta2: Weight of the earlier average, nanochat's and the paper's.
+        beta2: Weight of the previous average, as in nanochat and the paper.
     """
 
     beta2: ClassVar[float] = 0.95
@@ -40,6 +40,6 @@ class NorMuon(AfterStage):
         assert means is not None, "for `of_lines`"
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
         floored = kept.to(means.dtype).clamp(min=_LEAST)
-        # The squared norm before and after follows from the means.
+        # ||O||^2 and ||O'||^2 are both proportional to sums of the lines' mean squares.
         restored = over(*norms.sums(means, means / floored))
         return (restored / floored).sqrt_()
