@@ -1,5 +1,5 @@
-"""QK-clip: measure the largest attention logits of a model as it trains (logits.py), and scale queries and keys after
-each step (scaling.py)."""
+"""QK-clip: measure the largest attention logits of a model as it trains (logits.py), and scale the weights of queries
+and keys after each step (scaling.py)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shardmuon_qkclip.scaling import LayerLogits, Measure, Scaler, host_of
 
 
 class LogitReport(NamedTuple):
-    """A record of what QK-clip has seen and done in the last measured step.
+    """Logits and scaling of the last measured step.
 
     Attributes:
-        step: That step, counted from 1; 0 before it.
-        tau: Largest logit that is allowed.
-        layers: Each layer in it, as tensors where the weights are.
+        step: Number of that step, counted from 1; 0 before the first one.
+        tau: Largest allowed logit.
+        layers: Logits and gains of each layer, as tensors on the weights' device.
     """
 
     step: int
@@ -37,12 +37,12 @@ class LogitReport(NamedTuple):
 
     @property
     def max_logit(self) -> float:
-        """The largest of the step; -inf before it. Waits for the accelerator."""
+        """Largest logit of all layers in that step; -inf before the first one. Waits for the accelerator."""
         return max((float(layer.maxima.max()) for layer in self.layers), default=-math.inf)
 
     @property
     def num_clipped(self) -> int:
-        """Key heads whose weights were scaled. Waits for the accelerator."""
+        """Number of key heads whose weights were scaled. Waits for the accelerator."""
         return sum(int((layer.gains < 1.0).sum()) for layer in self.layers)
 
     def __str__(self) -> str:
@@ -56,37 +56,41 @@ class LogitReport(NamedTuple):
 class QKClip:
     """Hooks that measure the largest logit of each head in forward passes, and scale queries and keys after each step.
 
-    For each head g = min(1, tau / S), where S is its largest logit in all forward passes with gradients since the last
-    step, over all ranks that share or replicate the weights, and of the heads of a group that share keys the largest:
-    rows of q are multiplied with g^alpha, rows of k with g^(1 - alpha), of latent attention the queries' rotary rows
-    with g and the shared rotary keys not at all; biases like the weights. (Kimi K2, https://arxiv.org/abs/2507.20534;
-    Megatron's `clip_qk`.) Weights have the bits that one process would give them, however they are sharded.
+    The factor of a head is g = min(1, tau / S), where S is the head's largest logit in all forward passes with
+    gradients since the last step, over all ranks that share or replicate the weights. Heads that share keys take
+    the largest S among them. Rows of q are multiplied by g^alpha and rows of k by g^(1 - alpha). In latent
+    attention, the queries' rotary rows are multiplied by g, and the shared rotary keys do not change. Biases are
+    scaled like weights. (Kimi K2, https://arxiv.org/abs/2507.20534; Megatron's `clip_qk`.) The scaled weights have
+    the same bits as in one process, however they are sharded.
 
-    Each `optimizer.step()` ends with it, collectively, and waits for no accelerator. So frameworks that step copies of
-    the weights (DeepSpeed's ZeRO, Megatron) hand on what is scaled already, and the optimizer's groups say over which
-    ranks plain tensors are replicas. What is wrong on a rank, or differs between ranks, is a RuntimeError of that step
-    on every rank: the step is done, and nothing has been scaled.
+    Scaling runs at the end of each `optimizer.step()`. It is collective and does not wait for the accelerator. So
+    frameworks that step copies of the weights (DeepSpeed's ZeRO, Megatron) pass on weights that are already scaled, and
+    the optimizer's groups say which ranks hold replicas of plain tensors. An error on one rank, or a difference between
+    ranks, is a RuntimeError of that step on every rank: the step is complete, and nothing has been scaled.
 
     Args:
         model: The model whose attention is measured.
-        optimizer: Steps the model's weights, and has names for them: of Megatron's chain the part with the matrices.
-        tau: Largest logit that is allowed. math.inf only measures.
+        optimizer: The optimizer that steps the model's weights, with their names. Of Megatron's ChainedOptimizer, the
+            member with the matrices.
+        tau: Largest allowed logit. With math.inf, logits are only measured.
         alpha: The queries' share of the factor, in [0, 1].
-        every: Measure and scale in every so many steps, the first included. Steps between cost nothing.
-        layers: What is measured and scaled; a layer's name is its module's. Default: all that `attention_layers` finds.
-        logits: A function that returns layer -> the largest logit of each of its heads, (num_heads,), since its last
-            call, after the softmax scale; -inf, or no entry: not measured. In place of measuring by hooks: for kernels
-            that give them (TransformerEngine's max_logit) and compiled models.
-        process_group: Ranks that see other batches with the same weights, beyond those that share them: of plain
-            tensors the data- and context-parallel group, unless the optimizer has it.
+        every: Interval in steps. Measures and scales in the first step, then once per interval; other steps cost
+            nothing.
+        layers: Layers to measure and scale, each with the name of its module. Default: all that `attention_layers`
+            finds.
+        logits: Optional function that replaces the hooks, for kernels that return the largest logits
+            (TransformerEngine's max_logit) and for compiled models. It returns layer name -> (num_heads,), the largest
+            logit of each head since its last call, after the softmax scale; -inf or a missing layer: not measured.
+        process_group: Ranks that train the same weights on other batches, beyond those that share the weights: for
+            plain tensors the data- and context-parallel group, unless the optimizer has it.
 
     Attributes:
-        layers: The layers.
-        report: The last measured step, a `LogitReport`.
+        layers: The layers that are measured and scaled.
+        report: `LogitReport` of the last measured step.
 
     Raises:
-        ValueError: There is no attention, a layer cannot be clipped, or a weight of it is not the optimizer's; says why
-            and what to write.
+        ValueError: No attention was found, a layer cannot be clipped, or one of its weights is not in the optimizer.
+            The message says why, and what to write.
 
     Examples:
         >>> from shardmuon import Muon
@@ -131,7 +135,7 @@ class QKClip:
         if host_of(optimizer) is None:
             self._scaler.find(of_model=True)
         self._pending: dict[str, Tensor] = {}  # layer -> maxima since the last step
-        self._has_reduced = False  # for the step under way, of which this may be one call of several
+        self._has_reduced = False  # True after the reduction of the current step, which may take several calls
         self._num_steps, self.report = 0, LogitReport(0, tau)
         self._handles: list[Any] = []
         for layer in self.layers if logits is None else ():
@@ -145,14 +149,14 @@ class QKClip:
         self._handles.append(optimizer.register_load_state_dict_post_hook(lambda _: self.reset()))
 
     def close(self) -> None:
-        """Take the hooks off model and optimizer."""
+        """Remove the hooks from the model and the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def reset(self) -> None:
-        """Drop what has been measured since the last step. Loading state into the optimizer does so; call it where only
-        the model's weights are changed otherwise than by a step."""
+        """Discard the logits measured since the last step. Loading optimizer state does this, too; call it
+        yourself if only the model's weights are changed other than by a step."""
         self._pending.clear()
         self._has_reduced = False
 
@@ -163,7 +167,7 @@ class QKClip:
 
         @never_compiled
         def before(called: nn.Module, args: Any) -> None:
-            if called is module and self._is_measured and torch.is_grad_enabled():  # a copy has these hooks, too
+            if called is module and self._is_measured and torch.is_grad_enabled():  # copies of a module share its hooks
                 watch = Watch(lambda maxima: self._count(layer.name, self._of_all_heads(layer, holder, maxima)))
                 entered.append(watch.__enter__())  # type: ignore[no-untyped-call]
 
@@ -177,18 +181,18 @@ class QKClip:
 
     @property
     def _is_measured(self) -> bool:
-        """True if the next step, or the one under way, is one that is measured."""
+        """True if logits of the current or the next step are measured."""
         return self._num_steps % self.every == 0
 
     def _count(self, name: str, maxima: Tensor) -> None:
-        """Add a forward pass of a layer. Of each head the largest finite logit counts, where there is one: batches that
-        are not finite are skipped."""
+        """Merge the maxima of one forward pass into a layer's. For each head the largest finite logit counts, if there
+        is one: batches with non-finite logits are skipped."""
         seen = torch.stack([maxima, self._pending.get(name, maxima)])
         finite = seen.masked_fill(~seen.isfinite(), -math.inf).amax(dim=0)
         self._pending[name] = torch.where(finite.isfinite(), finite, seen.amax(dim=0))
 
     def _of_all_heads(self, layer: Attention, holder: Holder, maxima: Tensor) -> Tensor:
-        """Maxima of this rank's heads in their places among all, or of batch times heads head by head."""
+        """Maxima of all heads, from this rank's heads (others get -inf) or from a flat dim of batch times heads."""
         here, total = len(maxima), layer.num_heads
         if here and here % total == 0:  # (batch * heads, L, S)
             return maxima.view(-1, total).amax(dim=0)
@@ -205,7 +209,8 @@ class QKClip:
         return whole.flatten()
 
     def _parts(self, layer: Attention, holder: Holder, num_parts: int) -> list[int]:
-        """Numbers of the parts of the heads that this rank may have, by the weight as it is in the forward pass."""
+        """Indices of the parts of the heads that this rank may hold: by the weight's sharding in the forward pass if it
+        is a DTensor, else by the groups' tp_group."""
         rows = next(rows for rows in layer.rows if rows.num("q"))
         below = [below for below, (_, place) in holder.weights.items() if place.name == rows.weight]
         live = attrgetter(below[0])(holder.module) if below else None
@@ -236,7 +241,7 @@ class QKClip:
                 self._conclude(done)
 
     def _conclude(self, done: tuple[LayerLogits, ...]) -> None:
-        """End a training step."""
+        """Finish a training step: count it, warn of layers that were not measured, and update the report."""
         self._num_steps += 1
         missing = [layer.name for layer in done if layer.name not in self._pending]
         if missing and not self.report.step and self._measure is None:

@@ -1,17 +1,17 @@
-"""Attention layers: rows of weights that make queries and keys, and a model's layers, found by what its modules hold
-and say of themselves. Imports no framework.
+"""Attention layers: the rows of weights that produce queries and keys, and a search for a model's layers by the
+parameters and attributes of its modules. Imports no framework.
 
 Words: a *layer* is one attention layer; a *head* is a query head; a *group* is the query heads that share one key head;
-a *role* says what rows are: "q" and "k" are scaled against each other, "q_pe" are query rows whose keys all heads share
-(rotary keys of multi-head latent attention), "" is anything else (values, gates).
+a *role* is the use of some rows: "q" and "k" are scaled against each other, "q_pe" are query rows whose keys all heads
+share (rotary keys of multi-head latent attention), "" is anything else (values, gates).
 
-What is known:
+Known forms:
     separate      q_proj and k_proj (Llama, Qwen, Mistral, ..), wq and wk, to_q and to_k (diffusers), query and key
-                  (BERT, ViT), with the head's size as an attribute
+                  (BERT, ViT), with the head size as an attribute
     fused         Megatron's linear_qkv, and the types of routing/presets.py that fuse q, k and v (GPT-2, GPT-NeoX,
                   Phi-3, timm)
     latent        DeepSeek's kv_b_proj with q_b_proj or q_proj, Megatron's linear_kv_up_proj with linear_q_up_proj or
-                  linear_q_proj: of the queries the rotary part is scaled by g, the rotary keys not at all
+                  linear_q_proj: the queries' rotary part is scaled by g, the rotary keys are not scaled
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _Parts = tuple[tuple[_Role, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The meaning of the rows of one parameter.
+    """Roles of the rows of one parameter.
 
     Attributes:
         weight: The parameter's name.
-        parts: (role, number of rows) of the blocks of one repeat, in order.
-        repeats: How often the blocks follow each other: once for [all q, all k, all v], the number of heads for
+        parts: (role, number of rows) of each block in one repeat, in order.
+        repeats: Number of times that the blocks repeat: once for [all q, all k, all v], the number of heads for
             [q, k, v of head 0, q, k, v of head 1, ..].
-        dim: The dim of the parameter that they run along: 1 where it is stored the other way round (`x @ W`).
+        dim: Dim of the parameter along which the rows run: 1 for a weight that is stored transposed (`x @ W`).
 
     Raises:
-        ValueError: A role is unknown or comes twice, or a count is not positive.
+        ValueError: A role is unknown or occurs twice, a count is not positive, or dim is not 0 or 1.
 
     Examples:
         >>> Rows("q_proj.weight", (("q", 64),))
@@ -66,11 +66,11 @@ class Rows:
             )
 
     def num(self, *roles: _Role) -> int:
-        """Number of rows of these roles; without any, of all."""
+        """Number of rows of these roles; of all roles if none is given."""
         return self.repeats * sum(size for role, size in self.parts if role in roles or not roles)
 
     def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # (num(),)
-        """The factor of each row, given those of the heads that share a role's rows, in order and in equal parts."""
+        """Factor of each row. `of_heads` has the factors of a role's heads, which divide its rows evenly, in order."""
         parts = []
         for role, size in self.parts:
             of_role = of_heads[role]
@@ -83,15 +83,15 @@ class Attention:
     """One attention layer.
 
     Attributes:
-        name: As in the mapping of maxima.
-        num_heads: Query heads.
-        num_groups: Key heads; `num_heads` unless several query heads share one.
-        rows: The parameters that make queries and keys; biases, too.
-        normed: What normalizes queries or keys after their projection, if anything does. Scaling the weights then does
-            nothing to the logits.
+        name: The layer's name, as in the mapping of maxima.
+        num_heads: Number of query heads.
+        num_groups: Number of key heads; equal to `num_heads` unless several query heads share one.
+        rows: The parameters that produce queries and keys, biases included.
+        normed: Names of modules that normalize queries or keys after their projection; "" if there is none. With such
+            a norm, scaling the weights does not change the logits.
 
     Raises:
-        ValueError: The numbers do not fit together.
+        ValueError: The numbers of heads and rows do not fit together, or no parameter has rows of q, or of k.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Attention:
 
 # ------------------------------------------------------------------------------------------------------ finding them
 
-_SEPARATE = (  # what modules call the two projections
+_SEPARATE = (  # names of the query projection and the key projection
     ("q_proj", "k_proj"),
     ("wq", "wk"),
     ("to_q", "to_k"),
@@ -132,7 +132,7 @@ _SEPARATE = (  # what modules call the two projections
 )
 _DEEPSEEK = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _MEGATRON = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_LATENT = (  # likewise, and the sizes of a head: without rotary part, of that, of a value
+_LATENT = (  # the same, and attributes with the sizes of a head: non-rotary part, rotary part, value
     ("q_b_proj", "kv_b_proj", _DEEPSEEK),
     ("q_proj", "kv_b_proj", _DEEPSEEK),
     ("linear_q_up_proj", "linear_kv_up_proj", _MEGATRON),
@@ -148,9 +148,9 @@ class Holder(NamedTuple):
     """A module that holds parameters.
 
     Attributes:
-        name: Without what wrappers put into it.
-        module: The module; of a wrapper and what it wraps the inner one.
-        weights: What it calls each parameter at or below it -> the parameter and its place.
+        name: Name of the module, without the parts that wrappers insert.
+        module: The module; for a wrapper and the module inside it, the inner one.
+        weights: Name of each parameter at or below the module, relative to it -> the parameter and its place.
     """
 
     name: str
@@ -158,8 +158,8 @@ class Holder(NamedTuple):
     weights: dict[str, tuple[Tensor, Place]]
 
     def num_rows(self, below: str) -> int:
-        """Number of rows of a matrix; 0 where nothing here tells it (plain tensor-parallel shards), -1 if there is no
-        such matrix."""
+        """Number of rows of a matrix; 0 if it is unknown (plain tensor-parallel shards), -1 if there is no such
+        matrix."""
         if below not in self.weights:
             return -1
         param, place = self.weights[below]
@@ -167,25 +167,25 @@ class Holder(NamedTuple):
         return 0 if unknown else shape[0] if len(shape) == 2 else -1
 
     def preset(self, below: str) -> Role | None:
-        """The role that its module's type gives a matrix."""
+        """The role that a matrix has by the type of its module, if that is known."""
         param, place = self.weights[below]
         shape, unknown = logical_shape(param, place.module)
         return find_preset(place.owners, shape) if len(shape) == 2 and not unknown else None
 
     def number(self, *names: str) -> int:
-        """The first positive number that the module or its config has by one of these names, else 0."""
+        """The first positive integer among these attributes of the module or its config, else 0."""
         owners = (self.module, getattr(self.module, "config", None))
         values = (getattr(owner, name, None) for name in names for owner in owners)
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
 
 
 class _Form(NamedTuple):
-    """The form in which a module keeps queries and keys.
+    """A way in which the weights of a module hold queries and keys.
 
     Attributes:
-        parts: What it calls each weight -> see `Rows`; sizes that nothing tells are 0.
+        parts: Name of each weight, relative to the module -> parts as in `Rows`; unknown sizes are 0.
         repeats, dim: See `Rows`.
-        heads: How many there are, where not the size of one counts.
+        heads: Number of heads, for forms whose head size is computed from it; else 0.
     """
 
     parts: dict[str, _Parts]
@@ -195,20 +195,20 @@ class _Form(NamedTuple):
 
 
 def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
-    """The attention layers of a model, in its order, to be changed or given to `QKClip(layers=)` as they are.
+    """Find the attention layers of a model, in the model's order, for `QKClip(layers=)`, as they are or modified.
 
     Args:
-        model: Also wrapped or sharded.
+        model: The model; may be wrapped or sharded.
 
     Raises:
-        ValueError: A layer's sizes do not fit its weights, or a weight looks like fused queries and keys of a type that
-            is not known.
+        ValueError: A layer's sizes do not fit its weights, or a weight looks like fused queries and keys of an unknown
+            type.
     """
     return tuple(find_layers(find_holders(model)))
 
 
 def find_holders(model: nn.Module) -> dict[str, Holder]:
-    """Every module that holds parameters, by its name."""
+    """Find every module that has parameters, its own or its submodules', by name."""
     found: dict[str, Holder] = {}
     for param, places in find_places(model):
         for place in places:
@@ -219,7 +219,7 @@ def find_holders(model: nn.Module) -> dict[str, Holder]:
 
 
 def find_layers(holders: Mapping[str, Holder]) -> list[Attention]:
-    """The layers of `attention_layers`."""
+    """Find the attention layers among these modules, as `attention_layers` does."""
     forms = {name: next(_forms(holder), None) for name, holder in holders.items()}
     found = [_layer(holders[name], form) for name, form in forms.items() if form is not None]
     known = {name for name, form in forms.items() if form is not None}
@@ -236,7 +236,7 @@ def find_layers(holders: Mapping[str, Holder]) -> list[Attention]:
 
 
 def _forms(holder: Holder) -> Iterator[_Form]:
-    """The ways in which a module may keep queries and keys, by what it holds; the first one counts."""
+    """Possible forms of a module's queries and keys, by its parameters; the first one is used."""
     module, number = holder.module, holder.number
     if isinstance(module, nn.MultiheadAttention):
         raise ValueError(
@@ -252,7 +252,7 @@ def _forms(holder: Holder) -> Iterator[_Form]:
         num_q, num_k = (holder.num_rows(f"{leaf}.weight") for leaf in (query, key))
         if min(num_q, num_k) >= 0:
             yield _Form({f"{query}.weight": (("q", num_q),), f"{key}.weight": (("k", num_k),)})
-    if "linear_qkv.weight" in holder.weights and number("kv_channels"):  # Megatron: of each group queries, key, value
+    if "linear_qkv.weight" in holder.weights and number("kv_channels"):  # Megatron: queries, key, value of each group
         size, heads = number("kv_channels"), number("num_attention_heads")
         groups = number("num_query_groups") or heads or 1
         yield _Form({"linear_qkv.weight": (("q", heads // groups * size), ("k", size), ("", size))}, groups)
@@ -260,16 +260,16 @@ def _forms(holder: Holder) -> Iterator[_Form]:
         preset = holder.preset(below) if below.count(".") == 1 and below.endswith(".weight") else None
         if preset is not None and preset.reason.startswith("fused q, k, v"):
             sizes = preset.view["split_sizes"]
-            if len(sizes) == 3:  # else q, k, v, z of something else; k, v of cross-attention
+            if len(sizes) == 3:  # 4 sizes are q, k, v, z of other layers; 2 are k, v of cross-attention
                 groups, dim = preset.view.get("split_groups", 1), int(preset.view.get("transposed", False))
                 yield _Form({below: tuple(zip(("q", "k", ""), sizes, strict=True))}, groups, dim)
 
 
 def _layer(holder: Holder, form: _Form) -> Attention:
-    """The layer whose queries and keys a module keeps in a way.
+    """Make the layer of a module that holds queries and keys in this form.
 
     Raises:
-        ValueError: A size is not known, or does not fit.
+        ValueError: A size is unknown, or does not fit.
     """
     rows = list[Rows]()
     is_known = form.repeats and all(size for parts in form.parts.values() for _, size in parts)

@@ -1,16 +1,16 @@
-"""The largest attention logit of each head: of given queries and keys, and of the calls inside of a layer's forward.
+"""The largest attention logit of each head, from given queries and keys or from the calls inside a layer's forward.
 
 [Note: what is measured]
     The logit of a query and a key is their product times the softmax scale, where the mask lets the query see the key.
-    A bias that a mask adds is no part of it: no weight of q or k makes it. Products are made of fp32 values (fp64 of
-    fp64), so what half-precision kernels round away is not seen. Nothing larger than a chunk of the matrix of all
-    logits is kept.
+    A bias that a mask adds does not count, since no weight of q or k produces it. Products are computed in fp32 (in
+    fp64 for fp64 inputs), so rounding in half-precision kernels is not reproduced. At most one chunk of the matrix of
+    logits is in memory at a time.
 
 [Note: where it is measured]
-    Inside of a layer's forward a `TorchFunctionMode` sees the functions of `_MEASURES`, by whatever name they were
-    imported, with what they are given: queries and keys rotated, cached, repeated; attention that is written out ends
-    in a softmax over the logits themselves (transformers' "eager"). Kernels that are no torch functions (flash-attn's)
-    are not seen.
+    Inside a layer's forward, a `TorchFunctionMode` intercepts the functions of `_MEASURES`, under any name they were
+    imported as, with their arguments: queries and keys after rotation, caching and repetition. Attention written out in
+    torch operations ends in a softmax over the logits themselves (transformers' "eager"). Kernels that are not torch
+    functions (flash-attn's) are not seen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardmuon._torch import local_if_any
 
-_CHUNK = 1 << 24  # logits that are looked at together
+_CHUNK = 1 << 24  # logits that are computed at a time
 
 
 @torch.no_grad()
@@ -35,19 +35,19 @@ def largest_logits(
     key: Tensor,  # (.., G, S, E); G divides H
     *,
     scale: float | None = None,
-    attn_mask: Tensor | None = None,  # broadcasts to (.., H, L, S); False or -inf: not seen
+    attn_mask: Tensor | None = None,  # broadcasts to (.., H, L, S); False or -inf: hidden
     is_causal: bool = False,
     chunk: int = _CHUNK,
 ) -> Tensor:  # (H,), fp32; -inf for a head that sees nothing
     """The largest logit of each head over batch and positions.
 
     Args:
-        query: As `torch.nn.functional.scaled_dot_product_attention` takes it; of a DTensor this rank's part.
-        key: Likewise; of fewer heads if several query heads share one.
+        query: As `torch.nn.functional.scaled_dot_product_attention` takes it; of a DTensor, this rank's part is used.
+        key: Likewise; with fewer heads if several query heads share one.
         scale: Scale of the softmax. Default: 1 / sqrt(E).
-        attn_mask: As there. What a mask of floats adds is not counted, see [Note: what is measured].
-        is_causal: Query i sees keys 0 to i.
-        chunk: How many logits to look at together, at least one row of each head.
+        attn_mask: As in that function. Values that a float mask adds are not counted, see [Note: what is measured].
+        is_causal: If True, query i sees keys 0 to i only.
+        chunk: Number of logits to compute at a time, but at least one row of each head.
     """
     query, key = (t if t.dtype == torch.float64 else t.float() for t in map(local_if_any, (query, key)))
     heads, length, size = query.shape[-3:]
@@ -71,13 +71,13 @@ def largest_logits(
     return found.float()
 
 
-def _per_head(logits: Tensor) -> Tensor:  # (.., H, L, S) -> (H,), -inf of none at all
+def _per_head(logits: Tensor) -> Tensor:  # (.., H, L, S) -> (H,), -inf if there are no logits
     each = logits.transpose(0, -3).flatten(1)
     return each.amax(dim=1) if logits.numel() else each.new_full((len(each),), -math.inf)
 
 
 def _is_hidden(mask: Tensor) -> Tensor:
-    """True where a mask lets no query see: it is False, or -inf or about the lowest number of its dtype."""
+    """True where a mask hides a key from a query: where it is False, -inf, or about the lowest value of its dtype."""
     return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
@@ -112,10 +112,10 @@ _MEASURES: dict[Any, Callable[..., Tensor | None]] = {
 
 
 class Watch(TorchFunctionMode):
-    """A view of one layer's attention while it is entered, see [Note: where it is measured].
+    """A context that observes one layer's attention, see [Note: where it is measured].
 
     Args:
-        found: Is given the maxima of the heads in each call that is seen.
+        found: Function to call with the maxima of the heads, for each call that is seen.
     """
 
     def __init__(self, found: Callable[[Tensor], None]) -> None:

@@ -1,27 +1,28 @@
-"""Scale rows of sharded weights by maxima of logits that ranks have measured: found once, then one reduction a step.
+"""Scale rows of sharded weights by the largest logits of all ranks. The rows are located once, then each step makes one
+reduction.
 
 [Note: the rule]
     Kimi K2 (https://arxiv.org/abs/2507.20534, section 2.1) and Megatron (`clip_qk` in attention.py and
-    multi_latent_attention.py): with S the largest logit of a head, of all heads of a group where they share keys,
+    multi_latent_attention.py). S is the largest logit of a head, or of all heads in its group if they share keys:
 
         g = tau / S if S > tau, else 1
         q rows <- g^alpha,  k rows <- g^(1 - alpha),  q_pe rows <- g,  shared rotary keys unchanged
 
-    so that the head's logits shrink by g. A maximum that is not finite says nothing about weights: g = 1.
+    so that the head's logits shrink by the factor g. A non-finite maximum says nothing about the weights: g = 1.
 
 [Note: exact on any sharding]
-    A weight is multiplied element by element with a factor that every rank computes alike, from maxima that are the
-    same on every rank after a reduction by max, in which no order matters. So a rank scales what it stores and the bits
-    are those of one process. Where the pieces lie is said by a layout table, which all ranks make together and keep.
+    A weight is multiplied elementwise by factors that every rank computes alike, from maxima that are equal on every
+    rank after a reduction by max, whose order does not matter. So each rank scales what it stores, and the bits are
+    those of one process. A layout table says where the pieces lie; all ranks make it together and cache it.
 
 [Note: variants that keep norms]
-    Hyperball brings each matrix back to the norm that it began with, so it would undo the scaling in the next step, and
-    it bounds logits by itself: the product of the norms of q and k does not grow. Such weights are refused.
+    Hyperball restores the initial norm of each matrix, so it would undo the scaling in the next step. It also bounds
+    logits by itself: the product of the norms of q and k does not grow. Such weights are refused.
 
 [Note: who reduces]
-    A layer's weights may lie on several sets of ranks, of which each overlaps with another. Its maxima are those of all
-    ranks that the sets connect. One reduction over the component brings all of them: each layer of such ranks has
-    places of its own in it, and who does not have the layer leaves -inf there.
+    A layer's weights may lie on several overlapping sets of ranks. Its maxima are taken over all ranks that these sets
+    connect. One reduction over the component covers all layers: each layer has its own slots for each group of
+    connected ranks, and a rank without the layer leaves -inf there.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def host_of(optimizer: Any) -> Host | None:
 
 
 def _weights_of(optimizer: Any) -> list[Weight]:
-    """Every weight as it is stepped."""
+    """Every weight of an optimizer, as it is stepped."""
     host, groups = host_of(optimizer), enumerate(optimizer.param_groups)
     if host is not None:
         return host.weights(optimizer)
@@ -76,12 +77,12 @@ def _weights_of(optimizer: Any) -> list[Weight]:
 
 
 class LayerLogits(NamedTuple):
-    """A layer in one step.
+    """Logits and scaling of one layer in one step.
 
     Attributes:
-        name: The layer's.
-        maxima: (num_heads,), fp32: the largest logits over all ranks; -inf where none was measured.
-        gains: (num_groups,), fp32: what the logits of each key head were scaled by.
+        name: The layer's name.
+        maxima: (num_heads,) fp32: largest logit of each head over all ranks; -inf if it was not measured.
+        gains: (num_groups,) fp32: factor by which the logits of each key head were scaled.
     """
 
     name: str
@@ -90,7 +91,7 @@ class LayerLogits(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """A weight of a layer, what its rows are, and the engine that reaches its storage as it is stepped."""
+    """A weight of a layer, the roles of its rows, and the engine that accesses its storage."""
 
     layer: Attention
     rows: Rows
@@ -98,21 +99,21 @@ class _Target(NamedTuple):
     engine: Engine
 
     def key(self) -> object:
-        """A value that changes with all that the layout table depends on."""
+        """A value that changes if the layout table must be rebuilt."""
         stored, group = self.weight.stored, self.weight.group
         place = [group.get(key) for key in PLACE_OPTIONS]
         return self.rows, id(stored), self.engine, self.engine.signature(stored), place
 
 
-_Told = dict[str, tuple[int, Ranks]]  # layer -> its heads, and all ranks with which a rank shares or replicates it
+_Told = dict[str, tuple[int, Ranks]]  # layer -> its number of heads, and all ranks that share or replicate its weights
 
 
 class _Bound(Agreed):
-    """A layout table of the weights, which all ranks have.
+    """The layout table of the weights, the same on all ranks.
 
     Attributes:
         targets: The weights.
-        layouts: Who stores what of each.
+        layouts: Layout of each weight: which rank stores which elements.
         slots: (layer, number of heads, ranks that the layer's sets connect), in the order of the reduction.
     """
 
@@ -122,14 +123,14 @@ class _Bound(Agreed):
         self.slots = list[tuple[str, int, Ranks]]()
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
-            if size != rows.num():  # the layout is the same on every rank that has it
+            if size != rows.num():  # every rank with this weight has the same layout, so all of them raise
                 raise Unlike(
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
                     f"{rows.repeats} times make {rows.num()}"
                 )
 
     def hear(self, everyone: Sequence[_Told]) -> None:
-        """Give each layer its slots in the reduction, from what each rank of the component tells."""
+        """Assign slots in the reduction to each layer, from the entries of all ranks of the component."""
         for name in sorted(set().union(*everyone)):
             connected: list[set[int]] = []
             told = [theirs[name] for theirs in everyone if name in theirs]
@@ -142,17 +143,18 @@ class _Bound(Agreed):
 
 
 class Scaler(TableCall[_Bound]):
-    """The weights of some attention layers, where this rank keeps them.
+    """Scaling of those weights of attention layers that this rank stores.
 
     Args:
-        optimizer: Steps them.
-        layers: The layers.
+        optimizer: The optimizer that steps the weights.
+        layers: The attention layers.
         tau, alpha: See [Note: the rule].
-        process_group: Ranks that see other batches with the same weights, beyond those that share the weights.
+        process_group: Ranks that train the same weights on other batches, beyond those that share the weights.
         params: Parameter name -> the model's parameter, where it is known.
 
     Raises:
-        ValueError: The rule does not know such numbers, or two layers have one name.
+        ValueError: tau or alpha is out of range, there are no layers or two of one name, or a layer to be scaled
+            normalizes its queries or keys.
     """
 
     phase = Phase.QK_CLIP
@@ -197,13 +199,14 @@ class Scaler(TableCall[_Bound]):
 
     @torch.no_grad()
     def reduce(self, measure: Measure) -> None:
-        """Find the maxima over all ranks, for `apply_`. Collective; changes no weight.
+        """Compute the largest logits over all ranks, for `apply_`. Collective; changes no weight.
 
         Args:
-            measure: Layers may be missing. The user's function, so it may raise anything.
+            measure: Returns this rank's maxima; layers may be missing. Perhaps the user's function, so it may raise
+                anything.
 
         Raises:
-            Refused: Something is wrong here or on another rank. On every rank.
+            Refused: Something is wrong here or on another rank. Raised on every rank.
             ExchangeError: A rank did not answer in time, or its process has ended.
         """
         fault = Fault()
@@ -217,22 +220,24 @@ class Scaler(TableCall[_Bound]):
         try:
             bound, _ = agree(self, fault)
             self._all = _largest(self._own, bound.component, self._group)
-        except Refused:  # all ranks raise, and may go on
+        except Refused:  # raised on all ranks, which may continue
             raise
-        except BaseException as error:  # other ranks may wait, or have gone on
+        except BaseException as error:  # other ranks may be waiting, or have continued
             if not self._is_alone:
                 self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
                 if self._bound is not None:
-                    close_lane(self._bound.component)  # whoever waits for this rank fails at once
+                    close_lane(self._bound.component)  # ranks that wait for this one fail at once
             raise
 
     @torch.no_grad()
     def apply_(self) -> tuple[LayerLogits, ...]:
-        """Multiply this rank's rows by what `reduce` has found. Collective: the ranks settle that each of them has.
+        """Multiply this rank's rows by the factors that follow from `reduce`. Collective: the ranks confirm that all of
+        them succeeded.
 
         Raises:
-            ExchangeError: Here or on another rank something was raised meanwhile, so that weights may be half scaled,
-                which the optimizer remembers. On its own rank an interrupt and being out of memory stay what they are.
+            ExchangeError: This or another rank raised an error while scaling, so weights may be half scaled; the
+                optimizer then refuses further steps. On the rank with the error, an interrupt or an out-of-memory error
+                is raised unchanged.
         """
         bound, fault, done = self._bound, Fault(), tuple[LayerLogits, ...]()
         assert bound is not None, "reduced"
@@ -250,7 +255,7 @@ class Scaler(TableCall[_Bound]):
         return done
 
     def _scale(self, bound: _Bound) -> tuple[LayerLogits, ...]:
-        """Scale what this rank stores of each weight."""
+        """Scale the elements of each weight that this rank stores. Returns the logits and gains of each layer."""
         done, of_heads = list[LayerLogits](), dict[str, dict[Any, Tensor]]()
         parts = self._all.to(self._own.device).split([num_heads for _, num_heads, _ in bound.slots])
         maxima = {name: part for (name, _, ranks), part in zip(bound.slots, parts, strict=True) if my_rank() in ranks}
@@ -264,14 +269,14 @@ class Scaler(TableCall[_Bound]):
             if math.isinf(self._tau) or not now.get(id(stored), True):  # a later call of this step scales it
                 continue
             local = target.engine.storage(stored)
-            per_row = target.rows.factors(of_heads[target.layer.name])  # of the whole weight, on every rank
+            per_row = target.rows.factors(of_heads[target.layer.name])  # for all rows of the weight, on every rank
             per_row = per_row.to(local.device, torch.promote_types(local.dtype, torch.float32))
             for part, start in _views(local, layout, dim):
                 part.mul_(per_row[start : start + part.shape[dim]].view(-1, *[1] * (part.ndim - 1 - dim)))
         return tuple(done)
 
     def _remember(self, text: str) -> str:
-        """Let the optimizer refuse further steps, as after an error in one of its own; returns why."""
+        """Make the optimizer refuse further steps, as after an error in one of its own. Returns the reason."""
         text = f"QK-clip was broken off: {text}. {RELOAD if self._is_alone else REMEDY}"
         if hasattr(self._optimizer, "broken"):
             self._optimizer.broken = self._optimizer.broken or text
@@ -281,7 +286,7 @@ class Scaler(TableCall[_Bound]):
     def _is_alone(self) -> bool:
         return num_ranks() == 1 or (self._bound is not None and len(self._bound.component) == 1)
 
-    # ------------------------------------------------------------------------------------------------- what is voted
+    # --------------------------------------------------------------------------- calls of TableCall: table and ballot
 
     def known(self) -> _Bound | None:
         return self._bound
@@ -325,7 +330,7 @@ class Scaler(TableCall[_Bound]):
         return [f"tau={self._tau!r} alpha={self._alpha!r}", *(layers if ranks == self.beyond else ())]
 
     def _check_given(self) -> None:
-        """Raise ValueError unless the maxima are one vector for each layer that was measured."""
+        """Raise ValueError unless the measured maxima are one (num_heads,) tensor for each of some known layers."""
         for name, maxima in self._given.items():
             if name not in self._by_name:
                 raise ValueError(f"logits of {name!r}: no such layer. Layers are {list(self._by_name)}")
@@ -337,16 +342,18 @@ class Scaler(TableCall[_Bound]):
                     "of each head; -inf for heads that other ranks of a tensor-parallel group have"
                 )
 
-    # ------------------------------------------------------------------------------------------------ where it lies
+    # ------------------------------------------------------------------------------------------- finding the weights
 
     def find(self, of_model: bool = False) -> list[_Target]:
-        """Every weight of the layers: the model's parameter, or what is stepped by its name.
+        """Find every weight of the layers: the model's parameter, or the optimizer's weight of that name.
 
         Args:
-            of_model: By its name only a copy in another dtype: the optimizer may be of another model.
+            of_model: True to accept, by its name, only a copy in another dtype: a weight of the same name and dtype
+                that is another tensor means that the optimizer belongs to another model.
 
         Raises:
-            ValueError: One is not there, is frozen or kept at its norm, or two layers have it.
+            ValueError: A weight is not in the optimizer, is frozen, has a norm that its variant preserves, or belongs
+                to two layers.
         """
         weights = _weights_of(self._optimizer)
         by_param, by_name = {id(w.param): w for w in weights}, {w.name: w for w in weights}
@@ -377,7 +384,7 @@ class Scaler(TableCall[_Bound]):
         return list(found.values())
 
     def _check_may_be_scaled(self, weight: Weight, param: Tensor) -> None:
-        """Raise ValueError for a weight of which something else says that it keeps its values, or its norm."""
+        """Raise ValueError for a weight to be scaled that is frozen, or has a variant that preserves its norm."""
         is_muon = weight.group.get("use_muon")
         is_kept = is_muon and any(isinstance(stage, WeightStage) for stage in stages_of(weight.group))
         if math.isfinite(self._tau) and (is_kept or not param.requires_grad):
@@ -388,15 +395,15 @@ class Scaler(TableCall[_Bound]):
             )
 
     def _one_listed(self, target: _Target) -> Listed:
-        """A weight as the layout table lists it.
+        """The layout table's entry for a weight.
 
         Raises:
-            ValueError: Nobody has said over which ranks a plain one is replicated.
+            ValueError: It is a plain tensor, and the ranks that replicate it are not known.
         """
         weight = target.weight
-        group: dict[str, Any] = {**weight.group, "use_muon": False}  # no matrices are read
+        group: dict[str, Any] = {**weight.group, "use_muon": False}  # the weight is not read as matrices
         replicas = GroupRef.of(group.get("process_group"))
-        if type(target.engine) is Engine and replicas is None:  # () says that no other rank has it
+        if type(target.engine) is Engine and replicas is None:  # () would mean that no other rank has the tensor
             group["process_group"] = self._group
             if self._group is None and num_ranks() > 1:
                 raise ValueError(
@@ -413,7 +420,7 @@ def _largest(
     ranks: Ranks,
     hint: GroupRef | None,
 ) -> Tensor:  # 1-D
-    """The elementwise maximum over some ranks. Collective among them."""
+    """Elementwise maximum over `ranks`. Collective among them."""
     if len(ranks) == 1:
         return flat
     group = group_for(ranks, hint)
@@ -424,8 +431,8 @@ def _largest(
 
 
 def _views(local: Tensor, layout: ParamLayout, dim: int) -> Iterator[tuple[Tensor, int]]:
-    """Parts of a tensor that this rank stores, as views of its storage with the tensor's dims; and the index along
-    `dim` at which each begins."""
+    """Views of the parts of a weight that this rank stores, with the weight's dims, and the index along `dim` at which
+    each part begins."""
     for held in layout.of_rank(my_rank()):
         for start, sizes in spans_of(held.piece, layout.view.shape):
             offset, strides = Tile(0, start, sizes, held).in_storage(layout.view, local.stride())
@@ -440,10 +447,10 @@ def _gains(
     maxima: Tensor,  # (num_heads,), fp32
     tau: float,
 ) -> Tensor:  # (num_groups,), fp32
-    """g of each key head, see [Note: the rule]."""
+    """Factor g of each key head, see [Note: the rule]."""
     largest = maxima.view(layer.num_groups, -1).amax(dim=1)
     over = (largest > tau) & torch.isfinite(largest)
-    # a number over a tensor would be a product with its reciprocal, rounded twice
+    # torch computes number / tensor as number * (1 / tensor), which rounds twice
     return torch.where(over, torch.full_like(largest, tau) / largest, torch.ones_like(largest))
 
 
@@ -452,6 +459,6 @@ def _factors(
     gain: Tensor,  # (num_groups,)
     alpha: float,
 ) -> dict[Any, Tensor]:
-    """The numbers that rows of each role are multiplied with, for each of its heads."""
+    """Role -> factors of its rows, one for each head that shares them."""
     of_head = gain.repeat_interleave(layer.num_heads // layer.num_groups)
     return {"": gain.new_ones(1), "q": of_head.pow(alpha), "q_pe": of_head, "k": gain.pow(1.0 - alpha)}

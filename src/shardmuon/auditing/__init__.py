@@ -1,8 +1,9 @@
-"""Compare a live step with a dense reference computed beside it, and name what differs.
+"""Audit live steps: compare each with a dense reference step computed beside it, and name any fault.
 
-`audit` asks for the next step; `Muon(audit_every=...)` asks every so many (`schedule`). `live` carries one audit
-out: it describes parameters anew, `dense` puts a matrix together from its holders, `reference` steps it in the live
-arithmetic and in exact one, `judge` compares and says what rounding explains, `naming` says what went wrong.
+`audit` requests an audit of the next step, `Muon(audit_every=N)` one every N steps (`schedule`). `live` runs an audit:
+it rebuilds the layout table, `dense` assembles whole matrices from their shards, `reference` steps them in the live
+arithmetic and in exact arithmetic, `judge` compares the results and decides what rounding explains, and `naming` finds
+the cause of the rest.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ __all__ = ["AuditError", "AuditWarning", "PendingAudit", "audit"]
 
 
 def audit(optimizer: Any, samples: int = 8) -> PendingAudit:
-    """Check the next step against a dense reference. Every rank that shares parameters must call it.
+    """Audit the optimizer's next step against a dense reference. Every rank that shares parameters must call `audit`.
 
     Args:
-        optimizer: The `shardmuon.Muon` whose next `step()` is audited. It raises nothing for what the audit finds.
-        samples: Matrices compared in each group of ranks that shares parameters. Later audits take others.
+        optimizer: The `shardmuon.Muon` whose next `step()` is audited. That step does not raise for findings.
+        samples: Number of matrices compared in each group of ranks that shares parameters. Later audits sample
+            different matrices.
 
     Returns:
-        The audit; its `report` is there after the step, the same on every rank.
+        The pending audit. Its `report` is available after the step, and is the same on every rank.
 
     Raises:
         ValueError: `samples` is not positive, or DeepSpeed steps the optimizer.

@@ -1,7 +1,7 @@
-"""Put one whole matrix together from its holders' pieces, without the plan's tiles, routes, buckets or copies.
+"""Assemble one whole matrix from the shards on its ranks, without the plan's tiles, routes, buckets or copies.
 
-The layout is that of a table made anew. In each dim of the logical tensor a matrix takes a list of indices, each of
-which adds its own to an element's place in the row-major matrix: so a holder's part is chosen dim by dim.
+The layout comes from a freshly built table. A matrix takes a list of indices in each dim of the logical tensor, and
+each index adds a fixed amount to an element's row-major position in the matrix. So a rank's part is found dim by dim.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ Block = tuple[slice, slice]
 
 
 class _Part(NamedTuple):
-    """A rank's elements of one matrix.
+    """The elements of one matrix that one rank stores.
 
     Attributes:
-        sources: For each piece that has any: a list of indices for each dim of the rank's storage.
-        places: (n,) int64: where they lie in the row-major matrix.
+        sources: One entry per non-empty piece: a list of indices for each dim of the rank's storage.
+        places: (n,) int64: row-major positions of the elements in the matrix.
     """
 
     sources: list[list[Tensor]]
     places: Tensor
 
     def select(self, storage: Tensor) -> Tensor:  # (n,)
-        """The elements of a weight, gradient or momentum that is stored like `storage`."""
+        """Read these elements from `storage`: the rank's weight, gradient or momentum."""
         indices = (torch.meshgrid(*source, indexing="ij") for source in self.sources)
         found = [storage[tuple(at.to(storage.device) for at in index)].reshape(-1) for index in indices]
         return torch.cat([storage.new_empty(0), *found])
 
 
 def part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
-    """The elements of one matrix that these pieces have."""
+    """Elements of matrix `number` that lie in the given pieces."""
     lines, sources, places = _lines(view, number), [], [torch.empty(0, dtype=torch.int64)]
     for piece, local in held:
         box = piece if isinstance(piece, Box) else piece.box or Box((0,) * len(view.shape), view.shape)
@@ -59,13 +59,13 @@ def part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
 
 
 def sent_by(layout: ParamLayout, number: int, rank: int) -> _Part:
-    """The elements of one matrix that a rank sends: of replicas only the lowest rank does."""
+    """Elements of matrix `number` that `rank` sends. Among replicas only the lowest rank sends."""
     held = [one for one in layout.of_rank(rank) if one.piece.numel and layout.keepers[one.piece][0] == rank]
     return part_of(layout.view, number, held)
 
 
 def _lines(view: MatrixView, number: int) -> list[tuple[Tensor, Tensor]]:
-    """Indices that a matrix takes in each dim of the tensor, and what each adds to an element's place."""
+    """Indices of a matrix in each dim of the tensor, and what each index adds to an element's row-major position."""
     matrix, split = view.matrices[number], view.split_dim
     found = [
         (torch.arange(start, start + size), torch.arange(size) * stride)
@@ -78,12 +78,12 @@ def _lines(view: MatrixView, number: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _outer(lines: Iterable[Tensor]) -> Tensor:  # 1-D
-    """The sums of one number of each line, in row-major order."""
+    """All sums of one value from each 1-D tensor (an outer sum), in row-major order."""
     return reduce(lambda sums, line: sums.unsqueeze(-1) + line, lines).reshape(-1)
 
 
 def block_of(places: Tensor, cols: int) -> Block | None:
-    """The rectangle that these places of a matrix are; None: they are none."""
+    """The rectangle that exactly these positions of a matrix fill; None if they fill none."""
     if not len(places):
         return None
     (top, bottom), (left, right) = ((int(at.min()), int(at.max()) + 1) for at in (places // cols, places % cols))
@@ -93,12 +93,14 @@ def block_of(places: Tensor, cols: int) -> Block | None:
 
 def collect(
     number: int,
-    parts: Mapping[str, tuple[ParamLayout, Tensor]],  # (2, n): what this rank sends, before and after the step
+    parts: Mapping[str, tuple[ParamLayout, Tensor]],  # (2, n): values this rank sends, from before and after the step
     target: int,
 ) -> tuple[dict[str, Tensor], list[Block]]:
-    """All quantities of a whole matrix on one rank, as (2, elements) before and after the step, and its rectangles that
-    lie on one rank each (kernels cut inside are none); nothing elsewhere. Collective among the parameter's ranks. A
-    rank that cannot read sends NaN."""
+    """Gather all quantities of a whole matrix on rank `target`. Collective among the parameter's ranks.
+
+    Returns each quantity as (2, elements), before and after the step, and the rectangles of the matrix that lie on
+    one rank each (shards that are not rectangles, such as parts of conv kernels, are left out). Both are empty on
+    other ranks. A rank that cannot read its values sends NaN."""
     view, ranks, is_target = parts["weights"][0].view, parts["weights"][0].ranks, my_rank() == target
     places = [[sent_by(layout, number, rank).places for layout, _ in parts.values()] for rank in ranks if is_target]
     came = [torch.cat([part.reshape(-1) for _, part in parts.values()])]

@@ -1,31 +1,33 @@
-"""Judge one matrix of a step: the update that its weights took, its momentum, and what stages keep of it.
+"""Judge one matrix of a step: the update that its weights took, its momentum, and the values that its stages store.
 
 [Note: two comparisons]
-    The applied update is compared with the same arithmetic run densely: only the order of sums may differ, so nearly
-    always the bits are the same. It finds whatever is wrong with what was fed in, with the way there and back, with
-    scale and weights. That dense result is compared with exact arithmetic, which finds an orthogonalizer that is wrong
-    in itself. How far rounding may lead either apart, the matrix itself says.
+    First, the applied update is compared with the same arithmetic run densely. Only the order of sums may differ, so
+    the two are nearly always bitwise equal. This finds faults in the inputs, the communication, the scale and the
+    update of the weights. Second, the dense result is compared with exact arithmetic, which finds a faulty
+    orthogonalizer. How far rounding may move either result is measured on the matrix itself ([Note: the shake]).
 
 [Note: the shake]
-    The same arithmetic runs on other versions of the same input, and how far the results lie apart is what rounding
-    explains of this very matrix. No theory of dtype, method, schedule or spectrum is needed.
+    The same arithmetic runs on several perturbed versions of the same input, and the spread of the results is what
+    rounding explains for this matrix. No theory of dtype, method, schedule or spectrum is needed.
 
-    Beside the live step: rows and columns in another order, which is that of the sums, a few elements off by a
-    spacing, and all of them together by some of fp32: a live stage divides once by norms where the dense one does it
-    twice, and elements that are all alike (a matrix of ones) are rounded all alike, so that another order of equal
-    numbers changes nothing, and sums in a batch, which are cut otherwise, do. Each result is put into the weights as
-    the step would, so what stages of a variant and coarse weights add is in the spread, too.
+    Perturbations for the live step: rows and columns are permuted, which reorders the sums; a few elements move by one
+    spacing; and all elements are scaled together by a few spacings of fp32 (at most `_TOGETHER`). The scaling
+    covers two cases: a live stage divides by norms once where the dense one divides twice, and elements that are
+    all equal (a matrix of ones) all round alike, so that a permutation changes nothing although batched sums, which
+    are split differently, do change. Each result is applied to the weights as in the step, so the spread includes
+    what a variant's stages and coarse weights add.
 
-    Beside exact arithmetic: each element off by up to a spacing, so that every product is rounded anew, and a border
-    that is zero but for two corners. That enlarges the norm by up to `_LONGER`, so that elements which are all alike (a
-    matrix of ones) are rounded anew together; what exact arithmetic makes of the larger norm is known, and only the
-    error beside that is taken. (A border on all sides: a result that came back mirrored would be compared with itself.)
+    Perturbations for the comparison with exact arithmetic: each element moves by up to a spacing, so that every product
+    rounds differently, and the matrix gets a border that is zero except for two corners. The border enlarges the norm
+    by up to `_LONGER`, so that elements which are all equal (a matrix of ones) also round differently. The effect of
+    the larger norm is known from exact arithmetic, and only the remaining error counts. (The border is on all sides, so
+    that an orthogonalizer which mirrors its result is compared with the same mirrored result, not with a shifted one.)
 
-    The steps enlarge rounding where a singular value is nearly zero, so results may differ there by all of their
-    length, and hardly at all in other directions. A difference is therefore looked at direction by direction, those of
-    the left singular vectors of the reference: its length in each over the root mean square of the shaken ones. The
-    largest of these counts, in units of what the result itself has there at most. No direction counts as settled
-    better than to a spacing of its own result.
+    The Newton-Schulz steps amplify rounding where a singular value is nearly zero: results may differ completely in
+    that direction and hardly at all in others. So a difference is measured along each left singular vector of the
+    reference: its length there, divided by the root mean square of the shaken differences' lengths. The largest ratio
+    counts, relative to the largest such ratio of the result itself. No direction is taken to be more precise than one
+    spacing of its own result.
 """
 
 from __future__ import annotations
@@ -62,29 +64,29 @@ from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 _T = TypeVar("_T")
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
-_NORM = "norm"  # of the weights, beside the numbers that stages keep
-_FIRST, ALL = 2, 16  # shaken runs: those that are always made, and those before anything is called a fault
-_TIMES = 3.0  # how many times the largest of the shaken differences is allowed
-_BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
-_SLACK = 0.2  # of singular values, for the rounding of the result, which lifts the smallest most
-_FEW = 4  # elements that another order of sums may take to the next value
-_TOGETHER = 64  # spacings that all elements may move together; of so few as 4, many runs round alike
-_LONGER = 1 / 16  # by how much the norm is enlarged at most
-_OWN = 1e-9  # error of the reference, of its largest direction: its Gram matrix squares what is small
-_CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound: `_judge_momentum` allows two
+_NORM = "norm"  # key of the weights' norm, beside the keys of what stages store
+_FIRST, ALL = 2, 16  # shaken runs: always made, and made before a fault is reported
+_TIMES = 3.0  # multiple of the largest shaken difference that is allowed
+_BLIND = 0.5  # an allowed difference above this cannot tell a right update from a wrong one
+_SLACK = 0.2  # tolerance of singular values, for rounding of the result, which raises the smallest ones most
+_FEW = 4  # elements that move by one spacing, as another order of sums may move them
+_TOGETHER = 64  # most spacings by which all elements move together; with as few as 4, many runs round alike
+_LONGER = 1 / 16  # largest relative increase of the norm
+_OWN = 1e-9  # error of the reference itself, relative to its largest direction: its Gram matrix squares small values
+_CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound derived in `_judge_momentum`, which allows two of these
 _EPS = torch.finfo(torch.float32).eps
-_ROUNDINGS = 4  # of a norm: of the norm, of what is kept, of the factor, and of its product with an element
+_ROUNDINGS = 4  # roundings of a norm: the norm, the stored value, the factor, and its product with an element
 
 
 class _StepWith(NamedTuple):
-    """A step of one matrix with some result of the orthogonalizer.
+    """The step of one matrix for a given result of the orthogonalizer.
 
     Attributes:
         staged: (rows, cols) fp64 update after all stages.
-        updated: Weights before the stages on weights, in their dtype.
-        after: Weights after them, fp64.
-        factor, on_weights: Factors of the stages on the result and on the weights.
-        numbers: What stages keep then, and the norm of the weights if a stage controls it.
+        updated: Weights before the weight stages, in their own dtype.
+        after: Weights after the weight stages, fp64.
+        factor, on_weights: Factors of the stages after the orthogonalizer, and of the weight stages.
+        numbers: Values that stages store after the step, and the norm of the weights if a stage controls it.
     """
 
     staged: Tensor
@@ -96,25 +98,27 @@ class _StepWith(NamedTuple):
 
 
 class Evidence:
-    """One whole matrix around a step, how it was meant to be stepped, and what its own arithmetic makes of it.
+    """One whole matrix before and after a step, the arithmetic of that step, and the dense step computed from them.
 
     Args:
-        row: The report's line for it; `judge` fills it in.
-        arithmetic: How it is stepped.
-        blocks: Rectangles of the matrix that lie on one rank.
-        whole: The elements of "weights", "momentum" and "gradient", and by its key of what each stage of its variant
-            keeps, (2, n) fp64: before and after the step.
+        row: The matrix's row of the report; `judge` fills it in.
+        arithmetic: The arithmetic of the matrix's step.
+        blocks: Rectangles of the matrix that lie on one rank each.
+        whole: Quantity -> (2, n) fp64, before and after the step. Quantities are "weights", "momentum", "gradient", and
+            the key of each stage that stores values.
 
     Attributes:
-        before, after: Those quantities, matrices as (rows, cols), what is kept as (n,).
-        findings: Faults that have been found.
-        wrong: What is still to be named: what it is called if no known cause explains it.
-        momentum, given: After the step, and the orthogonalizer's input before stages, as the step computes them.
-        fed: The orthogonalizer's input.
-        reference, exact: The result of exact arithmetic; (m, n) fp64 in the reference's coordinates.
-        dense: The result of the same arithmetic, run densely.
-        step: The step that the weights take with it.
-        update, arrived: The update that the step applied, and the part of the dense one that the weights can hold.
+        before, after: These quantities before and after the step; matrices as (rows, cols), stored values as (n,).
+        findings: Faults found so far.
+        wrong: Faults whose cause is still to be found, each under the name that applies if no known cause fits.
+        momentum, given: Expected momentum after the step, and the orthogonalizer's input before any stage.
+        fed: The orthogonalizer's input after the stages that precede it.
+        reference: The reference in exact arithmetic.
+        exact: The reference's result, (m, n) fp64 in the reference's coordinates.
+        dense: The orthogonalizer's result in the live arithmetic, run densely.
+        step: The step of the weights with `dense`.
+        update: The orthogonalizer's result recovered from the live weights.
+        arrived: The same recovered from the weights of `step`: `dense` as far as the weights can represent it.
     """
 
     def __init__(self, row: MatrixRow, arithmetic: Arithmetic, blocks: list[Block], whole: dict[str, Tensor]) -> None:
@@ -125,7 +129,7 @@ class Evidence:
             for at in (0, 1)
         )
         for stage in weight_stages(self.settings.stages):
-            if not self.before[stage.key]:  # not known, or of a matrix of zeros: the step takes that of the weights
+            if not self.before[stage.key]:  # unknown, or stored for a matrix of zeros: the step uses the weights' norm
                 self.before[stage.key] = norm_of(self.before["weights"])
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
         self.row = replace(row, status="fault", expected_scale=self.scale)
@@ -137,23 +141,23 @@ class Evidence:
         self.fed = prepared(self.given, self.settings.stages)
 
     def say(self, name: str, found: str, allowed: str) -> None:
-        """Note a fault of this matrix."""
+        """Record a fault of this matrix."""
         self.findings.append(Finding.of(name, self.row.name, found, allowed))
 
     def check(self, number: float, allowed: float, name: str, found: str) -> None:
-        """Note a fault if a number is larger than what is allowed, or none at all."""
+        """Record a fault if `number` exceeds `allowed` or is NaN."""
         if not number <= allowed:
             self.say(name, found, f"{allowed:.1e}")
 
     def suspect(self, name: str, found: str, allowed: float) -> None:
-        """Note that the update, or what it led to, is not the dense one, for a reason still to be named."""
+        """Record that the update, or its effect, differs from the dense one, for a cause still to be found."""
         text = f"{allowed:.1e} ({self.row.arithmetic}, this matrix shaken)"
         self.wrong.append(Finding.of(name, self.row.name, found, text))
 
-    # --------------------------------------------------------------------------------------------- its dense step
+    # --------------------------------------------------------------------------------------------- the dense step
 
     def run(self) -> None:
-        """Take the step densely, and in exact arithmetic."""
+        """Take the step densely, in the live arithmetic and in exact arithmetic."""
         self.reference = reference_of(self.fed, self.settings.coefficients, method=self.arithmetic.choice.method)
         self.exact = self.reference.ratios().unsqueeze(1) * self.reference.coords
         self.dense = orthogonalized(self.fed, self.arithmetic)
@@ -161,8 +165,8 @@ class Evidence:
         self.update, self.arrived = self.recovered(self.after["weights"]), self.recovered(self.step.after)
 
     def stepped(self, result: Tensor, factor: Tensor | None = None) -> _StepWith:
-        """Step the weights with a result of the orthogonalizer, (rows, cols) fp64: stages, decay, rounding. `factor`:
-        that of the stages on the result; default: by their formulas."""
+        """Step the weights with a result of the orthogonalizer, (rows, cols) fp64: stages, decay, rounding. `factor` is
+        the factor of the stages after the orthogonalizer; default: by their formulas."""
         a, stages = self.arithmetic, self.settings.stages
         kept: KeptNumbers = self.before
         if factor is None:
@@ -174,26 +178,26 @@ class Evidence:
         return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
 
     def numbers(self, values: Mapping[str, Tensor]) -> KeptNumbers:
-        """Numbers that stages keep, and the norm of the weights if a stage controls it."""
+        """Values that stages store, and the norm of the weights if a stage controls it."""
         found = {stage.key: values[stage.key] for stage in keeping(self.settings.stages)}
         return {**found, _NORM: values["weights"].norm()} if weight_stages(self.settings.stages) else found
 
     def recovered(self, after: Tensor) -> Tensor:  # (rows, cols) fp64
-        """The result of the orthogonalizer that led to these weights, if the stages did what they should."""
+        """The orthogonalizer's result that led to these weights, assuming that all stages worked correctly."""
         step, before = self.step, self.before["weights"]
         return recovered_update(before, after / step.on_weights, self.settings, self.scale, step.staged) / step.factor
 
     # ------------------------------------------------------------------------------------------------- the shake
 
     def shaken(self, shake: Callable[[Generator], _T], count: int) -> list[_T]:
-        """The first `count` runs of a shake: [Note: the shake]."""
+        """The first `count` runs of a perturbation, cached: [Note: the shake]."""
         runs: list[_T] = self._runs[shake.__name__]
         runs += [shake(Generator().manual_seed(seed)) for seed in range(len(runs), count)]
         return runs[:count]
 
     def reordered(self, generator: Generator) -> tuple[Tensor, KeptNumbers]:
-        """A run with rows and columns in another order, and elements nudged: lengths (m,) of the update beside the
-        dense one's in each direction, and the numbers after the step."""
+        """Run with permuted rows and columns and perturbed elements. Returns the lengths (m,), by direction, of the
+        update's difference from the dense one, and the values that stages store after the step."""
         x = self.fed.to(torch.float64, copy=True)
         few = torch.randint(x.numel(), (_FEW,), generator=generator)
         signs = torch.randint(2, (_FEW,), generator=generator) * 2 - 1
@@ -205,15 +209,15 @@ class Evidence:
         return _lengths(self.seen(self.recovered(step.after) - self.arrived)), step.numbers
 
     def enlarged(self, generator: Generator) -> Tensor:
-        """A run with each element off by up to a spacing, and a larger norm: lengths (m,) of the difference of its
-        error beside exact arithmetic from the dense result's."""
+        """Run with each element moved by up to a spacing, and a larger norm. Returns the lengths (m,), by direction, of
+        the difference between this run's error against exact arithmetic and the dense result's error."""
         nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
         x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
         norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
         longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
         bordered = torch.nn.functional.pad(x, (1, 1, 1, 1))
         bordered[0, 0] = bordered[-1, -1] = norm * math.sqrt((longer**2 - 1) / 2)
-        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # which it divides by
+        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # smallest norm that "torch" divides by
         shorter = self.reference.ratios(max(longer * norm, least) / max(norm, least))
         less = (self.reference.ratios() - shorter).unsqueeze(1) * self.reference.coords
         result = orthogonalized(bordered, self.arithmetic, nudged=True)[1:-1, 1:-1]
@@ -221,13 +225,13 @@ class Evidence:
         return _lengths(difference + less.to(difference))
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
-        """A matrix in the reference's coordinates, in the precision that its arithmetic needs."""
+        """A matrix in the reference's coordinates, in the dtype of products or fp32 if that is wider."""
         return self.reference.seen(matrix.to(self._wide))
 
     def spread(self, count: int) -> tuple[_Measure, float]:
-        """`_beside` the updates of so many steps in another order. No direction is settled better than the largest
-        weight, to its next value, nor than numbers that stages keep in fp32, whatever the products are: each is rounded
-        four times, and scales a line of the result by its root, so by an eps."""
+        """`_beside` for the updates of `count` reordered steps. No direction is taken to be more precise than one
+        spacing of the largest weight, nor than the fp32 values that stages store, whatever the dtype of products: such
+        a value is rounded four times and scales a line of the result by its root, so by an error of one eps."""
         spacing = torch.finfo(self.arithmetic.weights).eps * float(self.step.after.abs().amax())
         expected = self.seen(self.arrived)
         least = spacing / abs(self.settings.lr * self.scale) / float(self.step.factor.abs().amin())
@@ -236,16 +240,17 @@ class Evidence:
         return self._beside([lengths for lengths, _ in self.shaken(self.reordered, count)], expected, least)
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
-        """`_beside` so many shaken errors."""
+        """`_beside` for the errors of `count` enlarged runs."""
         return self._beside(self.shaken(self.enlarged, count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
-        """A measure of differences beside those that rounding makes, and the largest allowed: [Note: the shake].
+        """A function that measures a difference relative to those that rounding causes, and the largest measure that is
+        allowed: [Note: the shake].
 
         Args:
-            lengths: Lengths of shaken differences.
-            expected: The result beside which all differences are taken, in the reference's coordinates.
-            least: No direction is settled better than to this.
+            lengths: Lengths of the shaken differences, (m,) for each run.
+            expected: The result from which differences are taken, in the reference's coordinates.
+            least: Smallest rounding noise to assume in any direction.
         """
         own, shaken = _lengths(expected), torch.stack(list(lengths))
         floor = (self._eps * own).square() + (_OWN * own.amax()).square() + least**2 + 1e-300
@@ -263,8 +268,8 @@ def _lengths(coords: Tensor) -> Tensor:  # (m, n) -> (m,) fp64
 
 
 def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[Block], whole: dict[str, Tensor]) -> Evidence:
-    """Compare a step of one matrix with the reference. Names no causes of a wrong update: `naming.name_fault` does.
-    Arguments as of `Evidence`."""
+    """Compare the step of one matrix with the reference. Causes of a wrong update are named later, by
+    `naming.name_fault`. Arguments are those of `Evidence`."""
     e = Evidence(row, arithmetic, blocks, whole)
     values = {what: e.before[what] for what in _MATRICES}
     values["updated weights"] = e.after["weights"]
@@ -291,9 +296,10 @@ def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[Block], whole: di
 def _judge_momentum(e: Evidence) -> None:
     expected, before, found = e.momentum.double(), e.before["momentum"], e.after["momentum"]
     stored = e.arithmetic.stored
-    # Storing rounds each element once, by at most an eps. 8-bit codes ([Note: 8-bit codes] in momentum/stores.py) step
-    # by 2 sqrt(|x| s) / 127 at x in a block of scale s: over a block of 128 with one large element at most 2 / 127 *
-    # sqrt(6.2) of its norm. The gradient is rounded to the momentum's dtype, and so are the two terms of its update.
+    # Storing rounds each element once, by at most an eps. 8-bit codes ([Note: 8-bit codes] in momentum/stores.py) have
+    # a spacing of 2 sqrt(|x| s) / 127 at x in a block of scale s: over a block of 128 with one large element at most
+    # 2 / 127 * sqrt(6.2) of its norm. The gradient and the two terms of the momentum's update are rounded to the
+    # momentum's dtype.
     rounded = _CODE_STEP if stored == torch.int8 else torch.finfo(stored).eps
     terms = max(float(value.norm()) for value in (before, e.before["gradient"], expected))
     allowed = 2 * rounded * terms + 1e-12 * float(expected.norm())
@@ -303,8 +309,9 @@ def _judge_momentum(e: Evidence) -> None:
 
 
 def _judge_norm_before(e: Evidence) -> None:
-    """Kept norms beside those of the weights before the step. Half-precision weights can undo a factor near 1
-    altogether, so up to half a spacing of each element, all the same way, and half a spacing more for the update."""
+    """Compare stored norms with the norms of the weights before the step. Half-precision weights can round away factors
+    near 1, so the norms may differ by half a spacing of each element, all the same way, and by half a spacing more for
+    the update."""
     norm = float(e.before["weights"].norm())
     share = torch.finfo(e.arithmetic.weights).eps + _ROUNDINGS * _EPS
     for stage in weight_stages(e.settings.stages):
@@ -314,7 +321,7 @@ def _judge_norm_before(e: Evidence) -> None:
 
 
 def _judge_still(e: Evidence) -> None:
-    """Check a step that applies nothing: the weights may decay and no more."""
+    """Check a step that applies no update: weights may decay, but must not change otherwise."""
     before, after = e.before["weights"], e.after["weights"]
     left = float((after - e.stepped(torch.zeros_like(before), torch.ones(())).after).norm())
     roundings = torch.finfo(e.arithmetic.weights).eps + (2 * _EPS if weight_stages(e.settings.stages) else 0.0)
@@ -324,17 +331,17 @@ def _judge_still(e: Evidence) -> None:
 
 
 def _judge_prepared(e: Evidence) -> None:
-    """The live stages' input of the orthogonalizer beside the formulas'."""
+    """Compare the orthogonalizer's input as the live stages make it with the formulas of these stages."""
     _, exact, _ = staged(BeforeStage, e.settings.stages, e.given.double(), {})
     difference = relative_error(e.fed, exact)
-    # each element: the factor and the product, rounded once for each stage
+    # each stage rounds the factor once, and its product with an element once
     allowed = 2 * torch.finfo(e.fed.dtype).eps * len(e.settings.stages) + 2.0**-45
     text = f"what its variant feeds to the orthogonalizer differs by {difference:.2g} from the formula in fp64"
     e.check(difference, allowed, "variant_wrong", text)
 
 
 def _judge_dense(e: Evidence) -> None:
-    """Compare the same arithmetic's result with the exact one, unless rounding explains any result."""
+    """Compare the dense result with exact arithmetic, unless rounding could explain any result."""
     found, allowed = _asked(e.orthogonalizer, e.reference.seen(e.dense) - e.exact)
     if allowed <= _BLIND:
         text = f"{e.arithmetic} run by itself on the whole matrix differs from exact arithmetic by {found:.2g} in the"
@@ -342,7 +349,7 @@ def _judge_dense(e: Evidence) -> None:
 
 
 def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) -> tuple[float, float]:
-    """A difference and what is allowed: by few shaken runs if these explain it, else by all."""
+    """The measured and the allowed difference: by few shaken runs if these explain the difference, else by all."""
     found = allowed = 0.0
     for count in (_FIRST, ALL):
         measure, allowed = spread(count)
@@ -353,13 +360,13 @@ def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) 
 
 
 def _judge_numbers(e: Evidence) -> None:
-    """Compare the numbers that stages keep after the step with the formulas', and the norm of the weights, if one
+    """Compare the values that stages store after the step with their formulas, and the norm of the weights, if a stage
     controls it, with the dense step's."""
     live = e.numbers(e.after)
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())
         size = max(float(expected.abs().sum()), 1e-300)
-        # a mean of squares and the average, or a norm, in fp32
+        # rounding in fp32 of a mean of squares and its running average, or of a norm
         allowed = (math.sqrt(max(e.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
         if difference > allowed:
             runs = e.shaken(e.reordered, ALL)
@@ -373,7 +380,8 @@ def _judge_numbers(e: Evidence) -> None:
 
 
 def _judge_update(e: Evidence) -> None:
-    """The applied update beside the dense one; of equal bits what is allowed beside exact arithmetic is shown."""
+    """Compare the applied update with the dense one. For bitwise equal weights, the row shows a difference of 0 and the
+    limit for the comparison with exact arithmetic."""
     if torch.equal(e.after["weights"], e.step.after):
         status, difference, allowed = "ok", 0.0, e.orthogonalizer(_FIRST)[1]
     else:
@@ -382,7 +390,7 @@ def _judge_update(e: Evidence) -> None:
     results = (e.reference.sigmas * e.reference.ratios()).abs()
     least, most = float(results.amin()), float(results.amax())
     short = e.update.T if e.shape[0] > e.shape[1] else e.update
-    applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # good to the square root of eps
+    applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # accurate to the square root of eps
     arrived = along(e.arrived, e.dense)
     if arrived < 1 - _BLIND:
         text = f"{100 * max(0.0, arrived):.0f}% of the update arrived: {e.arithmetic.weights} weights are too coarse"
@@ -405,6 +413,6 @@ def _judge_update(e: Evidence) -> None:
 
 
 def along(update: Tensor, expected: Tensor) -> float:
-    """Length of an update along the expected one, relative; rounding, which has no direction, hardly moves it."""
+    """Length of `update` along `expected`, relative to `expected`. Rounding has no direction and hardly changes it."""
     energy = float(expected.square().sum())
     return float((update * expected).sum()) / energy if energy else 1.0

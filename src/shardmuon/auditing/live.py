@@ -1,12 +1,12 @@
-"""One audit of a live step: what it reads before, gathers after, and how all ranks come to the same report.
+"""One audit of a live step: read the state before it, gather the state after it, and give all ranks the same report.
 
 [Note: order of collectives]
-    Before the step all ranks of the component make a table of Muon's parameters anew, by the readers that the plan's
-    table was made by. Sets of ranks are taken small ones first, as everywhere: in each one gather of what could be
-    read, and after the step an exchange for each sampled matrix and one gather of fingerprints. Then all ranks of the
-    component tell each other what they have found.
-    What may go wrong on one rank alone is caught and becomes a finding, so that this rank still takes part in
-    everything that the others wait for.
+    Before the step, all ranks of the component rebuild the table of Muon's parameters, by the same readers as the
+    plan's table. Sets of ranks are visited small ones first, as everywhere: each does one gather of what could be read
+    before the step, and after the step one exchange per sampled matrix and one gather of fingerprints. Finally all
+    ranks of the component share their findings.
+    An exception that may be raised on one rank alone is caught and becomes a finding, so that this rank still takes
+    part in every collective.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from shardmuon.step.validate import Proposal
 from shardmuon.variants import keeping
 
 _T = TypeVar("_T")
-_Elements = dict[str, tuple[ParamLayout, Tensor]]  # by quantity, (n,) in fp64
-_NO_GRADIENT = "no gradient"  # a row's status, until it is judged
+_Elements = dict[str, tuple[ParamLayout, Tensor]]  # quantity -> its layout and values, (n,) in fp64
+_NO_GRADIENT = "no gradient"  # status of a row until it is judged
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 def choose(count: int, samples: int, number: int) -> list[int]:
-    """Choose matrices of `count` for audit `number`: others each time, all of them in turn."""
+    """Choose `samples` of `count` matrices for audit `number`. Successive audits cycle through all of them."""
     return [(number * samples + i) % count for i in range(min(samples, count))]
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """A sampled matrix, read before the step.
+    """A sampled matrix, as read before the step.
 
     Attributes:
-        row: Its line in the report, as far as it is known.
-        before: Of each quantity its layout, and the elements that this rank sends.
-        target: The rank that judges it.
+        row: The matrix's row of the report, as far as it is known.
+        before: Quantity -> its layout, and the elements that this rank sends.
+        target: The rank that judges the matrix.
     """
 
     row: MatrixRow
@@ -71,10 +71,10 @@ class _Sample:
 
 
 class StepAudit:
-    """An audit of one step: made before it, finished after it. Collective among the ranks of the component.
+    """An audit of one step: constructed before it, finished after it. Collective among the ranks of the component.
 
     Attributes:
-        samples: Matrices that it compares in each group of ranks; 0 on a rank that helps others with theirs.
+        samples: Number of matrices to compare in each group of ranks; 0 on a rank that only helps others' audits.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class StepAudit:
         self._findings.append(Finding.of(name, where, found, allowed))
 
     def _tried(self, what: str, run: Callable[..., _T], *given: Any) -> _T | None:
-        """The result of a call. An exception becomes a finding, since the other ranks wait for this one; then None."""
+        """Call `run`. An exception becomes a finding, since other ranks wait for this one; the result is then None."""
         try:
             return run(*given)
         except Exception as error:
@@ -108,13 +108,13 @@ class StepAudit:
     # --------------------------------------------------------------------------- before the step: without arithmetic
 
     def _look_at_model(self) -> None:
-        """Find parameters in whose place something else is stepped."""
+        """Find parameters whose copy in the optimizer differs from the model's weights."""
         for name in self._optimizer.unlike_model():
             found = f"on rank {self._rank} what is stepped in its place are not its weights"
             self._say("weights_elsewhere", name, found, "the model's own, rounded to its dtype")
 
     def _look_at_routing(self) -> None:
-        """Find parameters whose place contradicts the routing table, if there is one."""
+        """Find parameters that are not in the group that the routing table, if there is one, decided."""
         goes = dict[str, tuple[str, int]]()
         for index, group in enumerate(self._optimizer.param_groups):
             goes |= {name: ("Muon" if group["use_muon"] else "AdamW", index) for name, _ in named_params(group, index)}
@@ -129,8 +129,8 @@ class StepAudit:
     # ---------------------------------------------------------------------------------- before the step: the layouts
 
     def _described(self) -> Table | None:
-        """A table of Muon's parameters, made anew and compared with the plan's. Collective; None if the ranks do not
-        agree on one."""
+        """Rebuild the table of Muon's parameters and compare it with the plan's. Collective; None if the ranks do not
+        agree on a table."""
         component, fault, listed = self._binding.component, Fault(), list[Listed]()
         with fault:
             listed = self._listed()
@@ -148,11 +148,11 @@ class StepAudit:
         return table
 
     def _listed(self) -> list[Listed]:
-        """Muon's parameters as the groups hold them now.
+        """List Muon's parameters as the groups hold them now.
 
         Raises:
-            ValueError: They are not as many as were planned for, or ranks outside of the component share some, which
-                are not in this step.
+            ValueError: Their number is not the plan's, or some are shared with ranks outside of the component, which
+                take no part in this step.
         """
         core, component = self._optimizer, self._binding.component
         options, chooser = core.options.read(core.param_groups), chooser_of(core.param_groups, core.config)
@@ -165,25 +165,25 @@ class StepAudit:
         return listed
 
     def _stale(self, where: str, text: str) -> None:
-        """Note that the step was run by a plan for other parameters."""
+        """Record that the step ran with a plan for other parameters."""
         self._say("stale_plan", where, text, "the parameters that were planned for, as they were then")
 
     # ---------------------------------------------------------------------------------------- what this rank stores
 
     def _stored(self, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
-        """All quantities of a parameter: "weights", "momentum", "gradient", and the key of each stage that keeps
-        something; with its layout, and what this rank stores of it, if there is any."""
+        """All quantities of a parameter: name, layout, and what this rank stores of it, or None. The names are
+        "weights", "momentum", "gradient", and the key of each stage that stores values."""
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
-        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # decoded
-        yield "gradient", layout, self._proposal.grads[number]  # as it lies, or as it was redistributed for the step
+        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # decoded, if stored as codes
+        yield "gradient", layout, self._proposal.grads[number]  # in its own placements, or redistributed for the step
         stages, specs = keeping(settings_of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
 
     def _elements(self, number: int, matrix: int) -> _Elements:
-        """The elements that this rank sends of each quantity of a matrix, as they are now."""
+        """Quantity -> the current elements of a matrix that this rank sends."""
         found = {}
         for what, layout, stored in self._stored(number):
             part = sent_by(layout, matrix, self._rank)
@@ -192,8 +192,8 @@ class StepAudit:
         return found
 
     def _prints(self, numbers: Sequence[int]) -> dict[tuple[int, str, tuple[Piece, ...]], int]:
-        """Fingerprints of all that has replicas and of which this rank has any: by place among the set's parameters,
-        quantity and pieces."""
+        """Fingerprints of every replicated quantity that this rank stores, by (index of the parameter in `numbers`,
+        quantity, pieces)."""
         prints = {}
         for at, number in enumerate(numbers):
             for what, layout, stored in self._stored(number):
@@ -205,14 +205,14 @@ class StepAudit:
     # ---------------------------------------------------------------------------------- before the step: the samples
 
     def _take(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Choose this set's matrices, and copy what the step is about to change."""
+        """Choose matrices of this set of ranks, and copy the values that the step is about to change."""
         views = {number: self._layouts[number].view for number in numbers}
         items = [(number, matrix) for number in numbers for matrix in range(len(views[number].matrices))]
         chosen = [items[at] for at in choose(len(items), self.samples, self._schedule.num_audits)]
         shapes = [(views[n].matrices[matrix].rows, views[n].matrices[matrix].cols) for n, matrix in chosen]
         read = list[_Sample | None]()
         for (number, matrix), shape in zip(chosen, shapes, strict=True):
-            # matrices of one shape meet on one rank, which can tell if they were swapped
+            # matrices of one shape go to one rank, which can tell if they were swapped
             target = ranks[(shapes.index(shape) + self._schedule.num_audits) % len(ranks)]
             read.append(self._tried(self._params[number].name, self._read, number, matrix, target))
         told = gather([None if one is None else self._has_gradient(one) for one in read], ranks)
@@ -229,18 +229,18 @@ class StepAudit:
                 self._say("gradient_missing", sample.row.name, text, "all or none")
 
     def _has_gradient(self, sample: _Sample) -> list[bool]:
-        """Whether this rank has a gradient for its part of a matrix; nothing if it has no part."""
+        """One bool, True if this rank has a gradient for its part of a matrix; empty if it has no part."""
         return [self._proposal.grads[sample.row.order[0]] is not None] if len(sample.before["weights"][1]) else []
 
     def _read(self, number: int, matrix: int, target: int) -> _Sample | None:
-        """A sample with what this rank holds of it before the step; None if the plan takes it for something else."""
+        """Read this rank's part of a matrix before the step. None if the plan reads the parameter as other matrices."""
         one, layout, plan = self._params[number], self._layouts[number], self._binding.plan
         if layout.view != plan.specs[number].layout.view:
             return None
         item = next(i for i in plan.items if (i.param, i.matrix) == (number, matrix))
         name = one.name if len(layout.view.matrices) == 1 else f"{one.name}[{matrix}]"
         if len(layout.ranks) == 1 and len(self._sets) > 1:
-            name += f" (rank {self._rank})"  # other ranks have one of that name, too
+            name += f" (rank {self._rank})"  # other ranks may have a parameter of the same name
         arithmetic, shape = self._arithmetic(one, item), layout.view.matrices[matrix]
         unknown = (type(one).__name__ for one in arithmetic.settings.stages if type(one) not in FORMULAS)
         status = next((f"not checked: {stage}" for stage in unknown), _NO_GRADIENT)
@@ -248,7 +248,7 @@ class StepAudit:
         return _Sample(row, arithmetic, self._elements(number, matrix), target)
 
     def _arithmetic(self, one: Listed, item: Item) -> Arithmetic:
-        """The arithmetic of a matrix by the plan, and by its group as it is now."""
+        """The arithmetic of a matrix, from the plan and from its group's current options."""
         param, choice, device = one.param, Choice.of(item.how), self._binding.ns_device
         gradient, how = self._proposal.grads[item.param], self._proposal.rounding.get(item.param)
         stored = self._optimizer.state.get(param, {}).get(BUFFER, param).dtype
@@ -268,7 +268,7 @@ class StepAudit:
     # -------------------------------------------------------------------------------------------- after the step
 
     def finish(self) -> AuditReport:
-        """Gather, judge and share. The same report on every rank of the component."""
+        """Gather, judge and share. Returns the same report on every rank of the component."""
         self._count_runs()
         self._judge_samples()
         for ranks, numbers in self._sets.items():
@@ -291,7 +291,7 @@ class StepAudit:
             self._say("orthogonalized_count", f"rank {self._rank}", text, f"{planned}, each matrix of the plan once")
 
     def _judge_samples(self) -> None:
-        """Put the sampled matrices together, and judge those whose target is this rank."""
+        """Assemble the sampled matrices, and judge those whose target is this rank."""
         judged = []
         for sample in self._taken:
             name, (number, matrix) = sample.row.name, sample.row.order
@@ -309,7 +309,7 @@ class StepAudit:
             self._findings += e.findings
 
     def _compare_replicas(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Find differences between ranks that hold the same pieces. Collective among them."""
+        """Find replicas that differ. Collective among `ranks`."""
         everyone = gather(self._tried("replicas", self._prints, numbers) or {}, ranks)
         for key in dict.fromkeys(itertools.chain(*everyone)):
             at, what, _ = key

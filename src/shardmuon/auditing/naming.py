@@ -1,9 +1,9 @@
-"""Name the fault of a matrix whose update is not the reference's, by trying what peers are known to have done wrong.
+"""Name the fault behind a wrong update of a matrix, by trying known faults.
 
-Each guess is a whole step that went wrong in one way: a name, what is found then, and the weights (rows, cols) fp64
-that it leads to. A guess explains the update if it leaves no more than a part of it, and of its difference from the
-dense one, direction by direction as in [Note: the shake] of judge.py. The first of those that leave hardly anything is
-the name, else the one that leaves least.
+A guess is a complete faulty step: the fault's name, a description, and the (rows, cols) fp64 weights that result. It
+explains the update if at most a fraction remains, both of the update and of its difference from the dense one, measured
+by direction as in [Note: the shake] of judge.py. The first guess that leaves almost nothing gives the name, otherwise
+the one that leaves least.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from shardmuon.options import lr_scale
 from shardmuon.variants import AfterStage, WeightStage
 
 _Guess = tuple[str, str, Tensor]
-_LEFT = 0.35  # of the difference may be left over by a guess
-_HARDLY = 0.03  # of it is hardly anything
-_OF_THE_NORM = 0.5  # of its difference may be left over where the norm of the weights is wrong, too
+_LEFT = 0.35  # fraction of the difference that a guess may leave unexplained
+_HARDLY = 0.03  # fraction of the difference that counts as almost nothing
+_OF_THE_NORM = 0.5  # fraction of the error in the weights' norm, if that is wrong, which a guess may leave unexplained
 
 
 def name_fault(e: Evidence, others: Sequence[Evidence]) -> None:
-    """Note the explanation of an update that differs, or of weights whose norm does.
+    """Record the explanation of an update, or of a norm of the weights, that differs from the dense step's.
 
     Args:
-        e: A judged matrix.
+        e: The judged matrix with the difference.
         others: Judged matrices of the same shape.
     """
     measure, allowed = e.spread(ALL)
-    whole = min(measure(e.seen(e.update - e.arrived)), measure(e.seen(e.update)))  # a short update is like any other
+    # the smaller one: a far too short update differs by about all of the dense one, so its own size counts
+    whole = min(measure(e.seen(e.update - e.arrived)), measure(e.seen(e.update)))
     wrong, least = e.wrong[0], max(allowed, _LEFT * whole)
     name, found, norm = wrong.name, "it fits no known fault", e.after["weights"].norm()
     most = _OF_THE_NORM * (e.step.after.norm() - norm).abs() if name == "norm_wrong" else torch.inf
@@ -49,13 +50,13 @@ def name_fault(e: Evidence, others: Sequence[Evidence]) -> None:
 
 
 def _of_results(e: Evidence, others: Sequence[Evidence]) -> Iterator[_Guess]:
-    """Guesses at another result of the orthogonalizer, with the dense one's factors of stages."""
+    """Guesses of a wrong result of the orthogonalizer, with the dense step's factors of stages."""
     for name, found, result in itertools.chain(_lengths(e), _blocks(e), _whole(e, others)):
         yield name, found, e.stepped(result, e.step.factor).after
 
 
 def _parts(e: Evidence) -> dict[str, list[Block]]:
-    """Shards and halves of the matrix, of which somebody may have taken one for the whole. At least two of each."""
+    """Shards and halves of the matrix, any of which may have been mistaken for the whole. At least two of each kind."""
     rows, cols = e.shape
     cuts = {
         "shards": e.blocks,
@@ -67,8 +68,8 @@ def _parts(e: Evidence) -> dict[str, list[Block]]:
 
 
 def _of_stages(e: Evidence) -> Iterator[_Guess]:
-    """Guesses at stages that keep the norm of the weights: it was taken of parts of the matrix, in the place of each
-    part's or of all of it, and maybe kept, too; or a stage did not run."""
+    """Faults of stages that preserve the weight norm: the norm of a shard or a half was used instead of the whole
+    matrix's (and perhaps stored as well), or a stage did not run."""
     stages = e.settings.stages
     keys = {stage.key for stage in weight_stages(stages)}
     parts = [(what, blocks) for what, blocks in _parts(e).items() if keys]
@@ -92,16 +93,16 @@ def _of_stages(e: Evidence) -> Iterator[_Guess]:
 
 
 def _norms_of(e: Evidence, block: Block) -> KeptNumbers:
-    """Kept numbers with norms as if this block were the matrix."""
+    """Stored values, with norms as if this block were the whole matrix."""
     own = norm_of(e.before["weights"][block])
     return {**e.before, **{stage.key: own for stage in weight_stages(e.settings.stages)}}
 
 
 def _lengths(e: Evidence) -> Iterator[_Guess]:
-    """The right direction with another length."""
+    """Guesses of an update with the right direction and a wrong length."""
     rows, cols = e.shape
     for m, n in {e.dense[block].shape for block in e.blocks} - {e.shape}:
-        with contextlib.suppress(Exception):  # the caller's own scale need not know shapes of shards
+        with contextlib.suppress(Exception):  # a user's own scale function may not support the shapes of shards
             scale = lr_scale(e.settings.adjust_lr_fn, m, n)
             text = (
                 f"its scale is {scale:.4g}, that of a {m}x{n} shard, not {e.scale:.4g} of the whole {rows}x{cols} one"
@@ -116,12 +117,12 @@ def _lengths(e: Evidence) -> Iterator[_Guess]:
 
 
 def _blocks(e: Evidence) -> Iterator[_Guess]:
-    """Parts of the matrix orthogonalized by themselves, or exchanged."""
+    """Guesses of parts of the matrix that were orthogonalized separately, or swapped."""
     for what, blocks in _parts(e).items():
         result = torch.zeros_like(e.dense)
         for block in blocks:
             own = orthogonalized(e.fed[block], e.arithmetic)
-            result[block] = along(e.update[block], own) * own  # maybe with a scale by its own shape
+            result[block] = along(e.update[block], own) * own  # perhaps scaled by the block's own shape
         yield "orthogonalized_by_shard", f"its {what} were orthogonalized by themselves", result
     result, text = e.dense.clone(), ""
     for i, at in enumerate(e.blocks):
@@ -135,7 +136,7 @@ def _blocks(e: Evidence) -> Iterator[_Guess]:
 
 
 def _whole(e: Evidence, others: Sequence[Evidence]) -> Iterator[_Guess]:
-    """Another matrix's result, the transpose, or the result of another input, or of none."""
+    """Guesses of another matrix's result, the transpose, a wrong input, or an update without orthogonalization."""
     for other in others:
         if other is not e and other.row.compared:
             yield "results_swapped", f"it is the update of {other.row.name}", other.dense

@@ -1,15 +1,15 @@
-"""The step of one dense matrix, twice: in the live step's arithmetic, and in exact arithmetic.
+"""Compute the step of one whole matrix, in the live step's arithmetic and in exact arithmetic.
 
-Live and dense may differ by the order of sums alone, where slots of a batch round otherwise ([Note: equal bits in
-batches] in orthogonalize/__init__.py). The orthogonalizers are the live ones, so a broken one shows only beside
-`Reference`. Of plan, buckets, exchange, momentum and update nothing is used. What stages of variants do is written from
-the papers, not from the stages.
+The live and the dense step may differ only in the order of sums, where slots of a batch round differently ([Note: equal
+bits in batches] in orthogonalize/__init__.py). Both use the live orthogonalizers, so a broken one shows only against
+`Reference`. No code of the plan, buckets, exchange, momentum or update is used. The stages of variants are written from
+the papers, not from the stages' code.
 
 [Note: the steps as a function of singular values]
-    A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X keeps singular vectors and maps each singular value s to
-    a s + b s^3 + c s^5. So all steps together are one odd function p of the singular values of X / ||X||_F, and
-    p(X) = V r(L) V^T X with X X^T = V L V^T and r = p(s) / s, which is a product and needs no division. One symmetric
-    eigenproblem of the short side gives the update, its band of singular values and the polar factor.
+    A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X preserves singular vectors and maps each singular value s
+    to a s + b s^3 + c s^5. So all steps together are one odd function p of the singular values of X / ||X||_F, and
+    p(X) = V r(L) V^T X with X X^T = V L V^T and r = p(s) / s, which is computed as a product, without a division. One
+    symmetric eigenproblem of the short side gives the update, its band of singular values and the polar factor.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ class Arithmetic:
     """The arithmetic of one matrix's step: options of its group, the orthogonalizer, and all dtypes.
 
     Attributes:
-        settings: Options of its group.
+        settings: Options of the matrix's parameter group.
         choice: The orthogonalizer.
         products: Dtype to which products are rounded.
-        wire: Dtype in which input and result travel between ranks: both are rounded to it.
+        wire: Dtype in which the orthogonalizer's input and result are sent between ranks; both are rounded to it.
         weights, gradient: Dtypes of the parameter and of its gradient.
-        momentum: Dtype of the momentum's computation.
+        momentum: Dtype in which the momentum is computed.
         stored: Dtype of the stored momentum; int8 stands for 8-bit codes.
-        device: The device that orthogonalizes; None: that of the matrix.
-        rounding: Random bits for half-precision weights, and which matrix of its parameter it is; None: to nearest.
+        device: The device that orthogonalizes; None: the matrix's own device.
+        rounding: Random bits to round half-precision weights with, and the matrix's index in its parameter; None: round
+            to nearest.
     """
 
     settings: Settings
@@ -69,12 +70,12 @@ class Arithmetic:
 
 
 def momentum_of(
-    buffer: Tensor,  # (rows, cols) momentum before the step; both in a dtype that holds them exactly
+    buffer: Tensor,  # (rows, cols) momentum before the step; like `grad` in a dtype that holds it exactly
     grad: Tensor,
     a: Arithmetic,
 ) -> tuple[Tensor, Tensor]:  # (rows, cols) each; the second of dtype `a.wire`
-    """The momentum after the step, before it is stored, and the orthogonalizer's input before stages. Both bit for bit
-    as in the step: `lerp` gives an element equal bits in any shard."""
+    """Compute the momentum after the step, before it is stored, and the orthogonalizer's input before stages. Both are
+    bitwise equal to the live step's: `lerp` gives an element the same bits in any shard."""
     s, grad = a.settings, grad.to(a.gradient).to(a.momentum)
     after = torch.lerp(buffer.to(a.momentum), grad, 1 - s.momentum)
     return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(a.wire)
@@ -84,31 +85,32 @@ def orthogonalized(
     matrix: Tensor,  # (rows, cols), any dtype
     a: Arithmetic,
     *,
-    nudged: bool = False,  # its values lie between those that can travel: they are not rounded to the wire
+    nudged: bool = False,  # the input is perturbed by less than the wire dtype resolves: do not round it to that dtype
 ) -> Tensor:  # (rows, cols) fp64
-    """Orthogonalize a whole matrix in the live arithmetic; rounded as it travels, or as stages after it get it."""
+    """Orthogonalize a whole matrix in the live arithmetic. The result is rounded to the wire dtype, unless stages after
+    the orthogonalizer take it first."""
     s, c = a.settings, a.choice
-    # stages before the orthogonalizer run where it does, on what has travelled
+    # stages before the orthogonalizer run on the owner, on the input that it received
     staged = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
     x = matrix.to(a.device or matrix.device, torch.promote_types(a.wire, torch.float32) if staged else a.wire)
     x = x.contiguous().unsqueeze(0)
     (out,) = orthogonalize(x, s.coefficients, method=c.method, dtype=c.dtype)
-    after = any(isinstance(stage, AfterStage) for stage in s.stages)  # which run before anything travels
+    after = any(isinstance(stage, AfterStage) for stage in s.stages)  # these run before the result is sent
     result: Tensor = out if after else out.to(a.wire)
     return result.to(matrix.device, torch.float64)
 
 
 def weights_after(
     before: Tensor,  # (rows, cols) weights
-    update: Tensor,  # (rows, cols) as it travels
+    update: Tensor,  # (rows, cols) as sent between ranks
     scale: float,
     a: Arithmetic,
 ) -> Tensor:  # (rows, cols), the weights' dtype
-    """Weights after this update: decayed, updated and rounded as the step does it."""
+    """Compute the weights after this update: decayed, updated and rounded as in the live step."""
     s, weights = a.settings, before.to(a.weights)
     if a.choice.method == "torch" and a.rounding is None and not s.cautious:
         update = update.to(weights.device, a.wire)
-        if update.shape[0] > update.shape[1]:  # as its iteration returns it: half precision is added otherwise then
+        if update.shape[0] > update.shape[1]:  # the strides that its iteration returns; half precision adds by strides
             update = update.mT.contiguous().mT
         return weights.mul(_decay_factor(s)).add_(update, alpha=-s.lr * scale)
     wide = weights.to(torch.promote_types(a.weights, torch.float32))
@@ -132,14 +134,14 @@ def recovered_update(
     after: Tensor,  # (rows, cols) fp64
     settings: Settings,
     scale: float,
-    expected: Tensor,  # (rows, cols) fp64: settles the few cautious elements that rounding leaves open
+    expected: Tensor,  # (rows, cols) fp64: decides the few cautious elements that rounding leaves ambiguous
 ) -> Tensor:
-    """The update that a step applied, from the weights around it: (decayed before - after) / (lr * scale)."""
+    """Recover the update of a step from the weights before and after it: (decayed before - after) / (lr * scale)."""
     alpha = settings.lr * scale
     decayed = (before * _decay_factor(settings)).sub_(after).div_(alpha)
     if not settings.cautious:
         return decayed
-    # An element decays where update and weight agree in sign. At most one of the two readings is consistent with that.
+    # Cautious decay applies where update and weight agree in sign. At most one of the two candidates is consistent.
     kept = (before - after).div_(alpha)
     found = torch.where(decayed * before > 0, decayed, kept)
     open_ = (decayed * before <= 0) & (kept * before > 0)
@@ -148,8 +150,8 @@ def recovered_update(
 
 # ------------------------------------------------------------------------------------------------ stages of variants
 
-# Each takes a matrix and the numbers that the stage keeps of it, and gives the factor by which the matrix is multiplied
-# (elements or all of it) and what is kept then; in fp64.
+# Each takes a matrix and the values that the stage stores for it. It returns the factor of the matrix (one for all
+# elements, or a tensor that broadcasts) and the new stored values, in fp64.
 _Formula = Callable[[Stage, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -185,13 +187,13 @@ FORMULAS: dict[type[Stage], _Formula] = {
 
 
 def norm_of(matrix: Tensor) -> Tensor:  # (1,)
-    """Frobenius norm, rounded to fp32 as it travels; fp64."""
+    """Frobenius norm, rounded to fp32 as when sent between ranks; returned in fp64."""
     norm: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     return norm.float().double().view(1)
 
 
 def prepared(fed: Tensor, stages: Stages) -> Tensor:  # (rows, cols)
-    """The orthogonalizer's input as the live stages before it leave it."""
+    """Apply the live stages that precede the orthogonalizer to its input."""
     before = [stage for stage in stages if isinstance(stage, BeforeStage)]
     if before:
         fed = fed.to(torch.promote_types(fed.dtype, torch.float32), copy=True)
@@ -206,8 +208,8 @@ def staged(
     matrix: Tensor,  # (rows, cols)
     kept: KeptNumbers,
 ) -> tuple[Tensor, Tensor, KeptNumbers]:  # fp64; (rows, cols)
-    """The factor of all stages at one place by their formulas, the matrix after them, each rounded as a step does it,
-    and what is kept then."""
+    """Apply the formulas of all stages at one place. Returns their combined factor; the matrix after them, rounded at
+    each stage as in the live step; and the values that they store."""
     factor, kept = matrix.new_ones((), dtype=torch.float64), dict(kept)
     wide = torch.promote_types(matrix.dtype, torch.float32)
     for stage in stages:
@@ -230,14 +232,14 @@ def weight_stages(stages: Stages) -> list[WeightStage]:
 
 @dataclass(frozen=True)
 class Reference:
-    """One matrix after all steps in exact arithmetic.
+    """The result of all Newton-Schulz steps on one matrix, in exact arithmetic.
 
     Attributes:
-        tall: True if the left singular vectors are those of its transpose: of the short side.
-        vectors: (m, m) left singular vectors, one a column.
+        tall: True for more rows than columns: the left singular vectors are then those of the transpose.
+        vectors: (m, m) left singular vectors, one per column.
         sigmas: (m,) singular values of the normalized matrix, ascending.
-        coords: (m, n) that matrix in the coordinates of the vectors.
-        coefficients: Those of the steps.
+        coords: (m, n) normalized matrix in the coordinates of these vectors.
+        coefficients: (a, b, c) of each step.
     """
 
     tall: bool
@@ -251,8 +253,8 @@ class Reference:
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
-        """Factor p(s) / s of each direction after all steps; with `longer` of a matrix that was divided by so many
-        times its norm."""
+        """Factor p(s) / s of each direction after all steps, for a matrix that was divided by `longer` times its
+        norm."""
         ratios = torch.ones_like(self.sigmas)
         for a, b, c in self.coefficients:
             square = (self.sigmas / longer * ratios).square()
@@ -266,7 +268,7 @@ def reference_of(
     *,
     method: str = "standard",
 ) -> Reference:
-    """Apply the steps to a whole matrix; "torch" clamps the norm."""
+    """Apply the steps to a whole matrix in exact arithmetic. Method "torch" has a lower bound on the norm."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix).to(torch.float64)
     tiny = torch.finfo(torch.float64).tiny
@@ -283,4 +285,4 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     if torch.equal(found, expected):
         return 0.0
     exact = expected.double()
-    return float((found.double() - exact).norm() / exact.norm())  # infinite beside an expected zero: nothing is near it
+    return float((found.double() - exact).norm() / exact.norm())  # infinite if zeros are expected and not found

@@ -1,4 +1,4 @@
-"""The report of an audit as data, text and JSON. The same on every rank that shares parameters with the others."""
+"""The report of an audit, as data and text. Identical on all ranks that share parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardmuon.texts import table
 _UNJUDGED = "It is not judged; fp32 weights, ns_dtype=torch.float32, or method='standard' for 'gram', judge it."
 
 
-# Every fault that an audit names, and what to do about it; docs/audit.md says what each is.
+# Name of each fault -> what to do about it. docs/audit.md explains the faults.
 _REMEDIES = {
     "audit_failed": "Please report it with this text",
     "clipped_update": "Clip gradients before the step; an update must not be clipped, averaged or unscaled",
@@ -57,15 +57,15 @@ _MAY_BE_MEANT = "update_lost_to_rounding"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be.
+    """One fault that an audit found.
 
     Attributes:
-        name: Name of the fault, one of `REMEDIES`.
-        where: The parameter, with its matrix if it has several.
+        name: Name of the fault, a key of `_REMEDIES`.
+        where: The parameter (with the matrix's index if it has several), or the rank or ranks.
         found: What was found.
-        allowed: What is allowed.
+        allowed: What would have been allowed.
         remedy: What to do.
-        severity: "warning" for what may be meant so: it never raises.
+        severity: "error", or "warning" for a finding that may be intended; warnings never raise.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Finding:
 
     @classmethod
     def of(cls, name: str, where: str, found: str, allowed: str) -> Finding:
-        """A finding with the remedy and the severity of its name."""
+        """Make a finding with the remedy and the severity of its fault's name."""
         return cls(name, where, found, allowed, _REMEDIES[name], "warning" if name == _MAY_BE_MEANT else "error")
 
     def __str__(self) -> str:
@@ -86,20 +86,21 @@ class Finding:
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """One matrix of the audited step against the dense reference.
+    """Comparison of one matrix of the audited step with the dense reference.
 
     Attributes:
-        order: Place in the optimizer.
-        owners: Ranks that orthogonalize it by the plan.
-        status: "ok", "fault", "no gradient", "zero", "lr is 0", "not checked: STAGE" for a stage of a variant of which
-            the audit has no formula, or "inconclusive": rounding alone could explain half of this update.
-        compared: Whether there was an update to compare; the numbers below are 0 otherwise.
-        difference, allowed: Of the applied update to the same arithmetic run densely, in the direction where rounding
-            hides least, relative to what the update has there at most ([Note: the shake] in auditing/judge.py). Of
-            equal bits 0, and what is allowed beside exact arithmetic.
-        scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
-        sigma_min, sigma_max: Singular values of the applied update.
-        band: What the coefficients make of the matrix's own spectrum: smallest and largest.
+        order: Index of the parameter among Muon's, and of the matrix in it.
+        owners: Ranks that orthogonalize the matrix, by the plan.
+        status: "ok", "fault", "no gradient", "zero", "lr is 0", "not checked: STAGE" if the audit has no formula for
+            that stage of a variant, or "inconclusive": rounding alone could explain half of this update.
+        compared: True if there was an update to compare; otherwise the values below are 0, `expected_scale` perhaps
+            excepted.
+        difference, allowed: Difference of the applied update from the same arithmetic run densely, and its limit: in
+            the direction where rounding hides least, relative to the update ([Note: the shake] in auditing/judge.py).
+            For bitwise equal weights 0, and the limit for the comparison with exact arithmetic.
+        scale, expected_scale: Factor on lr, as recovered from the update and as computed from the global shape.
+        sigma_min, sigma_max: Smallest and largest singular value of the applied update.
+        band: Smallest and largest singular value that the coefficients give for the matrix's own spectrum.
     """
 
     name: str
@@ -121,12 +122,12 @@ class MatrixRow:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """One audited step.
+    """The report of one audited step.
 
-    The same on every rank that shares parameters with this one, directly or through others.
+    Identical on every rank that shares parameters with this one, directly or through other ranks.
 
     Attributes:
-        step: Its number since the optimizer was made.
+        step: Number of the step since the optimizer was constructed.
     """
 
     step: int
@@ -144,7 +145,7 @@ class AuditReport:
         return not self.findings
 
     def message(self) -> str:
-        """The text of an AuditError."""
+        """Text of the AuditError that reports these findings."""
         lines = [f"- {finding}" for finding in self.findings]
         return (
             f"the audit of step {self.step} found that it was not Muon's update. The step is complete: weights and "

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class AuditError(RuntimeError):
-    """An audited step was not Muon's. `report` says what was found. The step is complete: weights have changed."""
+    """Raised after an audited step that was not Muon's update. `report` has the findings. The step is complete: weights
+    have changed."""
 
     def __init__(self, text: str, report: AuditReport) -> None:
         super().__init__(text)
@@ -21,19 +22,19 @@ class AuditError(RuntimeError):
 
 
 class AuditWarning(UserWarning):
-    """A finding of an audit, with audit_action="warn"."""
+    """A finding of an audit that does not raise: any with audit_action="warn", else those of severity "warning"."""
 
 
 class AuditSchedule:
-    """Counts steps and says which of them is audited. Equal on all ranks that share parameters.
+    """Step counter that decides which steps are audited. Equal on all ranks that share parameters.
 
     Attributes:
         num_steps: Steps since construction. A step that was refused or skipped does not count.
         num_audits: Audits so far.
-        asked: What `audit()` asked for of the next step.
+        asked: The audit of the next step that `audit()` requested, if any.
     """
 
-    samples = 2  # matrices compared each time in each group of ranks, others every time
+    samples = 2  # matrices compared per audit in each group of ranks; each audit samples different ones
 
     def __init__(self, every: int | None = None, action: AuditAction = "raise") -> None:
         self.every, self.action = every, action
@@ -43,17 +44,19 @@ class AuditSchedule:
 
     @property
     def due(self) -> int:
-        """Number of matrices that an audit of the next step compares; 0: it is not audited."""
+        """Number of matrices that an audit of the next step compares; 0 if that step is not audited."""
         if self.asked is not None:
             return self.asked.samples
         return self.samples if self.every is not None and self.num_steps % self.every == 0 else 0
 
     def due_text(self) -> str:
-        """Text that ranks must agree on in an audited step: what is audited, and how far the rotation is."""
+        """Text that ranks must agree on in an audited step: its number, the number of samples, and the audit's number,
+        which selects the matrices."""
         return f" audit(step={self.num_steps + 1}, samples={self.due}, number={self.num_audits})"
 
     def deliver(self, report: AuditReport) -> None:
-        """Hand out a finished audit's report: to who asked, as an error or as warnings. The same on every rank."""
+        """Deliver a finished audit's report to the `PendingAudit` that requested it, or else raise AuditError or issue
+        warnings. The same on every rank."""
         asked, self.asked = self.asked, None
         if asked is not None:
             asked.found = report
@@ -64,12 +67,12 @@ class AuditSchedule:
                 warnings.warn(f"audit of step {report.step}: {finding}", AuditWarning, stacklevel=level_of_the_caller())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what belongs to one process."""
+        """State for pickling: all but the requested audit, which belongs to one process."""
         return {**self.__dict__, "asked": None}
 
 
 class PendingAudit:
-    """An audit that the next step will carry out.
+    """An audit that was requested of the next step.
 
     Attributes:
         samples: Matrices compared in each group of ranks that shares parameters.
@@ -84,7 +87,7 @@ class PendingAudit:
         """The finished audit's report.
 
         Raises:
-            RuntimeError: No step has been taken since.
+            RuntimeError: No step has been taken since `audit()`.
         """
         if self.found is None:
             raise RuntimeError("no step was audited yet: call optimizer.step() after shardmuon.audit(optimizer)")

@@ -1,4 +1,4 @@
-"""Compare an optimizer on sharded parameters with the dense one and with torch.optim.Muon.
+"""Compare an optimizer on sharded parameters with the same one on dense parameters, and with torch.optim.Muon.
 
 Updates are compared, never parameters: a small learning rate hides any error in `after`, but not in
 `(before * decay - after) / lr`.
@@ -37,21 +37,22 @@ from shardmuon.variants import KEPT_KEYS
 
 _Whole = Mapping[str, Tensor]
 _Cases = Mapping[str, ParamCase]
-_State = dict[str, dict[str, Tensor]]  # by parameter: its "weight", and what an optimizer's state holds of it, whole
+_State = dict[str, dict[str, Tensor]]  # parameter -> its "weight" and its optimizer state, as whole tensors
 _StepsOf = Callable[[_Cases, Mapping[str, Any], _Whole, Sequence[_Whole]], Iterator[_State]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison on one rank. Numbers are over the steps and parameters it holds something of.
+    """The result of a comparison on one rank, over all steps and all parameters that the rank stores at least in part.
 
     Attributes:
-        max_difference: Largest relative difference of a parameter's local update to the expected one.
-        bitwise: Weights after every step and momentum after the last have the expected bits.
+        max_difference: Largest relative difference between a parameter's local update and the expected one.
+        bitwise: True if weights after every step, and momentum and stages' stored values after the last, have the
+            expected bits.
         traffic: What this rank sent and did in the last step.
         num_matrices: Matrices of the model.
         worst: The parameter with the largest difference.
-        about: What `about` said of the optimizer after the last step.
+        about: The result of the function `about`, called with the optimizer after the last step.
     """
 
     max_difference: float
@@ -63,18 +64,18 @@ class Comparison:
 
 
 def compare_with_dense(layout: str, **given: Any) -> Comparison:
-    """Step a sharded model and the same one on one process (plain tensors) on the same gradients. All ranks call.
+    """Step a sharded model and the same model in one process (plain tensors) with the same gradients. All ranks call.
 
     Args:
         layout: A row of `LAYOUTS`, or of a framework.
-        given: As of `_compare`, and options of Muon.
+        given: Arguments of `_compare`, and options of Muon.
     """
     return _compare(layout, _dense_steps, **{"method": "standard", **given})
 
 
 def compare_with_torch(layout: str, **given: Any) -> Comparison:
-    """Compare a sharded model with torch.optim.Muon, which is given every logical matrix as a parameter of its own. All
-    ranks call. Arguments are those of `compare_with_dense`."""
+    """Compare a sharded model with torch.optim.Muon, which gets every logical matrix as a separate parameter. All ranks
+    call. Arguments are those of `compare_with_dense`."""
     return _compare(layout, _torch_steps, method="torch", **given)
 
 
@@ -91,18 +92,19 @@ def _compare(
     about: Callable[[Muon], object] | None = None,
     **options: Any,
 ) -> Comparison:
-    """Step both and look at weights after every step, at momentum and what stages keep after the last.
+    """Step a sharded model and a reference, and compare the weights after every step, and momentum and stages' stored
+    values after the last.
 
     Args:
         layout: A row of `LAYOUTS`, or of a framework.
-        steps_of: The reference.
+        steps_of: Generator of the reference's state after each step.
         dtype: Dtype of weights and gradients.
-        steps: How many steps.
+        steps: Number of steps.
         params: Names in `table`. Default: all.
         seed: Seed of weights and gradients.
-        table: Parameters.
-        remember: Keep the reference's steps for the next layout: with equal arguments they are the same.
-        about: Is shown the sharded model's optimizer after the last step.
+        table: Name -> parameter.
+        remember: True to cache the reference's steps for other layouts: for equal arguments they are the same.
+        about: Optional function to call with the sharded model's optimizer after the last step.
         options: Options of Muon.
     """
     cases, options = {name: table[name] for name in params or table}, {"lr": 1e-3, **options}
@@ -135,7 +137,7 @@ def _compare(
 
 
 def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], num_matrices: int) -> Comparison:
-    """Step a run beside a reference."""
+    """Step a run with these gradients, and compare it with the reference's states."""
     group = run.optimizer.param_groups[0]
     lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
     bitwise, worst, where, traffic = True, 0.0, "", Traffic()
@@ -149,20 +151,20 @@ def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], 
             bitwise &= torch.equal(found, expected[name])
             one, other = (recovered_update(before[name], after, lr, decay) for after in (found, expected[name]))
             difference = relative_error(one, other)
-            if difference > worst or math.isnan(difference):  # nothing is larger than a NaN, which so stays
+            if difference > worst or math.isnan(difference):  # a NaN stays, since no difference is larger
                 worst, where = difference, name
     bitwise &= run.keeps(state)
-    momentum = run.cut({name: of["momentum_buffer"].double() for name, of in state.items()})  # exact, also for codes
+    momentum = run.cut({name: of["momentum_buffer"].double() for name, of in state.items()})  # exact, 8-bit codes too
     for name, found in run.momentum().items():
         bitwise &= torch.equal(found.double(), momentum[name])
     return Comparison(worst, bitwise, traffic, num_matrices, where)
 
 
-_REMEMBERED: dict[str, list[_State]] = {}  # by everything that a reference depends on, which the layout is not
+_REMEMBERED: dict[str, list[_State]] = {}  # key: all that a reference depends on, so not the layout
 
 
 def _dense_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads: Sequence[_Whole]) -> Iterator[_State]:
-    """shardmuon itself on plain tensors of one process."""
+    """Step shardmuon on plain tensors in one process."""
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
     optimizer = Muon(groups_of(params, cases), **options)
     for of_step in grads:
@@ -174,7 +176,7 @@ def _dense_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
 
 
 def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads: Sequence[_Whole]) -> Iterator[_State]:
-    """torch.optim.Muon on one 2-D parameter per logical matrix."""
+    """Step torch.optim.Muon with one 2-D parameter per logical matrix."""
     cut = {name: partial(cut_matrices, case.view) for name, case in cases.items()}
     matrices = {name: [nn.Parameter(m.clone()) for m in cut[name](t)] for name, t in full.items()}
     theirs = {key: value for key, value in options.items() if key != "method"}
@@ -201,7 +203,7 @@ def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
 
 
 class _LayoutRun(Run):
-    """An optimizer on the parameters of a row of `LAYOUTS`; what it finds is what this rank stores."""
+    """An optimizer on the parameters of a row of `LAYOUTS`. Weights and momentum are this rank's local parts."""
 
     def __init__(
         self, name: str, full: Mapping[str, Tensor], make: Callable[[_Whole, Mapping[str, Any]], Muon]
@@ -209,7 +211,7 @@ class _LayoutRun(Run):
         row, world = LAYOUTS[name], dist.get_world_size()
         self._built: Callable[[_Whole], dict[str, Tensor]] = lambda whole: row.build(whole, row.mesh(world))
         self._params = parameters(self._built(full))
-        # which elements this rank stores
+        # flat indices of the elements that this rank stores
         self._stored = {n: _local(t).long() for n, t in self._built(numbers_in(full)).items()}
         self.optimizer = make(self._params, row.options(world))
 
@@ -244,10 +246,10 @@ _AnyRun = ZeroRun | Fsdp1Run | _LayoutRun
 
 
 def rows_stored(whole: Tensor, like: Tensor) -> Tensor:
-    """The rows of what a stage keeps that this rank stores, by the placements of the state tensor `like`."""
+    """Rows of a stage's state `whole` that this rank stores, by the placements of the state tensor `like`."""
     if not is_dtensor(like) or all(p.is_replicate() for p in like.placements):
         return whole
-    numbers = torch.arange(whole.shape[0], device=whole.device)[:, None]  # torch cuts them up as it does the tensor
+    numbers = torch.arange(whole.shape[0], device=whole.device)[:, None]  # row indices, sharded like the tensor
     rows = distribute_tensor(numbers, like.device_mesh, like.placements, src_data_rank=None).to_local()
     return whole[rows.view(-1)]
 

@@ -1,5 +1,5 @@
-"""Frameworks on this process's ranks, for comparisons: FSDP1, and DeepSpeed, started without its log and compilers.
-Both with their own forward and backward pass, gather and state dicts."""
+"""Run FSDP1 and DeepSpeed on this process's ranks, for comparisons. Both use their own forward and backward pass,
+gathering and state dicts. DeepSpeed starts without its log and without compiling."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ FSDP1_ROWS = {  # name -> strategy
 
 
 class GivenGradients(nn.Module):
-    """Parameters, perhaps of a smaller unit inside, and a loss whose gradients are given. FSDP1 shows a module its own
-    parameters by their names only."""
+    """A module whose loss has given gradients, with an optional inner module as a smaller unit. FSDP1 shows a module
+    its own parameters by their names only."""
 
     def __init__(self, tensors: Mapping[str, Tensor], inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ class GivenGradients(nn.Module):
 
 
 class _Inner(GivenGradients):
-    """A module that is wrapped by itself."""
+    """A module that FSDP1 wraps as a unit of its own."""
 
 
 def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:
-    """The model in FSDP1, each `_Inner` a unit of its own. Collective.
+    """Wrap a model in FSDP1, each `_Inner` as a unit of its own. Collective.
 
-    HYBRID_SHARD: two replicas, where the number of ranks allows it.
+    HYBRID_SHARD makes two replicas, where the number of ranks allows it.
     """
     world = dist.get_world_size()
     if strategy.startswith("HYBRID") and "process_group" not in options:
@@ -74,50 +74,51 @@ def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataPar
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch's notices about frameworks: what is deprecated, and what their own code calls."""
+    """Ignore warnings: torch's notices about deprecated frameworks, and about what their own code calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def whole_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
-    """Copies of all weights, by the names that they had before they were wrapped. Collective."""
+    """Copies of all weights, by their names before wrapping. Collective."""
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
         return {name: p.detach().clone() for name, p in named}
 
 
 class Run:
-    """An optimizer that is fed with gradients. In a framework it shows whole tensors, the same on every rank.
+    """An optimizer that is stepped with given gradients. Runs in a framework return whole tensors, equal on every rank.
 
-    Gradients are rounded to multiples of 1/8: the framework's mean over the ranks is exact with them.
+    Gradients are rounded to multiples of 1/8, so that the framework's mean over the ranks is exact.
 
     Attributes:
         optimizer: The optimizer.
-        steps: Dtype in which the framework steps, and the reference with it; None: that of the weights.
+        steps: Dtype in which the framework and the reference step; None: the weights' dtype.
     """
 
     optimizer: Muon
     steps: torch.dtype | None = None
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors as this run shows them."""
+        """Reduce whole tensors to the parts that this run returns."""
         return dict(full)
 
     def start(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The reference's first weights."""
+        """Initial weights of the reference."""
         return {name: t.to(self.steps or t.dtype) for name, t in full.items()}
 
     def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients of a step, of the dtype that the reference takes."""
+        """Gradients of a step, rounded, in the dtype that the reference takes."""
         return {name: ((2 * t.float()).round().clamp(-8, 8) / 8).to(self.steps or t.dtype) for name, t in drawn.items()}
 
     def keeps(self, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """True if what stages keep has the bits of these. Frameworks keep state where they like: their weights tell."""
+        """True if stages' stored values have the bits of those in `state`. Not checked in frameworks, which may store
+        state anywhere: a difference shows in their weights."""
         return True
 
     def close(self) -> None:
-        """Give the framework's memory back."""
+        """Free the framework's memory."""
 
 
 class Fsdp1Run(Run):
@@ -160,25 +161,25 @@ ZERO_ROWS: dict[str, dict[str, Any]] = {  # name -> "zero_optimization" of DeepS
 
 
 def start_deepspeed() -> Any:
-    """DeepSpeed as a module on a CPU, on the process group of a pool's rank, with nothing compiled. Collective."""
+    """Import DeepSpeed for the CPU, and start it on a pool rank's process group, compiling nothing. Collective."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     with quiet():
         import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    old = r"`torch.distributed.\w+` is deprecated"  # newer torch, about names that DeepSpeed calls for older ones
+    old = r"`torch.distributed.\w+` is deprecated"  # newer torch warns of old names that DeepSpeed calls
     warnings.filterwarnings("ignore", old, FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a faster gloo that takes minutes to compile
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a faster gloo, which takes minutes to compile
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
     return deepspeed
 
 
 def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
-    """A DeepSpeed engine on a CPU without its own clipping. Collective.
+    """Make a DeepSpeed engine on a CPU, without DeepSpeed's gradient clipping. Collective.
 
     Args:
         model: The model.
         optimizer: The optimizer.
-        config: What there is to say beside the two settings that a client optimizer needs.
+        config: DeepSpeed's configuration, without the two settings that a client optimizer needs.
     """
     fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0, **REQUIRED}
     deepspeed = start_deepspeed()
@@ -188,12 +189,12 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mappi
 
 
 def whole_weight(param: Tensor) -> Tensor:
-    """A copy of the fp32 weight at stages 1 to 3. Collective."""
+    """Copy of a whole fp32 weight, at stages 1 to 3. Collective."""
     return _find("safe_get_full_fp32_param", param)
 
 
 def whole_momentum(param: Tensor) -> Tensor:
-    """A copy of Muon's momentum at stages 1 to 3, after the first step. Collective."""
+    """Copy of Muon's whole momentum of a parameter, at stages 1 to 3, after the first step. Collective."""
     return _find("safe_get_full_optimizer_state", param, "exp_avg")
 
 
@@ -201,7 +202,7 @@ def _find(function: str, param: Tensor, *key: str) -> Tensor:
     from deepspeed import utils
 
     found: Tensor = getattr(utils, function)(param, *key)
-    shape = getattr(param, "ds_shape", param.shape)  # stage 3 keeps a placeholder in the parameter
+    shape = getattr(param, "ds_shape", param.shape)  # stage 3 leaves a placeholder in the parameter
     return found.detach().clone().view(shape)
 
 
@@ -237,7 +238,7 @@ class ZeroRun(Run):
         return {name: whole_momentum(p) for name, p in self._params.items()}
 
     def _stepped(self) -> dict[str, Tensor]:
-        """The parameters, or at stage 0 perhaps fp32 copies of them."""
+        """Name -> the tensor that is stepped: the parameter, or at stage 0 perhaps an fp32 copy."""
         return dict(zip(self._made, (p for of in self.optimizer.param_groups for p in of["params"]), strict=True))
 
     def close(self) -> None:

@@ -1,19 +1,20 @@
-"""The tables of layouts and of parameters. Every row of `LAYOUTS` is a way in which PyTorch engines cut parameters up,
-and every check runs on all rows; `PARAMS` has odd shapes, stacks, blocks and transposes.
+"""Tables of layouts and parameters for tests. Every row of `LAYOUTS` is a way in which a PyTorch engine shards
+parameters, and every check runs on all rows; `PARAMS` has odd shapes, stacks, blocks and transposes.
 
 A row only *builds* parameters, with the engines' own functions wherever they exist (`fully_shard`,
-`distribute_tensor`), so comparing with a row never leans on shardmuon's own idea of the layout.
+`distribute_tensor`), so a comparison never relies on shardmuon's own idea of the layout.
 
 [Note: cut once]
-    Most of the time that a check takes on ranks would go into building the same layout again: torch shards, traces and
-    caches anew for each shape and dtype. So a row's builder runs once per process and shapes, on tensors that hold
-    the numbers of their elements. What it leaves on this rank says which elements of any tensors of these shapes are
-    here, in which order, mesh and placements; others are then made of these elements alone.
+    Building the same layout again would take most of a check's time on ranks, because torch shards, traces and caches
+    separately for each shape and dtype. So a row's builder runs once per process and set of shapes, on tensors that
+    hold the indices of their own elements. The result on this rank tells, for any tensors of these shapes, which
+    elements lie here, in which order, on which mesh and with which placements. Later tensors are made from these
+    elements alone.
 
 [Note: Megatron without Megatron]
-    Megatron-FSDP's DTensors have any number of rows on any rank, and Megatron-core's flat buffers are cut anywhere.
-    Rows of both are cut unevenly here, some ranks having none. Tests step what the packages build where they are
-    installed.
+    Megatron-FSDP's DTensors may have any number of rows on any rank, and Megatron-core's flat buffers may be cut
+    anywhere. Here the rows for both cut unevenly, and some ranks have nothing. Where the packages are installed, tests
+    step what they build.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ _KIND = ["cpu"]
 
 
 def mesh_kind() -> str:
-    """The kind of device that meshes are made for."""
+    """Device type that meshes are made for."""
     return _KIND[-1]
 
 
 @contextlib.contextmanager
 def meshes_on(kind: str) -> Iterator[None]:
-    """Build layouts on another kind of device ("cuda"); tensors must lie there already."""
+    """Build layouts on another device type ("cuda"); tensors must already be there."""
     _KIND.append(kind)
     try:
         yield
@@ -70,15 +71,15 @@ class _LayoutCase:
     """One layout of the comparison.
 
     Attributes:
-        name: As `shardmuon verify` prints it.
+        name: Name that `shardmuon verify` prints.
         mesh: World size -> mesh shape.
         builder: (full tensors, mesh shape) -> this rank's parameters. Equal input gives equal placements. Called on all
             ranks of the default group.
-        groups: Mesh shape -> the process groups of plain tensors that the optimizer is given, by option.
-        exchanges: Exchanges of a step: two, to owners and back; three if ranks hold replicas of pieces, to which
-            results are passed on; one if every rank that stores any of a matrix stores all of it.
-        plain_shards: Its tensors are plain, and parts of larger ones, which checkpoints of shardmuon's own join. Not of
-            flat shards: only their frameworks save them.
+        groups: Mesh shape -> the optimizer's options that give the process groups of plain tensors.
+        exchanges: Number of exchanges in a step: two, to owners and back; three if ranks hold replicas of pieces, to
+            which results are forwarded; one if every rank that stores any of a matrix stores all of it.
+        plain_shards: True if tensors are plain and parts of larger ones, which shardmuon's own checkpoints join. False
+            for flat shards, which only their frameworks save.
     """
 
     name: str
@@ -94,7 +95,7 @@ class _LayoutCase:
 
     def build(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
         """Build this rank's parameters from full tensors by `builder`. All ranks of the default group call it."""
-        # See [Note: cut once]. Shards of several dtypes may share no buffer, so what is mixed is always built.
+        # See [Note: cut once]. Shards of different dtypes may not share a buffer, so mixed dtypes are always built.
         kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
         if [(kind[0], *kind[3:]) for kind in kinds] != [(Tensor, False, True)]:
             return self.builder(tensors, shape)
@@ -104,18 +105,19 @@ class _LayoutCase:
         return {name: _elements_of(tensors[name], built) for name, built in _CUT[key].items()}
 
 
-_CUT: dict[object, dict[str, Tensor]] = {}  # what builders made of the numbers of elements
+_CUT: dict[object, dict[str, Tensor]] = {}  # cached results of builders, for tensors of element indices
 
 
 def numbers_in(tensors: _Tensors) -> dict[str, Tensor]:
-    """The numbers of the elements of these tensors, in fp64."""
+    """Element indices of these tensors, as fp64 tensors of the same shapes."""
     return {
         name: torch.arange(t.numel(), dtype=torch.float64, device=t.device).view(t.shape) for name, t in tensors.items()
     }
 
 
 def _elements_of(full: Tensor, built: Tensor) -> Tensor:
-    """The elements of a tensor whose numbers a builder left on this rank, as it left them, with what it set there."""
+    """A rank's shard of `full`, with the elements, strides, placements and attributes of `built`, a shard that holds
+    the indices of its elements."""
     numbers = built.to_local() if isinstance(built, DTensor) else built
     local = torch.empty_strided(numbers.shape, numbers.stride(), dtype=full.dtype, device=full.device)
     local.copy_(full.reshape(-1)[numbers.long()])
@@ -125,12 +127,12 @@ def _elements_of(full: Tensor, built: Tensor) -> Tensor:
 
 
 def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
-    """Parameters around what a row built, with the attributes that say how it is cut."""
+    """Make parameters of the tensors that a row built, with the attributes that describe their sharding."""
     made: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):  # nn.Parameter would trace it anew for each shape, dtype and placement
+        if isinstance(tensor, DTensor):  # nn.Parameter would trace again for each shape, dtype and placement
             made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
-            made[name]._is_param = True  # all that nn.Parameter does of a tensor of such a class
+            made[name]._is_param = True  # all that nn.Parameter does for a tensor of such a class
         else:
             made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))
@@ -138,7 +140,7 @@ def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
 
 
 def _placed(local: Tensor, like: DTensor) -> DTensor:
-    """Another DTensor with the mesh, placements and shape of one, without a trace."""
+    """Make a DTensor of `local` with the mesh, placements and shape of `like`, without tracing."""
     mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
@@ -148,13 +150,13 @@ _MESHES: dict[tuple[object, str, Ints, str], DeviceMesh] = {}
 
 
 def mesh_of(shape: Ints, device: str | None = None, purpose: str = "") -> DeviceMesh:
-    """A mesh with axes named a0, a1, ...; made once per process, default group and purpose. Collective at the first
-    call.
+    """A mesh with axes named a0, a1, ..., cached by default group, device type, shape and purpose. Collective at the
+    first call.
 
     Args:
-        shape: Sizes of its axes.
-        device: Kind of device. Default: as `meshes_on` says, on the CPU otherwise.
-        purpose: Of Megatron-FSDP, which writes on its meshes.
+        shape: Sizes of the axes.
+        device: Device type. Default: that of `meshes_on`, else the CPU.
+        purpose: Name for a separate mesh, needed for Megatron-FSDP, which sets attributes of its meshes.
     """
     kind = device or mesh_kind()
     key = (dist.group.WORLD, kind, shape, purpose)
@@ -165,15 +167,15 @@ def mesh_of(shape: Ints, device: str | None = None, purpose: str = "") -> Device
 
 
 def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """The tensors as `fully_shard` keeps them. They may be DTensors already (tensor parallel)."""
+    """Shard the tensors with `fully_shard`. They may already be DTensors (tensor parallel)."""
     bag = nn.ParameterDict({name: nn.Parameter(t.clone()) for name, t in tensors.items()})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of a container without forward
+        warnings.simplefilter("ignore")  # torch warns that the container has no forward
         fully_shard(bag, mesh=mesh)
     return {name: bag[name].detach() for name in tensors}
 
 
-_Places = Callable[[int, Tensor], list[Placement]]  # of a tensor's number and the tensor; one for each axis
+_Places = Callable[[int, Tensor], list[Placement]]  # (index of a tensor, tensor) -> one placement per mesh axis
 
 
 def _distributed(tensors: _Tensors, mesh: DeviceMesh, places: _Places) -> dict[str, Tensor]:
@@ -184,12 +186,12 @@ def _distributed(tensors: _Tensors, mesh: DeviceMesh, places: _Places) -> dict[s
 
 
 def _placed_by(places: _Places) -> _Builder:
-    """DTensors with these placements on a mesh."""
+    """Builder of DTensors with these placements on a mesh."""
     return lambda tensors, shape: _distributed(tensors, mesh_of(shape), places)
 
 
 def _in_turn(index: int, tensor: Tensor) -> list[Placement]:
-    """Rows and columns in turn, as in tensor parallelism."""
+    """Shard rows and columns in turn, as in tensor parallelism."""
     return [Shard(index % 2 + tensor.ndim - 2)]
 
 
@@ -202,14 +204,14 @@ def _fsdp2(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
 
 
 def _fsdp2_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    """Tensor parallelism over the last axis, sharded over the others."""
+    """Tensor parallelism over the last axis, FSDP over the others."""
     mesh = mesh_of(shape)
     *outer, inner = mesh.mesh_dim_names or ()
     return _fully_sharded(_distributed(tensors, mesh[inner], _in_turn), mesh[tuple(outer)])
 
 
 def _lone_strided(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    """The rest of (FSDP, TP) on one dim when TP is gathered: a rank keeps its share of both halves."""
+    """The layout that remains of (FSDP, TP) on one dim after TP is gathered: a rank has its share of both halves."""
     mesh = mesh_of(shape)
     out: dict[str, Tensor] = {}
     for name, full in tensors.items():
@@ -233,7 +235,7 @@ def _chunk(tensor: Tensor, parts: int, dim: int = 0) -> list[Tensor]:
 
 
 def _experts_fsdp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    """Stacks are cut by expert over one axis and by rows over the other; the rest is sharded over all ranks."""
+    """Shard stacks by expert over one axis and by rows over the other, and all else over all ranks."""
     stacks = {name: t for name, t in tensors.items() if t.ndim == 3}
     dense = {name: t for name, t in tensors.items() if t.ndim != 3}
     made = _distributed(stacks, mesh_of(shape), lambda i, t: [Shard(1), Shard(0)])
@@ -242,7 +244,7 @@ def _experts_fsdp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
 
 
 def _mixed(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    """Neighbours on different meshes: sharded, replicated x sharded on two axes, replicated, plain."""
+    """Put successive parameters on different meshes: sharded, replicated x sharded on two axes, replicated, plain."""
     flat: Ints = (math.prod(shape),)
     places: list[tuple[Ints, list[Placement]]] = [
         (flat, [Shard(0)]),
@@ -258,13 +260,13 @@ def _mixed(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
 
 
 def shard_like_megatron(
-    tensors: Mapping[str, Tensor],  # full ones
+    tensors: Mapping[str, Tensor],  # full tensors
     mesh: DeviceMesh,
     *,
-    hybrid: bool = False,  # whether the first axis shards, too, outside of the inner one
-    tensor_parallel: bool = False,  # whether the last axis cuts columns and rows in turn
+    hybrid: bool = False,  # True: the first axis shards as well, outside the inner one
+    tensor_parallel: bool = False,  # True: the last axis shards columns and rows in turn
 ) -> dict[str, Tensor]:
-    """Make this rank's DTensors as Megatron-FSDP v1 makes them. Talks to no other rank."""
+    """Make this rank's DTensors as Megatron-FSDP v1 makes them. Needs no communication."""
     at = list(mesh.get_coordinate() or ())
     num_parts, part = (mesh.size(mesh.ndim - 1), at.pop()) if tensor_parallel else (1, 0)
     # The inner axis cuts first: rank (outer o, inner i) has shard i * num_outer + o.
@@ -276,7 +278,7 @@ def shard_like_megatron(
     for number, (name, full) in enumerate(tensors.items()):
         dim = number % 2 + full.ndim - 2
         whole = _chunk(full, num_parts, dim)[part] if tensor_parallel else full
-        start, stop = _in_buffer(3 * number % 7, len(whole) if whole.numel() else 0, num_shards)[shard]  # of rows
+        start, stop = _in_buffer(3 * number % 7, len(whole) if whole.numel() else 0, num_shards)[shard]  # range of rows
         placements: list[Placement] = [*[Shard(0)] * len(at), *[Shard(dim)] * tensor_parallel]
         local = whole[start:stop].contiguous().clone()
         out[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
@@ -287,12 +289,12 @@ def shard_like_megatron(
 
 
 def _in_buffer(before: int, size: int, num_parts: int) -> Sequence[tuple[int, int]]:
-    """What of a tensor each of the equal parts of a buffer has, with others before and behind it."""
+    """Range of elements of a tensor in each equal part of a buffer, which has other tensors before and after it."""
     return in_parts(1 + before, size, -(-(3 + before + size) // num_parts), num_parts)
 
 
 def _megatron(purpose: str, **how: Any) -> _Builder:
-    """Megatron-FSDP's DTensors; see `shard_like_megatron`."""
+    """Builder of Megatron-FSDP's DTensors; see `shard_like_megatron`."""
     return lambda tensors, shape: shard_like_megatron(tensors, mesh_of(shape, purpose=purpose), **how)
 
 
@@ -306,7 +308,7 @@ def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tenso
 
 
 def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> dict[str, Tensor]:
-    """Plain shards, cut along `dims` in turn (counted among the matrix's two; -1: not cut)."""
+    """Plain shards, cut along `dims` in turn: 0 or 1 is a dim of the matrix, -1 is not cut."""
     out = {}
     part = dist.get_rank() % shape[-1]
     for i, (name, full) in enumerate(tensors.items()):
@@ -315,7 +317,7 @@ def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> di
             out[name] = full.clone()
             out[name].partition_dim = -1  # type: ignore[attr-defined]
             continue
-        dim += full.ndim == 3  # not over experts
+        dim += full.ndim == 3  # skip the dim of experts
         fits = len(full.transpose(0, dim)) % stride == 0
         out[name] = _marked(full, dim, stride if fits else 1, shape[-1], part)
     return out
@@ -329,7 +331,7 @@ def _tp_groups(shape: Ints) -> dict[str, Any]:
 
 
 def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Tensor]:
-    """1-D shards of flat buffers as Megatron's distributed optimizer keeps them, of tensor-parallel shards too."""
+    """1-D shards of flat buffers, as in Megatron's distributed optimizer, also of tensor-parallel shards."""
     mesh = mesh_of(shape)
     num_parts, part = (shape[1], mesh.get_coordinate()[1]) if parallel else (1, 0)  # type: ignore[index]
     data, tp = GroupRef.of(mesh.get_group(0)), GroupRef.of(mesh.get_group(1)) if parallel else None
@@ -347,7 +349,7 @@ def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Te
 
 
 def _cut_of(full: Tensor, index: int, num_parts: int) -> Cut | None:
-    """Rows, columns and rows in strides in turn, where they divide."""
+    """A cut of rows, of columns and of rows with stride 2 in turn; None if the tensor does not divide evenly."""
     dim, stride = ((0, 1), (1, 1), (0, 2))[index % 3]
     fits = full.ndim == 2 or dim == 0
     return Cut(dim, stride) if fits and full.shape[dim] % (num_parts * stride) == 0 else None
@@ -457,7 +459,7 @@ PARAMS: dict[str, ParamCase] = {
 
 
 def groups_of(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase], **options: Any) -> list[dict[str, Any]]:
-    """Parameter groups that say how each parameter reads as matrices."""
+    """Parameter groups with the options that say which matrices each parameter holds."""
     table: dict[str, dict[str, Any]] = {}
     for name, param in params.items():
         group = table.setdefault(repr(cases[name].options), {"params": [], **cases[name].options, **options})

@@ -1,25 +1,26 @@
 """Persistent ranks: real processes with a process group, started once and used by many calls.
 
-It knows nothing of optimizers or layouts. Words: a *rank* is one process of the pool; a *call* is one module-level
-function run on every rank; a rank *returns* from a call with a result or an exception, or it is *lost* (it hangs or
-died) and the pool kills all of them.
+Independent of optimizers and layouts. Words: a *rank* is one process of the pool; a *call* is one module-level function
+run on every rank; a rank *returns* from a call with a result or an exception, or it is *lost* (it hangs or died) and
+the pool kills all ranks.
 
 [Note: what the parent waits for]
-    Each rank has one pipe, which a thread of its own reads. It hands calls to the main thread, and answers an empty
-    message with the stack of the main thread, so that a hang can be explained. Its end of file means that the parent is
-    gone, and the rank leaves at once, even from inside a collective. Only the parent's waits have time-outs: when one
-    ends, the parent kills the ranks, so no wait inside a rank outlives it.
+    Each rank has one pipe, which a separate thread reads. This thread hands calls to the main thread, and answers an
+    empty message with the main thread's stack, so that a hang can be explained. End of file on the pipe means that the
+    parent is gone, and the rank exits at once, even from inside a collective. Only the parent's waits have time-outs:
+    when one expires, the parent kills the ranks, so no wait inside a rank outlives it.
 
 [Note: one gloo device]
-    torch gives every gloo group a device of its own, whose thread wakes 100 times a second for as long as the process
-    lives. The groups of a rank, kept for later calls, are dozens: all ranks of a few pools together took a third of two
-    cores while they did nothing. In a rank all groups share one device.
+    torch gives every gloo group a separate device, whose thread wakes 100 times a second for as long as the process
+    lives. A rank has dozens of groups, cached for later calls: the idle ranks of a few pools together took a third of
+    two cores. So all groups of a rank share one device.
 
 [Note: what ranks are forked from]
     The first rank of a parent starts one process (multiprocessing's fork server), which imports what every rank needs,
-    once: torch, what `preload` was told, and what the parent has of shardmuon by then, from the parent's `sys.path`.
-    Python hands that over to it from 3.12.3 on; before, it goes as PYTHONPATH, which ranks set back. Ranks leave these
-    objects out when they collect garbage: some libraries collect in every call, and torch alone has half a million.
+    once: torch, the modules given to `preload`, and those shardmuon modules that the parent has imported by then, with
+    the parent's `sys.path`. Python passes this path on from 3.12.3; before that it is passed as PYTHONPATH, which ranks
+    then restore. Ranks exclude the imported objects from garbage collection: some libraries collect in every call, and
+    torch alone has half a million objects.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ import torch.distributed as dist
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PRELOADED = [  # what cannot be imported is left out
+_PRELOADED = [  # modules that cannot be imported are skipped
     "torch",
     "torch._dynamo",
     "torch.distributed",
@@ -62,23 +63,23 @@ _PRELOADED = [  # what cannot be imported is left out
     "pytest",
     "hypothesis",
 ]
-_START_TIMEOUT = 180.0  # seconds, to import torch (once a parent process) and to connect the ranks
+_START_TIMEOUT = 180.0  # seconds, to import torch (once per parent process) and to connect the ranks
 _GRACE = 5.0  # seconds for other ranks to fail too, so that the error names all of them
-_STACK_TIMEOUT = 1.0  # seconds for a hung rank to say where it is
-_MAX_OPEN_FILES = 400  # in one rank; torch frees those of a group, and its 2 threads, only with the process
-_MAX_SHARED_POOLS = 3  # live at once from get_pool: a rank takes up to 300 MB
+_STACK_TIMEOUT = 1.0  # seconds for a hung rank to send its stack
+_MAX_OPEN_FILES = 400  # per rank; torch closes a group's files and ends its 2 threads only when the process ends
+_MAX_SHARED_POOLS = 3  # pools of get_pool that are live at once: a rank takes up to 300 MB
 
 
 @dataclass(frozen=True)
 class RankException:
-    """The exception of one rank as text: the exception itself may not survive the way between processes.
+    """The exception of one rank as text, since an exception may not survive pickling.
 
     Attributes:
-        rank: The rank it happened on.
+        rank: The rank on which it happened.
         type_name: Name of the exception's class; "TimeoutError" for a hang, "ChildProcessError" for a dead rank.
         message: `str(exception)`.
-        traceback: The remote traceback; for a hang the stack the rank was found in.
-        returned: Whether the rank came back to the pool. False: it was lost, and the pool killed the others.
+        traceback: The remote traceback; for a hang, the stack of the rank at that time.
+        returned: True if the rank came back to the pool. False: it was lost, and the pool killed the others.
     """
 
     rank: int
@@ -108,14 +109,15 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     a function leaves in a rank (process groups, globals) speeds up later calls but must not be relied on: the pool may
     restart its ranks between any two calls, and does so when they run short of file descriptors.
 
-    Every call starts with `torch.manual_seed(0)` and with the parent's current warning filters, so the order of calls
-    changes no result and `-W error` holds in the ranks. Environment variables are those of the parent's first pool.
-    Forkserver rules apply: a script needs its `if __name__ == "__main__":` guard. Use a pool from one thread.
+    Every call starts with `torch.manual_seed(0)` and with the parent's current warning filters, so results do not
+    depend on the order of calls, and `-W error` holds in the ranks. Environment variables are those of the parent's
+    first pool. Forkserver rules apply: a script needs its `if __name__ == "__main__":` guard. Use a pool from one
+    thread.
 
     Args:
         world_size: Number of ranks, at least 1.
         backend: Backend of the default process group. With nccl, rank r uses CUDA device r.
-        timeout: Seconds that one call may take.
+        timeout: Time limit of one call, in seconds.
 
     Examples:
         >>> import torch.distributed as dist
@@ -134,19 +136,19 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         self.timeout = timeout
         self._ranks: list[_Rank] = []
         self._store: dist.Store | None = None
-        weakref.finalize(self, _kill, self._ranks)  # at exit, or when self is collected
+        weakref.finalize(self, _kill, self._ranks)  # at exit, or when the pool is garbage-collected
 
     @property
     def is_live(self) -> bool:
-        """True if the processes exist now."""
+        """True if the processes of the ranks exist now."""
         return bool(self._ranks)
 
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call `fn(*args, **kwargs)` on every rank and return the results in rank order.
 
         Args:
-            fn: A function importable by its module and name. The rank is `torch.distributed.get_rank()`.
-            args: Picklable; tensors go by value, here and in results.
+            fn: A function importable by its module and name. In it, `torch.distributed.get_rank()` is the rank.
+            args: Picklable arguments; tensors are sent by value, here and in results.
             kwargs: Like `args`.
 
         Raises:
@@ -159,8 +161,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     def run_catching(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T | RankException]:
         """Run a function as `run` does, but return a rank's exception as its result and let the ranks live on.
 
-        For claims like "every rank raises and none hangs". It waits for slow ranks up to the pool's time-out, however
-        early another one raises. The process group is usable afterwards if no collective was left half done.
+        For claims like "every rank raises and none hangs". Waits for slow ranks up to the pool's time-out, however
+        early another one raises. The process group remains usable if no collective was left half done.
 
         Raises:
             RankError: A rank was lost (it hung or died). The ranks are killed, and the next call starts new ones.
@@ -197,7 +199,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank: _receive reports it
                     rank.pipe.send_bytes(message)
             replies, num_open_files = self._receive(name, self.timeout, grace, catching)
-        except BaseException:  # Ctrl-C or a test's time-out: replies may be under way
+        except BaseException:  # Ctrl-C or a test's time-out: replies may still arrive
             self.close()
             raise
         if num_open_files > _MAX_OPEN_FILES:
@@ -225,10 +227,10 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 rank_pipe.close()
 
     def _receive(self, what: str, timeout: float, grace: float, catching: bool) -> tuple[list[object], int]:
-        """One reply from each rank, in rank order, and the largest number of open files among the ranks.
+        """Receive one reply from each rank, in rank order, and the largest number of open files among the ranks.
 
-        Waits `timeout` seconds, and no longer than `grace` seconds after the first failure. Raises RankError if a rank
-        was lost or, without `catching`, raised.
+        Waits at most `timeout` seconds, and at most `grace` seconds after the first failure. Raises RankError if a rank
+        was lost or, without `catching`, raised an exception.
         """
         deadline = time.monotonic() + timeout
         why = f"still running after {timeout:g} s"
@@ -259,14 +261,14 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return ordered, most_open_files
 
 
-_SHARED_POOLS: dict[int, RankPool] = {}  # by world size; the least recently used first
+_SHARED_POOLS: dict[int, RankPool] = {}  # world size -> pool; the least recently used first
 
 
 def get_pool(world_size: int) -> RankPool:
-    """The process-wide gloo pool of this size. At most 3 of these have live ranks; a call to a fourth stops the one
-    used longest ago, which restarts at its own next call."""
+    """The process-wide gloo pool of this size. At most 3 of these have live ranks; a call to a fourth stops the least
+    recently used one, which restarts at its next call."""
     if world_size not in _SHARED_POOLS:
-        _SHARED_POOLS[world_size] = RankPool(world_size, timeout=120.0)  # others may share the machine's cores
+        _SHARED_POOLS[world_size] = RankPool(world_size, timeout=120.0)  # other processes may share the cores
     return _SHARED_POOLS[world_size]
 
 
@@ -279,13 +281,13 @@ def _make_room_for(pool: RankPool) -> None:
 
 
 def preload(module: str) -> None:
-    """Have one more module imported before ranks are forked, if no pool of this process has started yet; left out where
-    it raises ImportError."""
+    """Import one more module before ranks are forked, if no pool of this process has started yet. A module that raises
+    ImportError is skipped."""
     _PRELOADED.append(module)
 
 
 class _Rank(NamedTuple):
-    """One process, and the parent's end of its pipe."""
+    """The process of one rank, and the parent's end of its pipe."""
 
     number: int
     process: multiprocessing.process.BaseProcess
@@ -297,7 +299,7 @@ class _Rank(NamedTuple):
         return RankException(self.number, "ChildProcessError", how, "", returned=False)
 
     def where(self) -> str:
-        """The stack that the rank is found in."""
+        """The current stack of the rank's main thread, or why it is not known."""
         with contextlib.suppress(OSError, EOFError):
             self.pipe.send_bytes(b"")
             if self.pipe.poll(_STACK_TIMEOUT):
@@ -307,7 +309,7 @@ class _Rank(NamedTuple):
 
 
 def _kill(ranks: list[_Rank]) -> None:
-    """Kill the processes of one start: together, they are never repaired."""
+    """Kill the ranks of a pool, all together: single ranks are never restarted."""
     for rank in ranks:
         rank.process.kill()
     for rank in ranks:
@@ -323,7 +325,7 @@ def _rank_main(
     os.environ.pop("PYTHONPATH", None)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in numbers.items()}, **variables)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal: the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches every process; the parent handles it
     calls: SimpleQueue[bytes] = SimpleQueue()
     sending = threading.Lock()
     threading.Thread(target=_listen, args=(pipe, calls, sending, threading.get_ident()), daemon=True).start()
@@ -346,13 +348,13 @@ def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock
             with sending:
                 pipe.send_bytes(stack.encode())
     except (EOFError, OSError):
-        os._exit(0)  # without interpreter teardown, which waits for the threads of gloo
+        os._exit(0)  # skip interpreter teardown, which waits for gloo's threads
 
 
 def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host name up, which may not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up the host name, which may not resolve
     if "nccl" in backend:
         torch.cuda.set_device(rank)
     if "gloo" in backend:
@@ -367,7 +369,7 @@ def _share_gloo_device() -> None:
     make, device = gloo.__init__, gloo.create_default_device()
 
     def make_with_device(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
-        if isinstance(timeout, timedelta):  # else options, which say their own device
+        if isinstance(timeout, timedelta):  # else it is options, which name their own device
             options = gloo._Options()
             options._devices, options._timeout = [device], timeout
             timeout = options
@@ -387,13 +389,13 @@ def _run_call(message: bytes) -> object:
 
 
 def _reply(rank: int, fn: Callable[..., object], *args: Any) -> bytes:
-    """Pickled (result or RankException, number of open files). Plain pickle sends tensors by value."""
+    """Call `fn` and pickle (result or RankException, number of open files). Plain pickle sends tensors by value."""
     try:
         return pickle.dumps((fn(*args), _num_open_files()))
-    except BaseException as error:  # SystemExit and pytest's outcomes too: the rank must stay
+    except BaseException as error:  # SystemExit and pytest's outcomes too: the rank must survive
         trace = error.__traceback__
         while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next  # the caller's frames only
+            trace = trace.tb_next  # show the caller's frames only
         text = "".join(traceback.format_exception(type(error), error, trace))
         return pickle.dumps((RankException(rank, type(error).__name__, str(error), text), _num_open_files()))
     finally:

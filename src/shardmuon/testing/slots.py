@@ -11,7 +11,7 @@ from torch import Tensor
 from shardmuon.orthogonalize import Products, batch_size, default_dtype, empty_batch, orthogonalize, square_of
 from shardmuon.orthogonalize.schedules import schedule
 
-# Shapes that hurt: fewer rows than a vector register, one more or less than a block, few rows and many columns.
+# Difficult shapes: fewer rows than a vector register, one more or less than a block, few rows and many columns.
 SHAPES = (
     *((1, 1), (1, 5), (2, 3), (3, 7), (5, 3), (7, 9), (8, 16), (9, 12), (10, 27), (16, 16), (16, 32), (17, 33)),
     *((1, 1025), (3, 1000), (5, 257), (257, 5), (31, 100), (33, 17), (40, 90), (63, 65), (64, 64), (64, 160)),
@@ -20,12 +20,12 @@ SHAPES = (
 
 
 class Compared(NamedTuple):
-    """The batches of one shape, method and dtype of products.
+    """The result of comparing batches of one shape, method and dtype of products.
 
     Attributes:
-        what: Which, for a printed line.
+        what: Description for a printed line.
         num: Number of products and whole iterations compared.
-        num_unequal: How many of them differ.
+        num_unequal: Number of these that differ.
     """
 
     what: str
@@ -40,13 +40,13 @@ def search(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
     draws: int = 4,
 ) -> Iterator[Compared]:
-    """Compare the products of Newton-Schulz, and whole iterations, of one matrix in every slot of its batch.
+    """Compare the products of Newton-Schulz, and whole iterations, of one matrix in several slots of its batch.
 
     Args:
-        device: Where to multiply.
+        device: Device that multiplies.
         shapes: (rows, cols) of matrices. Those whose batches have one slot are skipped.
         dtypes: Dtypes of the products.
-        draws: Random matrices for each shape and dtype; neighbours are random, zeros or the matrix itself.
+        draws: Number of random matrices for each shape and dtype; neighbours are random, zeros or the matrix itself.
     """
     generator, of_gram = torch.Generator().manual_seed(0), default_dtype("gram", device)
     ways = [("standard", dtype) for dtype in dtypes]
@@ -67,7 +67,7 @@ def _comparisons(
     draws: int,
     generator: torch.Generator,
 ) -> Iterator[bool]:
-    """Compare each result for a matrix in a slot with that in the first slot; True: the same bits."""
+    """Compare each result for a matrix in a slot with that in the first slot. Yields True for equal bits."""
     products = Products(shape, device, dtype)
     steps = schedule("keller").triples
     for draw in range(draws):
@@ -78,7 +78,7 @@ def _comparisons(
             batch = others.clone()
             batch[slot] = matrix
             batch = batch.to(device)
-            given = batch[slot : slot + 1 + draw % 2]  # filled up with zeros, and with one neighbour
+            given = batch[slot : slot + 1 + draw % 2]  # padded with zeros; in odd draws with one neighbour
             whole, among = (orthogonalize(t, steps, method=method, dtype=dtype) for t in (given, batch))
             results = [*(part[slot] for part in _products_of(batch, products)), whole[0], among[slot]]
             first = first or [*results[:-1], whole[0]]
@@ -86,7 +86,7 @@ def _comparisons(
 
 
 def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
-    """Results of the products of one step, with and without a summand, of operands in slots."""
+    """Results of one step's products, with and without a summand, for matrices in the slots of a batch."""
     y = empty_batch(batch.shape, products.operands, batch.device)
     y.copy_(batch / torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp(min=1e-30))
     y = products.rounded_(y)

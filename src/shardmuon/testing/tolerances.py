@@ -1,4 +1,4 @@
-"""The tolerances of the tests: counted roundings, or what the formula itself, written out in a dtype, is off by.
+"""Tolerances for tests: a number of roundings, or the error of the plain formula computed in a dtype.
 
 [Note: one rounding]
     A number stored in a dtype is off by at most u = eps / 2 of itself, the unit roundoff. So k operations, each rounded
@@ -9,17 +9,18 @@
     u sqrt(n) / 3 for positive ones. sqrt(n / 6) covers both, as long as n u is small.
 
 [Note: rounding of the steps]
-    How far rounding moves an orthogonalized matrix hangs on the matrix. So the formula is written out with plain
-    products, each rounded to the dtype (sums of half precision in fp32), run on the matrix with each element off by up
-    to a rounding, and compared with fp64: three times the largest of a few such errors is allowed, or three roundings
-    of the result for each step. fp64 has no better arithmetic beside it: its errors are those of fp32, in proportion.
-    The Gram form loses more on some spectra: 64 times as much is allowed (`test_gram.py` holds its worst case to 8).
+    How far rounding moves an orthogonalized matrix depends on the matrix. So the formula is computed with plain
+    products, each rounded to the dtype (sums of half precision in fp32), on the matrix with each element off by up to a
+    rounding, and compared with fp64. Three times the largest of a few such errors is allowed, or three roundings of the
+    result for each step if that is more. fp64 has no better arithmetic to compare with: its errors are derived from
+    those of fp32, in proportion. The Gram form loses more on some spectra: 64 times as much is allowed (`test_gram.py`
+    holds its worst case to 8).
 
 [Note: polar factors]
-    A library's SVD is exact for a matrix that is off by a small multiple of u ||X||; LAPACK calls the factor a modest
-    function of the shape, and the larger side is above what is seen. An error of norm e moves the polar factor by e
-    over the smallest singular value that counts at most (by 2 e / (s_i + s_j) between two directions), and the singular
-    vectors are orthogonal to the same multiple of u.
+    A library's SVD is exact for a matrix that is off by a small multiple of u ||X||. LAPACK calls that multiple a
+    modest function of the shape; the larger side is more than is seen in practice. An error of norm e moves the polar
+    factor by at most e over the smallest nonzero singular value (by 2 e / (s_i + s_j) between two directions), and the
+    singular vectors are orthogonal to the same multiple of u.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from shardmuon.auditing.reference import relative_error as relative_error
 
 Coefficients = Sequence[tuple[float, float, float]]
 
-KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5  # the default schedule, typed in: a second source
+KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5  # the default schedule, typed in as an independent source
 
 
 def roundoff(dtype: torch.dtype) -> float:
@@ -44,10 +45,10 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def sum_roundoff(
-    dtype: torch.dtype,  # in which the sum is kept
+    dtype: torch.dtype,  # in which the sum is accumulated
     num_terms: int,
 ) -> float:
-    """Error of a sum in terms of its own size, see [Note: one rounding]."""
+    """Error of a sum relative to its own size, see [Note: one rounding]."""
     return roundoff(dtype) * math.sqrt(num_terms / 6)
 
 
@@ -55,9 +56,9 @@ def sum_roundoff(
 
 
 def assert_bitwise(found: Any, expected: Any, what: str = "value") -> None:
-    """Every bit is the same: dtype, shape, signs of zeros, payloads of NaN. Takes tensors, and lists and dicts of them.
+    """Assert that all bits are equal: dtype, shape, signs of zeros, payloads of NaN. Takes tensors, lists and dicts.
 
-    For the same arithmetic on another layout, which must not change anything.
+    Use it for the same arithmetic on another layout, which must not change any bit.
     """
     if isinstance(expected, Mapping):
         assert list(found) == list(expected), f"{what}: found {list(found)}, expected {list(expected)}"
@@ -85,29 +86,29 @@ def _bytes(tensor: Tensor) -> Tensor:  # (elements, bytes)
 
 def assert_rounded(
     found: Any,  # a tensor or a number
-    expected: Any,  # the same in exact arithmetic, or rounded as often
+    expected: Any,  # the exact value, or one that was rounded, too
     *,
     roundings: float,
     dtype: torch.dtype | None = None,
     scale: Any = None,
     what: str = "value",
 ) -> None:
-    """Each element is within `roundings` roundings of `dtype` of the expected one.
+    """Assert that each element is within `roundings` roundings of `dtype` of the expected one.
 
     Args:
         found: A tensor or a number.
-        expected: What it should be.
-        roundings: How many operations were rounded on the way, those of both sides together; write the count as it
-            comes about. Sums of n terms count n - 1, or sqrt(n / 6) where errors may be taken as random.
-        dtype: In which they were rounded. Default: that of `found`, fp64 for numbers.
-        scale: What the roundings are relative to, where terms cancel: the sum of the terms' absolute values. Default:
-            the expected value.
-        what: For the message.
+        expected: The expected value.
+        roundings: Number of rounded operations on both sides together; write it as the expression that it comes from.
+            Sums of n terms count n - 1, or sqrt(n / 6) where errors may be taken as random.
+        dtype: Dtype to which they were rounded. Default: the dtype of `found`, fp64 for numbers.
+        scale: Size that the roundings are relative to, where terms cancel: the sum of the terms' absolute values.
+            Default: the expected value.
+        what: Name of the value in the error message.
     """
     dtype = dtype or (found.dtype if isinstance(found, Tensor) else torch.float64)
     a, b = _double(found), _double(expected)
     assert a.shape == b.shape, f"{what}: found shape {tuple(a.shape)}, expected {tuple(b.shape)}"
-    same = (a == b) | (a.isnan() & b.isnan())  # infinities, too
+    same = (a == b) | (a.isnan() & b.isnan())  # also equal infinities
     size = (b if scale is None else _double(scale)).abs()
     allowed = roundings * (roundoff(dtype) * size + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
     wrong = ~(same | ((a - b).abs() <= allowed))
@@ -120,7 +121,7 @@ def assert_rounded(
 
 
 def assert_near(found: Tensor, expected: Tensor, bound: float, what: str = "value") -> None:
-    """||found - expected|| is at most `bound` of ||expected||. The bound comes from a function of this module."""
+    """Assert that ||found - expected|| is at most `bound` * ||expected||. A function of this module gives the bound."""
     assert found.shape == expected.shape, f"{what}: found shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
     difference = relative_error(_double(found), _double(expected))
     assert difference <= bound, f"{what}: off by {difference:.3g} of its norm, allowed {bound:.3g}"
@@ -139,7 +140,7 @@ def _steps_written_out(
     coefficients: Coefficients,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # (rows, cols) fp64
-    """The steps as the formula reads, every product rounded to `dtype`."""
+    """Compute the steps as the formula reads, with every product rounded to `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
 
     def rounded(x: Tensor) -> Tensor:
@@ -157,21 +158,21 @@ def _steps_written_out(
 def orthogonalization_bound(
     coefficients: Coefficients,
     dtype: torch.dtype,
-    matrix: Tensor | None = None,  # (rows, cols): what is orthogonalized; any scale
+    matrix: Tensor | None = None,  # (rows, cols): the input, at any scale
     *,
     gram: bool = False,
 ) -> float:
-    """Largest error (Frobenius norm, not relative) of a matrix orthogonalized with products of `dtype`.
+    """Upper bound of the error (Frobenius norm, not relative) of orthogonalization with products of `dtype`.
 
-    See [Note: rounding of the steps]. Without the matrix every product of every step is rounded once, and each rounding
-    enlarged by the slope at zero. `gram`: by the Gram form.
+    See [Note: rounding of the steps]. Without a matrix, every product of every step counts one rounding, amplified by
+    the slope at zero. `gram` is True for the Gram form.
     """
     unit = roundoff(dtype)
     if matrix is None:
         return 3 * len(coefficients) * math.prod(a for a, _, _ in coefficients) * unit
     low = torch.float32 if dtype == torch.float64 else dtype
     exact, error = _steps_written_out(matrix, coefficients), 0.0
-    for seed in range(2 if matrix.numel() > 10_000 else 8):  # small ones are off by chance, and cheap
+    for seed in range(2 if matrix.numel() > 10_000 else 8):  # small matrices vary more by chance, and are cheap
         nudges = torch.rand(matrix.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1
         found = _steps_written_out(_double(matrix) * (1 + roundoff(low) * nudges), coefficients, low)
         error = max(error, 3 * float((found - exact).norm()) * unit / roundoff(low))
@@ -188,9 +189,9 @@ def polar_bound(
     matrix: Tensor,  # (rows, cols)
     rank: int | None = None,
 ) -> float:
-    """Largest error (Frobenius norm) of a polar factor by an SVD in fp64, see [Note: polar factors].
+    """Upper bound of the error (Frobenius norm) of a polar factor by an SVD in fp64, see [Note: polar factors].
 
-    `rank`: how many singular values are not zero. Default: all.
+    `rank`: number of nonzero singular values. Default: all.
     """
     values = torch.linalg.svdvals(_double(matrix))[:rank]
     condition = float(values[0] / values[-1])
@@ -203,22 +204,22 @@ def assert_same_orthogonalization(
     *,
     dtype: torch.dtype,
     coefficients: Coefficients = KELLER,
-    matrix: Tensor,  # (rows, cols): what was orthogonalized
+    matrix: Tensor,  # (rows, cols): the input of the orthogonalization
     gram: bool = False,
     exact: bool = False,
     what: str = "result",
 ) -> None:
-    """Two results of the same steps agree within the rounding of their products.
+    """Assert that two results of the same steps agree within the rounding of their products.
 
     Args:
-        found: Computed with products of `dtype`.
-        expected: So too, or with `exact` in fp64 by another way.
+        found: Result with products of `dtype`.
+        expected: Another such result, or with `exact` one computed in fp64 in another way.
         dtype: Dtype of the products.
         coefficients: Coefficients of each step.
-        matrix: What was orthogonalized.
-        gram: By the Gram form.
-        exact: Whether the rounding of `expected` may be left out.
-        what: Words for the message.
+        matrix: The input of the orthogonalization.
+        gram: True for the Gram form.
+        exact: True if no rounding of `expected` needs to be allowed for.
+        what: Name of the result in the error message.
     """
     sides = 1 if exact else 2
     bound = sides * orthogonalization_bound(coefficients, dtype, matrix, gram=gram)
@@ -228,42 +229,44 @@ def assert_same_orthogonalization(
 
 
 def recovered_update(before: Tensor, after: Tensor, lr: float, decay: float) -> Tensor:
-    """The update that a step applied, from the weights around it, in fp64: (before * decay - after) / lr."""
+    """Recover the update of a step from the weights before and after it, in fp64: (before * decay - after) / lr."""
     return (before.detach().double() * decay - after.detach().double()) / lr
 
 
 def assert_same_update(
-    found: Tensor,  # (rows, cols): the weights after the step
-    expected: Tensor,  # (rows, cols): the same, of the run it is compared with
+    found: Tensor,  # (rows, cols): weights after the step
+    expected: Tensor,  # (rows, cols): weights after the step of the other run
     *,
-    before: Tensor,  # (rows, cols): the weights before it
+    before: Tensor,  # (rows, cols): weights before both steps
     lr: float,
     weight_decay: float = 0.0,
     scale: float = 1.0,
     dtype: torch.dtype,
     coefficients: Coefficients = KELLER,
-    matrix: Tensor | None = None,  # (rows, cols): what was orthogonalized
+    matrix: Tensor | None = None,  # (rows, cols): the input of the orthogonalization
     exact: bool = False,
     what: str = "update",
 ) -> None:
-    """Two steps applied the same update: (before * decay - after) / lr is compared, which a small lr cannot hide.
+    """Assert that two steps applied the same update: compares (before * decay - after) / lr, which a small lr cannot
+    hide.
 
-    The bound is that of `assert_same_orthogonalization`, times `scale`, and what storing weights adds: the decayed
+    The bound is that of `assert_same_orthogonalization` times `scale`, plus the rounding of stored weights: the decayed
     weight and the difference are each rounded once, so each side's recovered update is off by at most
     2 u ||weights|| / lr.
 
     Args:
         found: Weights after the step.
-        expected: Weights after the step that is right.
-        before: Weights before both.
+        expected: Weights after the correct step.
+        before: Weights before both steps.
         lr: Learning rate.
-        weight_decay: Decoupled, times lr.
-        scale: By which the orthogonalized matrix is multiplied beside lr ("match_rms_adamw", ...).
+        weight_decay: Decoupled weight decay, multiplied by lr.
+        scale: Factor of the orthogonalized matrix besides lr ("match_rms_adamw", ...).
         dtype: Dtype of the products.
         coefficients: Coefficients of each step.
-        matrix: What was orthogonalized. Without it the bound holds for any matrix, and is hundreds of times wider.
-        exact: Whether `expected` was computed in exact arithmetic (weights are still stored in its dtype).
-        what: Words for the message.
+        matrix: The input of the orthogonalization. Without it the bound holds for any matrix, and is hundreds of times
+            wider.
+        exact: True if `expected` was computed in exact arithmetic (its weights are still stored in its dtype).
+        what: Name of the update in the error message.
     """
     one, other = (recovered_update(before, after, lr, 1 - lr * weight_decay) for after in (found, expected))
     products = orthogonalization_bound(coefficients, dtype, matrix)
