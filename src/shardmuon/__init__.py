@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 
 def _summary(plan: _Plan) -> list[str]:
-    """Lines of a printed plan on what is counted and priced. What makes them is imported when a plan is printed."""
+    """Lines of a printed plan with its counts and prices. Imports the pricing code only when a plan is printed."""
     from shardmuon.foresight.pricing import summary
 
     return summary(plan)
