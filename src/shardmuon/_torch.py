@@ -214,7 +214,7 @@ def local_if_any(tensor: Tensor) -> Tensor:
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factors: Tensor | Sequence[Tensor] | Sequence[float]) -> None:
-    """Multiply each tensor in place, by one 0-dim tensor or by its own entry in a list of tensors or numbers.
+    """Multiply tensors in place: all by one 0-dim tensor, or each by its entry in a list of tensors or numbers.
 
     A single Python number is not accepted: CPUs would round it to the tensor's dtype first.
     """

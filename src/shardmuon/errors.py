@@ -105,8 +105,8 @@ def raised_at(error: BaseException, name: str) -> None:
 
 
 def fault_text(error: BaseException, where: str = "") -> str:
-    """Text about an exception that is sent to the other ranks. `where` is put first, except for a ValueError, whose
-    message names the place already."""
+    """Text about an exception that is sent to the other ranks. Begins with `where`, unless the exception is a
+    ValueError: its message names the place already."""
     where = error.__dict__.get("_shardmuon_at", where)
     text = str(error)
     if isinstance(error, ValueError) and text:

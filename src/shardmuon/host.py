@@ -141,7 +141,8 @@ _HOSTS: list[type[Host]] = []
 
 
 def register(host: type[Host]) -> None:
-    """Register a host class for all optimizers made from now on. It is asked before those registered earlier."""
+    """Register a host class for all optimizers made from now on. New classes are asked before those registered
+    earlier."""
     _HOSTS.insert(0, host)
 
 

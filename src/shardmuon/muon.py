@@ -118,7 +118,7 @@ class Core:
         self._forget_process()
 
     def _forget_process(self) -> None:
-        """Reset everything that belongs to one process."""
+        """Reset all attributes that belong to one process: the plan, component, caches and hosts."""
         self.binding: Binding | None = None
         self.component: Ranks | None = None
         self.world = current_world()  # in which `component` holds
@@ -550,7 +550,7 @@ class Muon(Core, Optimizer):
             with torch.enable_grad():
                 loss = closure()
         fault, instead, host = Fault(), None, None
-        with fault:  # the other ranks must hear of it
+        with fault:  # the other ranks must hear of errors raised here
             imported = sys.modules.keys()
             for one in self.hosts:
                 if one.packages is not None and imported.isdisjoint(one.packages):
@@ -582,7 +582,7 @@ class Muon(Core, Optimizer):
 
     @property
     def _host(self) -> Host:
-        """The host whose tensors are in the groups, else that of a plain training loop."""
+        """The active host, or a plain `Host` if the groups hold the user's parameters."""
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:

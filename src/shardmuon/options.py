@@ -88,7 +88,7 @@ _CHECKS: dict[str, _FaultOf] = {
     "adjust_lr_fn": _scale_fault,
     "ns_steps": _whole_number(99),
     **dict.fromkeys(("use_muon", "nesterov", "transposed"), _TRUTH),
-    # options of groups made by torch optimizers that would change what is computed here
+    # options in groups of torch optimizers, refused if their value would need another update rule
     "maximize": _only(False, "this optimizer minimizes"),
     "amsgrad": _only(False, "AdamW here keeps no largest second moment"),
     "decoupled_weight_decay": _only(True, "AdamW here is no Adam whose decay goes through the moments"),
@@ -142,7 +142,7 @@ class MuonConfig:
         return Chooser(self.method, self.ns_dtype)
 
     def keeper(self) -> Keeper:
-        """A keeper of momentum."""
+        """The object that stores momentum."""
         return Keeper(self.momentum_dtype, self.momentum_device, self.stochastic_rounding)
 
     def text(self) -> str:

@@ -15,8 +15,8 @@ from shardmuon.plan.items import Bucket, Item, Policy, Spec
 from shardmuon.plan.owners import draft_of, each_for_itself, with_owners
 from shardmuon.texts import table
 
-_NO_GAIN = 102  # percent: replicas share work unless that takes at least this much of the time of working separately
-_LATENCIES = 3  # latencies between nodes that working separately must save at least
+_NO_GAIN = 102  # percent: replicas share work unless sharing takes at least this much of the time of working separately
+_LATENCIES = 3  # working separately must save at least so many latencies between nodes
 
 
 @dataclass(frozen=True)

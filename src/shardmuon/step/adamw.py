@@ -45,10 +45,11 @@ class Row(NamedTuple):
 def step_adamw(
     groups: Sequence[Mapping[str, Any]],
     state: MutableMapping[Tensor, dict[str, Any]],  # missing entries are created
-    engines: Callable[[], set[Engine]],  # of the Muon parameters that have gradients in this step
-    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # number of a group -> its rows; None: unknown
+    engines: Callable[[], set[Engine]],  # returns the engines of Muon parameters with gradients in this step
+    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # index of a group -> its rows; None: unknown
 ) -> None:
-    """Step the groups with use_muon=False. Element-wise, so no rank needs another. Waits for no accelerator."""
+    """Step the groups with use_muon=False. AdamW is element-wise, so ranks need no data from each other. Does not
+    synchronize with accelerators."""
     for number, group in enumerate(groups):
         if group["use_muon"]:
             continue

@@ -1,5 +1,5 @@
 """A plan bound to this rank's parameters, cached until parameters, layouts or options change, and the specs that plans
-are made from. Both running jobs and `shardmuon plan`, which simulates one, make their specs here.
+are made from. Both running jobs and the command `shardmuon plan`, which needs no job, make their specs here.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ Exchange = Callable[[Tensor, Ints, Ints], Pending]  # send buffer, elements to e
 
 
 class Kernel(NamedTuple):
-    """Means to orthogonalize the matrices of all buckets.
+    """Device and watch used to orthogonalize the matrices of all buckets.
 
     Attributes:
         device: Device that orthogonalizes; None: the device of a bucket's wires.
@@ -128,7 +128,7 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
         traffic: Counters of exchanges and matrices, updated in place.
 
     Raises:
-        ExchangeError: Something failed in the middle; names the bucket and the operation.
+        ExchangeError: This rank or another one failed in the middle; names the bucket and the operation.
     """
     runs: dict[int, Iterator[None]] = {}
     bounds = buckets.bounds
@@ -139,7 +139,7 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
                 group = group_for(bound.program.bucket.ranks) if bound.moves else None
                 runs[i] = run_owners(bound, work, kernel, partial(start, group, traffic))
                 traffic.orthogonalized += bound.num_owned
-            next(runs[i], None)  # its last turn ends it
+            next(runs[i], None)  # the generator ends with the last turn
         except ExchangeError:
             raise
         except Exception as error:

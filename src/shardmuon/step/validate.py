@@ -59,8 +59,8 @@ class Proposal(Work):
     presence: int = 0
 
     def hear(self, binding: Binding, presence: int) -> None:
-        """Take over the vote's result for parameters of which this rank stores nothing: step those with a gradient on
-        other ranks, leave out the rest."""
+        """Apply the vote's result to parameters of which this rank stores nothing: step those with a gradient on other
+        ranks, leave out the rest."""
         for number in binding.elsewhere:
             if presence >> binding.bits[number] & 1:
                 self.states[number] = READY
@@ -266,7 +266,7 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
         raise ValueError(f"its {STEP} is {steps!r}, not a tensor of one element. {_LOAD}")
 
 
-# ------------------------------------------------------------------------------------ what ranks must have alike
+# ------------------------------------------------------------------------------------ comparison between ranks
 
 
 def digests_of(binding: Binding, proposal: Proposal, due: str) -> dict[Ranks, bytes]:
