@@ -217,7 +217,7 @@ class Core:
                 proposal.grads[number] = engine.storage(engine.align(param.grad, param))
 
     def _audit(self, binding: Binding, proposal: Proposal) -> StepAudit:
-        """Begin an audit of this step. Collective; never raises."""
+        """Begin an audit of this step, and return it. Collective; never raises."""
         from shardmuon.auditing.live import StepAudit
 
         audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)

@@ -8,11 +8,11 @@ from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 
 Route = Literal["local", "owner"]
-Key = tuple[int, int]  # of a matrix: parameter, matrix
+Key = tuple[int, int]  # index of a parameter, index of the matrix in it
 
 
 class Kept(NamedTuple):
-    """State tensor of one stage for one parameter, fp32, with a row of values for each matrix.
+    """State tensor (fp32) of one variant stage for one parameter, with a few values for each matrix.
 
     Attributes:
         layout: Layout of the state tensor. Its matrices have shape 1 x n, one for each matrix of the parameter, and a
@@ -106,7 +106,7 @@ class Item(NamedTuple):
         return self.rows * self.cols
 
     def owner_for(self, layout: ParamLayout, rank: int) -> int:
-        """The owner that sends a rank its results."""
+        """The owner whose results a rank gets: the one in its own replica if each replica has an owner."""
         return self.owners[layout.replica_of[rank]] if len(self.owners) > 1 else self.owners[0]
 
 
@@ -134,5 +134,5 @@ class Bucket(NamedTuple):
 
     @property
     def exchange(self) -> bool:
-        """False if nothing moves."""
+        """True if the bucket's matrices are exchanged between ranks."""
         return self.route != "local"

@@ -81,7 +81,7 @@ class Plan:
 
 
 def _rows(plan: Plan) -> str:
-    """The table of matrices, bucket by bucket."""
+    """Text table of a plan's matrices, bucket by bucket."""
     rows = [("matrix", "shape", "route", "owner", "bucket", "method", "held by")]
     for number, bucket in enumerate(plan.buckets):
         for item in (plan.items[n] for n in bucket.items):
@@ -93,7 +93,7 @@ def _rows(plan: Plan) -> str:
 
 
 def _balance(plan: Plan) -> list[str]:
-    """Lines on the most loaded rank and on idle ranks."""
+    """Lines for the printed plan on the most loaded rank and on idle ranks."""
     lines, loads = [], plan.loads()
     if any(loads.values()):
         mean = sum(loads.values()) / len(loads)

@@ -37,7 +37,7 @@ class BatchStages:
 
     def before(
         self,
-        products: torch.dtype | None,  # None: torch.optim.Muon's
+        products: torch.dtype | None,  # dtype of the products; None: as torch.optim.Muon
     ) -> tuple[Tensor, bool]:  # (B, rows, cols) in slots, and True if their norms are 1
         """Run the stages before the orthogonalization, on a CPU one matrix at a time. They overwrite the batch, unless
         it is half precision and the products have another dtype: then they run on an fp32 copy."""
@@ -56,7 +56,7 @@ class BatchStages:
         on the batch, since layouts batch differently."""
         return fed == products or not self._after
 
-    def finish(self, out: Tensor) -> None:  # (B, rows, cols), written to
+    def finish(self, out: Tensor) -> None:  # (B, rows, cols), may be overwritten
         """Run the stages after the orthogonalization, then write results to the batch and changed state back to its
         storage."""
         if self._after:

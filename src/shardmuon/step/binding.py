@@ -111,7 +111,7 @@ class Binding(Agreed):
         self.bits, self.num_bits = dict[int, int](), 0
         homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
         shapes, buckets = self.shapes, list(zip(self.buckets, homes, strict=True))
-        # caches for two sets of parameters, all and the last step's; a third of those with new norms for `weight_sets`
+        # cache two selections of parameters: all, and the last step's; `weight_sets` also those with new norms
         self.buckets_without = lru_cache(maxsize=2)(partial(_buckets, plan, rank, shapes, buckets, ns_device))
         self.weight_sets = lru_cache(maxsize=3)(partial(_weight_sets, plan, rank, shapes, self.on_weights))
 
@@ -177,7 +177,7 @@ def _lacking(table: Table, number: int) -> bool:
 
 
 def _holders(layout: ParamLayout) -> Ranks:
-    """The ranks that store any of a tensor."""
+    """The ranks that store at least one piece of a tensor."""
     return tuple(rank for rank, pieces in layout.pieces.items() if pieces)
 
 
@@ -358,7 +358,7 @@ def fingerprint(storage: Tensor) -> int:
     # padded to whole words and copied to aligned memory, as a view as int64 requires
     words = torch.cat([flat, flat.new_zeros(-len(flat) % (8 // flat.element_size()))]).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # intermediate results stay in a CPU's cache
+    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # small on CPUs: temporaries stay in the cache
     for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
         total += mix_(places.mul_(GAMMA).add_(part)).sum()  # wraps around modulo 2**64

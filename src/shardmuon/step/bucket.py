@@ -60,7 +60,7 @@ class Bound:
         moves: True if anything is exchanged.
         choices: How each batch is orthogonalized.
         like_torch: See `apply_results`.
-        own: Tiles of matrices that this rank owns.
+        own: This rank's tiles of matrices that it owns.
         gathered, scattered, late: Tiles that this rank sends in the gather, receives in the scatter, receives in the
             relay.
         held: Tiles that are updated after the scatter: `own` and `scattered`.
@@ -198,7 +198,7 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    came: Tensor | None = None,  # 1-D: from the scatter, for the relay
+    came: Tensor | None = None,  # 1-D: receive buffer of the scatter, needed for the relay
 ) -> Tensor:  # 1-D: send buffer of the scatter or the relay
     """Pack results and stage state to be sent to other ranks."""
     send = bound.buffer(wire.sent)
@@ -245,4 +245,4 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
             stages.finish(out)
         elif out is not x:
             x.copy_(out)
-        del stages, fed, out  # may be wider than the wire, and the next batch needs room
+        del stages, fed, out  # possibly wider than the wire: free memory for the next batch

@@ -22,7 +22,7 @@ from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping, stages_o
 
 Settled = MutableMapping[Tensor, bool]  # state tensors of stages on weights that some step has checked
 
-KEPT_DTYPE = torch.float32  # whatever weights and products are
+KEPT_DTYPE = torch.float32  # for weights and products of any dtype
 
 
 def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
@@ -79,7 +79,7 @@ def stored_kept(
     return tuple(found)
 
 
-CARRIED = "kept_state"  # in a saved group: name, or position among its parameters -> key -> tensor
+CARRIED = "kept_state"  # key in a saved group; its value maps parameter names or positions to dicts key -> tensor
 
 
 def kept_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ def carry(group: MutableMapping[str, Any], kept: Mapping[str, Mapping[str, Tenso
 
 def carry_by_position(
     groups: Sequence[Mapping[str, Any]],  # the optimizer's
-    saved: Mapping[str, Any],  # its state dict, changed
+    saved: Mapping[str, Any],  # the optimizer's state dict, changed in place
     carries: Callable[[Tensor], bool] = lambda param: True,
 ) -> None:
     """Move stage state from a state dict's state into its groups, keyed by the parameter's position in the group."""
@@ -119,8 +119,8 @@ def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[s
 
 
 def with_carried(
-    entries: Mapping[Any, Any],  # parameter's key -> its state
-    groups: Sequence[Mapping[str, Any]],  # saved ones
+    entries: Mapping[Any, Any],  # saved state: a parameter's key -> its state
+    groups: Sequence[Mapping[str, Any]],  # saved groups
 ) -> Mapping[Any, Any]:
     """Copy of a saved state, completed with the stage state that its groups carry."""
     found = dict(entries)

@@ -115,7 +115,7 @@ class Settings:
     @cached_property
     def text(self) -> str:
         """Text of the settings, for comparison between ranks; shows a callable by name instead of by address."""
-        function: Any = getattr(self.adjust_lr_fn, "__wrapped__", self.adjust_lr_fn)  # see `settings_of`
+        function: Any = getattr(self.adjust_lr_fn, "__wrapped__", self.adjust_lr_fn)  # without its cache
         scale = getattr(function, "__qualname__", type(function).__name__) if callable(function) else function
         # an fp64 tensor counts as a float
         kind = self.given_lr.dtype if isinstance(self.given_lr, Tensor) else torch.float64
@@ -228,7 +228,7 @@ def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
 def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     """Add missing options to a group, in place: both Muon's and AdamW's, since `use_muon` may change."""
     for key, value in [*defaults.items(), *GROUP_DEFAULTS.items(), *ADAMW_DEFAULTS.items()]:
-        if key != "differentiable":  # torch's own
+        if key != "differentiable":  # set by torch.optim.Optimizer itself
             group.setdefault(key, value)
 
 

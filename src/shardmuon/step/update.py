@@ -139,7 +139,7 @@ class Side:
         return cast("list[Tensor]", found)
 
     def on(self, buffer: Tensor) -> list[Tensor]:
-        """Each tile as a view of the buffer, in the shape that `of` gives it."""
+        """Each tile as a view of the buffer, with the same shape as from `of`."""
         found: list[Tensor] = []
         for row in self._rows:
             found += buffer.as_strided(*row).unbind(0)
@@ -181,8 +181,8 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
 
 
 class KeptSide:
-    """Stage state of some matrices: its place in this rank's state tensors, and on a wire if it is sent. Cached between
-    steps; holds no tensor."""
+    """Places of the stage state of some matrices in this rank's state tensors, and on a wire if it is sent. Cached
+    between steps; holds no tensor."""
 
     def __init__(self, plan: Plan, loads: Sequence[KeptLoad]) -> None:
         self._loads = tuple(loads)
@@ -290,7 +290,7 @@ def apply_results(
     *,
     like_torch: bool,  # use torch.optim.Muon's own operations where the options allow
 ) -> None:
-    """Decay and update the weights of a side's tiles."""
+    """Apply weight decay and the orthogonalized updates to the weights of a side's tiles."""
     if not side.loads:
         return
     weights = side.of(work.weights)
@@ -410,7 +410,7 @@ def decay_agreeing_(
     agreement: Tensor,  # same shape: positive where weight and update agree
     factor: float,
 ) -> None:
-    """W <- factor W where `agreement` is positive; elsewhere, and where it is NaN, W stays."""
+    """W <- factor W where `agreement` is positive; W is unchanged elsewhere, also where `agreement` is NaN."""
     # where(.., factor, 1.0) would be fp32 for weights of any dtype
     weight.copy_(torch.where(agreement > 0, weight * factor, weight))
 
@@ -418,8 +418,8 @@ def decay_agreeing_(
 def apply_like_torch_(
     param: Tensor,  # local view, any shape with its elements in the patch's order; updated in place
     update: Tensor,  # same number of elements, bf16
-    lr: float | Tensor,  # a tensor of any number of dims, with one element
-    scale: float,  # of the whole matrix
+    lr: float | Tensor,  # a tensor must have one element, in any number of dims
+    scale: float,  # factor on lr for the whole matrix's shape
     patch: Patch,
     shape: tuple[int, int],  # of the whole matrix
     *,

@@ -280,7 +280,7 @@ def digests_of(binding: Binding, proposal: Proposal, due: str) -> dict[Ranks, by
     return found
 
 
-ProposalLine = tuple[str, str, str]  # name of a parameter; one of the words of `STATES`; dtypes, state and options
+ProposalLine = tuple[str, str, str]  # parameter name; gradient state, a word of `STATES`; text of dtypes and options
 
 
 def lines_of(binding: Binding, proposal: Proposal, ranks: Ranks, due: str) -> list[ProposalLine]:
