@@ -64,7 +64,8 @@ class Host:
         return False
 
     def adding(self) -> None:
-        """React to a group that is about to be added. Raises ValueError if Muon would lose state or options by it."""
+        """React to a group that is about to be added. Raises ValueError if the group no longer tells which parameters
+        go to Muon and which to AdamW."""
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """React to a group that has been added. `names`: names of its parameters."""
