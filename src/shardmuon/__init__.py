@@ -1,6 +1,6 @@
 """One Muon optimizer for PyTorch: the same update, bit for bit, however the weights are sharded."""
 
-from shardmuon import frameworks as frameworks  # registers their hosts and engines
+from shardmuon import frameworks as frameworks  # registers the frameworks' hosts and engines
 from shardmuon.auditing import AuditError as AuditError
 from shardmuon.auditing import AuditWarning as AuditWarning
 from shardmuon.auditing import audit as audit
@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 
 def _summary(plan: _Plan) -> list[str]:
-    """Lines of a printed plan on what is counted and priced. What makes them is imported when a plan is printed."""
+    """Lines of a printed plan with its counts and prices. Imports the pricing code only when a plan is printed."""
     from shardmuon.foresight.pricing import summary
 
     return summary(plan)

@@ -1,5 +1,5 @@
-"""Private and renamed names of torch that this package uses, with the versions in which they change. Those of DTensors
-and FSDP1 are in layout/engines/."""
+"""Private and renamed torch APIs that this package uses, with the versions in which they change. Those of DTensor and
+FSDP1 are in layout/engines/."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from datetime import timedelta
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # types that are surely no DTensor
+_PLAIN = (Tensor, torch.nn.Parameter)  # exact types, which are never DTensors
 
 
 def is_bare(tensor: Tensor) -> bool:
-    """True for a plain tensor or parameter without attributes, on which nothing says which framework it belongs to."""
+    """True for a plain tensor or parameter without attributes, that is, without a sign of a framework that owns it."""
     return type(tensor) in _PLAIN and not tensor.__dict__
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """`isinstance(value, DTensor)`, without importing torch.distributed.tensor (1 s) where nobody has."""
+    """`isinstance(value, DTensor)`, without importing torch.distributed.tensor (1 s) if it is not imported yet."""
     if type(value) in _PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -46,18 +46,18 @@ def strided_shard() -> Any:
     return _StridedShard
 
 
-CPU_BF16 = "SHARDMUON_CPU_BF16"  # "0" or "1": what the tests make of this CPU, whatever it is; see CONTRIBUTING.md
+CPU_BF16 = "SHARDMUON_CPU_BF16"  # environment variable for tests, "0" or "1": overrides detection; CONTRIBUTING.md
 
 
 @lru_cache(maxsize=1)
 def cpu_has_bf16_matmul() -> bool:
     """True if this CPU multiplies bf16 matrices in hardware (AVX512-BF16, AMX).
 
-    Elsewhere torch emulates bf16 products at 1/10 to 1/80 of the fp32 rate. The environment variable `CPU_BF16` makes
-    the package believe otherwise; it is read once.
+    Elsewhere torch emulates bf16 products at 1/10 to 1/80 of the fp32 rate. The environment variable `CPU_BF16`
+    overrides the detection; it is read once.
 
     Raises:
-        ValueError: The variable is neither "0" nor "1".
+        ValueError: The variable is set to neither "0" nor "1".
     """
     told = os.environ.get(CPU_BF16) or str(int(torch.cpu._is_avx512_bf16_supported()))
     if told not in ("0", "1"):
@@ -71,13 +71,14 @@ def cpu_has_amx() -> bool:
 
 
 def mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right of half batches with the fp32 sums kept. torch has `out_dtype` on CUDA only (2.8 .. 2.13)."""
+    """left @ right of half-precision matrices or batches, returned in fp32. torch has `out_dtype` on CUDA only (2.8 ..
+    2.13)."""
     if left.is_cuda:
         return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
-_EXACT: dict[str, dict[str, Any]] = {  # kind of device -> flags of its products
+_EXACT: dict[str, dict[str, Any]] = {  # device type -> flags of its matmul backend
     "cpu": {"fp32_precision": "ieee"},
     "cuda": {
         "fp32_precision": "ieee",
@@ -90,10 +91,10 @@ _EXACT: dict[str, dict[str, Any]] = {  # kind of device -> flags of its products
 
 @contextmanager
 def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
-    """Matrix products with the same bits whatever the process has set: no TF32, no bf16 passes, sums in fp32, and no
+    """Make matrix products independent of the process's settings: no TF32, no bf16 passes, sums in fp32, and no
     autocast, which would change their dtype.
 
-    The flags are global; they are put back at the end. With `flags` False they stay as they are.
+    The flags are global and restored at the end. With `flags` False only autocast is disabled.
     """
     matmul: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
     wanted = _EXACT[device.type] if flags and device.type in _EXACT else {}
@@ -111,15 +112,15 @@ def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
 
 
 def _foreach(operation: Callable[..., Any], *columns: Sequence[Tensor], **others: Any) -> Sequence[Tensor]:
-    """A list operation of torch on rows, one tensor of each column: what it makes of each, nothing if it is in place.
+    """Apply a `torch._foreach_*` operation to lists of tensors. Returns its results; none if it works in place.
 
-    On accelerators torch launches one kernel for a list whose tensors are dense, of one dtype in each column, and of
-    the sizes and strides of their partners; as soon as one is not, it launches one for each tensor of the list
-    (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). So rows that are not go by themselves.
+    On accelerators torch launches one kernel for whole lists if all tensors are dense, each list has one dtype, and
+    tensors at the same index have equal sizes and strides; if any does not, it launches one kernel per tensor
+    (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). So tensors that would break this go in separate calls.
     """
     if not columns[0]:
         return ()
-    if columns[0][0].device.type == "cpu" or _go_together(columns):  # a CPU goes through lists row by row
+    if columns[0][0].device.type == "cpu" or _go_together(columns):  # a CPU processes lists tensor by tensor anyway
         made: Sequence[Tensor] | None = operation(*map(list, columns), **others)
         return made or ()
     alike: dict[tuple[object, ...], list[int]] = {}
@@ -137,9 +138,9 @@ _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype"
 
 
 def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """True if all rows surely can go into one call; false if each row must be looked at. Settles most lists of a step
-    in a fraction of the time that looking at each row takes. Contiguous tensors of one shape have the same strides, but
-    for dims of size 1."""
+    """Quick check that one call can take these lists; False if the tensors must be checked index by index. Settles most
+    lists of a step in a fraction of that time. Contiguous tensors of one shape have equal strides, except in dims of
+    size 1."""
     shapes = list(map(_shape_of, columns[0]))
     return (
         all(all(map(Tensor.is_contiguous, column)) and len(set(map(_dtype_of, column))) == 1 for column in columns)
@@ -149,33 +150,34 @@ def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def is_dense(t: Tensor) -> bool:
-    """True if the tensor's elements, of which no two share memory, fill a stretch of it, in any order of dims."""
+    """True if the tensor's elements fill a stretch of memory without gaps, in any order of dims. Assumes that no two
+    elements overlap."""
     extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.is_contiguous() or extent + 1 == t.numel()
 
 
-# Of each row; they change the first column.
+# Element-wise on lists of tensors; the first list is changed in place.
 foreach_lerp_ = partial(_foreach, torch._foreach_lerp_)  # (start, end, weight=): `Tensor.lerp_`
 foreach_add_ = partial(_foreach, torch._foreach_add_)  # (tensors, others, alpha=): `Tensor.add_`
 foreach_copy_ = partial(_foreach, torch._foreach_copy_)  # (targets, sources): `Tensor.copy_`, dtypes may differ
 
 
 def foreach_lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> Sequence[Tensor]:
-    """`start + weight * (end - start)` for each pair, as `torch.lerp` computes it."""
+    """`torch.lerp` of each pair of tensors: `start + weight * (end - start)`."""
     return _foreach(torch._foreach_lerp, start, end, weight=weight)
 
 
 def foreach_scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """`Tensor.mul_` of each tensor with a number. All fp32, or all fp64."""
-    if tensors[0].device.type == "cpu":  # where of a number a tensor would be made for each
+    """Multiply each tensor by a number, in place. The tensors are all fp32 or all fp64."""
+    if tensors[0].device.type == "cpu":  # torch would convert a number to a tensor once per tensor of the list
         torch._foreach_mul_(list(tensors), torch.tensor(factor, dtype=tensors[0].dtype, device="cpu"))
         return
     _foreach(lambda alike: torch._foreach_mul_(alike, factor), tensors)
 
 
 def foreach_to(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Each tensor in `dtype`, by default its partner's: itself, or new memory that lies as its partner's, so that they
-    go together in further lists."""
+    """Convert each tensor to `dtype`, by default the dtype of its partner in `like`. Converted tensors get their
+    partner's strides, so that both can go into one list operation; others are returned as they are."""
     found = list(tensors)
     others = [i for i, t in enumerate(tensors) if t.dtype != (dtype or like[i].dtype)]
     for i in others:
@@ -185,7 +187,8 @@ def foreach_to(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.d
 
 
 def never_compiled(function: _F) -> _F:
-    """Run as it is inside `torch.compile`: tracing a step would recompile for every shape of matrix it meets.
+    """Decorator: run the function uncompiled inside `torch.compile`, which would recompile a step for every matrix
+    shape.
 
     `torch.compiler.disable` does the same but imports the compiler at once, which takes seconds.
     """
@@ -195,48 +198,48 @@ def never_compiled(function: _F) -> _F:
 def foreach_norm(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, ...]:  # 0-dim each
-    """`torch.linalg.vector_norm` of each tensor, accumulated and returned in this dtype."""
+    """`torch.linalg.vector_norm` of each tensor, accumulated and returned in `dtype`."""
     return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=dtype)))
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """One new 1-D tensor with all elements of these tensors, which are of one device and dtype."""
+    """One new 1-D tensor with all elements of these tensors, which share one device and dtype."""
     return torch._C._nn.flatten_dense_tensors(list(tensors))
 
 
 def local_if_any(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor, any other tensor itself."""
+    """The local tensor of a DTensor; any other tensor is returned as it is."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factors: Tensor | Sequence[Tensor] | Sequence[float]) -> None:
-    """`Tensor.mul_` of each tensor with one 0-dim tensor, or with a tensor or a number of its own.
+    """Multiply tensors in place: all by one 0-dim tensor, or each by its entry in a list of tensors or numbers.
 
-    One Python number for all would not do: CPUs then round it to the tensor's dtype first.
+    A single Python number is not accepted: CPUs would round it to the tensor's dtype first.
     """
     torch._foreach_mul_(list(tensors), factors if isinstance(factors, Tensor) else list(factors))  # type: ignore[arg-type]
 
 
 def names_in(model: torch.nn.Module) -> dict[int, str]:
-    """id of each parameter -> its name in torch's state dicts, without what wrappers put in (`_get_fqns`, private)."""
+    """id of each parameter -> its name in torch's state dicts, without wrappers' prefixes (`_get_fqns`, private)."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
     return {id(p): next(iter(_get_fqns(model, name))) for name, p in model.named_parameters()}
 
 
 def is_capturing(device: torch.device) -> bool:
-    """True while a CUDA graph is captured on the current stream: calls are recorded, nothing runs, and no value may be
+    """True while a CUDA graph is captured on the current stream: calls are recorded but not run, and no value can be
     read."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Later:
-    """A tensor on its way to the host, for which nobody waits. Where the device has no events in torch (MPS), or is the
-    host, it is read at once.
+    """Asynchronous copy of a tensor to the host. On CPUs, and on devices without events in torch (MPS), the copy is
+    synchronous.
 
     Attributes:
-        host: The copy there; valid only once it has arrived.
+        host: The copy on the host; valid only once `has_arrived()` is True.
     """
 
     def __init__(self, value: Tensor) -> None:
@@ -253,30 +256,31 @@ class Later:
         self._event.record(module.current_stream(value.device))
 
     def has_arrived(self) -> bool:
-        """True if the copy has arrived; does not wait. While a CUDA graph is captured the device cannot be asked:
-        False."""
+        """True if the copy has arrived; does not wait. False while a CUDA graph is captured, as events cannot be
+        queried then."""
         return self._event is None or (not is_capturing(self._device) and bool(self._event.query()))
 
 
 def arrived(coming: deque[tuple[_T, Later]]) -> Iterator[tuple[_T, Tensor]]:
-    """Take off what has arrived by now, in the order in which it was sent: what each was sent with, and its value."""
+    """Remove the copies that have arrived from the front of a queue, and yield each with the object queued beside
+    it."""
     while coming and coming[0][1].has_arrived():
         about, later = coming.popleft()
         yield about, later.host
 
 
 def default_group() -> Any:
-    """The default process group, or None when torch.distributed is not initialized."""
+    """The default process group; None if torch.distributed is not initialized."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def is_alive(group: Any) -> bool:
-    """True if a process group has not been destroyed. torch 2.11 .. 2.13 have no public function that tells."""
+    """True if a process group has not been destroyed. torch 2.11 .. 2.13 have no public function for this."""
     return group in dist.distributed_c10d._world.pg_group_ranks
 
 
 def before_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Run the hooks of `register_load_state_dict_pre_hook`; returns what they make of the state dict."""
+    """Run the hooks of `register_load_state_dict_pre_hook` and return the resulting state dict."""
     state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, state_dict)
@@ -294,13 +298,14 @@ def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> An
     """`new_group(ranks, use_local_synchronization=True)`, called by these ranks only, whatever groups each made before.
 
     torch names such a group after the number of groups that the calling rank has, so ranks that have made different
-    numbers of groups wait for each other for ever (2.11 .. 2.13). `number`: of this group among those of these ranks.
+    numbers of groups would deadlock (2.11 .. 2.13). Here the name is made of `ranks` and `number`, which counts the
+    groups of exactly these ranks.
 
-    The group has the time-out of `parent`, by default of the default group: torch would take its own (2.11 .. 2.13).
+    The group has the time-out of `parent`, by default the default group's: torch would use a constant (2.11 .. 2.13).
 
-    While a default group is bound to a device (`init_process_group(device_id=...)`), torch makes every NCCL subgroup
+    While the default group is bound to a device (`init_process_group(device_id=...)`), torch makes every NCCL subgroup
     by splitting the default group's communicator, for which *all* its ranks must call (2.11 .. 2.13, `_new_process_
-    group_helper`). Only members call here, so the binding is taken off meanwhile: the group then connects by itself.
+    group_helper`). Only members call here, so the binding is removed meanwhile and the group connects by itself.
     """
     c10d: Any = dist.distributed_c10d
     world: Any = c10d._get_default_group()
@@ -319,15 +324,15 @@ def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> An
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """The time-out of a process group, the longest one if its backends differ; None if no backend tells (MPI, fake).
+    """The time-out of a process group, the longest if its backends differ; None if no backend has one (MPI, fake).
 
-    torch has no public question for it; the options of gloo's and NCCL's backends know (2.11 .. 2.13).
+    torch has no public getter; the options of the gloo and NCCL backends hold the time-out (2.11 .. 2.13).
     """
     found = []
     for device in group._device_types:
         try:
             backend = group._get_backend(device)
-        except RuntimeError:  # none for this kind of device
+        except RuntimeError:  # no backend for this device type
             continue
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):

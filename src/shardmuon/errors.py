@@ -1,5 +1,5 @@
-"""Errors that all ranks raise, and their texts: a fault that was found before anything has changed is a `Refused` (for
-users a ValueError), a step that ranks cannot finish together an `ExchangeError`."""
+"""Errors that all ranks raise, and their texts: `Refused` (a ValueError to users) for a fault found before anything has
+changed, `ExchangeError` for a step that the ranks cannot finish together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RELOAD = "Load the last checkpoint into model and optimizer, or accept them as t
 
 
 class ExchangeError(RuntimeError):
-    """A peer died, hung past the process group's time-out or failed, or something here failed between two exchanges.
+    """A peer died, failed or hung past the process group's time-out, or this rank failed between two exchanges.
 
     The message names the bucket (numbered as in `print(optimizer.plan)`), the phase and the original error, which is
     also the `__cause__`. The ranks are out of step: their process group cannot be used any more, and the optimizer
@@ -29,19 +29,19 @@ class ExchangeError(RuntimeError):
     """
 
 
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # whoever handles them goes by their class
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # raised with their own class, which callers catch
 
 
 def stays_itself(error: BaseException) -> bool:
-    """True if the rank where an error began raises it as it is: interrupts, out of memory."""
+    """True if the rank on which this error occurred re-raises it unchanged: interrupts, out of memory."""
     return isinstance(error, OUT_OF_MEMORY) or not isinstance(error, Exception)
 
 
 class Refused(ValueError):
-    """Error that every rank concerned has heard of and raises; nothing has changed on any of them.
+    """Error that all ranks concerned raise together; nothing has changed on any of them.
 
     Attributes:
-        cause: This rank's own exception, if it began here.
+        cause: The original exception, if it occurred on this rank.
     """
 
     def __init__(self, text: str, cause: BaseException | None = None) -> None:
@@ -49,7 +49,8 @@ class Refused(ValueError):
         self.cause = cause
 
     def public(self) -> BaseException:
-        """Return the caller's exception: a ValueError, or the rank's own interrupt or out-of-memory error."""
+        """Return the exception to raise to the user: a ValueError, or this rank's own interrupt or out-of-memory
+        error."""
         if self.cause is not None and stays_itself(self.cause):
             return self.cause
         error = ValueError(str(self))
@@ -59,7 +60,7 @@ class Refused(ValueError):
 
 @contextmanager
 def made_public() -> Iterator[None]:
-    """Raise a `Refused` from inside as what the caller sees."""
+    """Convert a `Refused` raised inside the `with` block to its public exception (`Refused.public`)."""
     try:
         yield
     except Refused as refused:
@@ -69,7 +70,8 @@ def made_public() -> Iterator[None]:
 
 @contextmanager
 def naming(where: Callable[[], str], damage: str) -> Iterator[None]:
-    """Raise any exception from inside as `named` has it, with the place `where()`."""
+    """Convert any exception raised inside the `with` block to an ExchangeError (see `named`) with the place
+    `where()`."""
     try:
         yield
     except ExchangeError:
@@ -79,14 +81,15 @@ def naming(where: Callable[[], str], damage: str) -> Iterator[None]:
 
 
 def named(error: Exception, where: str, damage: str) -> ExchangeError:
-    """An exception as an ExchangeError that begins with its place and ends with the remedy."""
+    """ExchangeError for an exception: the place `where`, the original error, `damage`, and the remedy."""
     cause = f"{type(error).__name__}: {error}".rstrip(". \n")
     return ExchangeError(f"{where}: {cause}. {damage}. {REMEDY}")
 
 
 @contextmanager
 def about(name: str) -> Iterator[None]:
-    """Raise what is raised inside with the name of a parameter: as a ValueError, or of its class if memory ran out."""
+    """Add a parameter's name to any exception raised inside the `with` block: out-of-memory errors keep their class,
+    all others become a ValueError."""
     try:
         yield
     except OUT_OF_MEMORY as wrong:
@@ -97,12 +100,13 @@ def about(name: str) -> Iterator[None]:
 
 
 def raised_at(error: BaseException, name: str) -> None:
-    """Note of which parameter an exception is that keeps its class, for `fault_text`."""
+    """Record on an exception the name of the parameter at which it was raised, for `fault_text`."""
     error.__dict__.setdefault("_shardmuon_at", f"{name}: ")
 
 
 def fault_text(error: BaseException, where: str = "") -> str:
-    """An exception of any class as the other ranks are told of it. A ValueError names its place itself."""
+    """Text about an exception that is sent to the other ranks. Begins with `where`, unless the exception is a
+    ValueError: its message names the place already."""
     where = error.__dict__.get("_shardmuon_at", where)
     text = str(error)
     if isinstance(error, ValueError) and text:
@@ -113,7 +117,7 @@ def fault_text(error: BaseException, where: str = "") -> str:
 
 
 def _place(error: BaseException) -> str:
-    """File and line at which an exception without text was raised."""
+    """Text with the file and line at which an exception was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"raised at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "no text"
 
@@ -122,7 +126,7 @@ _SIGNED = re.compile(r"rank (\d+): (.*)", re.DOTALL)
 
 
 def told_by(everyone: Iterable[str | None]) -> list[str]:
-    """Merge the faults of all ranks: each text once, with its ranks, as in "ranks 0-7: out of memory"."""
+    """Merge the errors of all ranks: each text once, with its ranks, as in "ranks 0-7: out of memory"."""
     found: dict[str, set[int]] = {}
     for said in everyone:
         if said is not None:
@@ -135,19 +139,19 @@ def told_by(everyone: Iterable[str | None]) -> list[str]:
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Ranks (ascending) as messages and tables show them: "0,1,3", "0-7", "0-3,9,12-15"."""
+    """Format ranks (ascending) for messages and tables: "0,1,3", "0-7", "0-3,9,12-15"."""
     if len(ranks) <= 4:
         return ",".join(map(str, ranks))
-    numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])  # equal along a run
+    numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])  # key is constant along a run
     runs = [[rank for _, rank in run] for _, run in numbered]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
-_OURS = ("shardmuon", "shardmuon_qkclip", "torch")  # packages whose frames are no caller's
+_OURS = ("shardmuon", "shardmuon_qkclip", "torch")  # packages whose frames are skipped
 
 
 def level_of_the_caller() -> int:
-    """The stacklevel that makes a warning point at the code that called `optimizer.step()`; wrappers are torch's."""
+    """The stacklevel that makes a warning point at the user's call of `optimizer.step()`, past torch's wrappers."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back

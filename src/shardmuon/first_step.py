@@ -1,5 +1,5 @@
-"""Warnings of the first step: an optimizer that trains nothing, or ranks that repeat each other's work, because
-DistributedDataParallel keeps parameters equal and the optimizer was not told.
+"""Warnings of the first step: the optimizer trains nothing, or ranks under DistributedDataParallel each orthogonalize
+all matrices because the optimizer was given no process group.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class FirstStep:
     """Warnings about an optimizer's first step, each given once.
 
     Attributes:
-        is_over: True once a parameter had a gradient in a step.
+        is_over: True once some parameter had a gradient in a step.
     """
 
     def __init__(self) -> None:
         self._said_idle = self.is_over = False
 
     def stepped(self, optimizer: object, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Look at the groups of an optimizer, which have been stepped."""
+        """Check an optimizer's groups after a step, and warn."""
         self.is_over = any(p.grad is not None for group in groups for p in group["params"])
         if self.is_over:
             ddp = _find_ddp(optimizer, _kept_here(groups))
             if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
                 warnings.warn(_repeated_text(ddp), stacklevel=level_of_the_caller())
-        elif not self._said_idle and any(  # not where FSDP1 stores nothing of a parameter
+        elif not self._said_idle and any(  # a flattened FSDP1 parameter may have no elements on this rank
             p.numel() > 0 or not is_flattened(p) for group in groups for p in group["params"]
         ):
             self._said_idle = True
@@ -49,7 +49,7 @@ class FirstStep:
 
 
 def _kept_here(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
-    """Plain matrices that, by what the groups say, this rank shares with nobody."""
+    """Plain matrices in groups without a process group: as far as the optimizer knows, no other rank has them."""
     for group in groups:
         shared = group["process_group"] is not None or group["tp_group"] is not None
         if group["use_muon"] and not shared:
@@ -62,13 +62,13 @@ WORTH_IT = 2**20
 def _find_ddp(optimizer: object, params: Iterable[Tensor]) -> DistributedDataParallel | None:
     """The DistributedDataParallel that keeps one of these parameters equal on several ranks, if there is one.
 
-    Parameters do not know that they are wrapped, so this looks through the objects of the process: once, at the first
-    step of an optimizer that has plain matrices and no process group (0.1 to 0.2 s for a million objects). Matrices of
-    fewer elements than `WORTH_IT` together are not worth that.
+    Parameters do not know that they are wrapped, so this scans all objects of the process: once, at the first step of
+    an optimizer that has plain matrices and no process group (0.1 to 0.2 s for a million objects). The scan is skipped
+    if the matrices have fewer than `WORTH_IT` elements in total.
 
     Args:
-        optimizer: If another optimizer holds it as its `optim`, the answer is None: torch's ZeroRedundancyOptimizer
-            shares out the work itself, and the ranks of its PostLocalSGDOptimizer are unequal.
+        optimizer: The optimizer. If another optimizer wraps it as `optim`, the result is None: torch's
+            ZeroRedundancyOptimizer shares the work itself, and ranks differ under its PostLocalSGDOptimizer.
         params: Parameters of the optimizer.
     """
     params = list(params)
@@ -87,7 +87,7 @@ def _find_ddp(optimizer: object, params: Iterable[Tensor]) -> DistributedDataPar
 
 
 def _repeated_text(ddp: DistributedDataParallel) -> str:
-    """Advice on what to write so that the ranks of this wrapper share the work."""
+    """Warning text that says how to let the ranks of this wrapper share the work."""
     world = ddp.process_group is default_group()
     group = "torch.distributed.group.WORLD" if world else "the process group that DistributedDataParallel was given"
     return (

@@ -1,7 +1,8 @@
-"""Hosts: the kinds of callers of `step()`, which decide what is in the groups then: a training loop, torch's
-checkpoints, a framework.
+"""Hosts: callers of `step()`, such as a training loop, torch's checkpoints or a framework. The host decides which
+tensors the parameter groups hold.
 
-A framework's folder registers its `Host` and its engines (`shardmuon.frameworks`); nothing here or below names one.
+Each framework's folder in `shardmuon.frameworks` registers its `Host` and its engines; this module and those below it
+know no framework.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from torch.optim.optimizer import Optimizer
 from shardmuon.comm.vote import Fault
 from shardmuon.plan.plan import Plan
 
-Stepped = Any  # an optimizer as a host or an audit meets it: `shardmuon.muon.Core`, which stands above both
+Stepped = Any  # `shardmuon.muon.Core`, which this module must not import
 
 
 class Progress:
-    """Progress of a step. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
+    """Progress of a step. `changing`: all ranks have agreed to the step, and weights and state may be half updated."""
 
     changing = False
 
 
 class Weight(NamedTuple):
-    """A weight as a host steps it.
+    """A weight and the tensor that a host steps for it.
 
     Attributes:
-        name: The user's.
-        param: What the optimizer was made with, where that is known; else what is stepped.
-        stored: What is stepped, in a form that an engine describes: the parameter, a copy, a part of a flat buffer.
-        group: The options of its group.
-        now: True if the call of `step` that has just ended has stepped it.
+        name: The user's name of the parameter.
+        param: The tensor that the optimizer was given, if known; else `stored`.
+        stored: The tensor that is stepped, readable by an engine: the parameter, a copy, or a part of a flat buffer.
+        group: The options of the weight's group.
+        now: True if the latest call of `step` has stepped the weight.
     """
 
     name: str
@@ -45,12 +46,12 @@ class Weight(NamedTuple):
 
 
 class Host:
-    """One kind of caller, as one optimizer meets it. What a host does not say is as in a plain training loop.
+    """Base class of hosts; each optimizer has its own instances. The defaults are those of a plain training loop.
 
     Attributes:
-        in_parts: True if a training step calls `step()` several times, with some of the groups each.
-        clipping: Why gradients cannot be clipped here, and what to write; None where they can.
-        packages: It may have something to say to a step if any of these is imported; None: always.
+        in_parts: True if a training step calls `step()` several times, each time with some of the groups.
+        clipping: Why gradients cannot be clipped under this host, and what to write; None if they can.
+        packages: Packages of the framework: the host is skipped while none is imported. None: never skipped.
     """
 
     in_parts = False
@@ -59,36 +60,37 @@ class Host:
 
     @property
     def is_active(self) -> bool:
-        """True while the groups hold the host's own tensors, which only its `step` can step."""
+        """True while the groups hold the host's own tensors, which only the host's `step` can update."""
         return False
 
     def adding(self) -> None:
-        """React to a group that is about to be added. Raises ValueError where that would lose what belongs to Muon."""
+        """React to a group that is about to be added. Raises ValueError if the group no longer tells which parameters
+        go to Muon and which to AdamW."""
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """React to a group that has been added, with these parameters."""
+        """React to a group that has been added. `names`: names of its parameters."""
 
     def load(self, core: Stepped, load: Callable[[], None]) -> None:
-        """Run `load`, which takes over a state dict while an active host's tensors are in the groups."""
+        """Run `load`, a function that loads a state dict while the groups hold an active host's tensors."""
         load()
 
     def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state dict of this very cut, as torch does."""
+        """Load a state dict that was saved with the same sharding, as torch does."""
         Optimizer.load_state_dict(core, dict(state_dict))
 
     def saving(self, core: Stepped) -> None:
-        """Prepare the optimizer's state for being saved."""
+        """Prepare the optimizer's state before a state dict is made."""
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        """Complete what `torch.optim.Optimizer.state_dict` has made."""
+        """Complete, in place, the state dict that `torch.optim.Optimizer.state_dict` has made."""
 
     def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
-        """A function to run in place of a step, if this call of `step` is not meant as one; else None. Changes nothing
-        before that function is called, but for gradients that the framework did not hand over as backward made them.
+        """A function to run in place of a step, if this call of `step` is not meant as one; else None. Only gradients
+        that the framework has altered since backward may be changed before that function runs.
 
         Args:
             core: The optimizer.
-            plain: Whether `step` was called without a closure.
+            plain: True if `step` was called without a closure.
         """
         return None
 
@@ -97,43 +99,42 @@ class Host:
 
         Args:
             core: The optimizer.
-            progress: How far it has come.
-            fault: What is wrong on this rank already.
+            progress: Progress of the step, updated in place.
+            fault: Errors found on this rank so far.
         """
         raise NotImplementedError
 
     def prepare(self, core: Stepped) -> Plan:
-        """Plan now."""
+        """Make a plan now, and return it."""
         plan: Plan = core.make_plan()
         return plan
 
     def weights(self, core: Stepped) -> list[Weight]:
-        """Every weight that is stepped here, for whoever changes weights after a step. Of an active host."""
+        """Every weight that an active host steps, for code that changes weights after a step."""
         raise NotImplementedError
 
     def has_stepped_all(self, core: Stepped) -> bool:
-        """True if the call of `step` that has just ended was the last one of its training step. Of an active host."""
+        """True if the latest call of `step` was the last one of its training step. Asked of an active host only."""
         return True
 
     def restore_groups(self, core: Stepped) -> None:
-        """Bring the groups back to what they are between steps, after an error in one."""
+        """Restore the groups to their form between steps, after an error in the middle of a step."""
 
     def plans(self, core: Stepped) -> tuple[Plan, ...]:
-        """All plans in force."""
+        """All current plans."""
         return () if core.binding is None else (core.binding.plan,)
 
     def plan(self, core: Stepped) -> Plan | None:
-        """The only plan.
+        """The current plan; None if there is none yet.
 
         Raises:
-            AttributeError: There may be several.
+            AttributeError: There may be several plans.
         """
         return next(iter(self.plans(core)), None)
 
     @classmethod
     def clips(cls, params: Iterable[Any]) -> str | None:
-        """The reason why these parameters' gradients cannot be clipped here, as this host clips them itself; else
-        None."""
+        """The reason why the user cannot clip these parameters' gradients, if this host clips them; else None."""
         return None
 
 
@@ -141,12 +142,13 @@ _HOSTS: list[type[Host]] = []
 
 
 def register(host: type[Host]) -> None:
-    """Let every optimizer made from now on know a host. It is asked before those that are known."""
+    """Register a host class for all optimizers made from now on. New classes are asked before those registered
+    earlier."""
     _HOSTS.insert(0, host)
 
 
 def clipped_by_host(params: Iterable[Tensor]) -> str | None:
-    """The reason why no gradient of these parameters can be clipped here, as some host clips them itself; else None."""
+    """The reason why the user cannot clip these parameters' gradients, if some host clips them itself; else None."""
     listed = list(params)
     return next((text for text in (host.clips(listed) for host in _HOSTS) if text is not None), None)
 
@@ -159,15 +161,15 @@ class Hosts(list[Host]):
 
     @property
     def active(self) -> Host | None:
-        """The host whose tensors are in the groups; None: they are the user's parameters."""
+        """The host whose tensors are in the groups; None if the groups hold the user's parameters."""
         loaded = sys.modules.keys()
         asked = (host for host in self if host.packages is None or not loaded.isdisjoint(host.packages))
         return next((host for host in asked if host.is_active), None)
 
 
 def caller(name: str, *packages: str) -> FrameType | None:
-    """The innermost function of this name on the interpreter's stack that is of one of these packages, where a
-    framework gives no public sign of a call's purpose; None: there is none."""
+    """Innermost stack frame of a function with this name in one of these packages; None if there is none. For
+    frameworks that give no public sign of why they call."""
     frame: FrameType | None = None if sys.modules.keys().isdisjoint(packages) else sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == name and frame.f_globals.get("__name__", "").startswith(packages):
@@ -177,9 +179,9 @@ def caller(name: str, *packages: str) -> FrameType | None:
 
 
 def creates_state_only() -> bool:
-    """True if torch.distributed.checkpoint calls `step` only to have state to load into.
+    """True if torch.distributed.checkpoint calls `step` only to create state to load into.
 
-    It sets every gradient to zero and lr to 0. These values alone would not tell, on every rank alike: some rank's
-    shards may hold zeros while lr warms up from 0.
+    torch then sets every gradient and lr to 0, but these values are no proof: some rank's shards may hold zero
+    gradients while lr warms up from 0, so the ranks could disagree.
     """
     return caller("_init_optim_state", "torch.distributed.checkpoint.state_dict") is not None

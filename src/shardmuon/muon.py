@@ -1,10 +1,10 @@
 """Muon: one torch optimizer for matrices (orthogonalized momentum) and everything else (AdamW), on any layout.
 
-`Core` is one agreed step over groups and state. `Muon`, below, is the torch.optim face over it, and a framework's host
-may run others. Read `Core.take_step` first: every rank reads all that its step depends on, changing nothing
-(step/validate.py). Then all ranks of the component vote (comm/vote.py): all raise the same error, or all go on
-(step/bucket.py). What goes wrong after that leaves weights half updated: the optimizer is broken until state is loaded,
-and whoever waits for this rank fails at once.
+`Core` takes one agreed step over parameter groups and their state. `Muon`, below, wraps it as a torch.optim.Optimizer;
+a framework's host may run further `Core`s. Read `Core.take_step` first. Every rank reads everything that its step
+depends on and changes nothing (step/validate.py). Then all ranks of the component vote (comm/vote.py): either all raise
+the same error, or all go on (step/bucket.py). A later failure leaves weights half updated: the optimizer is broken
+until state is loaded, and ranks that wait for this rank fail at once.
 """
 
 from __future__ import annotations
@@ -80,23 +80,25 @@ class Core:
     """Groups of parameters, their state, and the agreed step over them.
 
     Attributes:
-        param_groups, state: As torch.optim.Optimizer has them. Frameworks replace both.
+        param_groups, state: As in torch.optim.Optimizer. Frameworks replace both.
         config: Options of the whole optimizer.
-        keeper, audits: What they keep: stored momentum, and when to audit.
+        keeper: How momentum is stored.
+        audits: When to audit.
         process_group: The group over which plain parameters are replicas.
-        traffic: What this rank has done so far.
+        traffic: Counters of what this rank has sent and computed so far.
         routing: The table by which parameters were routed, if the optimizer was given a model.
-        binding: The plan in force with what this rank knows of it.
-        component: The ranks that have voted together last.
-        broken: Why the last step left the ranks out of step.
-        options: Reads groups.
-        settled: Norms of weights that a step has looked at since they were made or loaded.
-        hosts, first: Who may call `step`, and what a first one tells.
+        binding: The current plan, bound to this rank's parameters.
+        component: The ranks of the last vote.
+        broken: Why the last step left the ranks out of step; None if it did not.
+        options: Reader of group options.
+        settled: Stored weight norms that a step has checked since they were created or loaded.
+        hosts: Possible callers of `step`.
+        first: Warnings of the first step.
     """
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
-    in_step = False  # a signal handler may ask for state in the middle of one
+    in_step = False  # a signal handler may ask for state in the middle of a step
 
     def __init__(
         self,
@@ -116,10 +118,10 @@ class Core:
         self._forget_process()
 
     def _forget_process(self) -> None:
-        """Reset everything that belongs to one process."""
+        """Reset all attributes that belong to one process: the plan, component, caches and hosts."""
         self.binding: Binding | None = None
         self.component: Ranks | None = None
-        self.world = current_world()  # that it is of
+        self.world = current_world()  # in which `component` holds
         self.options = OptionsReader()
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
@@ -127,7 +129,7 @@ class Core:
         self.hosts, self.first = Hosts(), FirstStep()
 
     def unlike_model(self) -> Sequence[str]:
-        """Names of the parameters that are not what the model has. Only a host that steps copies can tell."""
+        """Names of the parameters whose values differ from the model's. Only a host that steps copies can tell."""
         return ()
 
     # ---------------------------------------------------------------------------------------------- one step
@@ -136,10 +138,10 @@ class Core:
         """Step the groups as they are. Collective among the ranks that share parameters.
 
         Args:
-            fault: What is wrong on this rank already.
+            fault: Errors found on this rank so far.
 
         Raises:
-            Refused: All ranks raise it, and nothing has changed.
+            Refused: Some rank found an error. All ranks raise it, and nothing has changed.
         """
         with self._remembering() as progress:
             call = StepCall(self, fault)
@@ -151,7 +153,7 @@ class Core:
 
     @contextmanager
     def _remembering(self) -> Iterator[Progress]:
-        """Note an error from inside, unless all ranks have refused the step."""
+        """Record an error raised inside the `with` block, unless all ranks have refused the step."""
         progress = Progress()
         try:
             yield progress
@@ -162,12 +164,13 @@ class Core:
             raise
 
     def _carry_out(self, binding: Binding, proposal: Proposal, verdict: Verdict) -> AuditReport | None:
-        """Change weights and state, as all ranks have agreed. Returns what an audit of the step has found."""
+        """Change weights and state, as all ranks have agreed. Return the report of the step's audit, if there was
+        one."""
         if binding.elsewhere:
             proposal.hear(binding, verdict.presence)
         if proposal.made or proposal.fresh or MISPLACED in proposal.states:
             self._take_over(binding, proposal)
-        # ranks that audit tell all ranks of the component what they find
+        # ranks that audit share their findings with all ranks of the component
         audit = self._audit(binding, proposal) if verdict.flags & Flag.AUDIT else None
         self.audits.num_steps += 1
         missing: frozenset[int] = frozenset()  # parameters without a gradient
@@ -198,24 +201,23 @@ class Core:
         return report if audit.samples else None
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
-        """Put the state that validating has made in place, and redistribute gradients as their parameters are
-        placed."""
+        """Install the state created during validation, and redistribute gradients to their parameters' placements."""
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
-            for key in kept.keys() - made.keys():  # what it kept as AdamW's, or of another variant
+            for key in kept.keys() - made.keys():  # state left from AdamW or from another variant
                 del kept[key]
             kept.update(made)
         for number, keys in proposal.fresh.items():
             for key in keys:
                 self.settled[self.state[binding.members[number].param][key]] = True
-        for number in itertools.chain.from_iterable(binding.table.sets.values()):  # as all ranks go through sets
+        for number in itertools.chain.from_iterable(binding.table.sets.values()):  # in the same order on all ranks
             if proposal.states[number] == MISPLACED:
                 param, engine = binding.members[number].param, binding.members[number].engine
                 assert param.grad is not None
                 proposal.grads[number] = engine.storage(engine.align(param.grad, param))
 
     def _audit(self, binding: Binding, proposal: Proposal) -> StepAudit:
-        """Begin an audit of this step. Collective; never raises."""
+        """Begin an audit of this step, and return it. Collective; never raises."""
         from shardmuon.auditing.live import StepAudit
 
         audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)
@@ -223,25 +225,25 @@ class Core:
         return audit
 
     def _note(self, error: BaseException, changing: bool) -> None:
-        """Note an error that ended a step between its first change and its last, or left other ranks waiting: no step
-        may follow."""
-        if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
+        """Record an error that interrupted a step after its first change or left other ranks waiting, so that further
+        steps are refused."""
+        if isinstance(error, AuditError):  # raised in the middle of a framework's step
             self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
             return
-        if self.broken is not None:  # a host's own core has said so, and closed the lane
+        if self.broken is not None:  # a host's own core has recorded the error and closed the lane
             return
         component = self.component or ()
         alone = default_group() is None or len(component) == 1
         if changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
-            if isinstance(error, ExchangeError):  # which says that itself
+            if isinstance(error, ExchangeError):  # its message already says this
                 self.broken = str(error)
         if changing and len(component) > 1:
-            close_lane(component)  # whoever waits for this rank fails at once
+            close_lane(component)  # ranks that wait for this rank fail at once
 
     def torn(self) -> str | None:
-        """The reason why the state is half moved, with what to do about it; None if it is that of a finished step."""
+        """The reason why the state is only partly updated, with a remedy; None if the last step was completed."""
         if self.in_step:
             return (
                 "a step is under way, and its state is half moved. Save when step() has returned: set a flag in the "
@@ -255,15 +257,15 @@ class Core:
         """Plan now. Collective among the ranks that share parameters.
 
         Raises:
-            ValueError: On every rank.
+            ValueError: Some rank cannot plan; raised on every rank.
         """
         fault = Fault()
         with made_public():
             return renewed(StepCall(self, fault), fault).plan
 
     def complete_state(self) -> None:
-        """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
-        in checkpoint/state.py. A frozen one keeps what it has of its group's kind."""
+        """Give every trainable parameter its state (zeros if it never had a gradient): see [Note: state that is not
+        there] in checkpoint/state.py. Frozen parameters get none, and lose state that does not fit their group."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad:
@@ -273,24 +275,24 @@ class Core:
 
 
 class StepCall(TableCall[Binding]):
-    """Call of one rank for a step, or for a plan without a step: answers the questions that comm/vote.py asks.
+    """One rank's call for a step, or for a plan without a step; implements the interface of comm/vote.py.
 
     Attributes:
-        options: Options of each group.
-        proposal: The step as this rank would make it.
+        options: Settings of each group; None for AdamW's.
+        proposal: The step that this rank would take.
     """
 
     phase = Phase.STEP
     renews = False
     proposal: Proposal
-    _due = ""  # when ranks audit, which they must do alike
+    _due = ""  # text on when to audit, which must be equal on all ranks
 
     def __init__(self, core: Core, fault: Fault) -> None:
         self._core = core
         self.options: list[Settings | None] = []
         if core.process_group is not None:
-            with fault:  # its ranks wait for this one, also where it has no parameter
-                self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if it was destroyed
+            with fault:  # the group's ranks wait for this rank even if it has no parameters
+                self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if the group was destroyed
 
     def before(self) -> Ranks | None:
         return self._core.component if self._core.world == current_world() else None
@@ -313,7 +315,7 @@ class StepCall(TableCall[Binding]):
                     if member is None or member.param is not p or member.group != number:
                         return False
                     if member.engine.signature(p) != member.signature:
-                        return False  # it lies otherwise
+                        return False  # the layout has changed
         return next(members, None) is None
 
     def read(self, kept: Binding) -> Ballot:
@@ -339,7 +341,7 @@ class StepCall(TableCall[Binding]):
     # -------------------------------------------------------------------------------------------------- a new plan
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        # ranks that share AdamW's DTensors hear of each other's faults, too
+        # ranks that share AdamW's DTensors must also hear of each other's faults
         return [
             (name_of(group, index, position), p, group)
             for index, group in enumerate(self._core.param_groups)
@@ -359,7 +361,7 @@ class StepCall(TableCall[Binding]):
         return listed
 
     def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
-        # others are told of how many parameters gradients may lack here
+        # the second result is sent to the other ranks: numbers of parameters whose gradients some ranks may lack
         core = self._core
         made = bound(my_rank(), table, core.param_groups, self.options, core.config, self._chooser, core.keeper)
         sets = made.weight_sets(frozenset(made.on_weights))
@@ -367,7 +369,8 @@ class StepCall(TableCall[Binding]):
         return made, counts_of_lacking(table)
 
     def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
-        for ranks, known in self._groups.items():  # before the first exchange: who waits for buffers makes no group
+        # before the first exchange: a rank that waits for buffers cannot create a group
+        for ranks, known in self._groups.items():
             group_for(ranks, known)
         number_bits(kept, everyone)
         self._core.binding, self._core.component, self._core.world = kept, kept.component, kept.world
@@ -386,8 +389,9 @@ class Muon(Core, Optimizer):
     the whole logical one, each is orthogonalized once in the job, and the scale s uses its global shape.
 
     The first `step()` (or `prepare()`) reads the layout off the parameters themselves (DTensor mesh and placements) and
-    plans, with the other ranks, who orthogonalizes what. All ranks that parameters connect vote before each step;
-    those that share matrices have two all-to-alls per bucket. Every rank must call `step()`.
+    plans, with the other ranks, which rank orthogonalizes which matrix. All ranks that are connected by shared
+    parameters vote before each step; ranks that share matrices run two all-to-alls per bucket. Every rank must call
+    `step()`.
 
     Args:
         params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group
@@ -410,39 +414,40 @@ class Muon(Core, Optimizer):
             (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
         variant: Name of a variant ("normuon", "hyperball", .., see docs/variants.md), or several joined by "+"
             ("muon_eq+cautious").
-        process_group: Plain (not DTensor) parameters are replicas over this group, as under DDP: share
-            their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
-            its own plain tensors. In a group, () says that no other rank has its tensors (experts). Not kept by
-            pickling.
-        tp_group: Plain parameters are shards over this group, if they are marked so (`tensor_model_parallel`,
-            `partition_dim`, `partition_stride`, as by TransformerEngine and Megatron), and replicas otherwise: a
-            process group, or global ranks. `process_group` then joins the ranks with the same shards. See
-            docs/tensor_parallel.md. Default: none; a marked shard is refused.
+        process_group: Process group over which plain (not DTensor) parameters are replicas, as under DDP; its ranks
+            share the work. Planning checks that the replicas are equal. Default: every rank orthogonalizes its own
+            plain tensors. In a parameter group, () means that no other rank has its tensors (experts). Not pickled.
+        tp_group: Tensor-parallel group, as a process group or global ranks: plain parameters are shards over it if they
+            are marked so (`tensor_model_parallel`, `partition_dim`, `partition_stride`, as by TransformerEngine and
+            Megatron), and replicas otherwise. `process_group` then joins the ranks with the same shards. See
+            docs/tensor_parallel.md. Default: none; marked shards are refused.
         method: "standard": fp32 norm, then Newton-Schulz in batches. "gram": the same steps iterated on the m x m Gram
-            matrix, up to twice as fast for long matrices. "auto": "gram" where its arithmetic, at its dtype's rate, is
-            less by a quarter, else "standard": a rule of shape, schedule, dtype and kind of device. The plan prints
-            what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit (bf16 cast before the norm).
-        ns_dtype: Products' torch dtype. None: "standard" takes bfloat16 where the device multiplies it in hardware,
-            float32 on CPUs that do not; "gram" float16 on accelerators, float32 on CPUs. Ignored by "torch" (bfloat16).
-            What travels between ranks is rounded to bfloat16 where products are bfloat16 or float16, on every layout
-            and on one process; it is float64 where parameters or products are, else float32.
-        momentum_dtype: Dtype that momentum is stored as: None (the gradient's, in which it is computed too),
+            matrix, up to twice as fast for long matrices. "auto": "gram" if it takes at least a quarter less time at
+            the peak rates of both dtypes, else "standard"; depends on shape, schedule, dtype and kind of device only.
+            The plan prints the choice and its reason. "torch": torch.optim.Muon's arithmetic bit for bit (bf16 cast
+            before the norm).
+        ns_dtype: Torch dtype of the matrix products. None: "standard" uses bfloat16 where the device multiplies it in
+            hardware, float32 on other CPUs; "gram" float16 on accelerators, float32 on CPUs. Ignored by "torch"
+            (bfloat16). Data sent between ranks is bfloat16 if products are bfloat16 or float16 (rounded on every
+            layout, also on one process), float64 if parameters or products are float64, else float32.
+        momentum_dtype: Dtype of stored momentum: None (the gradient's, which is used to compute it too),
             torch.float32, torch.bfloat16 or "int8" (all computed in fp32). docs/memory.md.
-        momentum_device: None (with the parameter) or "cpu".
+        momentum_device: Device of stored momentum: None (the parameter's) or "cpu".
         stochastic_rounding: Round bf16 weights at random, without bias, after each update.
-        bucket_bytes: Most bytes of whole matrices that one owner holds per bucket. None: as many as are cheapest,
-            within the bound that `shardmuon.plan.items.Policy` states.
-        audit_every: The first step and every so many are compared with a dense reference. None: only when
+        bucket_bytes: Most bytes of whole matrices that one owner holds per bucket. None: the cheapest choice, within
+            the bound that `shardmuon.plan.items.Policy` states.
+        audit_every: Compare the first step and every `audit_every`-th step with a dense reference. None: only when
             `shardmuon.audit` asks for it. docs/audit.md.
         audit_action: "raise" an `AuditError` on every rank, after the step; or "warn".
-        adamw_lr: Of a module only: the learning rate of all that is not a matrix. Default: the one at which AdamW's
-            updates are as large as the matrices', which `shardmuon.param_groups` prints. docs/learning_rate.md.
-        overrides: Of a module only: changes to its routing, see `shardmuon.param_groups`.
+        adamw_lr: Learning rate of everything that is not a matrix; only if `params` is a module. Default: the rate at
+            which AdamW's updates are as large as the matrices'; `shardmuon.param_groups` prints it.
+            docs/learning_rate.md.
+        overrides: Changes to the routing of a module, see `shardmuon.param_groups`.
 
     Raises:
-        ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`
+        ValueError: An option or a parameter does not fit; gives the name, what was found and what to write. `step()`
             raises on every rank of a group or on none, and before anything has changed.
-        TypeError: A keyword that is none, with what to write; parameters in a set, whose order differs from rank to
+        TypeError: An unknown keyword, with what to write; parameters in a set, whose order differs from rank to
             rank; or see `add_param_group`.
 
     Examples:
@@ -525,17 +530,17 @@ class Muon(Core, Optimizer):
         """Update all parameters once. Collective among the ranks that share parameters.
 
         Args:
-            closure: Reevaluates the model and returns the loss; called with gradients enabled.
+            closure: Function that reevaluates the model and returns the loss; called with gradients enabled.
 
         Returns:
             The closure's loss, or None.
 
         Raises:
-            ValueError: Gradients, options or state are wrong here or on another rank, or something else was raised
-                while a rank read them. Nothing has changed then. (On its own rank an OutOfMemoryError stays one.)
-            ExchangeError: A rank died, hung or failed in the middle; names the bucket and phase. Reload the last
-                checkpoint: until then this optimizer refuses to step. So it does after any other exception in the
-                middle of a step, also in one process and also after a KeyboardInterrupt.
+            ValueError: Gradients, options or state are invalid here or on another rank, or a rank failed while reading
+                them. Nothing has changed. (A rank that runs out of memory raises its own OutOfMemoryError instead.)
+            ExchangeError: A rank died, hung or failed in the middle of a step; names the bucket and phase. After this
+                or any other exception in the middle of a step, KeyboardInterrupt included, and even with one process,
+                the optimizer refuses to step until the last checkpoint is reloaded.
         """
         if self.broken is not None:
             self._host.restore_groups(self)
@@ -545,11 +550,11 @@ class Muon(Core, Optimizer):
             with torch.enable_grad():
                 loss = closure()
         fault, instead, host = Fault(), None, None
-        with fault:  # the other ranks must hear of it
+        with fault:  # the other ranks must hear of errors raised here
             imported = sys.modules.keys()
             for one in self.hosts:
                 if one.packages is not None and imported.isdisjoint(one.packages):
-                    continue  # it has nothing to say to a step
+                    continue  # none of the host's packages is imported
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, closure is None)
@@ -577,43 +582,43 @@ class Muon(Core, Optimizer):
 
     @property
     def _host(self) -> Host:
-        """The host whose tensors are in the groups, else that of a plain training loop."""
+        """The active host, or a plain `Host` if the groups hold the user's parameters."""
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:
-        """The options that apply: what differs from its default in those of the whole optimizer, and each group's."""
+        """Text of the optimizer's non-default options and of each group's options."""
         return f"Muon (\n{options_text(self.config, self.param_groups)}\n)"
 
     def prepare(self) -> Plan:
         """Plan now instead of at the first step. Collective among the ranks that share parameters.
 
         Returns:
-            The plan. `print(optimizer.plan)` shows each matrix's route, owner and bucket.
+            The plan. `print(plan)` shows each matrix's route, owner and bucket.
         """
         return self._host.prepare(self)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; None before the first step, unless `prepare()` has made one.
+        """The current plan; None before the first step, unless `prepare()` has made one.
 
         Raises:
-            AttributeError: DeepSpeed steps groups one by one, each by its own plan: see `plans`.
+            AttributeError: There may be several plans, as under DeepSpeed, which steps groups one by one: see `plans`.
         """
         return self._host.plan(self)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """All plans in force: `plan`, or one for each set of groups that DeepSpeed has stepped together."""
+        """All current plans: `plan`, or one for each set of groups that DeepSpeed has stepped together."""
         return self._host.plans(self)
 
     # ------------------------------------------------------------------------------------ groups and options
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group after checking its options and that each of its parameters can be what the group says.
+        """Add a parameter group after checking that its options are valid and fit each of its parameters.
 
         Raises:
-            ValueError: See the message; the optimizer is unchanged.
-            TypeError: Parameters come in a set; or one is not a tensor, or of an integer dtype.
+            ValueError: An option or a parameter does not fit; the optimizer is unchanged.
+            TypeError: The parameters come in a set, or a parameter is not a tensor or has an integer dtype.
         """
         group = as_group(param_group)
         given = [key for key in param_group if key != "params"]
@@ -631,10 +636,11 @@ class Muon(Core, Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State dict as torch makes it, with two differences: once there is state, every trainable parameter has an
-        entry on every rank; and functions among the options are saved by name only (loading keeps the optimizer's own).
+        entry on every rank; and functions among the options are saved by name only (loading leaves the optimizer's
+        own functions in place).
 
         Raises:
-            ExchangeError: A step was broken off, or is under way: this state must not replace the last good one.
+            ExchangeError: A step was interrupted or is under way: its state must not replace the last good checkpoint.
         """
         torn = self.torn()
         if torn is not None:
@@ -653,55 +659,54 @@ class Muon(Core, Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state and the options of every group. Momentum of another dtype or place becomes what this
-        optimizer keeps: its gradient's dtype, or what `momentum_dtype` and
-        `momentum_device` ask for.
+        """Load the state and the options of every group. Momentum is converted to the dtype and device that this
+        optimizer uses: those of `momentum_dtype` and `momentum_device`, by default the gradient's dtype.
 
-        Works before the first step and after any. Checked whole before anything changes: names (if both sides have
-        them), number and shapes, keys, options. A state dict saved on another layout comes through
-        torch.distributed.checkpoint. State of another optimizer is refused, but for torch.optim.Muon's, which means the
-        same.
+        Works before the first step and after any step. Everything is checked before anything changes: parameter names
+        (if both sides have them), count and shapes, state keys, options. Load a state dict saved on another layout
+        through torch.distributed.checkpoint. State of other optimizers is refused, except torch.optim.Muon's, which
+        means the same.
 
         Raises:
-            ValueError: It does not fit; the optimizer is unchanged.
+            ValueError: The state dict does not fit; the optimizer is unchanged.
         """
         host = self.hosts.active
-        if host is not None:  # state of flats, on this very cut
+        if host is not None:  # state of flat parameters, sharded exactly as here
             with made_public():
                 host.load(self, lambda: host.take_over(self, state_dict))
             return
         self.take_loaded(*read_state(self.param_groups, before_loading(self, state_dict), self.keeper))
 
     def take_loaded(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Take over state and groups that have been checked."""
+        """Install loaded state and groups that have been checked."""
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
-        self.settled.clear()  # loaded into the tensors that there were
+        self.settled.clear()  # the same tensor objects may now hold loaded values
         after_loading(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore pickled state. Options that a saved group lacks (checkpoints of torch.optim.Muon) stay as they are
-        here."""
+        """Restore pickled state. Options that a saved group lacks (as in checkpoints of torch.optim.Muon) keep this
+        optimizer's values."""
         mine = self.__dict__.get("param_groups", [])  # none while unpickling
         super().__setstate__(state)
         fill_up(self.param_groups, mine, self.defaults)
-        self.broken = state.get("broken")  # loading state makes the optimizer whole again, copying it does not
+        self.broken = state.get("broken")  # loading a state dict clears this, copying the optimizer does not
         if "hosts" not in self.__dict__:  # a copy: the plan, process groups and hosts stay with the original
             self.process_group = None
             self._forget_process()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
-        """Copy the optimizer. The copy votes with the same ranks: those that have made none know its plan no more than
-        it knows theirs."""
+        """Copy the optimizer. The copy has no plan yet but keeps its component, so that it votes with ranks that made
+        no copy and still have a plan."""
         made: Muon = memo.setdefault(id(self), self.__class__.__new__(self.__class__))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         made.component, made.world = self.component, self.world
         made.process_group = self.process_group
         for mine, theirs in zip((made.defaults, *made.param_groups), (self.defaults, *self.param_groups), strict=True):
-            mine["process_group"] = theirs["process_group"]  # else replicas would part in silence
+            mine["process_group"] = theirs["process_group"]  # else replicas would silently diverge
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickling: everything but what belongs to one process: the plan, process groups and hosts."""
+        """State for pickling, without what belongs to one process: the plan, process groups and hosts."""
         own = {key: self.__dict__[key] for key in _OWN}
         state = super().__getstate__()
         groups = list(map(_without_ranks, state["param_groups"]))
@@ -709,9 +714,9 @@ class Muon(Core, Optimizer):
 
 
 def _without_ranks(options: dict[str, Any]) -> dict[str, Any]:
-    """Options without a process group over which there are replicas: a reference, or what was put there since."""
+    """A copy of the options with `process_group` set to None, unless it is empty (no other rank has the tensors)."""
     group = options.get("process_group")
     return {**options, "process_group": None} if getattr(group, "ranks", group) else options
 
 
-_OWN = ("config", "keeper", "audits", "traffic", "routing", "broken")  # what copies and pickles take along
+_OWN = ("config", "keeper", "audits", "traffic", "routing", "broken")  # attributes that copies and pickles include

@@ -1,4 +1,4 @@
-"""Options: those of a whole optimizer, and those of a parameter group, each with the values that it may have."""
+"""Options of a whole optimizer and of a parameter group, with checks of their values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardmuon.variants import check_variant
 # ------------------------------------------------------------------------------------------------ values
 
 AuditAction = Literal["raise", "warn"]
-_FaultOf = Callable[[Any], str]  # what a value must be, after its name; "" if it is
+_FaultOf = Callable[[Any], str]  # value -> end of an error message that begins with the option; "" if it is valid
 
 
 def _one_of(*allowed: object) -> _FaultOf:
@@ -36,11 +36,11 @@ def _whole_number(most: float = math.inf) -> _FaultOf:
 
 
 def _number(most: float = math.inf) -> _FaultOf:
-    """A number from 0 on, or a tensor of one."""
+    """Check for a number from 0 to `most`, or a tensor with one such element."""
     text = "must be finite and at least 0" if most == math.inf else f"must be from 0 to {most:g}"
 
     def fault_of(value: Any) -> str:
-        if isinstance(value, str):  # which `float` would read: but steps and schedulers multiply what a group has
+        if isinstance(value, str):  # `float` would accept "0.1", but steps and schedulers multiply the group's value
             return "is text, not a number. Write it without quotes"
         if isinstance(value, Tensor) and value.numel() != 1:
             return f"must have one element, found shape {tuple(value.shape)}"
@@ -70,7 +70,7 @@ def _only(wanted: bool, why: str) -> _FaultOf:
 
 _TRUTH = _one_of(True, False)
 
-# Option -> what is wrong with a value of it. Of the whole optimizer, then of a group.
+# Option -> its check: options of the whole optimizer, then of a group.
 _CHECKS: dict[str, _FaultOf] = {
     "method": _one_of(*get_args(MethodName)),
     "ns_dtype": _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -88,7 +88,7 @@ _CHECKS: dict[str, _FaultOf] = {
     "adjust_lr_fn": _scale_fault,
     "ns_steps": _whole_number(99),
     **dict.fromkeys(("use_muon", "nesterov", "transposed"), _TRUTH),
-    # of a torch optimizer's group, added or loaded: what its name does not say
+    # options in groups of torch optimizers, refused if their value would need another update rule
     "maximize": _only(False, "this optimizer minimizes"),
     "amsgrad": _only(False, "AdamW here keeps no largest second moment"),
     "decoupled_weight_decay": _only(True, "AdamW here is no Adam whose decay goes through the moments"),
@@ -96,7 +96,7 @@ _CHECKS: dict[str, _FaultOf] = {
 
 
 def _check_values(where: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError, beginning with `where`, for the first option that has no meaning."""
+    """Raise ValueError, its message starting with `where`, for the first invalid option."""
     for key, fault_of in _CHECKS.items():
         fault = fault_of(options[key]) if key in options else ""
         if fault:
@@ -108,10 +108,10 @@ def _check_values(where: str, options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """Options of a whole optimizer: keywords of `shardmuon.Muon`, which says what they mean.
+    """Options of a whole optimizer: keywords of `shardmuon.Muon`, documented there.
 
     Raises:
-        ValueError: A value that has no meaning here.
+        ValueError: An option is invalid.
     """
 
     method: MethodName = "auto"
@@ -133,7 +133,7 @@ class MuonConfig:
         return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
 
     def stored(self) -> str:
-        """Text of how momentum and weights are stored, if otherwise than in fp32 and in place; else ""."""
+        """Text of the storage options that are not defaults; "" if there are none or only fp32 momentum."""
         found = {key: value for key, value in self.changed().items() if key in STORED}
         return "" if found == {"momentum_dtype": torch.float32} else ", ".join(f"{k}={v}" for k, v in found.items())
 
@@ -142,11 +142,11 @@ class MuonConfig:
         return Chooser(self.method, self.ns_dtype)
 
     def keeper(self) -> Keeper:
-        """A keeper of momentum."""
+        """The object that stores momentum."""
         return Keeper(self.momentum_dtype, self.momentum_device, self.stochastic_rounding)
 
     def text(self) -> str:
-        """Text of the options, equal on ranks that do the same. Devices may differ from rank to rank."""
+        """Text of the options that must be equal on all ranks: all except `momentum_device`."""
         return " ".join(f"{key}={value}" for key, value in self.changed().items() if key != "momentum_device")
 
 
@@ -158,7 +158,7 @@ CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 
 LrScale = str | Callable[[int, int], float] | None
 
-# rows x cols -> factor on lr. Formulas and the field's clashing names: docs/learning_rate.md
+# rows x cols -> factor on lr. Formulas, and the clashing names in other libraries: docs/learning_rate.md
 _LR_SCALES: dict[str, Callable[[int, int], float]] = {
     # Keller Jordan's Muon; torch.optim.Muon "original"
     "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
@@ -176,7 +176,7 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "split_groups": 1,
     "transposed": False,
 }
-# Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
+# Process groups of plain tensors in this job. Not saved in checkpoints, which may be loaded into another layout.
 PLACE_OPTIONS = ("tp_group", "process_group")
 GROUP_DEFAULTS: dict[str, Any] = {
     "use_muon": True,
@@ -195,7 +195,7 @@ MUON_OPTIONS = (
 )
 ONLY_MUON = {*MUON_OPTIONS, *VIEW_DEFAULTS}
 GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
-# What is written otherwise, though it reads like an option of a group -> how.
+# Key that looks like a group option but is written elsewhere -> rest of the error message, with what to write.
 ELSEWHERE = {
     **{
         key: f"applies to the whole optimizer. Write Muon(..., {key}=...); where another class makes the optimizer, as "
@@ -217,21 +217,21 @@ ELSEWHERE = {
     ),
     "split_dim": "is told by transposed=True: splits are of outputs, which are columns then",
 }
-# Options in groups that earlier revisions saved -> their defaults, which mean what is done now.
+# Removed options in groups saved by earlier revisions -> their defaults, which equal today's behavior.
 EARLIER = {"num_heads": None, "weight_decay_mode": "decoupled", "beta2": 0.95}
-# What other programs keep in a group: torch's schedulers and averaging, timm's layer-wise decay.
+# Keys that other programs store in a group: torch's schedulers and averaging, timm's layer-wise decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
 
 
 def lr_scale(adjust_lr_fn: LrScale, rows: int, cols: int) -> float:
-    """The factor on the learning rate of a rows x cols matrix. The shape is the global matrix's, never a shard's."""
+    """The factor on the learning rate of a matrix with global shape rows x cols (never a shard's shape)."""
     function = adjust_lr_fn if callable(adjust_lr_fn) else _LR_SCALES[adjust_lr_fn or "original"]
     return function(rows, cols)
 
 
 def check_keys(where: str, given: Iterable[str]) -> None:
-    """Raise ValueError, beginning with `where`, for a key of a group that is an option misspelled or misplaced. Other
-    keys are somebody else's (a scheduler's) and stay."""
+    """Raise ValueError, its message starting with `where`, for a misspelled or misplaced option among a group's keys.
+    Other keys, such as a scheduler's, are allowed."""
     for key in given:
         if key in GROUP_OPTIONS or key in _FOREIGN:
             continue
@@ -243,7 +243,7 @@ def check_keys(where: str, given: Iterable[str]) -> None:
 
 
 def unknown_keyword(key: str) -> TypeError:
-    """The error for a keyword that `Muon` does not have, with what to write."""
+    """The TypeError for a keyword that `Muon` does not have, with what to write."""
     text = f"Muon.__init__() got an unexpected keyword argument {key!r}"
     if key in ELSEWHERE:
         return TypeError(f"{text}: {key} {ELSEWHERE[key]}")
@@ -253,7 +253,7 @@ def unknown_keyword(key: str) -> TypeError:
 
 
 def options_text(config: MuonConfig, groups: Sequence[Mapping[str, Any]]) -> str:
-    """Text of the optimizer's options that differ from their defaults, and of each group's that apply."""
+    """Text of the optimizer's non-default options and of each group's options."""
     lines = [f"    {key}: {value}" for key, value in config.changed().items()]
     for index, group in enumerate(groups):
         count = len(group["params"])
@@ -265,7 +265,7 @@ def options_text(config: MuonConfig, groups: Sequence[Mapping[str, Any]]) -> str
 
 
 def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options that apply to it, and what others keep in it."""
+    """A group's options that apply to Muon or AdamW, whichever it uses, and its foreign keys (a scheduler's)."""
     hidden = {"params", "param_names", "use_muon", *(ADAMW_DEFAULTS if group["use_muon"] else ONLY_MUON)}
     quiet = {**GROUP_DEFAULTS, "variant": None, "ns_steps": None}
     return {
@@ -274,7 +274,7 @@ def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def view_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options of which rows form a matrix."""
+    """The options of a group that say which matrices its parameters hold."""
     return {key: group[key] for key in VIEW_DEFAULTS}
 
 
@@ -284,10 +284,10 @@ def per_step(coefficients: Any, steps: int | None) -> Triples:
 
 
 def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
-    """The learning rate that `where`, a function, was given.
+    """Return `lr`, which is required: no default suits. `where` names the function that takes it.
 
     Raises:
-        TypeError: None. No default suits.
+        TypeError: `lr` is None.
     """
     if lr is None:
         raise TypeError(
@@ -297,13 +297,14 @@ def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
     return lr
 
 
-SETS = (set, frozenset, WeakSet)  # of no order, or one of its own in every process
+SETS = (set, frozenset, WeakSet)  # iterated in an order that differs between processes
 
 
 def refuse_sets(where: str, given: object, write: str) -> None:
-    """Raise TypeError, beginning with `where`, for what has no order, or one of its own in every process.
+    """Raise TypeError, its message starting with `where`, if parameters are given in a set.
 
-    Ranks pair what they list by position, so sets would pair pieces of different matrices.
+    Ranks match parameters by position, and the order of a set differs between processes: pieces of different matrices
+    would be paired.
     """
     if isinstance(given, SETS):
         raise TypeError(
@@ -313,9 +314,9 @@ def refuse_sets(where: str, given: object, write: str) -> None:
 
 
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
-    """Raise ValueError, beginning with `where`, for the first option of a group that has no meaning. Options of either
-    kind are checked in any group: its `use_muon` may change."""
-    needed = {key: group[key] for key in ("lr", "weight_decay")}  # AdamW would miss them when matrices have changed
+    """Raise ValueError, its message starting with `where`, for the first invalid option of a group. Muon's and AdamW's
+    options are checked in every group, since `use_muon` may change."""
+    needed = {key: group[key] for key in ("lr", "weight_decay")}  # else AdamW would fail after matrices have changed
     _check_values(where, {**needed, **group})
     if not group.get("use_muon", True):
         return

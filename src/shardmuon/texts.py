@@ -1,4 +1,4 @@
-"""Texts for messages and reports: near spellings of a name that does not exist, tables, long lists."""
+"""Texts for messages and reports: suggestions for a misspelled name, tables, shortened lists."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _SPELLINGS = {
 
 
 def nearest(key: str, allowed: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The one of those allowed that someone who wrote `key` may have had in mind."""
+    """The allowed name that is closest to `key`, or that another library's `key` stands for; None if there is none."""
     known = _SPELLINGS.get(key)
     close = [known] if known in allowed else difflib.get_close_matches(key, allowed, n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
 def did_you_mean(key: str, allowed: Sequence[str]) -> str:
-    """End of a message that names the nearest allowed key; empty if none comes near."""
+    """End of a message that suggests the nearest allowed key; empty if no key is close."""
     found = nearest(key, allowed)
     return "" if found is None else f" (did you mean {found}?)"
 
 
 def table(
-    rows: Iterable[Sequence[str]],  # of one length, the header first
+    rows: Iterable[Sequence[str]],  # of equal lengths, the header first
 ) -> str:
-    """Lines of a table, its columns side by side and dashes under the header."""
+    """Text of a table with aligned columns and dashes under the header."""
     header, *body = rows
     widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
     lines = (header, ["-" * width for width in widths], *body)
@@ -48,6 +48,6 @@ def table(
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first three names, and how many more there are."""
+    """The first three names and the number of further ones, as text."""
     more = [f"{len(names) - 3} more"] if len(names) > 3 else []
     return ", ".join([*names[:3], *more])

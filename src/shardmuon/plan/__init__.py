@@ -1,1 +1,1 @@
-"""Plans: who orthogonalizes which matrix, in which bucket; and the copy lists of one rank. Pure."""
+"""Plans (which rank orthogonalizes which matrix, in which bucket) and each rank's copy lists. Pure."""

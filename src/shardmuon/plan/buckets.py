@@ -1,10 +1,11 @@
-"""Buckets: matrices that move, or stay, together, cut so that every owner has work in each; the cheapest cut. Pure.
+"""Buckets: split matrices into groups that are processed together, with work for every owner in each, at the lowest
+price. Pure.
 
 [Note: the price of buckets]
-    A step of buckets is timed by the loop that carries them out (pipeline.py), on those ranks that have most to compute
-    in any of them. Exchanges move what the rank moves that sends or gets most. Half of an exchange passes beside
-    products, which nobody knows better. Prices are nanoseconds on a machine, in whole numbers, so that all ranks find
-    the same.
+    A step is timed by simulating the loop that executes its buckets (pipeline.py), on the ranks that have most to
+    compute in any bucket. An exchange takes the time of the rank that sends or receives most. Half of an exchange is
+    assumed to overlap with computation, for want of a better estimate. Prices are integer nanoseconds on a machine, so
+    that all ranks get the same results.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from shardmuon.plan import pipeline
 from shardmuon.plan.items import Bucket, Item, Key, Policy, Spec
 from shardmuon.plan.machines import SIDES, Machine
 
-_NUMS = (*range(1, 21), 24, 32)  # of buckets, that are tried
+_NUMS = (*range(1, 21), 24, 32)  # numbers of buckets to try
 _TAILS = (1, 2, 4)
 _LEAST_BYTES = 32 * 2**20
-_IN_CACHE = 4 * 2**20  # bytes of a bucket on a CPU that moves nowhere: what is made for it stays in a cache
-_OF_MOMENTUM = 32  # a bucket of what moves nowhere may have one part of so many
-_NO_DEARER = 102  # percent of the cheapest that a plan which takes less memory may cost
+_IN_CACHE = 4 * 2**20  # bytes of a local bucket on a CPU, so that its temporaries stay in the cache
+_OF_MOMENTUM = 32  # a local bucket may have as many bytes as momentum in fp32 divided by this
+_NO_DEARER = 102  # most percent of the cheapest price that a choice with less memory may cost
 
 _Share = list[Item]  # the matrices of a bucket
 
 
 class Way(NamedTuple):
-    """The matrices of a set with their owners.
+    """One choice of owners and buckets for the matrices of a set.
 
     Attributes:
-        items: The matrices.
-        moving: The buckets of those that move.
-        ns: Nanoseconds of a step of all of them, without what lies on one rank alone, see [Note: the price of buckets].
-        notes: Lines on what was chosen, and what else there was.
+        items: The matrices with their owners.
+        moving: The buckets of the matrices that move.
+        ns: Price of a step in nanoseconds, without matrices on one rank alone, see [Note: the price of buckets].
+        notes: Lines for the printed plan on the choice and its alternatives.
     """
 
     items: Sequence[Item]
@@ -47,7 +48,7 @@ class Way(NamedTuple):
 
 
 def cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> Way:
-    """The cheapest buckets of a set."""
+    """Choose the cheapest buckets for the matrices of a set with these owners."""
     total, moving, notes = 0, dict[Bucket, list[_Share]](), list[str]()
     prices = _prices(specs, items, policy.machine)
     for alike, share in _together(specs, items).items():
@@ -63,9 +64,9 @@ def cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> Wa
 def in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[Way], policy: Policy) -> list[Bucket]:
     """All buckets of a plan with these items.
 
-    Half of what a rank orthogonalizes where it lies comes before all that moves, and half behind it, for gathers and
-    scatters to pass by. Nothing of it comes in between: ranks that have nothing there would post the exchanges of a set
-    in another order.
+    Half of a rank's local buckets come before all buckets that move and half after them, to overlap with gathers and
+    scatters. None come in between: ranks without local buckets there would post the exchanges of a set in another
+    order.
     """
     number = {item.key: n for n, item in enumerate(items)}
 
@@ -90,7 +91,7 @@ def in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[Way], 
 
 
 def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Share]:
-    """Matrices that may be in one bucket, by what they share of it."""
+    """Group matrices that may share a bucket, by the bucket's common properties."""
     found: dict[Bucket, _Share] = {}
     for item in items:
         spec = specs[item.param]
@@ -101,7 +102,7 @@ def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Sha
 
 
 def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
-    """The buckets of what moves nowhere: as few as memory allows, and small ones on a CPU."""
+    """Split local matrices into buckets: as few as memory allows, and small ones on a CPU."""
     of_momentum = 4 * sum(item.numel for item in share) // _OF_MOMENTUM
     least = _IN_CACHE if alike.kind == "cpu" else max(_LEAST_BYTES, of_momentum)
     most = (policy.bucket_bytes or least) // alike.itemsize
@@ -111,13 +112,14 @@ def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
 def _by_price(
     alike: Bucket, items: _Share, prices: Mapping[Key, _Priced], policy: Policy
 ) -> tuple[list[_Share], int, str]:
-    """The buckets of what moves: of those that are hardly dearer than the cheapest, what takes least memory. Also their
-    nanoseconds, and a line about them."""
-    found = dict[tuple[int, int, int], list[_Share]]()  # elements that a rank has at most, buckets, nanoseconds
+    """Split moving matrices into buckets: the split with the least memory among those that are hardly dearer than the
+    cheapest. Returns the buckets, their price in nanoseconds, and a line for the printed plan."""
+    # keys: most elements on a rank, number of buckets, nanoseconds
+    found = dict[tuple[int, int, int], list[_Share]]()
     for shares in _cuts(alike, items, prices, policy):
         buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
         taken = max(bucket.taken for bucket in buckets)
-        for step in (1, -1)[: len(shares)]:  # those with least first, or last
+        for step in (1, -1)[: len(shares)]:  # smallest buckets first, or last
             found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
     limit = min(ns for *_, ns in found) * _NO_DEARER
     best = min(option for option in found if option[2] * 100 <= limit)
@@ -134,7 +136,7 @@ def _by_price(
 
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
-    """The cuts that are tried: in so many waves, and these whole or cut by owners."""
+    """The splits to try: different numbers of waves, each wave whole or split by owners."""
     most = sum(item.numel for item in items)
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
@@ -150,7 +152,7 @@ def _cuts(alike: Bucket, items: _Share, prices: Mapping[Key, _Priced], policy: P
 
 
 def _gathered(spec: Spec, item: Item) -> bool:
-    """False if the owner has all that it needs, and nobody else in its replica awaits a result."""
+    """True if a matrix needs a gather and a scatter; False if its owner stores it whole and no stage state is sent."""
     stored = spec.layout.tiles[item.matrix].get(item.owners[0], ())
     return sum(tile.numel for tile in stored) < item.numel or any(kept.travels for kept in spec.kept)
 
@@ -159,7 +161,7 @@ def _gathered(spec: Spec, item: Item) -> bool:
 
 
 def _lines(items: Iterable[Item]) -> list[_Share]:
-    """The matrices of each owner, the costliest first."""
+    """The matrices of each owner, costliest first."""
     lines: dict[Ranks, _Share] = {}
     for item in sorted(items, key=lambda item: (-item.cost, item.rows, item.cols, item.key)):
         lines.setdefault(item.owners, []).append(item)
@@ -167,16 +169,17 @@ def _lines(items: Iterable[Item]) -> list[_Share]:
 
 
 def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[Key, _Priced]) -> list[_Share]:
-    """The waves cut by owners, the last one in `tail` parts, others in half as many, so that relays begin early and the
-    last of them is short. Owners of each replica are dealt out alike, since it relays what they own."""
+    """Split waves by owners, the last wave into `tail` parts and the others into half as many, so that relays begin
+    early and the last relay is short. The owners of each replica are spread evenly over the parts, since the replica
+    relays the results of its owners."""
     found: list[_Share] = []
     for wave in waves:
-        lines: dict[tuple[int, int], _Share] = {}  # of replica and owner
+        lines: dict[tuple[int, int], _Share] = {}  # by (replica, owner)
         for item in wave:
             one = prices[item.key]
             lines.setdefault((one.replica, one.owner), []).append(item)
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
-        dealt = Counter[int]()  # of each replica
+        dealt = Counter[int]()  # owners placed so far, by replica
         for at in sorted(lines, key=lambda at: (-sum(item.cost for item in lines[at]), at)):
             shares[dealt[at[0]] % len(shares)] += lines[at]
             dealt[at[0]] += 1
@@ -185,9 +188,9 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[Key, _Priced])
 
 
 def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
-    """Cut the lines of all owners into so few shares, `least` if there are matrices for them, that no owner has more
-    than `most` elements in one, unless that is a single matrix. Every owner has equal work in each, as far as that and
-    its matrices allow."""
+    """Split the matrices of all owners into as few shares as possible, but at least `least` if there are enough
+    matrices, so that no owner has more than `most` elements in a share, unless it is a single matrix. Within these
+    limits each owner has equal work in all shares."""
     needed = [_needed([item.numel for item in line], most) for line in lines]
     num = max(least, *(of_line[0] for of_line in needed))
     cut = [_cut(line, of_line, most, num) for line, of_line in zip(lines, needed, strict=True)]
@@ -196,8 +199,8 @@ def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
 
 
 def _needed(sizes: Sequence[int], most: int) -> list[int]:
-    """The fewest shares of at most `most` elements each that cover a line of sizes to its end, from each position in
-    it; 0 at the end."""
+    """For each position in a list of sizes, the fewest shares of at most `most` elements that cover the rest of the
+    list; 0 at the end."""
     found = [0] * (len(sizes) + 1)
     end, filled = len(sizes), 0
     for start in range(len(sizes) - 1, -1, -1):
@@ -210,7 +213,8 @@ def _needed(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Share]:
-    """One owner's matrices, in order, in `num` shares of equal work; none is empty that need not be."""
+    """Split one owner's matrices, in order, into `num` shares of about equal work, with as few empty shares as
+    possible."""
     parts: list[_Share] = [[] for _ in range(num)]
     left, share, work, filled = sum(item.cost for item in line), 0, 0, 0
     for place, item in enumerate(line):
@@ -227,17 +231,17 @@ def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Shar
 
 # ---------------------------------------------------------------------------------------------------------- the price
 
-_FULL = 3 << 20  # elements of Gram matrices that run together, see `orthogonalize.slots`
-_LAUNCHES = 30  # of five steps
-_PACKS, _APPLIES, _FILLS = 30, 26, 12  # bytes that pass through memory for an element, see `foresight.hardware`
+_FULL = 3 << 20  # elements of the Gram matrices of one batch, see `orthogonalize.slots`
+_LAUNCHES = 30  # kernel launches of five Newton-Schulz steps
+_PACKS, _APPLIES, _FILLS = 30, 26, 12  # bytes of memory traffic per element, see `foresight.hardware`
 
 
 class _Spread(NamedTuple):
-    """Numbers of ranks on which the matrices of a layout lie.
+    """Counts of the ranks that store the matrices of a layout.
 
     Attributes:
         holders: Number of ranks of one replica.
-        inside: Most of them on one node.
+        inside: Most ranks of one replica on one node.
         replicas: Number of replicas.
         near: Most replicas on one node.
     """
@@ -249,13 +253,13 @@ class _Spread(NamedTuple):
 
 
 class _Priced(NamedTuple):
-    """A matrix as its price sees it.
+    """Properties of a matrix that its price depends on.
 
     Attributes:
-        owner, replica: The rank that orthogonalizes it (the first, of one in each replica), and its replica's number.
-        numel: Its elements.
-        batch, ns: How many like it run together, the last batch filled up, and the nanoseconds of a batch.
-        spread: Numbers of ranks on which it lies.
+        owner, replica: The owner (the first, if each replica has one), and the index of the owner's replica.
+        numel: Number of elements.
+        batch, ns: Number of such matrices in one batch, and nanoseconds per batch, also for a partly filled one.
+        spread: Counts of the ranks that store the matrix.
     """
 
     owner: int
@@ -279,8 +283,8 @@ def _prices(specs: Sequence[Spec], items: Iterable[Item], machine: Machine) -> d
 
 
 def _spread_of(layout: ParamLayout, per_node: int) -> _Spread:
-    """Count the ranks of a layout on nodes of `per_node` ranks each: those of its first replica, and the keepers of its
-    first piece."""
+    """Count the ranks of a layout, on nodes of `per_node` ranks: the ranks of its first replica, and the ranks that
+    store its first piece."""
     first = next(iter(layout.keepers.values()), layout.ranks[:1])
     replica = [rank for rank in layout.ranks if layout.pieces[rank] and layout.replica_of[rank] == 0]
     on_nodes = (Counter(rank // per_node for rank in ranks).values() for ranks in (replica, first))
@@ -289,29 +293,30 @@ def _spread_of(layout: ParamLayout, per_node: int) -> _Spread:
 
 
 def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[int, int]:
-    """Size of a batch of matrices with this short side, each of so many floating point operations, and its
-    nanoseconds."""
+    """Batch size for matrices with this short side, and nanoseconds of a batch. `flops`: floating point operations of
+    one matrix."""
     words = how.split()
     rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
     size = 1 if not machine.launch else min(max(_FULL // short**2, 1), 64)
     size = 1 << (size.bit_length() - 1)
-    share = isqrt(_share(short**3, machine) * _share(size * short**3, machine))  # of one, and as large as all together
+    # geometric mean of the shares for one matrix and for a product as large as the whole batch
+    share = isqrt(_share(short**3, machine) * _share(size * short**3, machine))
     return size, max(size * flops * 1000 // (rate * share), _LAUNCHES * machine.launch)
 
 
 def _share(volume: int, machine: Machine) -> int:
-    """The share of the peak that a cubic product of this volume reaches."""
+    """Thousandths of the peak reached by products of square matrices with this volume (side**3)."""
     found = (share for side, share in zip(SIDES, machine.shares, strict=True) if volume <= side**3)
     return next(found, machine.shares[-1])
 
 
 class _Timed(NamedTuple):
-    """A bucket with its times.
+    """Times and memory of a bucket.
 
     Attributes:
-        work: Times of a rank that owns least of it.
-        computed: Time of products and copies on each of its owners.
-        taken: Elements that a rank has of it at most: matrices of its own, and what a relay brings.
+        work: Times of its phases, without orthogonalization, on the rank that owns least of it.
+        computed: Owner -> time of its products and of the copies around them.
+        taken: Most elements on a rank: its own matrices, and results received by the relay.
     """
 
     work: pipeline.BucketTimes
@@ -320,11 +325,11 @@ class _Timed(NamedTuple):
 
 
 def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
-    """The matrices that move in one bucket, timed. `itemsize`: bytes of an element on the wire."""
-    computed, came, kept, passed_on = (Counter[int]() for _ in range(4))  # the last by replica, the others by owner
+    """Estimate times and memory of a bucket of matrices. `itemsize`: bytes per element on the wire."""
+    computed, came, kept, passed_on = (Counter[int]() for _ in range(4))  # passed_on by replica, the rest by owner
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
-    sent = relayed = 0  # elements of one rank
+    sent = relayed = 0  # elements per rank
     for owner, replica, numel, _, _, (holders, _, replicas, _) in matrices:
         came[owner] += numel - numel // holders
         kept[owner] += numel // holders
@@ -334,10 +339,10 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     for owner, elements in came.items():
         computed[owner] += 4 * itemsize * elements * 1000 // machine.memory
     most = max(one.spread for one in matrices)
-    if len(kept) >= most.holders * most.replicas:  # nobody owns nothing
+    if len(kept) >= most.holders * most.replicas:  # every rank owns some matrix
         sent -= min(sent, min(kept.values()))
     gather = relay = None
-    copied = 0  # nanoseconds, to what the relay sends
+    copied = 0  # nanoseconds of copying to the relay's send buffer
     if most.holders > 1:
         gather = _exchange_ns(itemsize * max(sent, *came.values()), most.holders, most.inside, machine)
     if most.replicas > 1:
@@ -347,7 +352,7 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     held = 1 + kept.total()
     idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
 
-    def passed(each: int, elements: int) -> int:  # bytes for each of them; and its share of the host's work
+    def passed(each: int, elements: int) -> int:  # time of `each` bytes per element, and of the host's share of work
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 
     work = pipeline.BucketTimes(
@@ -365,7 +370,8 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
 
 
 def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
-    """An exchange in which a rank moves so many bytes, alike to all of so many ranks, some of them in its node."""
+    """Nanoseconds of an exchange of `size` bytes per rank, spread evenly over `ranks` ranks, `inside` of them on one
+    node."""
     others = max(1, ranks - 1)
     near, far = size * (inside - 1) // others, size * (ranks - inside) // others
     latency = (machine.across if ranks > inside else machine.inside) + machine.peer * (ranks - 1)
@@ -373,7 +379,7 @@ def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
 
 
 def _step_ns(buckets: Sequence[_Timed]) -> int:
-    """A step of these buckets, in their order, see [Note: the price of buckets]."""
+    """Nanoseconds of a step of these buckets, in this order, see [Note: the price of buckets]."""
     slowest = [max(one.computed, key=lambda rank: (one.computed[rank], rank)) for one in buckets]
     ranks = [
         [one.work._replace(key=at, orthogonalize=one.computed.get(rank, 0)) for at, one in enumerate(buckets)]

@@ -1,4 +1,4 @@
-"""Parameters as the planner sees them, their matrices with their owners, and buckets of these. Pure."""
+"""Data types of the planner: parameters, their matrices with owners, and buckets of matrices. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 
 Route = Literal["local", "owner"]
-Key = tuple[int, int]  # of a matrix: parameter, matrix
+Key = tuple[int, int]  # index of a parameter, index of the matrix in it
 
 
 class Kept(NamedTuple):
-    """Numbers that a stage keeps of each matrix from step to step, fp32.
+    """State tensor (fp32) of one variant stage for one parameter, with a few values for each matrix.
 
     Attributes:
-        layout: Layout of the state tensor. Its matrices are 1 x so many numbers, one for each matrix of the parameter,
-            and a rank has all of one or nothing.
-        travels: True if owners change them and send them to all who keep them.
+        layout: Layout of the state tensor. Its matrices have shape 1 x n, one for each matrix of the parameter, and a
+            rank stores all of one or nothing.
+        travels: True if owners change the state and send it to all ranks that store it.
     """
 
     layout: ParamLayout
@@ -25,18 +25,18 @@ class Kept(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """One parameter as the planner sees it.
+    """The planner's description of one parameter.
 
     Attributes:
         name: Name for messages and tables.
-        layout: Who stores what.
-        hows: How each matrix is orthogonalized, as text. Matrices of one batch share it.
+        layout: Which rank stores which piece.
+        hows: How each matrix is orthogonalized, as text; equal for all matrices of a batch.
         costs: Floating point operations of each matrix.
-        itemsizes: Bytes per element of each matrix's wire.
-        batch: Matrices of different batch texts (coefficients, stages) never share a batch.
-        kind: Device type. Parameters of different kinds never share a bucket.
-        kept: Kept numbers of each stage that keeps any.
-        reasons: Why each is orthogonalized like this. Empty: nothing is said.
+        itemsizes: Bytes per element of each matrix on the wire.
+        batch: Text of coefficients and stages; equal for all matrices of a batch.
+        kind: Device type; equal for all parameters of a bucket.
+        kept: State tensor of each stage that has one.
+        reasons: For each matrix, the reason for its method, for printed plans. Empty: none is printed.
     """
 
     name: str
@@ -51,15 +51,16 @@ class Spec(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Bounds and rates by which a plan is made, beside its parameters.
+    """Bounds and rates that a plan depends on beside its parameters.
 
     Attributes:
-        bucket_bytes: Most bytes (of the wire) of whole matrices that one owner has in a bucket. A larger matrix makes
-            a bucket of its own. None: what is hardly dearer than the cheapest; of what moves nowhere 32 MiB, or a
-            thirty-second part of what its momentum takes on a rank in fp32, if that is more.
-        machine: The machine by whose rates buckets are chosen.
-        each: True if replicas may each work for themselves, where that is cheaper. False where machines differ:
-            replicas would drift apart.
+        bucket_bytes: Most bytes (on the wire) of whole matrices that one owner has in a bucket. A larger matrix makes
+            a bucket of its own. None: the size with the least memory among those that cost at most 2% more than the
+            cheapest. For local matrices of a rank None means 32 MiB, or 1/32 of their momentum in fp32 if that is more;
+            on a CPU 4 MiB.
+        machine: The machine whose rates are used to price buckets.
+        each: True if every replica may orthogonalize all its matrices itself, where that is cheaper. False if machines
+            differ: replicas would diverge.
     """
 
     bucket_bytes: int | None = None
@@ -68,16 +69,17 @@ class Policy(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One matrix, and who orthogonalizes it.
+    """One matrix and its owners.
 
     Attributes:
-        param, matrix: Number of its `Spec`, and of the matrix in the view.
+        param, matrix: Index of the parameter's `Spec`, and of the matrix in its view.
         rows, cols: Shape of the matrix.
-        owners: The rank that orthogonalizes it, or one of each replica, in their order (see `ParamLayout.replicas`).
-        route: "local": nothing of it moves. "owner": all of it goes to its owner and back.
-        how: See `Spec`.
+        owners: The rank that orthogonalizes the matrix, or one rank per replica, in the order of
+            `ParamLayout.replicas`.
+        route: "local": nothing is moved. "owner": the matrix is gathered on its owner and scattered back.
+        how: How the matrix is orthogonalized, as text.
         cost: Floating point operations of an owner.
-        reason: Why it is orthogonalized like this. Not compared between ranks: it may name what one machine can do.
+        reason: Reason for the method. Not compared between ranks, as it may name abilities of one machine.
     """
 
     param: int
@@ -92,7 +94,7 @@ class Item(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """The order of a plan's items."""
+        """Sort key of a plan's items."""
         return self.param, self.matrix
 
     @property
@@ -104,22 +106,22 @@ class Item(NamedTuple):
         return self.rows * self.cols
 
     def owner_for(self, layout: ParamLayout, rank: int) -> int:
-        """The owner that sends a rank its results."""
+        """The owner whose results a rank gets: the one in its own replica if each replica has an owner."""
         return self.owners[layout.replica_of[rank]] if len(self.owners) > 1 else self.owners[0]
 
 
 class Bucket(NamedTuple):
-    """Matrices that move in one exchange, or are orthogonalized where they are. Plans have those that move in this
-    order.
+    """Matrices that are exchanged together, or orthogonalized together without moving. Plans sort the buckets that move
+    as tuples of these fields.
 
     Attributes:
-        ranks: Ranks of the exchange. On the local route, those that own any of them.
-        route, num_owners: Of each of its items.
-        kind: See `Spec`.
-        itemsize: Bytes per element of the wire.
-        items: Numbers of the plan's items.
-        gathers: False if every owner stores its matrices whole, as plain replicas do, and no stage keeps anything:
-            nothing travels before products, and afterwards only to other replicas.
+        ranks: Ranks of the exchange. On the local route, the ranks that own any of the matrices.
+        route, num_owners: Route and number of owners, equal for all of the bucket's items.
+        kind: Device type.
+        itemsize: Bytes per element on the wire.
+        items: Indices of the plan's items.
+        gathers: False if every owner stores its matrices whole, as plain replicas do, and no stage state is sent: there
+            is no gather or scatter, only a relay to other replicas.
     """
 
     ranks: Ranks
@@ -132,5 +134,5 @@ class Bucket(NamedTuple):
 
     @property
     def exchange(self) -> bool:
-        """False if nothing moves."""
+        """True if the bucket's matrices are exchanged between ranks."""
         return self.route != "local"

@@ -1,4 +1,4 @@
-"""The numbers of a machine by which plans are chosen: whole numbers, so that all ranks choose alike."""
+"""Rates of machines by which plans are chosen, as integers so that all ranks choose the same plan."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 
 class Machine(NamedTuple):
-    """Rates of one rank, and what exchanges and buckets take beside.
+    """Throughput of one rank, and latencies of exchanges, buckets and kernels.
 
     Attributes:
         name: Name in printed plans.
-        shares: Thousandths of the peak that products reach, by short side, see `SIDES`.
-        half, single, double: GFLOP/s of dense products in 16, 32 and 64 bits.
-        memory: MB/s that a pass reads and writes.
+        shares: Thousandths of the peak that products reach, by the matrix's short side, see `SIDES`.
+        half, single, double: Peak GFLOP/s of dense products in 16, 32 and 64 bits.
+        memory: Memory bandwidth in MB/s, reads and writes together.
         link, network: MB/s of an all-to-all, one way, inside a node and between nodes.
-        per_node: Ranks that the fast links join.
-        inside, across, peer: Nanoseconds of an exchange of nothing in a node, between nodes, and for each peer.
-        bucket, matrix: Nanoseconds of the host for a bucket, and for each matrix in it.
-        launch: Nanoseconds of a kernel that has nothing to do; 0 on a CPU.
+        per_node: Ranks per node, that is, joined by fast links.
+        inside, across, peer: Latency of an exchange in nanoseconds: inside a node, between nodes, and extra per peer.
+        bucket, matrix: Host time in nanoseconds per bucket, and per matrix in it.
+        launch: Nanoseconds of an empty kernel; 0 on a CPU.
     """
 
     name: str
@@ -38,9 +38,9 @@ class Machine(NamedTuple):
     launch: int
 
 
-SIDES = (64, 128, 256, 512, 1024, 2048, 4096)  # up to which each share holds; the last one beyond, too
+SIDES = (64, 128, 256, 512, 1024, 2048, 4096)  # largest short side for each share; the last share holds beyond, too
 
-# From the hardware files of foresight, their middle values: a test holds them equal.
+# Middle values from foresight's hardware files; a test checks that they are equal.
 _RATES = {
     "a100": (312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421, 8944, 3464),
     "b200": (2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
@@ -60,13 +60,13 @@ _SHARES = {
     "mi300x": (32, 32, 32, 77, 187, 354, 439),
 }
 MACHINES = {name: Machine(name, _SHARES[name], *rates) for name, rates in _RATES.items()}
-DEFAULT = "h100"  # for an accelerator that is in no row
+DEFAULT = "h100"  # row for unknown accelerators
 
 
 def machine_of(stamps: Iterable[str]) -> Machine:
-    """The slowest machine among those with these stamps, see `orthogonalize.stamp`: exchanges wait for it.
+    """The slowest machine among those with these stamps (see `orthogonalize.stamp`), since exchanges wait for it.
 
-    An accelerator without a row takes another one's, under a name that says so.
+    An unknown accelerator gets the rates of `DEFAULT`, under a name that says so.
     """
     found = dict.fromkeys(map(_row, stamps))
     return min(found, key=lambda row: (row.half, row.network, row.name), default=MACHINES["cpu-gloo"])

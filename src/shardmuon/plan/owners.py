@@ -1,8 +1,8 @@
-"""Owners: which rank may orthogonalize a matrix, and which one does. Pure.
+"""Owners: the ranks that may orthogonalize a matrix, and the choice among them. Pure.
 
 [Note: balance within a set]
-    Ranks that share one set of tensors may share others with other ranks, of which the first know nothing. So owners
-    are balanced among the tensors of one set, by what all of its ranks know.
+    A rank may also share tensors with ranks outside a set, which the other ranks of the set do not know. So work is
+    balanced within each set separately, using only what all of its ranks know.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from shardmuon.layout.table import Ranks
 from shardmuon.plan.items import Item, Key, Spec
 from shardmuon.plan.machines import Machine
 
-_LATE = 1.03  # load of a rank over the mean of its set from which on it hands matrices on
+_LATE = 1.03  # a rank with a load above this multiple of its set's mean hands matrices on
 
 
 def draft_of(spec: Spec, param: int, matrix: int) -> Item:
-    """A matrix with, as owners, all of which one is to orthogonalize it."""
+    """An item whose `owners` are all candidates, of which one is chosen later."""
     layout = spec.layout
     rows, cols = layout.view.matrices[matrix][:2]
     able = layout.whole_on[matrix] or tuple(layout.tiles[matrix])
-    # an owner needs what stages keep, which of a stack of experts only those ranks have that store some of the matrix
+    # an owner needs the stage state, which for a stack of experts only ranks have that store some of the matrix
     kept = [one.layout.tiles[matrix] for one in spec.kept]
     if kept:
         able = tuple(rank for rank in able if all(rank in of_stage for of_stage in kept))
@@ -33,28 +33,28 @@ def draft_of(spec: Spec, param: int, matrix: int) -> Item:
 
 
 def with_owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine: Machine) -> list[Item]:
-    """The matrices of a set, each with one owner."""
+    """The matrices of a set, each with one owner chosen from its draft."""
     owners = _owners(specs, drafts, ranks, machine.per_node)
     _hand_on(specs, drafts, owners, ranks, machine)
     return [_placed(specs[item.param], item, (owners[item.key],)) for item in drafts]
 
 
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
-    """A matrix with its owners; nothing of it moves if they have all that anybody has of it."""
+    """A matrix with its owners, on the local route if no other rank stores any of it or of state that is sent."""
     having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
     stays = all(layout.tiles[item.matrix].keys() == set(owners) for layout in having)
     return item._replace(owners=owners, route="local" if stays else item.route)
 
 
 def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_node: int) -> dict[Key, int]:
-    """The owner of each matrix of a set: those without a choice first, then the costliest to the rank with least work;
-    of equal ones to that in the replica that passes on least, then on another node than the one before."""
+    """Choose the owner of each matrix of a set. Matrices with one candidate come first, then the costliest; each goes
+    to the candidate with the least work. Ties go to the replica that relays least, then alternate between nodes."""
     ranks = tuple(sorted(ranks, key=lambda rank: (rank % per_node, rank)))
     place = {rank: at for at, rank in enumerate(ranks)}
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
     layouts = {specs[item.param].layout for item in drafts}
     replica = {layout: np.array([layout.replica_of[rank] for rank in ranks]) for layout in layouts}
-    work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)  # of ranks; of replicas
+    work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)  # per rank; per replica
     found = dict[Key, int]()
     for item in sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key)):
         at, of_rank = able[item.owners], replica[specs[item.param].layout]
@@ -69,9 +69,9 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_nod
 def _hand_on(
     specs: Sequence[Spec], drafts: Sequence[Item], owners: dict[Key, int], ranks: Ranks, machine: Machine
 ) -> None:
-    """Change the owners of matrices that late ranks alone store for others of the node: all have experts, and few a
-    dense matrix."""
-    loads, alone = dict.fromkeys(ranks, 0), defaultdict[int, list[tuple[int, Key]]](list)  # costs of what may go
+    """Move matrices from overloaded ranks to other ranks of their node, by changing `owners`. Only matrices stored by
+    one rank alone are moved. Needed where all ranks hold experts and only a few also hold a dense matrix."""
+    loads, alone = dict.fromkeys(ranks, 0), defaultdict[int, list[tuple[int, Key]]](list)  # loads; movable matrices
     for item in drafts:
         owner = owners[item.key]
         loads[owner] += item.cost
@@ -92,16 +92,16 @@ def _hand_on(
 
 
 def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
-    """True for a matrix that one rank alone stores, of which stages keep nothing, and which takes longer at the
-    machine's peak than its way to another rank and back."""
+    """True for a matrix that is stored by one rank alone, has no stage state, and takes longer to orthogonalize at the
+    machine's peak than to send to another rank and back."""
     way = 2 * spec.itemsizes[item.matrix] * item.numel
     worth = item.cost * machine.link > way * machine.half * 1000
     return worth and not spec.kept and len(item.owners) == len(spec.layout.tiles[item.matrix]) == 1
 
 
 def each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int) -> dict[Key, Item]:
-    """Key -> matrix with an owner in each replica: those that lie on the replicas on which most of the work lies. The
-    owners in the others are those that store what the owner in the first one does."""
+    """Key -> matrix with one owner in every replica, for the matrices on the replicas that have most of the work.
+    Owners are chosen in the first replica; in the others, the rank that stores the same piece is the owner."""
     work = Counter[tuple[Ranks, ...]]()
     for item in drafts:
         work[specs[item.param].layout.replicas] += item.cost

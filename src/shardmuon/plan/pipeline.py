@@ -1,12 +1,13 @@
-"""The order of a step's operations, which `step.bucket` carries out, and the same loop on a clock instead of a device.
+"""The order of a step's operations, which `step.bucket` executes, and a simulation of that loop with given times.
 
-Pure; knows no hardware. Times are in any unit, and whole numbers with `overlap` 0.5 stay exact: equal on all machines.
+Pure; knows no hardware. Times may be in any unit. Integer times with `overlap` 0.5 are exact, so that all machines get
+the same results.
 
 [Note: two clocks]
-    A rank computes one thing after the other, and its exchanges follow each other on its links. An exchange begins when
-    the last of its ranks has given it, and while it travels the rank computes on: bucket i+1 is gathered, and i-1
-    scattered or relayed, while i is orthogonalized. What share of an exchange passes beside products is uncertain
-    (`overlap`): the rest of it passes only when somebody waits for it.
+    A rank computes one operation at a time, and its exchanges run one at a time on its links. An exchange starts when
+    the last of its ranks has posted it, and the rank computes meanwhile: bucket i+1 is gathered, and bucket i-1
+    scattered or relayed, while bucket i is orthogonalized. The share of an exchange that overlaps with computation is
+    uncertain (`overlap`): the rest of the exchange progresses only while a rank waits for it.
 """
 
 from __future__ import annotations
@@ -21,22 +22,24 @@ Phase = Literal["begin", "pack", "gather", "fill", "orthogonalize", "scatter", "
 
 
 _EXCHANGES: tuple[Phase, ...] = ("gather", "scatter", "relay")
-_BESIDE = 4  # buckets that a relay has to pass by: it is the longest exchange, as a rule over the network
+_BESIDE = 4  # buckets during which a relay may run: it is the longest exchange, usually over the network
 
 
 def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tuple[Turn, int]]:
-    """The order in which a rank carries its buckets out: pairs of an operation and a bucket's number.
+    """The order in which a rank executes its buckets, as pairs of an operation and a bucket's index.
 
-    While bucket i is orthogonalized, i + 1 is gathered and i - 1 scattered, and what was computed before is relayed.
-    No circle of waits: number the exchanges of all ranks' buckets, in the order that all plan alike: the gather
-    of bucket b is b, its scatter b + 1/4, and its relay b + 1/2. A rank posts an exchange after waits for exchanges
-    with smaller numbers only, so the one with the smallest number that anybody waits for has been posted by all. There
-    is one exception: the relay of b is posted after the wait for the gather of b + 1, if that is of the same set, whose
-    ranks have both and nothing in between. Before a bucket of another set relays are posted first.
+    While bucket i is orthogonalized, i + 1 is gathered, i - 1 scattered, and earlier buckets are relayed.
+
+    There is no deadlock. Number the exchanges of all ranks' buckets in the common order of the plan: the gather of
+    bucket b is b, its scatter b + 1/4, and its relay b + 1/2. Before it posts an exchange, a rank waits only for
+    exchanges with smaller numbers, so the smallest-numbered exchange that any rank waits for has been posted by all.
+    There is one exception: the relay of b is posted after the wait for the gather of b + 1 if both buckets are of the
+    same set, whose ranks have both of them and nothing in between. Before a bucket of another set, relays are posted
+    first.
 
     Args:
-        relays: True for each bucket of this rank, in the plan's order, that has a relay.
-        sets: The ranks of each. Empty: they are the same everywhere.
+        relays: For each bucket of this rank, in the plan's order: True if it has a relay.
+        sets: The ranks of each bucket. Empty: all buckets have the same ranks.
     """
     num = len(relays)
     for i in range(-1, num + _BESIDE):
@@ -55,12 +58,11 @@ class BucketTimes(NamedTuple):
     """One bucket on one rank, in seconds.
 
     Attributes:
-        key: Key of its exchanges: ranks that exchange with each other have the same; None if nothing moves.
+        key: Key of the bucket's exchanges, equal on the ranks that exchange with each other; None if nothing moves.
         pack, orthogonalize, apply: Times of these phases on this rank.
-        gather, scatter, relay: How long the exchanges are on the wire, of the slowest of their ranks; None: there is
-            none.
-        fill: Time of this rank while the gather travels.
-        finish: Time of this rank after the relay.
+        gather, scatter, relay: Times of the exchanges on the wire, for their slowest rank; None: no such exchange.
+        fill: Time that this rank computes during the gather.
+        finish: Time that this rank computes after the relay.
     """
 
     key: Hashable | None
@@ -75,7 +77,7 @@ class BucketTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A phase of a bucket on a rank or its links, with its start and end."""
+    """A phase of a bucket on a rank or its links, with start and end times."""
 
     bucket: int
     phase: Phase
@@ -93,13 +95,13 @@ class _Exchange:
 
 @dataclass
 class Course:
-    """A step of one rank, as far as it has come.
+    """Timeline of one rank's step, up to the current time.
 
     Attributes:
-        end: Seconds from its beginning.
-        events: Events; at last in order of their beginning.
-        waited: Seconds in which the rank did nothing but wait for exchanges.
-        links: When its links have carried what it has given.
+        end: Current time, in seconds since the step began.
+        events: Events so far; sorted by start time when the step is complete.
+        waited: Seconds in which the rank only waited for exchanges.
+        links: Time at which the rank's links are free again.
     """
 
     end: float
@@ -119,7 +121,7 @@ class Course:
         self.links = exchange.start + seconds
 
     def wait(self, exchange: _Exchange, overlap: float, bucket: int, phase: Phase) -> None:
-        """Wait for what all of its ranks have given."""
+        """Advance the clock to the end of an exchange that all of its ranks have posted."""
         self.links = max(self.links, exchange.end)
         late = max(exchange.start, self.end) + (exchange.end - exchange.start)
         end = max(self.end, overlap * exchange.end + (1.0 - overlap) * late)
@@ -129,7 +131,7 @@ class Course:
 
 
 _Exchanges = dict[tuple[Hashable, Phase], _Exchange]
-# What each operation waits for, and what it then computes and gives, in this order.
+# Operation -> the exchange that it waits for, and the phases and exchanges that it then starts, in order.
 _DOES: dict[Turn, tuple[Phase | None, tuple[Phase, ...]]] = {
     "begin": (None, ("pack", "gather", "fill")),
     "compute": ("gather", ("orthogonalize", "scatter")),
@@ -139,25 +141,25 @@ _DOES: dict[Turn, tuple[Phase | None, tuple[Phase, ...]]] = {
 
 
 def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[float], overlap: float) -> list[Course]:
-    """Carry a step out.
+    """Simulate a step.
 
     Args:
-        ranks: The buckets of each rank, in their order.
+        ranks: The buckets of each rank, in order.
         first: Seconds before the first bucket: host, vote.
         last: Seconds after each rank's last bucket: AdamW.
-        overlap: See [Note: two clocks].
+        overlap: Share of an exchange that overlaps with computation, see [Note: two clocks].
 
     Returns:
-        What happened, rank by rank.
+        The timeline of each rank.
     """
     members = Counter(work.key for works in ranks for work in works)
     exchanges: _Exchanges = {(key, of): _Exchange(num) for key, num in members.items() for of in _EXCHANGES}
     courses = [Course(first, [Event(-1, "begin", 0.0, first)] if first else []) for _ in ranks]
     runs = [_turns(course, works, exchanges, overlap) for course, works in zip(courses, ranks, strict=True)]
-    awaited = dict.fromkeys(runs, _Exchange(0))  # by each rank that has not come to its end
+    awaited = dict.fromkeys(runs, _Exchange(0))  # the exchange that each unfinished rank waits for
     while awaited:
         ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]
-        # ranks with one key that order their buckets differently are not of one group
+        # if none is ready, ranks with equal keys order their buckets differently and cannot be one group: go on anyway
         for run in ready or list(awaited)[:1]:
             exchange = next(run, None)
             if exchange is None:
@@ -171,7 +173,7 @@ def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[flo
 
 
 def _turns(course: Course, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float) -> Iterator[_Exchange]:
-    """One rank's way through the loop. Yields each exchange before it waits for it."""
+    """Simulate the loop of one rank. Yields each exchange before waiting for it."""
     for turn, bucket in turns([work.relay is not None for work in works]):
         work = works[bucket]
         awaited, does = _DOES[turn]

@@ -1,4 +1,4 @@
-"""The plan: who orthogonalizes which matrix, and which matrices move together. Pure, and equal on every rank."""
+"""The plan: which rank orthogonalizes which matrix, and which matrices move together. Pure, and equal on every rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardmuon.plan.items import Bucket, Item, Policy, Spec
 from shardmuon.plan.owners import draft_of, each_for_itself, with_owners
 from shardmuon.texts import table
 
-_NO_GAIN = 102  # percent of what each replica for itself costs that sharing may cost
-_LATENCIES = 3  # between nodes, for less than which replicas do not each work for themselves
+_NO_GAIN = 102  # percent: replicas share work unless sharing takes at least this much of the time of working separately
+_LATENCIES = 3  # working separately must save at least so many latencies between nodes
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Plan:
 
     Attributes:
         specs: The parameters.
-        items: Their matrices, in order.
-        buckets: Buckets in the order in which every rank begins them. It depends on nothing but their content, so that
-            ranks of several sets never wait for each other in unlike orders.
-        notes: Lines on what was chosen by price, and on what holds for the plan as a whole, printed below it.
-        policy: What the user chose.
+        items: The parameters' matrices, in order.
+        buckets: Buckets in the order in which every rank begins them. The order depends only on the buckets' content,
+            so that ranks in several sets never deadlock by waiting in different orders.
+        notes: Lines printed below the plan: choices made by price, and remarks on the whole plan.
+        policy: The policy that the plan was made with.
     """
 
     specs: tuple[Spec, ...]
@@ -37,12 +37,12 @@ class Plan:
     buckets: tuple[Bucket, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
     policy: Policy = field(default=Policy(), compare=False)
-    # Lines on what is counted and priced. That stands far above this module, so `shardmuon/__init__.py` puts it here.
+    # Lines with counts and prices. Set in `shardmuon/__init__.py`, since this module must not import the pricing code.
     summary: ClassVar[Callable[[Plan], list[str]]]
 
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:
-        """Set of sharers -> 16 bytes of what its ranks must plan alike."""
+        """Set of ranks that share parameters -> 16-byte digest of the part of the plan that must be equal on them."""
         found = {}
         for ranks in dict.fromkeys(spec.layout.ranks for spec in self.specs):
             params = [n for n, spec in enumerate(self.specs) if spec.layout.ranks == ranks]
@@ -57,13 +57,13 @@ class Plan:
                 for bucket in self.buckets
                 if bucket.exchange and bucket.ranks == ranks
             ]
-            # in no bucket: how an owner cuts what is local depends on its other sets, of which the others know nothing
+            # without buckets: an owner's local buckets depend on its other sets, which these ranks do not know
             local = [item for n, item in items.items() if self.items[n].route == "local"]
             found[ranks] = digest_of([specs, moving, local])
         return found
 
     def loads(self) -> dict[int, int]:
-        """rank -> floating point operations of its products in one step."""
+        """Map each rank to the floating point operations of its products in one step."""
         loads = {rank: 0 for spec in self.specs for rank in spec.layout.ranks}
         for item in self.items:
             for owner in item.owners:
@@ -74,13 +74,14 @@ class Plan:
         return self.text(self.summary())
 
     def text(self, summary: Sequence[str] = ()) -> str:
-        """The printed plan. `summary`: what is counted and priced for it, which takes time where ranks are many."""
+        """Text of the plan. `summary`: lines with counts and prices, which take time to compute if there are many
+        ranks."""
         reasons = dict.fromkeys(f"{i.rows}x{i.cols}: {i.how}, {i.reason}" for i in self.items if i.reason)
         return "\n".join([_rows(self), *reasons, *summary, *_balance(self), *self.notes])
 
 
 def _rows(plan: Plan) -> str:
-    """The table of matrices, bucket by bucket."""
+    """Text table of a plan's matrices, bucket by bucket."""
     rows = [("matrix", "shape", "route", "owner", "bucket", "method", "held by")]
     for number, bucket in enumerate(plan.buckets):
         for item in (plan.items[n] for n in bucket.items):
@@ -92,7 +93,7 @@ def _rows(plan: Plan) -> str:
 
 
 def _balance(plan: Plan) -> list[str]:
-    """Lines on the most loaded rank and on idle ranks."""
+    """Lines for the printed plan on the most loaded rank and on idle ranks."""
     lines, loads = [], plan.loads()
     if any(loads.values()):
         mean = sum(loads.values()) / len(loads)
@@ -107,7 +108,7 @@ def _balance(plan: Plan) -> list[str]:
 
 
 def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
-    """Give every matrix its owner and its bucket."""
+    """Make a plan: assign an owner and a bucket to every matrix."""
     sets: dict[Ranks, list[Item]] = {}
     for param, spec in enumerate(specs):
         matrices = range(len(spec.layout.view.matrices))
@@ -119,7 +120,8 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
 
 
 def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> Way:
-    """The matrices of a set, shared out among all ranks or by each replica for itself, by price."""
+    """Assign owners and buckets to the matrices of a set: work is shared among all ranks, or done by every replica for
+    itself if that is cheaper."""
     shared = cheapest(specs, with_owners(specs, drafts, ranks, policy.machine), policy)
     each = each_for_itself(specs, drafts, policy.machine.per_node) if policy.each else {}
     if not each:
@@ -135,6 +137,6 @@ def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy:
 
 
 def _gains(shared: int, alone: int, policy: Policy) -> bool:
-    """True if replicas that each work for themselves save enough nanoseconds: that those which share are equal because
-    they get the same results is worth a little."""
+    """True if replicas that each orthogonalize all matrices save enough time (nanoseconds). Sharing is preferred a
+    little, since replicas that receive the same results are equal for certain."""
     return alone * _NO_GAIN <= shared * 100 and alone + _LATENCIES * policy.machine.across <= shared

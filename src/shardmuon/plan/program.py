@@ -1,16 +1,17 @@
-"""The program of one rank for one bucket: copy lists between its storages, wires and the batches. Pure.
+"""The program of one rank for one bucket: copy lists between local storage, wires and batches. Pure.
 
 [Note: places]
-    A tile that a rank stores has one place outside of its storage. Tiles of matrices that the rank owns stand in its
-    batches, where they are orthogonalized, and never travel. The others stand on a wire, ordered by the rank at its
-    other end, then by item, then as they are stored. The scatter brings results back to where the gather took them
-    from. Alone, a rank owns everything, and its wires are empty.
+    Each tile that a rank stores has one place in a buffer. Tiles of matrices that the rank owns are in its batches,
+    where they are orthogonalized, and are never sent. All other tiles are on a wire, ordered by the rank at the other
+    end, then by item, then by their order in storage. The scatter returns results to the places that the gather sent
+    from. A single rank owns everything, and its wires are empty.
 
 [Note: results in two stages]
-    An owner talks with one keeper of each piece, in its own replica if it is in one. That keeper sends the results on
-    to the others by a second exchange on the same ranks, the relay; there is none if each replica has an owner. What
-    stages keep goes the same ways, behind the tiles of each rank: from the owner to all whose first tile comes from it
-    and to ranks that store nothing of the matrix, to others from where their first tile comes.
+    An owner communicates with one rank per piece, in its own replica if it belongs to one. That rank sends the results
+    to the other ranks with the same piece in a second exchange among the bucket's ranks, the relay; there is none if
+    each replica has an owner. Stage state takes the same routes, behind the tiles for each rank. A rank that stores
+    some of the matrix receives the state from the sender of its first tile, the owner or a relaying rank; a rank that
+    stores nothing of the matrix receives it from the owner.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.items import Bucket, Item, Key
 from shardmuon.plan.plan import Plan
 
-_ALIGNMENT = 64  # bytes: where every matrix of a batch begins at a multiple, its bits depend on no slot
+_ALIGNMENT = 64  # bytes: if every matrix of a batch begins at a multiple, its result does not depend on its slot
 
 
 def aligned(numel: int, itemsize: int) -> int:
-    """Elements up to the next multiple of the alignment."""
+    """Round a number of elements up to the next multiple of the alignment."""
     per_line = _ALIGNMENT // itemsize
     return -(-numel // per_line) * per_line
 
 
 class BufferPlace(NamedTuple):
-    """Place of a block in a buffer: its first element, and the stride of each dim."""
+    """Place of a block in a buffer: offset of its first element, and the stride of each dim."""
 
     start: int
     strides: Ints
 
 
 class Copy(NamedTuple):
-    """A block in two buffers, to be copied one way or the other. No stride is 0: places differ."""
+    """Copy of a block between two buffers, in either direction. No stride is 0: no two elements share a place."""
 
     sizes: Ints
     here: BufferPlace
@@ -59,12 +60,12 @@ class Load(NamedTuple):
 
 
 class KeptLoad(NamedTuple):
-    """Numbers that a stage keeps of a matrix, and where their bits stand on a wire.
+    """Stage state of a matrix, and its place on a wire.
 
     Attributes:
-        param, number: Number of the parameter, and which of its `Spec.kept`.
-        tile: Their tile in this rank's storage.
-        start, size: On the wire, in its elements.
+        param, number: Index of the parameter, and index into its `Spec.kept`.
+        tile: Tile of the state in this rank's state tensor.
+        start, size: Place on the wire, in elements of the wire.
     """
 
     param: int
@@ -75,12 +76,12 @@ class KeptLoad(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Matrices of one shape that are orthogonalized alike.
+    """Matrices of one shape that are orthogonalized in one call.
 
     Attributes:
-        items: Numbers of the plan's items, one for each slot.
+        items: Indices of the plan's items, one for each slot.
         shape: (B, rows, cols).
-        start, stride: Slot k begins at start + k * stride in the batches' buffer, in elements.
+        start, stride: Slot k begins at element start + k * stride of the buffer of batches.
     """
 
     items: tuple[int, ...]
@@ -90,14 +91,14 @@ class Batch(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """One exchange, as a rank sees both of its ends.
+    """One exchange, as seen by one rank.
 
     Attributes:
-        sent, came: Elements for each rank of the bucket, and from each.
-        tiles: Of this rank's storage: what it sends by the gather, what the others bring it.
-        copies: Between the other end (`here`) and the batches (`there`).
-        passed: Copies of what the scatter brought (`here`) to what the relay sends (`there`).
-        told, heard: What stages keep, on what is sent and on what comes.
+        sent, came: Number of elements sent to each rank of the bucket, and received from each.
+        tiles: Tiles of this rank's storage that are sent (gather) or received (scatter, relay).
+        copies: Copies between the wire (`here`) and the batches (`there`), for matrices that this rank owns.
+        passed: Copies from the scatter's receive buffer (`here`) to the relay's send buffer (`there`).
+        told, heard: Stage state in the send buffer and in the receive buffer.
     """
 
     sent: Ints
@@ -111,13 +112,13 @@ class Wire(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One bucket on one rank.
+    """All copies and exchanges of one rank for one bucket.
 
     Attributes:
-        bucket, rank: The bucket, and the rank that carries it out.
-        batches, batch_numel: What this rank owns, and the elements of the buffer that holds it.
-        own: Tiles of what it owns, in that buffer.
-        gather, scatter, relay: The exchanges; no relay if nobody in the bucket needs one.
+        bucket, rank: The bucket, and the rank that executes the program.
+        batches, batch_numel: Batches of the matrices that this rank owns, and number of elements of their buffer.
+        own: This rank's tiles of matrices that it owns, with their places in the buffer of batches.
+        gather, scatter, relay: The exchanges; `relay` is None if no matrix of the bucket needs one.
     """
 
     bucket: Bucket
@@ -131,20 +132,20 @@ class Program:
 
     @property
     def num_owned(self) -> int:
-        """Matrices that are orthogonalized here."""
+        """Number of matrices that this rank orthogonalizes."""
         return sum(len(batch.items) for batch in self.batches)
 
 
-_Part = tuple[int, Tile, int]  # parameter, a tile, and of which of its `Spec.kept`; -1: of the parameter itself
+_Part = tuple[int, Tile, int]  # parameter, tile, index into its `Spec.kept` (-1: a tile of the parameter itself)
 _Phase = Literal["scatter", "relay"]
-# What a rank sends (True) or gets (False) as results in a phase, by the rank at the other end.
+# (phase, True if sent or False if received, rank at the other end) -> result parts of one rank.
 _Ways = defaultdict[tuple[_Phase, bool, int], list[_Part]]
 
 
 def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
-    """The program of a rank of the bucket, without parameters that have no gradient in this step (`missing`)."""
+    """Make the program of one rank for a bucket. `missing`: parameters without a gradient in this step, left out."""
     numbers = [n for n in bucket.items if plan.items[n].param not in missing]
-    numbers.sort(key=lambda n: _batch_key(plan, n))  # equal ones side by side, so that copies join
+    numbers.sort(key=lambda n: _batch_key(plan, n))  # equal shapes side by side, so that copies can be merged
     items = [plan.items[n] for n in numbers]
     batches, slots, end = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
     own, ways = list[_Part](), _Ways(list)
@@ -156,12 +157,12 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
                 ways[phase, rank == sender, receiver if rank == sender else sender].append(part)
 
     def in_batches(param: int, tile: Tile) -> BufferPlace:
-        """Place of a tile of an owned matrix."""
+        """Place of a tile of an owned matrix in the buffer of batches."""
         offset, strides = tile.in_matrix(plan.specs[param].layout.view)
         return BufferPlace(slots[param, tile.matrix] + offset, strides)
 
     def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
-        """An exchange of results. `before`: tiles that came by the one before it, to be passed on."""
+        """Make an exchange of results. `before`: tiles received in the previous exchange, to be passed on."""
         sent, out, told = _packed(ways, phase, True, bucket, kept)
         came, tiles, heard = _packed(ways, phase, False, bucket, kept)
         owned = [load for load in out if (load.param, load.tile.matrix) in slots]
@@ -182,13 +183,14 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
 
 
 def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
-    """Sort key of a bucket's items, in batches and on wires."""
+    """Sort key of a bucket's items, for batches and wires."""
     item = plan.items[number]
     return item.rows, item.cols, item.how, plan.specs[item.param].batch, number
 
 
 def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batch], dict[Key, int], int]:
-    """Batches of the owned matrices, which stand in order, where each matrix begins, and where all end."""
+    """Lay out the owned matrices, which are given in order, in one buffer. Returns the batches, the offset of each
+    matrix, and the number of elements of the buffer."""
     found, slots, end = list[Batch](), dict[Key, int](), 0
     for (rows, cols, *_), group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
         alike, stride = tuple(group), aligned(rows * cols, itemsize)
@@ -200,17 +202,17 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batc
 
 
 def _is_relayed(plan: Plan, item: Item) -> bool:
-    """True if a matrix needs its bucket's relay."""
+    """True if a matrix needs a relay: it has one owner and several replicas."""
     return item.route == "owner" and len(item.owners) == 1 and plan.specs[item.param].layout.has_replicas
 
 
 def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, _Part]]:
-    """All parts of a matrix's result that concern a rank, with their phase, sender and receiver; others may be among
-    them. What an owner stores itself it "sends" to itself."""
+    """Yield at least all parts of a matrix's result that a rank sends or receives, as (phase, sender, receiver, part).
+    An owner "sends" the parts that it stores to itself."""
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
-    if rank != item.owner_for(layout, rank):  # it talks with its own owner and with those who store the same
+    if rank != item.owner_for(layout, rank):  # it communicates with its owner and with ranks that store the same pieces
         mates = (layout.keepers[tile.held.piece] for tile in tiles.get(rank, ()))
         holders = tiles.keys() & {rank}.union(*mates)
     for holder in holders:
@@ -221,7 +223,7 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
     for number, kept in enumerate(spec.kept):
         keepers = kept.layout.tiles[item.matrix]
         for keeper in keepers if kept.travels and rank in keepers else ():
-            # it hears from where its first tile comes from, or from the owner of all that it stores nothing of
+            # state comes from the sender of the keeper's first tile, or from the owner if it stores no tile
             owner, stored = item.owner_for(layout, keeper), tiles.get(keeper, ())
             sources = [layout.source(tile.held.piece, owner) for tile in stored]
             mate = owner if keeper in sources else next(iter(sources), owner)
@@ -233,8 +235,8 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
 def _packed(
     ways: _Ways, phase: _Phase, sends: bool, bucket: Bucket, kept: bool
 ) -> tuple[Ints, tuple[Load, ...], tuple[KeptLoad, ...]]:
-    """The parts that a rank sends or gets, side by side on a wire by the rank at its other end, tiles before what is
-    `kept`, as they were noted. Returns elements for each rank, the tiles, and kept numbers."""
+    """Lay out the parts that a rank sends or receives on a wire, by the rank at the other end, tiles before stage state
+    (left out unless `kept`). Returns the number of elements for each rank, the tiles, and the stage state."""
     at, splits, loads, numbers = 0, list[int](), list[Load](), list[KeptLoad]()
     for other in bucket.ranks:
         first = at
@@ -250,7 +252,7 @@ def _packed(
 
 
 def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
-    """Copies of tiles that came to where they are sent on."""
+    """Copies of received tiles to their places in the send buffer of the next exchange."""
     places = {(load.param, load.tile.key): load.place for load in came}
     found = ((to, places.get((to.param, to.tile.key))) for to in sent)
     return _joined(Copy(to.tile.sizes, place, to.place) for to, place in found if place is not None)
@@ -260,17 +262,16 @@ def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
 
 
 def _joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
-    """The same copies with fewer blocks and dims.
+    """Merge copies into fewer ones with fewer dims.
 
-    Blocks of one form at equal distances on both sides become one with a dim more. Done twice: the tiles of one sender
-    join, and then the senders, each of which sends matrices of several shapes.
+    Blocks of equal sizes and strides at equal distances on both sides become one block with a leading dim. Done twice:
+    first for the tiles of each sender, then across senders, each of which may send matrices of several shapes.
     """
     return tuple(_rows(_rows([_merged(copy) for copy in copies])))
 
 
 def _merged(copy: Copy) -> Copy:
-    """The same copy without dims of size 1, and with neighbouring dims taken as one if they follow on without gaps on
-    both sides."""
+    """Simplify a copy: drop dims of size 1, and merge neighbouring dims that are contiguous on both sides."""
     dims: list[tuple[int, int, int]] = []
     for size, here, there in zip(copy.sizes, copy.here.strides, copy.there.strides, strict=True):
         if size == 1:
@@ -284,7 +285,7 @@ def _merged(copy: Copy) -> Copy:
 
 
 def _rows(copies: Iterable[Copy]) -> list[Copy]:
-    """Runs of copies of one form that lie at equal distances, each as one."""
+    """Merge copies of equal sizes and strides that are at equal distances into one copy each."""
     forms = defaultdict[object, list[Copy]](list)
     for copy in copies:
         forms[copy.sizes, copy.here.strides, copy.there.strides].append(copy)
@@ -292,11 +293,12 @@ def _rows(copies: Iterable[Copy]) -> list[Copy]:
 
 
 def _runs(alike: Sequence[Copy]) -> Iterator[Copy]:
-    """The runs of copies of one form. Both places go forward in one: no stride is 0."""
+    """Merge runs of copies of equal sizes and strides. Both offsets must increase within a run, so that no stride is
+    0."""
     steps = [(b.here.start - a.here.start, b.there.start - a.there.start) for a, b in itertools.pairwise(alike)]
     first = 0
     while first < len(alike):
-        after = first  # number of the last one in this run
+        after = first  # index of the last copy in this run
         while after < len(steps) and min(steps[first]) > 0 and steps[after] == steps[first]:
             after += 1
         sizes, *places = alike[first]

@@ -1,1 +1,1 @@
-"""One step: validate, vote, commit."""
+"""One optimizer step: validate, vote, commit."""

@@ -1,11 +1,11 @@
 """AdamW for parameters that are not matrices: torch's own functional AdamW on local shards, torch's own state keys.
 
 [Note: one form of AdamW]
-    Every element goes through torch's fused kernel, in a whole vector. On CPUs that kernel takes 64 bytes of a tensor
-    at a time, and rounds what is left at the end, which fills no vector, in another way: bits would hang on where a
-    tensor is cut. So the end of a tensor is copied to where it has zeros behind it. The kernel walks memory and takes
-    no notice of strides: tensors that lie in another order than their weight are copied, too. Elsewhere it computes
-    each element by itself. See docs/adr/0022-one-adamw-form.md.
+    Every element goes through the vector body of torch's fused kernel. On CPUs that kernel processes 64 bytes of a
+    tensor at a time and rounds the rest at the end, which fills no vector, differently: results would depend on where
+    a tensor is sharded. So the end of a tensor is copied to a buffer and padded with zeros. The kernel walks memory and
+    ignores strides, so tensors whose memory order differs from their weight's are copied, too. On other devices the
+    kernel computes each element independently. See docs/adr/0022-one-adamw-form.md.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.options import ADAMW_DEFAULTS
 from shardmuon.variants import KEPT_KEYS
 
-_VECTOR = 64  # bytes that a CPU's kernel takes at a time, at most (AVX512; torch 2.11 .. 2.13)
-_SMALL = 1 << 14  # elements: fewer are copied whole where their end must be
+_VECTOR = 64  # bytes that the CPU kernel processes at a time, at most (AVX512; torch 2.11 .. 2.13)
+_SMALL = 1 << 14  # elements: smaller tensors are copied whole instead of only their end
 
 
 class Row(NamedTuple):
-    """One parameter in one step, on this rank's storages."""
+    """This rank's local tensors of one parameter in an AdamW step."""
 
     param: Tensor
     grad: Tensor
@@ -44,11 +44,12 @@ class Row(NamedTuple):
 
 def step_adamw(
     groups: Sequence[Mapping[str, Any]],
-    state: MutableMapping[Tensor, dict[str, Any]],  # makes what is missing
-    engines: Callable[[], set[Engine]],  # of the Muon parameters that have gradients in this step
-    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # number of a group -> its rows; None: unknown
+    state: MutableMapping[Tensor, dict[str, Any]],  # missing entries are created
+    engines: Callable[[], set[Engine]],  # returns the engines of Muon parameters with gradients in this step
+    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # index of a group -> its rows; None: unknown
 ) -> None:
-    """Step the groups with use_muon=False. Element-wise, so no rank needs another. Waits for no accelerator."""
+    """Step the groups with use_muon=False. AdamW is element-wise, so ranks need no data from each other. Does not
+    synchronize with accelerators."""
     for number, group in enumerate(groups):
         if group["use_muon"]:
             continue
@@ -59,15 +60,15 @@ def step_adamw(
         for row in rows:
             assert row is not None, "all are complete"
             param, step = row.param, row.state[STEP]
-            if not param.numel():  # a rank may hold nothing; it still counts, so that checkpoints see all ranks alike
+            if not param.numel():  # an empty shard still counts steps, so that checkpoints agree on all ranks
                 step += 1
                 continue
             device = param.device
-            if step.device != device:  # made, or loaded
+            if step.device != device:  # newly created or loaded
                 row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
             of_devices.setdefault(device, []).append(row)
         for device, alike in of_devices.items():
-            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # a group may have lost some
+            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # a group may lack some options
 
 
 def _completed(
@@ -77,9 +78,10 @@ def _completed(
     state: MutableMapping[Tensor, dict[str, Any]],
     engines: Callable[[], set[Engine]],
 ) -> list[Row]:
-    """The rows of a group's parameters that have a gradient, or lack it only because nothing of them is stored here."""
+    """The rows of a group's parameters with a gradient, including parameters that have none only because this rank
+    stores none of their elements."""
     others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
-    stepped = engines() | set(map(engine_of, others))  # engines of which some parameter is stepped
+    stepped = engines() | set(map(engine_of, others))  # engines with some parameter that is stepped
     found: list[Row] = []
     for p, row in zip(params, rows, strict=True):
         grad, engine = p.grad, engine_of(p)
@@ -91,8 +93,8 @@ def _completed(
 
 
 def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> Row:
-    """Tensors of one parameter that AdamW steps; makes its state if it is missing. Collective if its gradient is to be
-    aligned."""
+    """The row of one parameter; creates missing state. Collective if the gradient must be redistributed to the
+    parameter's layout."""
     if not engine.is_aligned(grad, param):
         grad = engine.align(grad, param)
     init_state(param, grad, state)
@@ -101,10 +103,10 @@ def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str,
 
 
 def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:
-    """Create `step`, `exp_avg` and `exp_avg_sq` as torch.optim.AdamW has them, in the parameter's own form.
+    """Create `step`, `exp_avg` and `exp_avg_sq`, if any is missing, as in torch.optim.AdamW, in the parameter's layout.
 
-    What a parameter kept as Muon's goes: its `step` counts other things, and its momentum and what stages kept would
-    come back stale.
+    Deletes the parameter's Muon state: its `step` counts something else, and its momentum and variant state would be
+    stale if the parameter returned to Muon.
     """
     for key in (BUFFER, SCALE, *KEPT_KEYS):
         state.pop(key, None)
@@ -112,25 +114,26 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
         return
     engine = engine_of(param)
     local = engine.storage(param)
-    state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")  # `adamw_` puts it where its kernel reads it
+    state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")  # `step_adamw` moves it to the weight's device
     for key in MOMENTS:
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
 
 _Tensors = Sequence[Tensor]  # weight, gradient, moments
-_Line = tuple[_Tensors, Tensor]  # what the kernel walks, and its count of steps
+_Line = tuple[_Tensors, Tensor]  # tensors for one entry of the kernel's lists, and their step count
 
 
 def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], list[tuple[_Line, list[_Tensors]]]]:
-    """Lists of tensors that the kernel walks on one device: see [Note: one form of AdamW].
+    """Split the tensors on one device into those stepped in place and those stepped in padded copies: see
+    [Note: one form of AdamW].
 
     Args:
         rows: Parameters on one device.
-        cuts: True if the kernel rounds the end of a tensor in another way.
+        cuts: True if the kernel rounds the end of a tensor differently.
 
     Returns:
-        Tensors to step where they lie; step counts of parameters that are stepped in copies alone; copies, each with
-        the tensors that it was made of.
+        Tensors to step in place; step counts of parameters that are stepped only in copies; copies, each with the
+        tensors to copy the results back to.
     """
     lines: list[_Line] = []
     uncounted: list[Tensor] = []
@@ -141,7 +144,7 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
         rest = numel % (_VECTOR // param.element_size()) if cuts else 0
         dense = all(map(Tensor.is_contiguous, tensors))
         if not dense and is_dense(param) and all(t.stride() == strides for t in tensors):
-            tensors, dense = [t.as_strided((numel,), (1,)) for t in tensors], True  # the kernel looks at no strides
+            tensors, dense = [t.as_strided((numel,), (1,)) for t in tensors], True  # the kernel ignores strides
         if dense and not rest:
             lines.append((tensors, step))
             continue
@@ -153,14 +156,14 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
             end = [t[whole:] for t in flats]
         else:
             uncounted.append(step)
-        # side by side with others of their dtypes and number of steps, if no wait tells that
+        # copies share one buffer if dtypes and step counts are equal; reading the count would wait for an accelerator
         key = (*(t.dtype for t in end), float(step) if cuts else len(copied))
         copied.setdefault(key, (step, []))[1].append(end)
     return lines, uncounted, [(_side_by_side(several, step), several) for step, several in copied.values()]
 
 
 def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
-    """Copies of several parameters' tensors, side by side; zeros behind them fill the last vector."""
+    """Concatenated copies of several parameters' tensors, padded with zeros to a whole vector."""
     first = several[0][0]
     missing = -sum(row[0].numel() for row in several) % (_VECTOR // first.element_size())
     columns = zip(*several, strict=True)
@@ -168,7 +171,7 @@ def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
 
 
 def _copy_back(copied: _Line, targets: Sequence[_Tensors]) -> None:
-    """Copy stepped weights and moments back to where they belong."""
+    """Copy updated weights and moments from their copies back to the original tensors."""
     for number in (0, 2, 3):
         column = [row[number] for row in targets]
         line = copied[0][number]

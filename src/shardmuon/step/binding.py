@@ -1,5 +1,5 @@
-"""A plan bound to the parameters of this rank, kept until parameters, layouts or options are others; and the specs of
-which it is made. Ranks of a running job and `shardmuon plan`, which has none, make their specs here.
+"""A plan bound to this rank's parameters, cached until parameters, layouts or options change, and the specs that plans
+are made from. Both running jobs and the command `shardmuon plan`, which needs no job, make their specs here.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Member(NamedTuple):
 
     Attributes:
         param: The tensor.
-        group: Number of its group.
-        name, identity: Name for messages, and the name that all ranks give it.
-        engine: The engine that reaches its storage.
-        signature: Its engine's, when the plan was made.
+        group: Index of the parameter's group.
+        name, identity: Name for messages, and the name that is equal on all ranks.
+        engine: The engine that reads the parameter's storage.
+        signature: The engine's signature of the parameter when the plan was made.
     """
 
     param: Tensor
@@ -59,31 +59,31 @@ class Member(NamedTuple):
 
 
 class Binding(Agreed):
-    """A plan with this rank's part of it. `sets`, `component`, `token` and `world` are its table's.
+    """A plan with this rank's part of it. `sets`, `component` and `token` are copied from the table.
 
     Args:
-        rank: This one.
-        table: Who stores what.
+        rank: This rank.
+        table: Which rank stores which piece of each parameter.
         plan: Plan of the table's parameters.
-        members: The table's parameters, index for index.
-        settings: Settings of each.
+        members: The table's parameters, in the same order.
+        settings: Settings of each parameter's group.
         planned: For each group, the text of options that the plan was made for; "" for AdamW's.
-        ns_device: Where matrices are orthogonalized; None: where their buckets' wires are.
+        ns_device: Device that orthogonalizes; None: the device of each bucket's wires.
 
     Attributes:
-        buckets: Those that this rank takes part in, in the plan's order.
-        group_of: Number of each parameter's group.
-        alike_members: Group, engine and dtype -> the numbers of such parameters.
+        buckets: The buckets that this rank takes part in, in the plan's order.
+        group_of: Index of each parameter's group.
+        alike_members: (group, engine, dtype) -> indices of the parameters that share them.
         shapes: Shape of this rank's storage of each parameter.
-        digests: Set of ranks -> what its ranks plan alike, and that no other plan has.
-        on_weights: Number -> stages, of parameters that have one on weights.
-        alike: Set of ranks -> the parameters that its ranks must step alike: all that share one, but only those that
-            store any of it where the others may lack the gradient.
-        elsewhere: The parameters that only other ranks store any of, and whose gradient may lack here.
-        bits: Number -> presence bit of each parameter whose gradient some ranks may lack.
+        digests: Set of ranks -> digest of the plan, which must be equal on these ranks.
+        on_weights: Parameter index -> stages, for parameters with a stage on weights.
+        alike: Set of ranks -> parameters that these ranks must step in the same way: the ranks that share a parameter,
+            or only those that store some of it if the others may lack the gradient.
+        elsewhere: Parameters that this rank shares but stores nothing of, and whose gradient it may lack.
+        bits: Parameter index -> presence bit, for parameters whose gradient some ranks may lack.
         num_bits: Number of presence bits of the component.
-        buckets_without: The programs of a step in which these parameters have no gradient.
-        weight_sets: The sets in which norms of these parameters' weights are summed.
+        buckets_without: Function from the indices of parameters without a gradient to the buckets of such a step.
+        weight_sets: Function from parameter indices to the weight sets that sum these parameters' norms.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Binding(Agreed):
         self.bits, self.num_bits = dict[int, int](), 0
         homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
         shapes, buckets = self.shapes, list(zip(self.buckets, homes, strict=True))
-        # of all parameters and of the last step's; of those whose norms are fresh, too
+        # cache two selections of parameters: all, and the last step's; `weight_sets` also those with new norms
         self.buckets_without = lru_cache(maxsize=2)(partial(_buckets, plan, rank, shapes, buckets, ns_device))
         self.weight_sets = lru_cache(maxsize=3)(partial(_weight_sets, plan, rank, shapes, self.on_weights))
 
@@ -120,7 +120,7 @@ def _buckets(
     plan: Plan,
     rank: int,
     shapes: Sequence[Ints],
-    buckets: Sequence[tuple[Bucket, torch.device]],  # with the device of its parameters
+    buckets: Sequence[tuple[Bucket, torch.device]],  # each with its parameters' device
     ns_device: torch.device | None,
     missing: frozenset[int],
 ) -> Buckets:
@@ -138,12 +138,12 @@ def _weight_sets(
 
 
 def takes_part(param: Tensor) -> bool:
-    """True unless it is frozen. One that is frozen takes part if someone gives it a gradient."""
+    """True if a parameter is stepped: it requires a gradient, or is frozen but has been given one."""
     return param.requires_grad or param.grad is not None
 
 
 def groups_of_params(listed: Sequence[Listed]) -> dict[Ranks, GroupRef]:
-    """Set of ranks -> the process group over them that parameters bring along; of several that of the first name."""
+    """Set of ranks -> the process group that parameters provide for it, the first by name if there are several."""
     found: dict[Ranks, GroupRef] = {}
     brought = (engine_for(one.param, one.group).groups(one.param, one.group) for one in listed)
     for ref in (GroupRef.of(group) for groups in brought for group in groups):
@@ -154,13 +154,14 @@ def groups_of_params(listed: Sequence[Listed]) -> dict[Ranks, GroupRef]:
 
 
 def counts_of_lacking(table: Table) -> dict[Ranks, int]:
-    """Set of sharers -> how many of its parameters have gradients that some ranks may lack."""
+    """Set of ranks -> number of parameters shared by it whose gradients some ranks may lack."""
     found = {ranks: sum(_lacking(table, number) for number in numbers) for ranks, numbers in table.sets.items()}
     return {ranks: count for ranks, count in found.items() if count}
 
 
 def number_bits(binding: Binding, everyone: Sequence[Mapping[Ranks, int]]) -> None:
-    """Give a presence bit of the component to each parameter whose gradient some ranks may lack."""
+    """Assign a presence bit to each parameter whose gradient some ranks may lack, numbered across the component.
+    `everyone`: `counts_of_lacking` of each rank."""
     counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
     for ranks in in_order(counts):
         mine = [n for n in binding.table.sets.get(ranks, ()) if _lacking(binding.table, n)]
@@ -176,16 +177,16 @@ def _lacking(table: Table, number: int) -> bool:
 
 
 def _holders(layout: ParamLayout) -> Ranks:
-    """The ranks that store any of a tensor."""
+    """The ranks that store at least one piece of a tensor."""
     return tuple(rank for rank, pieces in layout.pieces.items() if pieces)
 
 
 def _alike(table: Table, rank: int) -> tuple[dict[Ranks, list[int]], frozenset[int]]:
-    """`Binding.alike` and `Binding.elsewhere`. Set by set: the order is the same on all ranks of one."""
+    """Compute `Binding.alike` and `Binding.elsewhere`. Parameters are in the same order on all ranks of a set."""
     found: dict[Ranks, list[int]] = {ranks: [] for ranks in table.sets}
     elsewhere: list[int] = []
     numbers = [(ranks, number) for ranks, of_set in table.sets.items() for number in of_set]
-    for ranks, number in sorted(numbers, key=lambda one: _lacking(table, one[1])):  # which come last
+    for ranks, number in sorted(numbers, key=lambda one: _lacking(table, one[1])):  # those that may lack it last
         holders = _holders(table.layouts[number]) if _lacking(table, number) else ranks
         if rank in holders:
             found.setdefault(holders, []).append(number)
@@ -215,29 +216,29 @@ def listed_of(
 
 
 def chooser_of(groups: Sequence[Group], config: MuonConfig) -> Chooser:
-    """The choice of a method for each matrix on this rank, and of the device that orthogonalizes: that of the model, if
-    an engine keeps parameters on the CPU; None: that of the parameters."""
+    """The chooser of each matrix's method on this rank. Its `device` orthogonalizes: the accelerator if an engine
+    offloads parameters to the CPU, else None, the parameters' own device."""
     muon = (p for group in groups if group["use_muon"] for p in group["params"])
     homes = (home for home in map(offloaded_from, muon) if home is not None)
     return replace(config.chooser(), device=next(homes, None))
 
 
 def _products(chooser: Chooser, device: torch.device) -> torch.dtype:
-    """The dtype of products, by default, of parameters on a device: on CPUs it depends on what they multiply in
-    hardware, which may differ from rank to rank."""
+    """The dtype of products for parameters on a device. The default on CPUs depends on hardware support, which may
+    differ from rank to rank."""
     method = "standard" if chooser.method == "auto" else chooser.method
     return chooser.dtype or default_dtype(method, chooser.device or device)
 
 
 def stamp_of(chooser: Chooser, device: torch.device) -> str:
-    """Text about this machine, as far as products depend on it. `device`: that of the parameters."""
+    """Text of the properties of this machine that products depend on. `device`: the parameters' device."""
     where = chooser.device or device
-    # "torch" leaves the process's own flags as they are
+    # method "torch" uses the process's own precision flags
     return machine_stamp(where) + (f"; {precision_flags(where)}" if chooser.method == "torch" else "")
 
 
 def _notes(table: Table, chooser: Chooser) -> Iterator[str]:
-    """Lines for the printed plan on how far equal bits reach."""
+    """Lines for the printed plan on the limits of bitwise reproducibility."""
     for ranks in table.sets:
         kinds: dict[str, list[int]] = {}
         for rank in ranks:
@@ -285,7 +286,8 @@ def bound(
 def _kept_layout(
     known: dict[tuple[ParamLayout, str], ParamLayout], engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage
 ) -> ParamLayout:
-    """Layout of the numbers that a stage keeps of a parameter; parameters that lie alike share one object (`known`)."""
+    """Layout of a stage's state tensor for a parameter; `known` caches it, so that parameters with equal layouts share
+    one object."""
     key = layout, stage.key
     if key not in known:
         view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])
@@ -295,7 +297,7 @@ def _kept_layout(
 
 
 def _itemsize(choice: Choice, chooser: Chooser, doubles: bool) -> int:
-    """Bytes per element of wires of matrices that are orthogonalized so. `doubles`: the parameter is of fp64."""
+    """Bytes per element on the wire for matrices with this choice of method. `doubles`: the parameter is fp64."""
     if doubles or chooser.dtype == torch.float64:
         return 8  # fp64 gradients may lie outside the range of fp32
     return 2 if is_narrow(choice) else 4
@@ -310,16 +312,16 @@ def make_spec(
     doubles: bool,
     kept_of: Callable[[Stage], ParamLayout],
 ) -> Spec:
-    """One parameter as the planner sees it.
+    """The planner's description of one parameter.
 
     Args:
         name: Name for messages.
-        layout: Who stores what.
-        settings: Settings of its group.
+        layout: Which rank stores which piece.
+        settings: Settings of the parameter's group.
         device: Device of the parameter.
         chooser: The optimizer's chooser.
-        doubles: True for a parameter of fp64.
-        kept_of: A stage that keeps anything -> who keeps what.
+        doubles: True if the parameter is fp64.
+        kept_of: Function from a stage with state to the layout of its state tensor.
     """
     made: dict[tuple[int, int], tuple[Any, ...]] = {}
     shapes = [(m.rows, m.cols) for m in layout.view.matrices]
@@ -335,7 +337,7 @@ def make_spec(
 
 
 def check_blocks(name: str, layout: ParamLayout) -> None:
-    """Raise Unlike if columns are cut inside a block that 8-bit momentum has one scale for."""
+    """Raise Unlike if a rank's columns begin or end inside a block of 8-bit momentum, which has one scale."""
     for rank, found in tiles_cut(layout):
         raise Unlike(
             f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds {found}, which "
@@ -345,18 +347,18 @@ def check_blocks(name: str, layout: ParamLayout) -> None:
 
 
 def fingerprint(storage: Tensor) -> int:
-    """64 bits of a tensor's bits and their order. Equal tensors give equal numbers on any device of one kind.
+    """64-bit hash of a tensor's bits and their order. Equal tensors have equal hashes on any device of one type.
 
-    Each 8 bytes are mixed with their place by a bijection in which every bit hangs on every other (`stores.mix_`), then
-    added: so a change of 8 bytes always shows, and changes of several cancel like random numbers, 1 in 2**64. A sum of
-    words times weights would not do: neighbours that drift by +1, -1, -1, +1 ulp cancel in any function linear in word
-    and place.
+    Each 8-byte word is mixed with its position by a bijection in which every output bit depends on every input bit
+    (`stores.mix_`), and the results are added. So a change of one word is always detected, and changes of several
+    cancel as random numbers would, with probability 2**-64. A weighted sum of words would not do: drifts of +1, -1, -1,
+    +1 ulp in neighbours cancel in any function linear in word and position.
     """
     flat = storage.detach().reshape(-1)
-    # whole words in memory of their own: a view of other bytes wants both
+    # padded to whole words and copied to aligned memory, as a view as int64 requires
     words = torch.cat([flat, flat.new_zeros(-len(flat) % (8 // flat.element_size()))]).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # intermediate results stay in a CPU's cache
+    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # small on CPUs: temporaries stay in the cache
     for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
         total += mix_(places.mul_(GAMMA).add_(part)).sum()  # wraps around modulo 2**64
@@ -364,6 +366,6 @@ def fingerprint(storage: Tensor) -> int:
 
 
 def groups_of(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> list[Ranks]:
-    """The ranks of each group, in the order in which every rank makes them."""
+    """The ranks of each process group needed, in the order in which every rank must create them."""
     moving = [bucket.ranks for bucket in buckets if bucket.exchange]
     return in_order([*moving, *(one.ranks for one in sets)])

@@ -1,7 +1,8 @@
-"""The buckets of a step on one rank, from momentum to weights: while one is orthogonalized, the next one travels.
+"""The buckets of a step on one rank, from momentum to weights: while one bucket is orthogonalized, the next one is
+gathered.
 
-`run_buckets` takes them in turns; `run_owners` is one bucket from its first line to its last: gather, orthogonalize,
-scatter, relay. Exchanges are handed in, so real ranks and simulated ones run the same lines.
+`run_buckets` interleaves all buckets; `run_owners` carries out one bucket: gather, orthogonalize, scatter, relay.
+Exchanges are passed in as functions, so real and simulated ranks run the same code.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from shardmuon.texts import listed
 _CPU = torch.device("cpu")
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
-Exchange = Callable[[Tensor, Ints, Ints], Pending]  # what goes to each rank, and how much to and from each
+Exchange = Callable[[Tensor, Ints, Ints], Pending]  # send buffer, elements to each rank, elements from each rank
 
 
 class Kernel(NamedTuple):
-    """Means to orthogonalize the matrices of all buckets.
+    """Device and watch used to orthogonalize the matrices of all buckets.
 
     Attributes:
-        device: Device that orthogonalizes; None: that of a bucket's wires.
-        watch: See `orthogonalize`.
+        device: Device that orthogonalizes; None: the device of a bucket's wires.
+        watch: Watch for results that are not finite, see `orthogonalize`.
     """
 
     device: torch.device | None = None
@@ -45,26 +46,27 @@ class Kernel(NamedTuple):
 
 
 class Bound:
-    """A program with the sides that it has on this rank. Kept from step to step; holds no tensor.
+    """A program with the tiles that it reads and writes on this rank. Cached between steps; holds no tensor.
 
     Args:
         plan: The plan.
-        program: One of its programs.
+        program: A program made from the plan.
         shapes: Shape of this rank's storage of each parameter.
-        device: Device of its wires.
+        device: Device of the wires.
 
     Attributes:
-        dtype: Of what travels, and of batches.
-        num_owned: Matrices that are orthogonalized here.
-        moves: True if anything travels.
+        dtype: Dtype of wires and batches.
+        num_owned: Number of matrices that this rank orthogonalizes.
+        moves: True if anything is exchanged.
         choices: How each batch is orthogonalized.
         like_torch: See `apply_results`.
-        own, gathered, scattered, late: Tiles of matrices owned here, that the gather sends, that the scatter brings,
-            that the relay brings.
-        held: What changes as soon as the scatter has come.
-        kept: What stages keep of each batch.
-        told, heard: What stages keep, as each exchange has it; of what comes behind the scatter `told_on`,
-            `heard_late`.
+        own: This rank's tiles of matrices that it owns.
+        gathered, scattered, late: Tiles that this rank sends in the gather, receives in the scatter, receives in the
+            relay.
+        held: Tiles that are updated after the scatter: `own` and `scattered`.
+        kept: State of the stages of each batch.
+        told, heard: Stage state that this rank sends and receives in the scatter.
+        told_on, heard_late: Stage state that this rank sends and receives in the relay.
     """
 
     def __init__(self, plan: Plan, program: Program, shapes: Sequence[Ints], device: torch.device = _CPU) -> None:
@@ -97,17 +99,17 @@ class Bound:
         return f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)} (ranks {ranks_text(bucket.ranks)}: {named})"
 
     def buffer(self, splits: Sequence[int]) -> Tensor:  # 1-D
-        """Memory for what goes to each rank."""
+        """Uninitialized send buffer for these numbers of elements to each rank."""
         return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
 
 
 class Buckets:
-    """The buckets of this rank in a step in which certain parameters have a gradient. Kept from step to step.
+    """The buckets of this rank for one selection of parameters that have gradients. Cached between steps.
 
     Attributes:
         bounds: The buckets, in the plan's order.
-        order: Their turns, see `shardmuon.plan.pipeline.turns`.
-        moves: True if anything travels, so that other ranks wait for this one.
+        order: The order of the buckets' operations, see `shardmuon.plan.pipeline.turns`.
+        moves: True if anything is exchanged, so that other ranks wait for this rank.
     """
 
     def __init__(self, bounds: list[Bound]) -> None:
@@ -117,16 +119,16 @@ class Buckets:
 
 
 def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) -> None:
-    """Run all buckets of a step. Collective among the ranks of each.
+    """Run all buckets of a step. Collective among the ranks of each bucket.
 
     Args:
-        buckets: This rank's.
+        buckets: This rank's buckets.
         work: This step's tensors.
-        kernel: What orthogonalizes.
-        traffic: Counts exchanges and matrices.
+        kernel: Device and watch for the orthogonalization.
+        traffic: Counters of exchanges and matrices, updated in place.
 
     Raises:
-        ExchangeError: Something failed in the middle; names the bucket and the operation.
+        ExchangeError: This rank or another one failed in the middle; names the bucket and the operation.
     """
     runs: dict[int, Iterator[None]] = {}
     bounds = buckets.bounds
@@ -137,7 +139,7 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
                 group = group_for(bound.program.bucket.ranks) if bound.moves else None
                 runs[i] = run_owners(bound, work, kernel, partial(start, group, traffic))
                 traffic.orthogonalized += bound.num_owned
-            next(runs[i], None)  # its last turn ends it
+            next(runs[i], None)  # the generator ends with the last turn
         except ExchangeError:
             raise
         except Exception as error:
@@ -147,14 +149,14 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
 
 
 def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
-    """Carry a bucket out. Yields while something travels (and where it would, if nothing moves), so that another
-    bucket's turn comes: see `shardmuon.plan.pipeline.turns`.
+    """Carry out one bucket. Yields during each exchange (and at the same points if nothing is exchanged), so that other
+    buckets can proceed: see `shardmuon.plan.pipeline.turns`.
 
-    What came and what was sent is let go of as soon as it has been read: products need room.
+    Send and receive buffers are freed as soon as they have been read: products need memory.
     """
     program, gathers = bound.program, bound.program.bucket.gathers
     gather, scatter, relay = program.gather, program.scatter, program.relay
-    pending: list[Pending] = []  # taken out before it is waited for: then nothing here holds what was sent
+    pending: list[Pending] = []  # popped before waiting, so that nothing here keeps the send buffer alive
     if gathers:
         send = bound.buffer(gather.sent)
         update_momentum(bound.gathered, work, bound.gathered.on(send))
@@ -163,7 +165,7 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     batches = torch.empty(program.batch_numel, dtype=bound.dtype, device=kernel.device or bound.device)
     own = bound.own.on(batches)
     update_momentum(bound.own, work, own)
-    update_momentum(bound.late, work, None)  # of what another replica sends on
+    update_momentum(bound.late, work, None)  # tiles whose results come from another replica, by the relay
     yield
     if gathers:
         _copy(gather.copies, pending.pop().wait(), batches)
@@ -196,9 +198,9 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    came: Tensor | None = None,  # 1-D: from the scatter, for the relay
-) -> Tensor:  # 1-D: what the scatter or the relay sends
-    """Results for others, and what stages keep."""
+    came: Tensor | None = None,  # 1-D: receive buffer of the scatter, needed for the relay
+) -> Tensor:  # 1-D: send buffer of the scatter or the relay
+    """Pack results and stage state to be sent to other ranks."""
     send = bound.buffer(wire.sent)
     _copy(wire.copies, send, batches, back=True)
     if came is not None:
@@ -220,7 +222,7 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
 
 
 def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) -> None:
-    """Put orthogonalized matrices in the place of those owned here."""
+    """Orthogonalize the matrices that this rank owns, in place in the buffer of batches."""
     for batch, choice, of_batch in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings = work.settings[bound.plan.items[batch.items[0]].param]
         x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
@@ -243,4 +245,4 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
             stages.finish(out)
         elif out is not x:
             x.copy_(out)
-        del stages, fed, out  # may be wider than the wire, and the next batch needs room
+        del stages, fed, out  # possibly wider than the wire: free memory for the next batch

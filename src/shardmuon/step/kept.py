@@ -1,11 +1,11 @@
-"""State of variants' stages: makes it, checks it, and carries it in groups' options where a framework's files have
-no place for it. See [Note: what a stage keeps] in variants/base.py; where it lies engines say.
+"""State of variants' stages: created, checked, and stored in group options if a framework's checkpoint format has no
+place for it. See [Note: what a stage keeps] in variants/base.py. Engines define its layout.
 
 [Note: carried state]
-    FSDP1 and DeepSpeed save state as long as flat parameters, or as they know it of Adam. What a stage keeps is no such
-    thing. But it is small and the same on every rank, and options of groups are saved and loaded by all of them as they
-    are: so a saved group carries it, under `CARRIED`, and an optimizer's own group does between loading and its next
-    step at most.
+    FSDP1 and DeepSpeed can save only state that is as long as their flat parameters or that Adam has. Stage state is
+    neither, but it is small and equal on every rank, and both frameworks save and load group options unchanged. So a
+    saved group carries the stage state under `CARRIED`; a live optimizer's group has it at most from loading to the
+    next step.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shardmuon.layout.engines import Engine
 from shardmuon.layout.views import Ints, MatrixView, kept_view
 from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping, stages_of
 
-Settled = MutableMapping[Tensor, bool]  # state tensors of stages on weights, once a step has looked at them
+Settled = MutableMapping[Tensor, bool]  # state tensors of stages on weights that some step has checked
 
-KEPT_DTYPE = torch.float32  # whatever weights and products are
+KEPT_DTYPE = torch.float32  # for weights and products of any dtype
 
 
 def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
-    """Key -> the global shape of each state tensor of a parameter with these matrices."""
+    """Key of each state tensor -> its global shape, for a parameter with these matrices."""
     numbers = {stage.key: [stage.num_kept(m.rows, m.cols) for m in view.matrices] for stage in keeping(stages)}
     return {key: kept_view(view, of_stage).shape for key, of_stage in numbers.items()}
 
@@ -34,7 +34,8 @@ def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
 def start_kept(
     shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> dict[str, Tensor]:
-    """Zeros for each state tensor that is missing, on the parameter's device. `stacked`: the parameter is a stack."""
+    """Zeros for each missing state tensor, on the parameter's device. `stacked`: the parameter is a stack of
+    matrices."""
     made: dict[str, Tensor] = {}
     for key, shape in shapes.items():
         if state.get(key) is None:
@@ -45,10 +46,11 @@ def start_kept(
 
 
 def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tuple[str, ...]:
-    """Keys of state tensors that are missing, and of norms that no step has looked at since they were made or loaded.
+    """Keys of missing state tensors, and of norms that no step has checked since they were created or loaded.
 
-    Checkpoints make state before there was a step, where a norm of 0 says that it is not known. Ranks must agree on
-    these: stages on weights begin with a reduction for them, and a copy that only one rank lost would begin from zeros.
+    Checkpointing may create state before the first step; a norm of 0 then means unknown. Ranks must agree on these
+    keys: stages on weights start with a reduction for them, and a copy that only one rank lost would restart from
+    zeros.
     """
     on_weights = {stage.key for stage in stages if isinstance(stage, WeightStage)}
     keys = [stage.key for stage in keeping(stages)]
@@ -58,7 +60,7 @@ def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tup
 def stored_kept(
     shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> tuple[Tensor, ...]:
-    """Local storage of each state tensor of a parameter's stages, in the order of `shapes`.
+    """Local storage of each state tensor of a parameter, in the order of `shapes`.
 
     Raises:
         ValueError: A tensor is missing or has another layout or dtype; the message lacks the parameter's name.
@@ -77,16 +79,16 @@ def stored_kept(
     return tuple(found)
 
 
-CARRIED = "kept_state"  # in a saved group: name, or position among its parameters -> key -> tensor
+CARRIED = "kept_state"  # key in a saved group; its value maps parameter names or positions to dicts key -> tensor
 
 
 def kept_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies of what stages keep of a parameter."""
+    """Copies of the stage state of a parameter."""
     return {key: state[key].detach().clone() for key in KEPT_KEYS if state.get(key) is not None}
 
 
 def carry(group: MutableMapping[str, Any], kept: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Let a saved group carry what is kept of its parameters, if anything is."""
+    """Store the stage state of its parameters in a saved group, if there is any."""
     found = {name: dict(of_param) for name, of_param in kept.items() if of_param}
     if found:
         group[CARRIED] = found
@@ -94,10 +96,10 @@ def carry(group: MutableMapping[str, Any], kept: Mapping[str, Mapping[str, Tenso
 
 def carry_by_position(
     groups: Sequence[Mapping[str, Any]],  # the optimizer's
-    saved: Mapping[str, Any],  # its state dict, changed
+    saved: Mapping[str, Any],  # the optimizer's state dict, changed in place
     carries: Callable[[Tensor], bool] = lambda param: True,
 ) -> None:
-    """Move what stages keep of parameters from the state of a state dict into its groups, by position."""
+    """Move stage state from a state dict's state into its groups, keyed by the parameter's position in the group."""
     state = saved["state"]
     for group, packed in zip(groups, saved["param_groups"], strict=True):
         kept: dict[str, dict[str, Tensor]] = {}
@@ -109,7 +111,7 @@ def carry_by_position(
 
 
 def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
-    """Take off loaded groups what they carry."""
+    """Remove carried stage state from loaded groups and return it, by parameter name or position."""
     found: dict[str, dict[str, Tensor]] = {}
     for group in groups:
         found.update(group.pop(CARRIED, None) or {})
@@ -117,10 +119,10 @@ def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[s
 
 
 def with_carried(
-    entries: Mapping[Any, Any],  # parameter's key -> its state
-    groups: Sequence[Mapping[str, Any]],  # saved ones
+    entries: Mapping[Any, Any],  # saved state: a parameter's key -> its state
+    groups: Sequence[Mapping[str, Any]],  # saved groups
 ) -> Mapping[Any, Any]:
-    """State by parameters' keys, completed by what the groups carry by position."""
+    """Copy of a saved state, completed with the stage state that its groups carry."""
     found = dict(entries)
     for group in groups:
         for position, kept in (group.get(CARRIED) or {}).items():
@@ -130,8 +132,8 @@ def with_carried(
 
 
 def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options with a saved group's over them. A variant that only ours has stays: if the state lacks what it
-    keeps, that is an error, not the end of the variant in silence."""
+    """Merge a saved group's options over our group's. Our variant stays if the saved group has none: missing stage
+    state is then an error, instead of the variant being dropped silently."""
     group = {**mine, **theirs}
     if mine.get("variant") is not None and group["variant"] is None:
         group["variant"] = mine["variant"]
@@ -139,7 +141,7 @@ def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
 
 
 def missing_fault(name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-    """The fault of a parameter whose momentum was loaded, and not what its variant keeps; None: there is none."""
+    """Error text for a parameter whose momentum was loaded without its variant's state; None if nothing is missing."""
     lacking = [stage.key for stage in keeping(stages_of(group)) if state.get(stage.key) is None]
     if not lacking:
         return None

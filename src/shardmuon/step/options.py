@@ -1,8 +1,8 @@
-"""Options of parameter groups: checks of a new group, and each group in a step as one frozen object, which is made
-anew only when the group says something else. Talks to no other rank.
+"""Options of parameter groups: checks of a new group, and `Settings`, a frozen object per group that is rebuilt only
+when the group's options change. Talks to no other rank.
 
-A learning rate may be a tensor. The host reads it in every step, to compare it among the ranks; it waits for one that
-lies on an accelerator.
+A learning rate may be a tensor. The host reads its value in every step to compare it among the ranks, which
+synchronizes if the tensor is on an accelerator.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ _READ = (
 )
 
 
-# Types of values that stay as they are as long as a group has them.
+# Types of option values that cannot be changed in place.
 _LASTING = {type(None), bool, int, float, str, tuple, GroupRef}
 
 
 class Scales(dict[tuple[int, int], float]):
-    """Factor on the learning rate of matrices of each shape (rows, cols), asked of the options when first needed.
+    """Factor on the learning rate for each matrix shape (rows, cols), computed on first access.
 
-    Of a function of the user's the values count, not the name: two ranks may hold different closures, and one may
-    return something else each time. So each step has new ones, and asks before anything has changed.
+    Ranks compare the values of a user's function, not its name: two ranks may hold different closures, and a function
+    may return something else on each call. So every step with a function gets a new `Scales`, filled before anything
+    has changed.
     """
 
     def __init__(self, adjust_lr_fn: LrScale) -> None:
@@ -84,17 +85,17 @@ class Scales(dict[tuple[int, int], float]):
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of one group of matrices, read afresh at every step.
+    """Options of one group of matrices, as of the current step.
 
     Attributes:
-        lr: Learning rate; `given_lr` as the group has it, which may be a tensor.
+        lr, given_lr: Learning rate as a float, and as the group has it (float or tensor).
         coefficients: (a, b, c) of each Newton-Schulz step.
-        cautious: Weights decay only where that does not work against the update.
-        stages: Stages of its variant.
-        scales: Factor on the learning rate by the shape of a matrix.
-        view: How its parameters are read as matrices.
-        batch: Text of the options that the matrices of a batch must share, and ranks when a plan is made.
-        planned: Text of what a plan is made for: that, `view`, and this rank's process groups.
+        cautious: True if weights decay only where decay does not work against the update.
+        stages: Stages of the group's variant.
+        scales: Matrix shape -> factor on the learning rate.
+        view: Options that say which matrices a parameter holds.
+        batch: Text of the options that must be equal for all matrices of a batch, and on all ranks that plan.
+        planned: Text of the options that a plan depends on: `batch`, `view`, and this rank's process groups.
     """
 
     lr: float
@@ -113,10 +114,11 @@ class Settings:
 
     @cached_property
     def text(self) -> str:
-        """Text of the settings, equal on ranks that do the same; names a callable instead of printing its address."""
-        function: Any = getattr(self.adjust_lr_fn, "__wrapped__", self.adjust_lr_fn)  # see `settings_of`
+        """Text of the settings, for comparison between ranks; shows a callable by name instead of by address."""
+        function: Any = getattr(self.adjust_lr_fn, "__wrapped__", self.adjust_lr_fn)  # without its cache
         scale = getattr(function, "__qualname__", type(function).__name__) if callable(function) else function
-        kind = self.given_lr.dtype if isinstance(self.given_lr, Tensor) else torch.float64  # which counts as a float
+        # an fp64 tensor counts as a float
+        kind = self.given_lr.dtype if isinstance(self.given_lr, Tensor) else torch.float64
         return (
             f"lr={self.lr}{'' if kind == torch.float64 else f' ({kind})'} weight_decay={self.weight_decay} "
             f"momentum={self.momentum} nesterov={self.nesterov} coefficients={self.coefficients} adjust_lr_fn={scale} "
@@ -125,7 +127,7 @@ class Settings:
 
 
 def settings_of(group: Group) -> Settings:
-    """The group's options as this step uses them. A function of the user's is asked once for each shape."""
+    """Settings of a group, for one step. A user's `adjust_lr_fn` is called once per matrix shape."""
     function, view, stages = group["adjust_lr_fn"], view_options(group), stages_of(group)
     function = cache(function) if callable(function) else function
     coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
@@ -148,7 +150,8 @@ def settings_of(group: Group) -> Settings:
 
 
 def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
-    """The parameter's matrices by its group's options. Raises ValueError with its name if they do not fit."""
+    """The parameter's matrices by its group's options. Raises ValueError with the parameter's name if the options do
+    not fit its shape."""
     engine: Engine | None = None
     shape: Ints = ()
     try:
@@ -157,28 +160,29 @@ def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
         return matrix_view(shape, **view_options(group))
     except ValueError as wrong:
         if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
-            return MatrixView(shape, shape, -1, (), 2 if group["view"] == "stack" else 1)  # checked when a plan is made
+            # the global shape is not known yet: options are checked when a plan is made
+            return MatrixView(shape, shape, -1, (), 2 if group["view"] == "stack" else 1)
         raise ValueError(f"{name}: {wrong}") from None
 
 
 class OptionsReader:
-    """Reads the groups of an optimizer. Keeps what each has said last, and what was made of it."""
+    """Reader of an optimizer's groups. Caches each group's settings until its options change."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[tuple[object, ...], Settings | None]] = []
 
     def read(self, groups: Sequence[Group]) -> list[Settings | None]:
-        """Settings of each group's matrices as they are now; None for a group of AdamW's.
+        """Current settings of each group; None for an AdamW group.
 
         Raises:
-            ValueError: An option has no meaning; with the group's number.
+            ValueError: An option is invalid; the message has the group's index.
         """
         found: list[Settings | None] = []
         for index, group in enumerate(groups):
             said = tuple(map(group.get, _READ))
             if list in map(type, said):
                 said = _copied(said)
-            # tensors change in place, and what a function says may
+            # tensors may be changed in place, and functions may return other values
             lasts = index < len(self._kept) and _LASTING.issuperset(map(type, said))
             if not lasts or self._kept[index][0] != said:
                 self._kept[index : index + 1] = [(said, _checked(index, group))]
@@ -187,7 +191,7 @@ class OptionsReader:
 
 
 def _copied(values: Sequence[Any]) -> tuple[object, ...]:
-    """Lists as tuples: they may be changed in place."""
+    """Convert lists to tuples, recursively: a list may be changed in place later."""
     return tuple(_copied(v) if type(v) is list else v for v in values)
 
 
@@ -202,11 +206,11 @@ def _checked(index: int, group: Group) -> Settings | None:
 
 
 def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what a caller adds, with a list of parameters and process groups by their ranks.
+    """Copy of a param group given by the caller, with its parameters as a list and its process groups as `GroupRef`s.
 
     Raises:
-        TypeError: The group is no dict, or its parameters have no order.
-        ValueError: A process group is none, or this rank is not in it.
+        TypeError: The group is not a dict, or its parameters are in a set.
+        ValueError: A value is not a process group, or this rank is not in it.
     """
     if not isinstance(param_group, dict):
         raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
@@ -222,15 +226,15 @@ def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Give a group, in place, the options that it lacks, of either kind: its `use_muon` may change."""
+    """Add missing options to a group, in place: both Muon's and AdamW's, since `use_muon` may change."""
     for key, value in [*defaults.items(), *GROUP_DEFAULTS.items(), *ADAMW_DEFAULTS.items()]:
-        if key != "differentiable":  # torch's own
+        if key != "differentiable":  # set by torch.optim.Optimizer itself
             group.setdefault(key, value)
 
 
 def fill_up(groups: Sequence[dict[str, Any]], mine: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Give loaded groups the options that they lack (checkpoints of torch.optim.Muon): those that the optimizer's own
-    have, then its defaults."""
+    """Add missing options to loaded groups, in place (checkpoints of torch.optim.Muon): from the optimizer's group at
+    the same index (`mine`), then from its defaults."""
     for index, group in enumerate(groups):
         group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
         complete(group, defaults)
@@ -242,14 +246,14 @@ def check_param_group(
     """Check a group that is about to be added to an optimizer.
 
     Args:
-        known: The groups that the optimizer has.
-        group: The new one, complete.
+        known: The groups that the optimizer already has.
+        group: The new group, completed with defaults.
         given: The keys that the caller set.
-        defaults: The optimizer's.
+        defaults: The optimizer's defaults.
 
     Raises:
         ValueError: An option or a parameter does not fit.
-        TypeError: A parameter is not a tensor, or of an integer dtype.
+        TypeError: A parameter is not a tensor, or has an integer dtype.
     """
     index = len(known)
     params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
@@ -263,7 +267,7 @@ def check_param_group(
     check_hyperparameters(f"group {index}: ", group)
     listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
     meaningless = {key: group[key] for key in given if key in ONLY_MUON and group[key] != defaults[key]}
-    if ONLY_MUON.issubset(given):  # another optimizer's group, which carries every option
+    if ONLY_MUON.issubset(given):  # a group taken from another optimizer has every option
         meaningless = {}
     unset = {key for key in ("tp_group", "process_group") if key not in given}
     for position, p in enumerate(params):

@@ -1,17 +1,18 @@
-"""Stages of variants on weights, by norms of whole matrices. See [Note: stages] in variants/base.py.
+"""Stages of variants that rescale weights by norms of whole matrices. See [Note: stages] in variants/base.py.
 
-A stage on weights takes the norm of every whole matrix by one sum over ranks, then multiplies by a factor for each; a
-`WeightSet` gives what a rank adds and is handed the sums, which `begin_weights` and `finish_weights` make.
+A stage on weights gets the norm of every whole matrix by one sum over ranks, then multiplies each matrix by a factor. A
+`WeightSet` computes a rank's part of the sums; `begin_weights` and `finish_weights` reduce them over ranks and hand the
+`WeightSet` the results.
 
 [Note: norms of whole matrices]
-    Squares are summed in fp64, by the first of the ranks that keep a piece; the ranks that share a parameter add up
-    their sums, and the root is rounded to fp32. Another layout adds in another order, which shows in fp64 alone: the
-    sums differ by some 1e-16 of themselves, so the fp32 norm is another one only where it falls between two fp32
-    numbers as closely, once in some 25 million norms. As for gradients (gradients/clip.py).
+    Each piece is squared and summed in fp64 by the first rank that stores it. The ranks that share a parameter add up
+    their sums, and the root is rounded to fp32. Another layout adds in another order, which changes only the fp64 sums,
+    by a relative 1e-16 or so. The fp32 norm changes only if it lies that close to the midpoint of two fp32 numbers:
+    about one norm in 25 million. Gradient norms are computed likewise (gradients/clip.py).
 
 [Note: matrices of zeros]
-    They are found with the norms before the first step, and said once, by name. No host waits for its device: what is
-    found travels to it beside the work, and the next step says it, in its guard.
+    Zero matrices are found when norms are first taken, and reported once, by name. The host never waits for its device:
+    the result is copied asynchronously, and a later step warns of it.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
 from shardmuon.variants import Stages, WeightStage, keeping
 
-_PART = 1 << 17  # elements: CPUs copy what they sum to fp64 first, and so many stay in cache
+_PART = 1 << 17  # elements summed at a time: CPUs copy them to fp64 first, and this many stay in cache
 
 
 class WeightSet:
-    """Parameters that one set of ranks shares and whose weights have one stage, on one of these ranks. Kept from step
-    to step; holds no tensor.
+    """Parameters that share one set of ranks and one stage on weights, as seen by one rank. Cached between steps; holds
+    no tensor.
 
     Args:
         plan: The plan.
-        stages: Number of a parameter -> its stages.
-        rank: This one.
+        stages: Index of a parameter -> its stages.
+        rank: This rank.
         shapes: Shape of this rank's storage of each parameter of the plan.
 
     Attributes:
-        ranks: The ranks that share them.
+        ranks: The ranks that share the parameters.
     """
 
     def __init__(self, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> None:
@@ -60,7 +61,7 @@ class WeightSet:
         self.ranks = specs[self._first].layout.ranks
         self._text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
         self._names = list[str]()  # of each matrix
-        # of each tile and of each kept number that is here: its matrix; and if the tile is this rank's to sum
+        # index of the matrix of each tile and of each norm stored here; True for each tile that this rank must sum
         self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
         loads, kept = list[Load](), list[KeptLoad]()
         for param, spec in specs.items():
@@ -82,7 +83,7 @@ class WeightSet:
         return self._text
 
     def squares(self, work: Work) -> Tensor:  # (matrices,), fp64
-        """The part of each matrix's squared norm that this rank has."""
+        """This rank's part of each matrix's squared norm."""
         parts: list[list[Tensor]] = [[] for _ in self._names]
         tiles = self._tiles.of(work.weights)
         for at, counts, tile in zip(self._tiles_at, self._counts, tiles, strict=True):
@@ -97,20 +98,20 @@ class WeightSet:
         return torch.stack(norms).square_()
 
     def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # (matrices,), fp64
-        """Keep norms that are not known yet, and tell of matrices of zeros. Runs before the update."""
+        """Store norms that are not known yet, and queue a check for zero matrices. Runs before the update."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
-        if self._rank == self.ranks[0]:  # one of them says so
+        if self._rank == self.ranks[0]:  # only one rank warns
             watch.coming.append((self._names, Later((kept[:, 0] == 0).logical_and_(norm == 0))))
 
     def finish(self, squares: Tensor, work: Work) -> None:  # (matrices,), fp64
-        """Multiply the weights with their factors. Runs after the update."""
+        """Multiply each matrix of weights by its factor. Runs after the update."""
         kept = self._read(work, squares.device)
         factor = self._stage.factor(_norms(squares), kept)
         self._write(work, kept)
         tiles = self._tiles.of(work.weights)
-        # CPUs multiply half precision by a 0-dim fp32 number in fp32; elsewhere the factor has a dim, else it would be
-        # rounded to the weight's dtype first
+        # CPUs multiply half precision by a 0-dim fp32 tensor in fp32; other devices would round a 0-dim factor to the
+        # weight's dtype first, so it gets a dim there
         factor = factor if factor.device.type == "cpu" else factor.unsqueeze(-1)
         for dtype in {tile.dtype for tile in tiles}:
             numbers = (factor if dtype == torch.float64 else factor.float()).unbind(0)
@@ -118,7 +119,7 @@ class WeightSet:
             foreach_mul_([tile for tile, _ in pairs], [number for _, number in pairs])
 
     def _read(self, work: Work, device: torch.device) -> Tensor:  # (matrices, 1), fp32
-        """The number kept of each matrix; 0 if it is not stored here."""
+        """The stored norm of each matrix; 0 if this rank does not store it."""
         found = [torch.zeros(1, dtype=torch.float32, device=device)] * len(self._names)
         for at, number in zip(self._kept_at, self._kept.of(work.kept), strict=True):
             found[at] = number
@@ -139,7 +140,7 @@ def _parts(tile: Tensor) -> list[Tensor]:
 
 
 def _norms(squares: Tensor) -> Tensor:  # fp64 -> fp64
-    """Square roots, rounded to fp32."""
+    """Square roots rounded to fp32, returned as fp64."""
     return torch.sqrt(squares, out=torch.empty_like(squares, dtype=torch.float32)).double()
 
 
@@ -148,14 +149,15 @@ def _on_weights(stages: Stages) -> WeightStage:
 
 
 def weight_sets(plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> list[WeightSet]:
-    """The sets of a rank, in the order in which every rank sums their norms: it depends on nothing but their content.
+    """The weight sets of a rank, in the order in which every rank sums their norms; the order depends only on their
+    content.
 
     Args:
         plan: The plan.
-        stages: Number of a parameter -> its stages, of those that the rank shares and that are meant: before the update
-            those whose norms are fresh, after it those that have gradients. The same on all ranks that share them.
+        stages: Index of a parameter -> its stages, for the rank's parameters to be processed: before the update those
+            with new norms, after it those with gradients. Must be the same on all ranks that share a parameter.
         rank: The rank.
-        shapes: Shape of its storage of each parameter of the plan.
+        shapes: Shape of the rank's storage of each parameter of the plan.
     """
     found: dict[tuple[int, Ranks, str, str], dict[int, Stages]] = {}
     for param, of_param in stages.items():
@@ -170,13 +172,13 @@ def weight_sets(plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Seq
 
 
 class ZeroWatch:
-    """Watch for matrices whose norm was 0 when their stages first asked for it. One for each optimizer."""
+    """Watch for matrices whose norm is 0 when it is first taken. Each optimizer has one."""
 
     def __init__(self) -> None:
-        self.coming: deque[tuple[Sequence[str], Later]] = deque()  # names of matrices, which are zero
+        self.coming: deque[tuple[Sequence[str], Later]] = deque()  # names of matrices, and a mask of the zero ones
 
     def report(self) -> None:
-        """Warn of what has arrived by now."""
+        """Warn of the zero matrices in results that have arrived by now."""
         found = [
             name for names, zero in arrived(self.coming) for name, is_zero in zip(names, zero, strict=True) if is_zero
         ]
@@ -190,7 +192,7 @@ class ZeroWatch:
 
 
 def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch) -> None:
-    """Run the stages on weights before the update, of parameters whose norms are fresh. Collective among each set.
+    """Run the stages on weights before the update, for parameters with new norms. Collective among each set.
 
     Raises:
         ExchangeError: A rank of a set died, hung or failed.
@@ -212,7 +214,7 @@ def finish_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic) -> N
 
 
 def _named(one: WeightSet, when: str, damage: str) -> AbstractContextManager[None]:
-    """Name a set in what is raised inside. Alone it passes as it is: nobody else is left behind."""
+    """Context in which errors become an ExchangeError that names the set; a set of one rank raises them unchanged."""
     return nullcontext() if len(one.ranks) == 1 else naming(lambda: f"norms of weights {when} ({one})", damage)
 
 

@@ -1,13 +1,13 @@
-"""Tiles of a program as views of this step's tensors and of a buffer, and what is done to each element of them.
+"""Tiles of a program as views of local tensors and of a buffer, and the element-wise updates of momentum and weights.
 
-Momentum and weights are updated in this rank's storages, alike tiles in one call. Nothing is communicated or
-orthogonalized here. Each of weights, gradients and momentum may have its own dtype and lie on another device than the
+Momentum and weights are updated in place in this rank's storages, similar tiles in one call. Nothing is communicated or
+orthogonalized here. Weights, gradients and momentum may have different dtypes, and may be on another device than the
 buffers.
 
-The rules (momentum, weight decay, apply) stand at the end. Each takes lists of views of local storage and changes those
-whose names end in an underscore. The operations give each element the same bits wherever it stands in a shard (checked
-by tests): fp32 `lerp`, `mul` and `add` do, half precision `add` with `alpha` does not on CPUs, so half-precision
-weights are updated in fp32 and rounded once.
+The update rules (momentum, weight decay, apply) are at the end. They take lists of views of local storage; functions
+whose names end in an underscore work in place. Each element gets the same bits wherever it is in a shard (checked by
+tests): fp32 `lerp`, `mul` and `add` guarantee this, half-precision `add` with `alpha` on CPUs does not, so
+half-precision weights are updated in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load, Program
 from shardmuon.step.options import Settings
 
-Stored = Sequence[Sequence[Tensor]]  # of each parameter and each of its `Spec.kept`, what this rank stores of it; fp32
+Stored = Sequence[Sequence[Tensor]]  # for each parameter, this rank's stage state, one fp32 tensor per `Spec.kept`
 
 
 @dataclass
 class Work:
-    """Tensors of this step for each parameter of a plan; None for those without a gradient, here and on all ranks.
+    """Tensors of a step for each parameter of a plan; None for parameters that have no gradient on any rank.
 
     Attributes:
-        weights, grads, momenta: This rank's storage for each parameter.
+        weights, grads, momenta: This rank's local tensor for each parameter.
         settings: Settings of each parameter's group.
-        kept: For each parameter, this rank's storage for each of its `Spec.kept`.
-        rounding: Number of a parameter -> its random bits, for those that are rounded at random.
+        kept: For each parameter, this rank's stage state, one tensor per `Spec.kept`.
+        rounding: Index of a parameter -> its random streams, for parameters with stochastic or 8-bit rounding.
     """
 
     weights: list[Tensor | None]
@@ -59,18 +59,20 @@ class Work:
     rounding: dict[int, Rounding] = field(default_factory=dict)
 
 
-# Elements of a list of tiles, or one tile: of what momentum makes on its way to a buffer, and an update on its way to
-# half-precision weights. A CPU's cache holds it; elsewhere it fills a launch.
+# Most elements of the tiles in one list operation, unless it is a single tile. Bounds temporaries of momentum and of
+# updates of half-precision weights: on a CPU they fit into the cache, elsewhere this many elements fill a launch.
 PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 
-# Neighbouring tiles of one form at equal distances in a buffer, as one view with a dim more: sizes, strides, start
+# Consecutive tiles of equal sizes and strides at equal distances in a buffer, as one view with a leading dim: sizes,
+# strides, start
 _Row = tuple[Ints, Ints, int]
-_Pick = Callable[[Sequence[Any]], Sequence[Any]]  # takes some tiles' entries out of a list with one for each
+_Pick = Callable[[Sequence[Any]], Sequence[Any]]  # selects the entries of some tiles from a list with one per tile
 _dtype_of, _device_of = operator.attrgetter("dtype"), operator.attrgetter("device")
 
 
 def dealt(sizes: Sequence[int], kinds: Sequence[Sequence[object]], limit: int) -> list[list[int]]:
-    """Tiles of these sizes in portions of at most so many elements (or one tile), alike in each of these columns."""
+    """Split tiles into portions of at most `limit` elements (or one tile), so that the tiles of a portion have equal
+    entries in each column of `kinds`. Returns the indices of each portion's tiles."""
     found: dict[tuple[object, ...], tuple[list[list[int]], int]] = {}
     for at, kind in enumerate(zip(*kinds, strict=True)):
         portions, room = found.get(kind, ([], -1))
@@ -88,10 +90,10 @@ def _pick(places: list[int]) -> _Pick:
 
 
 class Side:
-    """The tiles that a rank has in one buffer: a wire, or its batches.
+    """The tiles of one buffer (a wire, or the batches), with views of them in this rank's storages.
 
-    A storage is asked for its strides whenever it is touched: a gradient may lie otherwise than the one before it, and
-    otherwise than its parameter.
+    Strides of a storage are read on every access: a gradient's strides may differ from those of the last step and from
+    its parameter's.
 
     Args:
         loads: Loads of a program.
@@ -99,8 +101,8 @@ class Side:
         shapes: Shape of this rank's storage of each parameter.
 
     Attributes:
-        loads: The tiles and their places.
-        params: Number of each tile's parameter.
+        loads: The tiles and their places in the buffer.
+        params: Index of each tile's parameter.
         views: View of each tile's parameter.
         shapes: (rows, cols) of each tile's matrix.
     """
@@ -111,19 +113,20 @@ class Side:
         self.views = [views[param] for param in self.params]
         matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
         self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
-        # a tile that is all of a storage is that storage, whatever its strides
+        # a tile that covers its whole storage needs no view
         self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
-        self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]  # strides of a storage -> those of a tile
+        # for each tile, strides of its storage -> offset and strides of the tile
+        self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
         self._dealt: dict[int, tuple[object, list[tuple[list[int], _Pick]]]] = {}  # number of columns -> last portions
 
     @cached_property
     def patches(self) -> list[Patch]:
-        """The rows and columns of each tile."""
+        """The patch (rows and columns of its matrix) that each tile covers."""
         return [load.tile.patch(view) for load, view in zip(self.loads, self.views, strict=True)]
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
-        """Each tile as a view of its parameter's storage (of weights, gradients or momentum)."""
+        """Each tile as a view of its parameter's entry in `storages` (weights, gradients or momentum)."""
         found = list(map(storages.__getitem__, self.params))
         for at in self._parts:
             storage = found[at]
@@ -136,16 +139,17 @@ class Side:
         return cast("list[Tensor]", found)
 
     def on(self, buffer: Tensor) -> list[Tensor]:
-        """Each tile as a view of the buffer, in the shape that `of` gives it."""
+        """Each tile as a view of the buffer, with the same shape as from `of`."""
         found: list[Tensor] = []
         for row in self._rows:
             found += buffer.as_strided(*row).unbind(0)
         return found
 
     def portions(self, work: Work, *columns: Sequence[Tensor]) -> list[tuple[list[int], _Pick]]:
-        """The tiles that one call of a list operation takes: of the same settings, of one dtype and device in each
-        column. Numbers of each portion's tiles, and what takes theirs out of a list for all."""
-        first: dict[int, int] = {}  # settings, made anew whenever one changes -> the first tile that has them
+        """Split the tiles into portions for list operations: equal settings, and one dtype and device per column.
+        Returns for each portion the indices of its tiles, and a function that selects their entries from a list with
+        one entry per tile."""
+        first: dict[int, int] = {}  # id of settings, which are rebuilt on any change -> the first tile that has them
         settings = map(id, map(work.settings.__getitem__, self.params))
         kinds: list[Sequence[object]] = [list(map(first.setdefault, settings, itertools.count()))]
         for column in columns:
@@ -177,8 +181,8 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
 
 
 class KeptSide:
-    """Numbers that stages keep of some matrices, in this rank's storage of them, and on a wire if they travel. Kept
-    from step to step; holds no tensor."""
+    """Places of the stage state of some matrices in this rank's state tensors, and on a wire if it is sent. Cached
+    between steps; holds no tensor."""
 
     def __init__(self, plan: Plan, loads: Sequence[KeptLoad]) -> None:
         self._loads = tuple(loads)
@@ -187,18 +191,18 @@ class KeptSide:
         self._side = Side(tiles, views, [()] * len(tiles))
 
     def of(self, stored: Stored) -> list[Tensor]:  # 1-D each, fp32
-        """Kept numbers of each matrix, as views of this rank's storage."""
+        """The stage state of each matrix, as views of this rank's state tensors."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
 
     def tell(self, stored: Stored, wire: Tensor) -> None:
-        """Write the kept numbers to the wire, bit for bit."""
+        """Write the stage state to the wire, bit for bit."""
         targets = [wire.narrow(0, load.start, load.size) for load in self._loads]
         foreach_copy_(targets, [_as_elements(numbers, wire) for numbers in self.of(stored)])
 
     def hear(self, wire: Tensor, stored: Stored) -> None:
-        """Store the numbers that came on the wire."""
-        # one copy into memory of its own, for a slot may begin where no fp32 number may
+        """Copy stage state received on the wire to this rank's state tensors."""
+        # copied to new memory first, since a slot on the wire may not be aligned for fp32
         came = torch.cat([wire.narrow(0, load.start, load.size) for load in self._loads]).view(torch.float32)
         sizes = [load.size * wire.element_size() // came.element_size() for load in self._loads]
         targets = self.of(stored)
@@ -207,14 +211,14 @@ class KeptSide:
 
 
 def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of the wire's dtype
-    """The same bits as elements of a wire, which only moves them."""
+    """Reinterpret fp32 numbers as elements of the wire's dtype, padded to whole elements."""
     padding = -len(numbers) % -(-wire.element_size() // numbers.element_size())
     whole = torch.cat([numbers, numbers.new_zeros(padding)]) if padding else numbers.contiguous()
     return whole.view(wire.dtype).to(wire.device)
 
 
 def sides_of_batches(plan: Plan, program: Program) -> list[list[KeptSide]]:
-    """Local storage of the numbers kept of matrices: one side for each batch and each `Spec.kept` of its matrices."""
+    """Stage state of the matrices of each batch: a list per batch with one side per `Spec.kept`."""
     found = []
     for batch in program.batches:
         items = [plan.items[number] for number in batch.items]
@@ -230,9 +234,9 @@ def sides_of_batches(plan: Plan, program: Program) -> list[list[KeptSide]]:
 def update_momentum(
     side: Side,
     work: Work,
-    targets: Sequence[Tensor] | None,  # of each tile, take what is to be orthogonalized; None: another replica does it
+    targets: Sequence[Tensor] | None,  # for each tile, receives the input of orthogonalization; None: not needed here
 ) -> None:
-    """Update the momentum of a side's tiles."""
+    """Update the momentum of a side's tiles, and write the input of orthogonalization to `targets`."""
     if not side.loads:
         return
     grads, momenta = side.of(work.grads), side.of(work.momenta)
@@ -266,7 +270,7 @@ def _update_rounded(side: Side, work: Work, at: int, kept: Tensor, grad: Tensor,
 
 
 def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # dims of rows, then blocks
-    """The scales of a tile, a view of those that its rank stores beside the codes. It begins where a block does."""
+    """The scales of an 8-bit tile, as a view of the rank's scales. The tile must start at a block boundary."""
     rows = view.num_row_dims
     first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))
     column, _ = tile.in_storage(view, (*(0 for _ in view.shape[:rows]), *codes.stride()[rows:]))
@@ -282,11 +286,11 @@ def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> T
 def apply_results(
     side: Side,
     work: Work,
-    updates: Sequence[Tensor],  # of each tile, orthogonalized
+    updates: Sequence[Tensor],  # orthogonalized update of each tile
     *,
-    like_torch: bool,  # by torch's own operations, where the options allow
+    like_torch: bool,  # use torch.optim.Muon's own operations where the options allow
 ) -> None:
-    """Decay and update the weights of a side's tiles."""
+    """Apply weight decay and the orthogonalized updates to the weights of a side's tiles."""
     if not side.loads:
         return
     weights = side.of(work.weights)
@@ -321,8 +325,8 @@ def momentum_(
     *,
     momentum: float,
     nesterov: bool,
-) -> Sequence[Tensor]:  # what to orthogonalize; with nesterov=False the buffers themselves
-    """B <- B + (1 - momentum) (G - B); return G + momentum (B - G) (Nesterov) or B. As torch.optim.Muon."""
+) -> Sequence[Tensor]:  # input of orthogonalization; with nesterov=False the buffers themselves
+    """B <- B + (1 - momentum) (G - B); return G + momentum (B - G) (Nesterov) or B. Same as torch.optim.Muon."""
     if grads[0].dtype != buffers[0].dtype:
         grads = foreach_to(grads, buffers)
     foreach_lerp_(buffers, grads, weight=1 - momentum)
@@ -330,16 +334,17 @@ def momentum_(
 
 
 def momentum_into_(
-    out: Sequence[Tensor],  # takes what to orthogonalize; of one dtype, not the gradients' memory
+    out: Sequence[Tensor],  # receives the input of orthogonalization; one dtype, no memory shared with the gradients
     grads: Sequence[Tensor],
     buffers: Sequence[Tensor],
     *,
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """`momentum_` with its result in memory that there is: on a CPU without more, where its dtype is the momentum's.
+    """`momentum_` with its result written to `out`; without temporaries on a CPU if `out` has the momentum's dtype.
 
-    Accelerators take lists in one launch only where all tensors are dense, and a tile of a batch may have gaps.
+    Accelerators use a temporary: they run a list in one launch only if all tensors are dense, and tiles of a batch may
+    have gaps.
     """
     first, last = out[0], buffers[0]
     in_place = nesterov and first.dtype == last.dtype and first.device.type == last.device.type == "cpu"
@@ -354,9 +359,10 @@ def momentum_into_(
 
 
 def in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """Lists of tensors, alike place by place, in slabs that a CPU's cache holds; elsewhere as they are.
+    """Split lists of tensors with equal shapes at each index into slabs that fit into a CPU's cache; on other devices,
+    yield the lists unchanged.
 
-    Only a list of one tensor is cut: longer ones were dealt in portions (step/update.py).
+    Only lists of one tensor are split: longer lists are already limited in size (`Side.portions`).
     """
     first = columns[0][0]
     if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= PORTION:
@@ -370,11 +376,11 @@ def in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]
 def apply_(
     params: Sequence[Tensor],  # local views of one device and dtype, updated in place
     updates: Sequence[Tensor],  # same shapes, orthogonalized; wire dtype
-    alphas: Sequence[float],  # lr * scale of each view's matrix
+    alphas: Sequence[float],  # for each view, lr * the scale of its matrix
     lr: float,
     weight_decay: float,
     cautious: bool,
-    rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,  # fp32 -> half precision; default: to nearest
+    rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,  # per view, fp32 -> half precision; default: nearest
 ) -> None:
     """W <- (1 - lr * wd) W - alpha * O for each view. `cautious`: W decays only where O * W > 0, so that decay never
     works against the update."""
@@ -387,7 +393,7 @@ def apply_(
                 decay_agreeing_(w, update * w, factor)
         elif weight_decay:
             foreach_scale_(weights, factor)
-        # a CPU's `add` widens as it goes; other devices have no list operation for that
+        # `add` on a CPU converts half-precision summands on the fly; list operations on other devices do not
         widens = given[0].dtype in _HALVES and weights[0].device.type == "cpu"
         summands = given if widens or given[0].dtype == weights[0].dtype else foreach_to(given, weights)
         rows: dict[float, list[tuple[Tensor, Tensor]]] = {}
@@ -404,16 +410,16 @@ def decay_agreeing_(
     agreement: Tensor,  # same shape: positive where weight and update agree
     factor: float,
 ) -> None:
-    """W <- factor W where `agreement` is positive; elsewhere, and where it is NaN, W stays."""
-    # not where(.., factor, 1.0): that is fp32 whatever the weights are
+    """W <- factor W where `agreement` is positive; W is unchanged elsewhere, also where `agreement` is NaN."""
+    # where(.., factor, 1.0) would be fp32 for weights of any dtype
     weight.copy_(torch.where(agreement > 0, weight * factor, weight))
 
 
 def apply_like_torch_(
-    param: Tensor,  # local view, any shape in the order of the patch; updated in place
-    update: Tensor,  # same elements, bf16
-    lr: float | Tensor,  # a tensor of any number of dims, with one element
-    scale: float,  # of the whole matrix
+    param: Tensor,  # local view, any shape with its elements in the patch's order; updated in place
+    update: Tensor,  # same number of elements, bf16
+    lr: float | Tensor,  # a tensor must have one element, in any number of dims
+    scale: float,  # factor on lr for the whole matrix's shape
     patch: Patch,
     shape: tuple[int, int],  # of the whole matrix
     *,
@@ -421,11 +427,11 @@ def apply_like_torch_(
 ) -> None:
     """Exactly torch.optim.Muon's `param.mul_(1 - lr * decay); param.add_(update, alpha=-lr * scale)`, also on a shard.
 
-    A tensor lr takes part as it is: torch rounds both factors to its dtype.
+    An lr given as a tensor is used as a tensor, since torch rounds both factors to its dtype.
 
     torch's half-precision `add` rounds an element differently in the vector body and in the tail of a tensor, and
-    differently again if the update is a transposed view, as it is for tall matrices. So the view is put at its own
-    place in a matrix of the full size, and torch's own operation runs on that. It costs one matrix of scratch memory
+    differently again if the update is a transposed view, as it is for tall matrices. So the view is copied to its own
+    position in a full-size matrix, and torch's operation runs on that matrix. This takes two matrices of scratch memory
     and is meant for proofs, not for speed.
     """
     if isinstance(lr, Tensor):

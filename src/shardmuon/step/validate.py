@@ -1,8 +1,9 @@
-"""Everything that a step depends on, read once and without changing anything that is in use, and what of it ranks must
-have alike: as a digest in each vote, in words when digests differ.
+"""Validation of a step: read everything that the step depends on, without changing it, and summarize what must be equal
+on all ranks, as a digest for the vote and as text for when digests differ.
 
-It may fail in any way: its one caller turns that into what this rank says in the vote. Momentum that is not there yet
-is made here, so that a rank without memory for it says so while all can still stop; it becomes state once all agree.
+Validation may raise any exception: its only caller turns the exception into this rank's vote. Missing momentum is
+allocated here, so that a rank without enough memory can report it while all ranks can still stop; the momentum is
+installed as state once all ranks agree.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass
 class Proposal(Work):
-    """One step as this rank would make it, with what it tells the other ranks of that.
+    """The step that this rank would take, and the values that it compares with other ranks.
 
     Attributes:
-        states: NONE, READY or MISPLACED for each parameter.
-        said: For each parameter, values that ranks must have alike.
-        made: Number of a parameter -> its whole state, for those whose state will change.
-        fresh: Number of a parameter -> keys of norms that no step has looked at since they were made or loaded.
-        adamw: Number of a group -> tensors that AdamW steps of each of its parameters; None: no gradient, no state yet,
-            or it lies otherwise.
-        presence: A bit for each parameter whose gradient some ranks may lack, and this one has.
+        states: State of each parameter's gradient: NONE, READY or MISPLACED.
+        said: For each parameter, values that must be equal on all its ranks.
+        made: Index of a parameter -> its whole new state, for parameters whose state will change.
+        fresh: Index of a parameter -> keys of norms that no step has checked since they were created or loaded.
+        adamw: Index of an AdamW group -> for each of its parameters, its row; None if the parameter has no gradient or
+            no state yet, or their layouts differ.
+        presence: Bit mask over the parameters whose gradient some ranks may lack: set if this rank has the gradient.
     """
 
     states: list[int] = field(default_factory=list)
@@ -58,7 +59,8 @@ class Proposal(Work):
     presence: int = 0
 
     def hear(self, binding: Binding, presence: int) -> None:
-        """Step parameters that only other ranks store any of if those have the gradient, else leave them out."""
+        """Apply the vote's result to parameters of which this rank stores nothing: step those with a gradient on other
+        ranks, leave out the rest."""
         for number in binding.elsewhere:
             if presence >> binding.bits[number] & 1:
                 self.states[number] = READY
@@ -70,12 +72,12 @@ class Proposal(Work):
 
 
 class Memory(NamedTuple):
-    """Everything that an optimizer keeps from step to step.
+    """State that an optimizer has between steps.
 
     Attributes:
         state: State of each parameter.
         keeper: How momentum is stored.
-        settled: State tensors of stages on weights that a step has looked at.
+        settled: State tensors of stages on weights that some step has checked.
     """
 
     state: MutableMapping[Tensor, dict[str, Any]]
@@ -84,13 +86,13 @@ class Memory(NamedTuple):
 
 
 def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settings | None], memory: Memory) -> Proposal:
-    """Read gradients and state.
+    """Read gradients and state, and return the step that this rank would take.
 
-    Most parameters, in nearly every step, are known at a glance: gradient and state lie as they do, and are stored as
-    they are computed. Any other one is looked at closely.
+    A fast path handles most parameters in nearly every step: gradient and momentum have the parameter's layout, and
+    momentum is stored in the dtype that it is computed in. All others are checked one by one.
 
     Raises:
-        ValueError: One is unusable; with the parameter's name.
+        ValueError: A gradient or state is unusable; the message has the parameter's name.
     """
     members, num = binding.members, len(binding.members)
     settings = cast("list[Settings]", list(map(options.__getitem__, binding.group_of)))
@@ -121,14 +123,14 @@ def _glance(
     of_group: Settings,
     memory: Memory,
 ) -> None:
-    """Note what this rank has of those parameters of a group that are as most are, and what ranks must have alike; of
-    none of them if any lies otherwise than they do."""
+    """Fast path: fill in the proposal for the parameters of a group that have a gradient and only momentum as state.
+    Fills in nothing if the layout of any gradient or momentum differs from its parameter's."""
     rows, (state, keeper, _) = [], memory
     for number in numbers:
         param = members[number].param
         grad, kept = param.grad, state.get(param, _NOTHING)
         if grad is not None and len(kept) == 1:
-            rows.append((number, param, grad, kept.get(BUFFER)))  # whatever a framework has put there
+            rows.append((number, param, grad, kept.get(BUFFER)))  # may be None or another type, set by a framework
     seen, *columns = zip(*rows, strict=True) if rows else ((),)
     storages = engine.storages(*columns) if rows else None
     if storages is None:
@@ -143,7 +145,8 @@ def _glance(
 
 
 def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> tuple[object, ...]:
-    """Note what this rank has of a parameter, and what ranks must have alike of it."""
+    """Slow path: check one parameter and fill in the proposal for it. Return the values that must be equal on all its
+    ranks."""
     member, keeper, stages = binding.members[number], memory.keeper, found.settings[number].stages
     param, engine, kept = member.param, member.engine, memory.state.get(member.param, _NOTHING)
     grad, weight = param.grad, engine.storage(param)
@@ -175,7 +178,7 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> tup
 
 
 def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: Tensor) -> None:
-    """Make what the state of a parameter lacks for its options, and note what it will be."""
+    """Create the state that a parameter lacks for its options, and record the new state in the proposal."""
     member, spec, keeper = binding.members[number], binding.plan.specs[number], memory.keeper
     param, engine, view = member.param, member.engine, spec.layout.view
     stages, stacked = keeping(found.settings[number].stages), view.num_row_dims == 2
@@ -189,7 +192,7 @@ def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: 
     wrong = coded_fault(engine, param, view.num_row_dims, kept)
     if wrong is not None:
         raise ValueError(wrong)
-    for key in KEPT_KEYS:  # of a variant that the group had before: it would be stale when that comes back
+    for key in KEPT_KEYS:  # state of the group's earlier variant would be stale if the group returned to that variant
         if key not in shapes:
             state.pop(key, None)
     found.made[number] = state
@@ -199,7 +202,7 @@ def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: 
 
 
 def _check_writable(what: str, tensor: Tensor) -> None:
-    """Raise ValueError if several elements lie in one place, which torch refuses to write to."""
+    """Raise ValueError if several elements share memory (an expanded view): torch refuses to write to such a tensor."""
     stride = tensor.stride()
     if any(step == 0 and size > 1 for step, size in zip(stride, tensor.shape, strict=True)):
         raise ValueError(
@@ -212,10 +215,10 @@ _LOAD = "Load the optimizer's state again"
 
 
 def _adamw_rows(group: Group, index: int, state: State) -> list[Row | None]:
-    """Tensors that AdamW steps of each parameter of a group; None: see `Proposal.adamw`.
+    """The AdamW row of each parameter of a group, or None (see `Proposal.adamw`).
 
     Raises:
-        ValueError: Gradient or state of one is unusable; with its name.
+        ValueError: A gradient or state is unusable; the message has the parameter's name.
     """
     params = group["params"]
     found: list[Row | None] = [None] * len(params)
@@ -240,8 +243,8 @@ def _adamw_rows(group: Group, index: int, state: State) -> list[Row | None]:
 
 
 def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
-    """Raise ValueError for what torch's AdamW cannot step. It mixes no dtypes, and finds out only when other parameters
-    have changed."""
+    """Raise ValueError if torch's AdamW cannot step a parameter. AdamW cannot mix dtypes, and would raise only after
+    other parameters have changed."""
     if p.grad is None:
         _check_gradient_elsewhere(p)
         return
@@ -263,11 +266,11 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
         raise ValueError(f"its {STEP} is {steps!r}, not a tensor of one element. {_LOAD}")
 
 
-# ------------------------------------------------------------------------------------ what ranks must have alike
+# ------------------------------------------------------------------------------------ comparison between ranks
 
 
 def digests_of(binding: Binding, proposal: Proposal, due: str) -> dict[Ranks, bytes]:
-    """Digest of what each set of ranks must have alike in this step. `due`: text on when they audit."""
+    """For each set of ranks, a digest of what must be equal on them in this step. `due`: text on when they audit."""
     found = {}
     for ranks, numbers in binding.alike.items():
         if len(ranks) > 1:
@@ -277,12 +280,12 @@ def digests_of(binding: Binding, proposal: Proposal, due: str) -> dict[Ranks, by
     return found
 
 
-ProposalLine = tuple[str, str, str]  # name of a parameter; one of the words of `STATES`; dtypes, state and options
+ProposalLine = tuple[str, str, str]  # parameter name; gradient state, a word of `STATES`; text of dtypes and options
 
 
 def lines_of(binding: Binding, proposal: Proposal, ranks: Ranks, due: str) -> list[ProposalLine]:
-    """Text of what a set of ranks must have alike in this step, as `digests_of` has it: a line for each parameter; the
-    first line is the plan's."""
+    """Text of what `digests_of` summarizes for a set of ranks: a first line for the plan, then one line per
+    parameter."""
     lines = [("", binding.digests.get(ranks, b"").hex(), "")]
     for number in binding.alike[ranks]:
         _, *said, options = proposal.said[number]
@@ -294,8 +297,8 @@ def lines_of(binding: Binding, proposal: Proposal, ranks: Ranks, due: str) -> li
 
 
 def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) -> str:
-    """Message on the first thing in which the ranks of a set are about to differ. `everyone`: their lines, in the order
-    of ranks; None for a rank that has no such set in its plan."""
+    """Error message about the first difference between the ranks of a set. `everyone`: each rank's `lines_of`, in the
+    order of `ranks`; None for a rank whose plan lacks this set."""
     told = [lines for lines in everyone if lines is not None]
     plans, *lines = zip(*told, strict=False)
     if len(told) < len(ranks) or len(set(plans)) > 1:
@@ -303,7 +306,7 @@ def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) 
             f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
             "ranks; else call optimizer.prepare() on every rank"
         )
-    for said in lines:  # of one parameter, by each rank
+    for said in lines:  # the lines of all ranks for one parameter
         (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
         if len(set(gradients)) > 1:
             have = {word: [r for r, own in zip(ranks, gradients, strict=True) if own == word] for word in STATES}
@@ -324,10 +327,11 @@ def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) 
 
 
 def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor) -> Tensor | None:
-    """The gradient's local storage, or None if it does not lie as the parameter does, whose storage is `weight`.
+    """The gradient's local storage; None if its layout differs from the parameter's. `weight`: the parameter's local
+    storage.
 
     Raises:
-        ValueError: The gradient is unusable; the message lacks the name.
+        ValueError: The gradient is unusable; the message lacks the parameter's name.
     """
     if grad.layout != torch.strided:
         raise ValueError(
@@ -346,7 +350,7 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
 
 
 def _check_gradient_elsewhere(param: Tensor) -> None:
-    """Raise ValueError if a parameter without `grad` has one under another name: it would never be trained."""
+    """Raise ValueError if a parameter without `grad` has a gradient under another name: it would never be trained."""
     for name, remedy in (
         ("decoupled_grad", "Wrap the model with use_decoupled_grad=False"),
         ("main_grad", "Use shardmuon.frameworks.megatron, or set p.grad = p.main_grad before the step"),
@@ -356,8 +360,8 @@ def _check_gradient_elsewhere(param: Tensor) -> None:
 
 
 def check_can_align(param: Tensor, weight: Tensor) -> None:
-    """Raise ValueError if the storage (`weight`) is not what placements say: a gradient is redistributed by
-    placements."""
+    """Raise ValueError if the parameter's local storage (`weight`) differs from what its placements imply: a misplaced
+    gradient could not be redistributed to it."""
     assert is_dtensor(param), "gradients of others lie as they do, or are refused"
     if not lies_as_placed(param):
         raise ValueError(
@@ -367,17 +371,19 @@ def check_can_align(param: Tensor, weight: Tensor) -> None:
 
 
 def check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
-    """Raise ValueError (without the name) if a state tensor does not lie as the parameter, or may not be written to."""
+    """Raise ValueError (without the parameter's name) if a state tensor's layout differs from the parameter's, or it
+    cannot be written to."""
     if buffer is not None:
         engine = engine_of(param)
         _state_storage(param, buffer, key, engine, engine.storage(param))
 
 
 def _state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
-    """The local storage of a state tensor, which lies as the parameter does and can be written to.
+    """The local storage of a state tensor.
 
     Raises:
-        ValueError: It lies otherwise, cannot be written to, or is no such tensor; the message lacks the name.
+        ValueError: The state is not a strided real tensor, its layout differs from the parameter's, or it cannot be
+            written to; the message lacks the parameter's name.
     """
     if not isinstance(buffer, Tensor):
         raise ValueError(f"its {key} is a {type(buffer).__name__}, not a tensor. {_LOAD}")
