@@ -69,7 +69,7 @@ def host_of(optimizer: Any) -> Host | None:
 
 
 def _weights_of(optimizer: Any) -> list[Weight]:
-    """Every weight of an optimizer, as it is stepped."""
+    """All weights of an optimizer, in the form in which they are stepped."""
     host, groups = host_of(optimizer), enumerate(optimizer.param_groups)
     if host is not None:
         return host.weights(optimizer)

@@ -64,7 +64,7 @@ from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 _T = TypeVar("_T")
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
-_NORM = "norm"  # key of the weights' norm, beside the keys of what stages store
+_NORM = "norm"  # dict key for the norm of the weights; the other keys are those of stage state
 _FIRST, ALL = 2, 16  # shaken runs: always made, and made before a fault is reported
 _TIMES = 3.0  # multiple of the largest shaken difference that is allowed
 _BLIND = 0.5  # an allowed difference above this cannot tell a right update from a wrong one
@@ -157,7 +157,7 @@ class Evidence:
     # --------------------------------------------------------------------------------------------- the dense step
 
     def run(self) -> None:
-        """Take the step densely, in the live arithmetic and in exact arithmetic."""
+        """Compute the dense reference step twice: in the arithmetic of the live step, and in exact arithmetic."""
         self.reference = reference_of(self.fed, self.settings.coefficients, method=self.arithmetic.choice.method)
         self.exact = self.reference.ratios().unsqueeze(1) * self.reference.coords
         self.dense = orthogonalized(self.fed, self.arithmetic)

@@ -2,9 +2,9 @@
 
 [Note: order of collectives]
     Before the step, all ranks of the component rebuild the table of Muon's parameters, by the same readers as the
-    plan's table. Sets of ranks are visited small ones first, as everywhere: each does one gather of what could be read
-    before the step, and after the step one exchange per sampled matrix and one gather of fingerprints. Finally all
-    ranks of the component share their findings.
+    plan's table. As everywhere, sets of ranks are processed smallest first. Before the step, each set gathers once what
+    its ranks could read; after the step, it does one exchange per sampled matrix and gathers fingerprints once. Finally
+    all ranks of the component share their findings.
     An exception that may be raised on one rank alone is caught and becomes a finding, so that this rank still takes
     part in every collective.
 """

@@ -1,3 +1,4 @@
-"""Gradients before a step: their norm over all ranks, clipping, loss scaling. May import `step`, and all that `step`
-may import.
+"""Gradients before a step: their norm over all ranks, clipping, loss scaling.
+
+This package may import `step` and anything that `step` may import.
 """

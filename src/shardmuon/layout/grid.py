@@ -12,14 +12,14 @@ from typing import NamedTuple
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import Unlike
 
-Grid = tuple[Ranks, ...]  # for each replica, the ranks of its parts, in order of parts
+Grid = tuple[Ranks, ...]  # for each replica: the ranks that store its parts, in part order
 
 
 class Ties(NamedTuple):
     """The ranks with which one rank shares a tensor, as far as that rank knows.
 
     Attributes:
-        parts: Ranks that store the parts of this rank's replica, in order of parts; only this rank if the tensor is
+        parts: Ranks that store the parts of this rank's replica, in part order; only this rank if the tensor is
             not cut.
         mates: Ranks of this rank's part, ascending: they store replicas of the part, or shard it among themselves.
     """

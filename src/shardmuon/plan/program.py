@@ -189,8 +189,8 @@ def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
 
 
 def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batch], dict[Key, int], int]:
-    """Lay out the owned matrices, which are given in order, in one buffer. Returns the batches, the offset of each
-    matrix, and the number of elements of the buffer."""
+    """Lay out the owned matrices, sorted by batch key, in one buffer. Returns the batches, the offset of each matrix,
+    and the buffer's size in elements."""
     found, slots, end = list[Batch](), dict[Key, int](), 0
     for (rows, cols, *_), group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
         alike, stride = tuple(group), aligned(rows * cols, itemsize)

@@ -123,7 +123,8 @@ def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[s
 
 
 def _doubt_of_heads(found: Sequence[RoutedParam]) -> list[str]:
-    """A warning text on heads that may be hidden layers; none if the user has routed them all."""
+    """Return a warning about output heads that may be hidden layers, as a list of at most one text; empty if the user
+    has routed all of them."""
     names = [w.name for w in found if w.is_open]
     return [
         f"{listed(names)} went to AdamW as output heads, having as many rows as an embedding ({w.shape[0]}), though "
@@ -270,7 +271,8 @@ def _is_list_of(module: nn.Module, shape: Ints) -> bool:
 
 _UNKNOWN = ", of which no rule knows what it is. It went to Muon as"
 _TURNED = '{"transposed": True} if its inputs come first (x @ W), "adamw" if it is'
-# Kind judged by shape alone -> (text on what it may be and where it went, override that confirms, alternatives).
+# For each kind of parameter that was recognized by shape alone: (warning text: what the parameter may be and which
+# optimizer it went to, the override that confirms that, overrides for the alternatives)
 _DOUBTS = {
     "broadcast": (
         " with a leading dim of 1: a table for all of a batch (positions), or a stack of one expert. It went to AdamW "

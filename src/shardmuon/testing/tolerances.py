@@ -98,11 +98,11 @@ def assert_rounded(
     Args:
         found: A tensor or a number.
         expected: The expected value.
-        roundings: Number of rounded operations on both sides together; write it as the expression that it comes from.
-            Sums of n terms count n - 1, or sqrt(n / 6) where errors may be taken as random.
+        roundings: Total number of rounding operations on both sides. Pass it as the expression it is derived from, not
+            as a bare number. A sum of n terms counts as n - 1, or as sqrt(n / 6) if its errors can be treated as random.
         dtype: Dtype to which they were rounded. Default: the dtype of `found`, fp64 for numbers.
-        scale: Size that the roundings are relative to, where terms cancel: the sum of the terms' absolute values.
-            Default: the expected value.
+        scale: Magnitude relative to which roundings are measured. If terms cancel, pass the sum of their absolute
+            values. Default: the expected value.
         what: Name of the value in the error message.
     """
     dtype = dtype or (found.dtype if isinstance(found, Tensor) else torch.float64)

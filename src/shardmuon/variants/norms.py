@@ -66,7 +66,7 @@ class Norms:
         return found
 
     def scale_(self, factor: Tensor) -> None:  # (B, 1) or (B, P)
-        """Update these norms for matrices that are multiplied by a factor."""
+        """Rescale these norms to match matrices that were multiplied by a factor."""
         if self.means is not None:
             self.means = factor.square() * self.means
         of_lines = factor.shape[1] > 1

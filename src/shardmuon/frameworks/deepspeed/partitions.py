@@ -166,7 +166,7 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], 
         )
     group = members[0]._dp_group
     ranks = group_ranks(group)
-    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # index in the buffer where this flat begins
+    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # where this rank's partition begins in the buffer
     slices = []
     for p, place in zip(members, _places(members), strict=True):
         start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
@@ -354,14 +354,14 @@ def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int
 
 
 def refuse_misplaced(gradients: Sequence[tuple[str, int, int]], least: int, size: int) -> None:
-    """Raise ValueError if a swapped gradient is read to an address that direct I/O may not support, see
+    """Raise ValueError if a swapped gradient would be read into an address that direct I/O may not support, see
     [Note: gradients that do not come back].
 
     Args:
         gradients: For each gradient of one sub-group: (parameter's name, index of its first element in the sub-group's
             buffer, number of its elements on a rank, padding included).
-        least: Smallest size of a swapped gradient, in bytes.
-        size: Bytes of an element.
+        least: Size in bytes from which DeepSpeed swaps a gradient; smaller ones are not swapped.
+        size: Bytes per element.
     """
     for name, offset, numel in gradients:
         if numel * size >= least and offset * size % _PAGE:
