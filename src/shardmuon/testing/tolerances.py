@@ -99,7 +99,7 @@ def assert_rounded(
         found: A tensor or a number.
         expected: The expected value.
         roundings: Total number of rounding operations on both sides. Pass it as the expression it is derived from, not
-            as a bare number. A sum of n terms counts as n - 1, or as sqrt(n / 6) if its errors can be treated as random.
+            as a bare number. A sum of n terms counts as n - 1, or sqrt(n / 6) if its errors can be treated as random.
         dtype: Dtype to which they were rounded. Default: the dtype of `found`, fp64 for numbers.
         scale: Magnitude relative to which roundings are measured. If terms cancel, pass the sum of their absolute
             values. Default: the expected value.
