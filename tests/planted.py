@@ -27,7 +27,6 @@ from shardmuon.layout.engines import engine_of
 from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.step import batch as of_batch
 from shardmuon.step import bucket, stages, update
-from shardmuon.step.options import Scales
 from shardmuon.step.stages import WeightSet
 from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on, parameters
 from shardmuon.variants import VARIANTS, BeforeStage, WeightStage
@@ -420,13 +419,13 @@ FAULTS = {
     "clipped after, by norm": Fault(updates(lambda u: u * 0.36), {"clipped_update"}, ALL, says="0.36 of its length"),
     "clipped after, by value": Fault(updates(_clamped), {"clipped_update"}, ALL, says="elements are clamped at"),
     "scale of the shard": Fault(
-        replaced("__getitem__", lambda original: lambda self, shape: original(self, (shape[0] // 2, shape[1])), Scales),
+        replaced("lr_scale", lambda original: lambda name, rows, cols: original(name, rows // 2, cols), update),
         {"scale_from_shard_shape"},
         FOUR,  # the largest size of the others is not cut
         says=" shard, not ",
     ),
     "scaled twice": Fault(
-        replaced("__getitem__", lambda original: lambda *a: 2 * original(*a), Scales),
+        replaced("lr_scale", lambda original: lambda *a: 2 * original(*a), update),
         {"scale_wrong"},
         ALL,
         says="2 times",

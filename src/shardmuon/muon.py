@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardmuon._torch import after_loading, before_loading, default_group, is_dtensor, never_compiled
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
-from shardmuon.checkpoint.state import drop_others, init_missing, read_state, without_callables
+from shardmuon.checkpoint.state import drop_others, init_missing, read_state
 from shardmuon.comm.groups import GroupRef, Ranks, Traffic, group_for, group_ranks, my_rank
 from shardmuon.comm.lanes import close_lane
 from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, agree, current_world, renewed
@@ -38,7 +38,6 @@ from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
     AuditAction,
-    LrScale,
     MuonConfig,
     check_hyperparameters,
     given_lr,
@@ -410,8 +409,8 @@ class Muon(Core, Optimizer):
             for a single triple.
         adjust_lr_fn: Scale s of the learning rate by the global matrix shape: None or "original"
             (`sqrt(max(1, rows/cols))`), "match_rms_adamw" (`0.2 sqrt(max(rows, cols))`), "spectral"
-            (`sqrt(max(rows, cols))`), "unit_rms_norm" (`sqrt(rows/cols)`), "none", or a callable
-            (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
+            (`sqrt(max(rows, cols))`), "unit_rms_norm" (`sqrt(rows/cols)`) or "none". docs/learning_rate.md has the
+            names other libraries use.
         variant: Name of a variant ("normuon", "hyperball", .., see docs/variants.md), or several joined by "+"
             ("muon_eq+cautious").
         process_group: Process group over which plain (not DTensor) parameters are replicas, as under DDP; its ranks
@@ -468,7 +467,7 @@ class Muon(Core, Optimizer):
         ns_coefficients: str | Coefficients | Sequence[Coefficients] = (3.4445, -4.7750, 2.0315),
         *,
         ns_steps: int | None = None,
-        adjust_lr_fn: LrScale = None,
+        adjust_lr_fn: str | None = None,
         variant: str | None = None,
         process_group: Any = None,
         tp_group: Any = None,
@@ -635,9 +634,8 @@ class Muon(Core, Optimizer):
     # ----------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """State dict as torch makes it, with two differences: once there is state, every trainable parameter has an
-        entry on every rank; and functions among the options are saved by name only (loading leaves the optimizer's
-        own functions in place).
+        """State dict as torch makes it, but without process groups, and once there is state, with an entry for every
+        trainable parameter on every rank.
 
         Raises:
             ExchangeError: A step was interrupted or is under way: its state must not replace the last good checkpoint.
@@ -653,7 +651,6 @@ class Muon(Core, Optimizer):
         saved: dict[str, Any] = super().state_dict()
         for host in self.hosts:
             host.saved(self, saved)
-        without_callables(saved.get("param_groups", []))
         for group in saved.get("param_groups", []):
             group.update(dict.fromkeys(PLACE_OPTIONS))
         return saved

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any, Literal, get_args
 from weakref import WeakSet
 
@@ -54,7 +55,8 @@ def _number(most: float = math.inf) -> _FaultOf:
 
 
 def _scale_fault(value: object) -> str:
-    return "" if callable(value) else _one_of(None, *_LR_SCALES)(value)
+    remedy = ": for a factor c, write c times the lr and weight_decay / c in the group" if callable(value) else ""
+    return _one_of(None, *_LR_SCALES)(value) + remedy
 
 
 def _betas_fault(value: Any) -> str:
@@ -156,8 +158,6 @@ CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 
 # ------------------------------------------------------------------------------------------- a parameter group's
 
-LrScale = str | Callable[[int, int], float] | None
-
 # rows x cols -> factor on lr. Formulas, and the clashing names in other libraries: docs/learning_rate.md
 _LR_SCALES: dict[str, Callable[[int, int], float]] = {
     # Keller Jordan's Muon; torch.optim.Muon "original"
@@ -217,16 +217,14 @@ ELSEWHERE = {
     ),
     "split_dim": "is told by transposed=True: splits are of outputs, which are columns then",
 }
-# Removed options in groups saved by earlier revisions -> their defaults, which equal today's behavior.
-EARLIER = {"num_heads": None, "weight_decay_mode": "decoupled", "beta2": 0.95}
 # Keys that other programs store in a group: torch's schedulers and averaging, timm's layer-wise decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
 
 
-def lr_scale(adjust_lr_fn: LrScale, rows: int, cols: int) -> float:
+@cache
+def lr_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
     """The factor on the learning rate of a matrix with global shape rows x cols (never a shard's shape)."""
-    function = adjust_lr_fn if callable(adjust_lr_fn) else _LR_SCALES[adjust_lr_fn or "original"]
-    return function(rows, cols)
+    return _LR_SCALES[adjust_lr_fn or "original"](rows, cols)
 
 
 def check_keys(where: str, given: Iterable[str]) -> None:

@@ -80,11 +80,7 @@ def _original(rows: int, cols: int) -> float:
     return math.sqrt(max(1, rows / cols))
 
 
-def _half(rows: int, cols: int) -> float:
-    return _original(rows, cols) / 2
-
-
-_SCALES = {None: _original, "none": lambda rows, cols: 1.0, _half: _half}
+_SCALES = {None: _original, "none": lambda rows, cols: 1.0}
 BASE = {
     "lr": LRS[0],
     "weight_decay": 0.5,
@@ -97,7 +93,7 @@ OPTIONS: dict[str, Options] = {
     "no nesterov": Options({"nesterov": False}),
     "cautious decay": Options({"variant": "cautious"}),
     "no decay, momentum 3/4, no scale": Options({"weight_decay": 0.0, "momentum": 0.75, "adjust_lr_fn": "none"}),
-    "many buckets": Options({"bucket_bytes": 3000, "adjust_lr_fn": _half}),
+    "many buckets": Options({"bucket_bytes": 3000}),
     "bf16 weights": Options(dtype=torch.bfloat16),
     "bf16 weights, rounded by hash": Options({"stochastic_rounding": True}, torch.bfloat16, by_hash=True),
     "bf16 momentum, by hash": Options({"momentum_dtype": torch.bfloat16}, by_hash=True),

@@ -79,10 +79,6 @@ class Dtypes:
     products: torch.dtype | None
 
 
-def _half_plus_ratio(rows: int, cols: int) -> float:
-    return 0.5 + rows / cols
-
-
 FP32, BF16, HALF_WEIGHTS = "fp32", "bf16 products", "bf16 weights"
 DTYPES: dict[str, Dtypes] = {
     FP32: Dtypes(torch.float32, torch.float32),
@@ -100,7 +96,6 @@ OPTIONS: dict[str, Options] = {
     "spectral": Options({"adjust_lr_fn": "spectral", "nesterov": False}),
     "unit_rms_norm": Options({"adjust_lr_fn": "unit_rms_norm", "variant": "cautious"}),
     "no scale": Options({"adjust_lr_fn": "none"}),
-    "scale by a function": Options({"adjust_lr_fn": _half_plus_ratio}),
     "polar_express": Options({"ns_coefficients": "polar_express"}),
     "keller, 3 steps": Options({"ns_coefficients": "keller", "ns_steps": 3}),
     "gram": Options({"method": "gram", "ns_dtype": torch.float32}, (FP32, HALF_WEIGHTS)),

@@ -40,15 +40,6 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-class Scale(NamedTuple):
-    """An `adjust_lr_fn` that can be pickled."""
-
-    value: float
-
-    def __call__(self, rows: int, cols: int) -> float:
-        return self.value
-
-
 def rows_on(mesh: DeviceMesh, *placements: Placement) -> Cut:
     return lambda t: distribute_tensor(t, mesh, placements or [Shard(0)], src_data_rank=None)
 
@@ -75,7 +66,7 @@ def replicas(sets: Sets, *, frozen: bool = True) -> list[dict[str, Any]]:
         if dist.get_rank() in ranks:
             name = "".join(map(str, ranks))
             specs = [Spec(f"a{name}", (6, 8)), Spec(f"b{name}", (5, 7)), Spec(f"f{name}", (4, 6), frozen=True)]
-            options = {"adjust_lr_fn": Scale(0.4), "ns_coefficients": [[3.4445, -4.7750, 2.0315] for _ in range(5)]}
+            options = {"adjust_lr_fn": "spectral", "ns_coefficients": [[3.4445, -4.7750, 2.0315] for _ in range(5)]}
             found.append({"params": specs[: 2 + frozen], "process_group": ranks, **options})
     return found
 

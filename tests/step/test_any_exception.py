@@ -43,7 +43,7 @@ def _mixed() -> Groups:
     cut, places = as_in("fsdp2"), {"process_group": dist.group.WORLD}
     shared = [Spec("shard", (7, 128), cut), Spec("replica", (6, 128))]
     return [
-        {"params": shared, "adjust_lr_fn": lambda rows, cols: 0.5, "lr": torch.tensor(0.1), **places},
+        {"params": shared, "adjust_lr_fn": "spectral", "lr": torch.tensor(0.1), **places},
         {"params": [Spec(f"own{dist.get_rank()}", (5, 128))], "process_group": (), "tp_group": ()},
         {"params": [Spec("bias", (9,), cut), Spec("scale", (4,))], "use_muon": False, "lr": 0.01, **places},
     ]
@@ -257,7 +257,7 @@ def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all_rank
         assert raised > case.least, raised
         if name in ("step", "first step"):
             assert {"is_current", "signature", "validate", "gradient_storage"} <= {*known}
-            assert {"_make", "fit", "count_of", "settings_of", "__missing__", "digests_of", "_adamw_rows"} <= {*known}
+            assert {"_make", "fit", "count_of", "settings_of", "digests_of", "_adamw_rows"} <= {*known}
 
 
 # ------------------------------------------------------------------------------------------------- after the last talk

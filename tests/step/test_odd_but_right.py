@@ -427,18 +427,6 @@ def test_optimizers_that_are_stepped_in_unlike_order_are_told_so(layout: str, wo
         assert all("hold different plans. If there are several optimizers, step them in one order" in t for t in texts)
 
 
-def test_a_scale_is_asked_once_for_each_shape_of_a_group() -> None:
-    """A scale is asked once, so it cannot raise or return something else when the step is half done."""
-    asked: list[tuple[int, int]] = []
-
-    def scale(rows: int, cols: int) -> float:
-        asked.append((rows, cols))
-        return float(len(asked))
-
-    Job([{"params": [Spec("a", (6, 8)), Spec("b", (5, 7)), Spec("c", (6, 8))], "adjust_lr_fn": scale}]).step(0)
-    assert asked == [(6, 8), (5, 7)]
-
-
 def test_gradients_that_are_one_tensor_are_not_written_to() -> None:
     job = Job([{"params": [Spec("a", (8, 8)), Spec("b", (8, 8))], "variant": "cautious"}])
     gradient = normal(8, 8, seed=3)

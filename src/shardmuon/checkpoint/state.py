@@ -26,7 +26,7 @@ from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import name_of, named_params
 from shardmuon.layout.engines.fsdp1 import lies_elsewhere
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper, coded_fault
-from shardmuon.options import EARLIER, ELSEWHERE, PLACE_OPTIONS, check_hyperparameters
+from shardmuon.options import ELSEWHERE, PLACE_OPTIONS, check_hyperparameters
 from shardmuon.step.adamw import init_state
 from shardmuon.step.kept import CARRIED, KEPT_DTYPE, loaded_over, start_kept, state_shapes, with_carried
 from shardmuon.step.options import view_of
@@ -36,7 +36,6 @@ from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 # Options that a saved group must have; without them it was not saved by this optimizer's Muon or AdamW.
 _MARKS = {"Muon": ("lr", "momentum", "ns_coefficients"), "AdamW": ("lr", "betas")}
-_CALLABLE = "callable: "
 _NOT_CONVERTED = (
     "State of other optimizers is not converted: begin with fresh state and warm lr up over about 50 steps, or copy "
     "what means the same, such as momentum_buffer of torch.optim.Muon, by hand (docs/migration.md)"
@@ -70,14 +69,6 @@ def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> No
     if any(key in state for key in (MOMENTS if group["use_muon"] else (BUFFER,))):
         for key in others:
             state.pop(key, None)
-
-
-def without_callables(groups: Sequence[MutableMapping[str, Any]]) -> None:
-    """Replace functions among the options by their names, so that a saved file can be loaded without running code."""
-    for group in groups:
-        for key, value in group.items():
-            if key != "params" and callable(value):
-                group[key] = _CALLABLE + str(getattr(value, "__qualname__", type(value).__name__))
 
 
 def read_state(
@@ -172,27 +163,16 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
             f"{where}the checkpoint was saved with variant=None, the optimizer has {mine['variant']!r}. Load it with "
             "variant=None, and set the groups' variant afterwards to begin with it from here"
         )
-    for key in EARLIER.keys() & theirs.keys():
-        if theirs[key] != EARLIER[key]:
-            raise ValueError(
-                f"{where}the state dict has {key}={theirs[key]!r}, of an earlier revision. {key} {ELSEWHERE[key]}"
-            )
+    for key in ELSEWHERE.keys() & theirs.keys():
+        raise ValueError(f"{where}the state dict has {key}={theirs[key]!r}, but {key} {ELSEWHERE[key]}")
     own = {key: value for key, value in mine.items() if key != "param_names"}
-    kept = {"params", CARRIED, *PLACE_OPTIONS, *EARLIER, "rank_local"}
+    kept = {"params", CARRIED, *PLACE_OPTIONS}
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
         kept.add("eps")  # torch.optim.Muon's eps must not become AdamW's
     group = loaded_over(own, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
     group["params"] = mine["params"]
     if "param_names" in mine:  # saved names may differ by what torch.compile adds
         group["param_names"] = mine["param_names"]
-    for key, value in group.items():
-        if isinstance(value, str) and value.startswith(_CALLABLE):
-            if not callable(mine.get(key)):
-                raise ValueError(
-                    f"{where}{key} was a function when the checkpoint was saved ({value[len(_CALLABLE) :]}), which no "
-                    f"file keeps; here it is {mine.get(key)!r}. Give the optimizer the same function"
-                )
-            group[key] = mine[key]
     check_hyperparameters(where, group)
     if group["use_muon"]:
         for position, p in enumerate(group["params"]):

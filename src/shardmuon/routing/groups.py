@@ -28,7 +28,6 @@ from shardmuon.options import (
     ONLY_MUON,
     PLACE_OPTIONS,
     VIEW_DEFAULTS,
-    LrScale,
     check_hyperparameters,
     given_lr,
     lr_scale,
@@ -122,7 +121,7 @@ def param_groups(
     lr: float | Tensor | None = None,
     adamw_lr: float | Tensor | None = None,
     weight_decay: float = 0.1,
-    adjust_lr_fn: LrScale = None,
+    adjust_lr_fn: str | None = None,
     overrides: Overrides | None = None,
     tp_group: Any = None,
 ) -> ParamGroups:

@@ -7,10 +7,9 @@ synchronizes if the tensor is on an accelerator.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -29,10 +28,8 @@ from shardmuon.options import (
     ONLY_MUON,
     PLACE_OPTIONS,
     VIEW_DEFAULTS,
-    LrScale,
     check_hyperparameters,
     check_keys,
-    lr_scale,
     per_step,
     refuse_sets,
     view_options,
@@ -58,31 +55,6 @@ _READ = (
 _LASTING = {type(None), bool, int, float, str, tuple, GroupRef}
 
 
-class Scales(dict[tuple[int, int], float]):
-    """Factor on the learning rate for each matrix shape (rows, cols), computed on first access.
-
-    Ranks compare the values of a user's function, not its name: two ranks may hold different closures, and a function
-    may return something else on each call. So every step with a function gets a new `Scales`, filled before anything
-    has changed.
-    """
-
-    def __init__(self, adjust_lr_fn: LrScale) -> None:
-        super().__init__()
-        self._function = adjust_lr_fn
-
-    def __missing__(self, shape: tuple[int, int]) -> float:
-        try:
-            value = float(lr_scale(self._function, *shape))
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as error:
-            raise ValueError(f"adjust_lr_fn{shape} raised {type(error).__name__}: {error}") from error
-        if not math.isfinite(value):
-            raise ValueError(f"adjust_lr_fn{shape} returned {value}, which is not finite")
-        self[shape] = value
-        return value
-
-
 @dataclass(frozen=True)
 class Settings:
     """Options of one group of matrices, as of the current step.
@@ -92,7 +64,6 @@ class Settings:
         coefficients: (a, b, c) of each Newton-Schulz step.
         cautious: True if weights decay only where decay does not work against the update.
         stages: Stages of the group's variant.
-        scales: Matrix shape -> factor on the learning rate.
         view: Options that say which matrices a parameter holds.
         batch: Text of the options that must be equal for all matrices of a batch, and on all ranks that plan.
         planned: Text of the options that a plan depends on: `batch`, `view`, and this rank's process groups.
@@ -104,32 +75,28 @@ class Settings:
     momentum: float
     nesterov: bool
     coefficients: Triples
-    adjust_lr_fn: LrScale
+    adjust_lr_fn: str | None
     cautious: bool
     stages: Stages
-    scales: Scales
     view: Mapping[str, Any]
     batch: str
     planned: str
 
     @cached_property
     def text(self) -> str:
-        """Text of the settings, for comparison between ranks; shows a callable by name instead of by address."""
-        function: Any = getattr(self.adjust_lr_fn, "__wrapped__", self.adjust_lr_fn)  # without its cache
-        scale = getattr(function, "__qualname__", type(function).__name__) if callable(function) else function
+        """Text of the settings, for comparison between ranks."""
         # an fp64 tensor counts as a float
         kind = self.given_lr.dtype if isinstance(self.given_lr, Tensor) else torch.float64
         return (
             f"lr={self.lr}{'' if kind == torch.float64 else f' ({kind})'} weight_decay={self.weight_decay} "
-            f"momentum={self.momentum} nesterov={self.nesterov} coefficients={self.coefficients} adjust_lr_fn={scale} "
-            f"cautious={self.cautious} stages={self.stages}"
+            f"momentum={self.momentum} nesterov={self.nesterov} coefficients={self.coefficients} "
+            f"adjust_lr_fn={self.adjust_lr_fn} cautious={self.cautious} stages={self.stages}"
         )
 
 
 def settings_of(group: Group) -> Settings:
-    """Settings of a group, for one step. A user's `adjust_lr_fn` is called once per matrix shape."""
-    function, view, stages = group["adjust_lr_fn"], view_options(group), stages_of(group)
-    function = cache(function) if callable(function) else function
+    """Settings of a group, for one step."""
+    view, stages = view_options(group), stages_of(group)
     coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
     batch = f"{coefficients} {stages_text(stages)}".replace(" ", "")
     return Settings(
@@ -139,10 +106,9 @@ def settings_of(group: Group) -> Settings:
         momentum=float(group["momentum"]),
         nesterov=bool(group["nesterov"]),
         coefficients=coefficients,
-        adjust_lr_fn=function,
+        adjust_lr_fn=group["adjust_lr_fn"],
         cautious=CAUTIOUS in names_in(group["variant"]),
         stages=stages,
-        scales=Scales(function),
         view=view,
         batch=batch,
         planned=f"{batch} {view} {[group.get(key) for key in PLACE_OPTIONS]}",
@@ -182,7 +148,7 @@ class OptionsReader:
             said = tuple(map(group.get, _READ))
             if list in map(type, said):
                 said = _copied(said)
-            # tensors may be changed in place, and functions may return other values
+            # tensors may be changed in place
             lasts = index < len(self._kept) and _LASTING.issuperset(map(type, said))
             if not lasts or self._kept[index][0] != said:
                 self._kept[index : index + 1] = [(said, _checked(index, group))]

@@ -33,6 +33,7 @@ from shardmuon._torch import (
 from shardmuon.layout.pieces import Patch, Tile
 from shardmuon.layout.views import Ints, MatrixView, row_major
 from shardmuon.momentum.stores import BLOCK, Rounding, Stream, round_patch, step_stored_
+from shardmuon.options import lr_scale
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load, Program
 from shardmuon.step.options import Settings
@@ -298,6 +299,7 @@ def apply_results(
         first = side.params[places[0]]
         s, chosen, added = work.settings[first], of(weights), of(updates)
         shapes, device = of(side.shapes), chosen[0].device
+        scales = [lr_scale(s.adjust_lr_fn, *shape) for shape in shapes]
         if {*map(_device_of, added)} != {device}:
             added = [update.to(device) for update in added]
         rounded: list[Callable[[Tensor], Tensor]] | None = None
@@ -305,12 +307,10 @@ def apply_results(
             streams = (cast("Stream", work.rounding[side.params[i]].weights) for i in places)
             rounded = [partial(round_patch, stream, side.patches[i]) for stream, i in zip(streams, places, strict=True)]
         elif like_torch and not s.cautious:
-            for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
-                apply_like_torch_(
-                    w, u, s.given_lr, s.scales[shape], side.patches[i], shape, weight_decay=s.weight_decay
-                )
+            for w, u, scale, i, shape in zip(chosen, added, scales, places, shapes, strict=True):
+                apply_like_torch_(w, u, s.given_lr, scale, side.patches[i], shape, weight_decay=s.weight_decay)
             continue
-        alphas = [s.lr * s.scales[shape] for shape in shapes]
+        alphas = [s.lr * scale for scale in scales]
         apply_(chosen, added, alphas, s.lr, s.weight_decay, s.cautious, rounded)
 
 

@@ -100,7 +100,7 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
     found.states, found.said = [NONE] * num, [()] * num
     for (index, engine, _), numbers in binding.alike_members.items() if memory.keeper.as_computed else ():
         of_group = cast(Settings, options[index])
-        if not (binding.elsewhere or of_group.stages or callable(of_group.adjust_lr_fn)):
+        if not (binding.elsewhere or of_group.stages):
             _glance(found, engine, numbers, members, of_group, memory)
     for number, said in enumerate(found.said):
         if not said:
@@ -167,9 +167,6 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> tup
     said: tuple[object, ...] = (found.states[number], *dtypes)
     if keeper.rounds:
         said = *said, f"{STEP}={count_of(kept)}"
-    if callable(found.settings[number].adjust_lr_fn):
-        shapes = dict.fromkeys((m.rows, m.cols) for m in binding.table.layouts[number].view.matrices)
-        said = *said, *(f"adjust_lr_fn{shape}={found.settings[number].scales[shape]!r}" for shape in shapes)
     if stages:
         found.fresh[number] = unsettled(stages, kept, memory.settled)
         said = *said, f"new={found.fresh[number]}"
@@ -321,7 +318,7 @@ def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) 
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, own, strict=True))
             return (
                 f"{name}: ranks {ranks} are about to step with different options or state: {texts}. Give them all the "
-                "same options, and load or copy an optimizer on all ranks or on none"
+                "same options, and load, copy or audit() an optimizer on every rank or on none"
             )
     return f"ranks {ranks_text(ranks)} are about to do different things"
 

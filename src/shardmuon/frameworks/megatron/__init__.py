@@ -162,8 +162,6 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{of_job[0]} is Megatron's to say: give pg_collection=, or leave it out for its global groups"
         )
-    if callable(given.get("adjust_lr_fn")):
-        raise ValueError("adjust_lr_fn must be a name here: Megatron's checkpoints keep every option of a group")
     if not config.decoupled_weight_decay:
         raise ValueError(
             "decoupled_weight_decay=False adds the decay to gradients, of whose size a matrix's update is independent. "
