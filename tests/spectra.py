@@ -1,8 +1,8 @@
-"""Matrices with known singular values, for the orthogonalizers' tests and benchmark."""
+"""Random matrices, matrices with known singular values, and steps on random gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,24 @@ SPECTRA = (
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def set_gradients(params: Iterable[Tensor], seed: int) -> None:
+    for i, p in enumerate(params):
+        p.grad = normal(*p.shape, seed=1000 * seed + i, dtype=p.dtype)
+
+
+def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        set_gradients(params, seed)
+        optimizer.step()
+
+
+def assert_equal(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
+    """Bit for bit; in particular no NaN, which equals nothing."""
+    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b), f"tensor {i} differs by {(a.double() - b.double()).abs().max():.2e}"
 
 
 def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # (rows, cols), fp64

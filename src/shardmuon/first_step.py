@@ -19,33 +19,23 @@ from shardmuon.errors import level_of_the_caller
 from shardmuon.layout.engines.fsdp1 import is_flattened
 
 
-class FirstStep:
-    """Warnings about an optimizer's first step, each given once.
-
-    Attributes:
-        is_over: True once some parameter had a gradient in a step.
-    """
-
-    def __init__(self) -> None:
-        self._said_idle = self.is_over = False
-
-    def stepped(self, optimizer: object, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Check an optimizer's groups after a step, and warn."""
-        self.is_over = any(p.grad is not None for group in groups for p in group["params"])
-        if self.is_over:
-            ddp = _find_ddp(optimizer, _kept_here(groups))
-            if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
-                warnings.warn(_repeated_text(ddp), stacklevel=level_of_the_caller())
-        elif not self._said_idle and any(  # a flattened FSDP1 parameter may have no elements on this rank
-            p.numel() > 0 or not is_flattened(p) for group in groups for p in group["params"]
-        ):
-            self._said_idle = True
-            warnings.warn(
-                "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before "
-                "it. If you did, the model's parameters are other tensors by now: make the optimizer after "
-                "fully_shard(), FSDP() or whatever else replaced them",
-                stacklevel=level_of_the_caller(),
-            )
+def warned_first(optimizer: object, groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Check an optimizer's groups after a step, and warn. Return True if it was the first one: if some parameter had a
+    gradient."""
+    if any(p.grad is not None for group in groups for p in group["params"]):
+        ddp = _find_ddp(optimizer, _kept_here(groups))
+        if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
+            warnings.warn(_repeated_text(ddp), stacklevel=level_of_the_caller())
+        return True
+    # a flattened FSDP1 parameter may have no elements on this rank
+    if any(p.numel() > 0 or not is_flattened(p) for group in groups for p in group["params"]):
+        warnings.warn(
+            "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before it. "
+            "If you did, the model's parameters are other tensors by now: make the optimizer after fully_shard(), "
+            "FSDP() or whatever else replaced them",
+            stacklevel=level_of_the_caller(),
+        )
+    return False
 
 
 def _kept_here(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:

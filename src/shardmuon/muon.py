@@ -27,9 +27,9 @@ from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing, read_state
 from shardmuon.comm.groups import GroupRef, Ranks, Traffic, group_for, group_ranks, my_rank
 from shardmuon.comm.lanes import close_lane
-from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, agree, current_world, renewed
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, agree, current_world, in_order, renewed
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
-from shardmuon.first_step import FirstStep
+from shardmuon.first_step import warned_first
 from shardmuon.host import Host, Hosts, Progress, creates_state_only
 from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
@@ -57,7 +57,6 @@ from shardmuon.step.binding import (
     chooser_of,
     counts_of_lacking,
     fingerprint,
-    groups_of,
     groups_of_params,
     listed_of,
     number_bits,
@@ -92,7 +91,7 @@ class Core:
         options: Reader of group options.
         settled: Stored weight norms that a step has checked since they were created or loaded.
         hosts: Possible callers of `step`.
-        first: Warnings of the first step.
+        has_trained: True once some parameter had a gradient in a step.
     """
 
     param_groups: list[dict[str, Any]]
@@ -125,7 +124,7 @@ class Core:
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
         self.settled: Settled = WeakIdKeyDictionary()
-        self.hosts, self.first = Hosts(), FirstStep()
+        self.hosts, self.has_trained = Hosts(), False
 
     def unlike_model(self) -> Sequence[str]:
         """Names of the parameters whose values differ from the model's. Only a host that steps copies can tell."""
@@ -172,12 +171,11 @@ class Core:
         # ranks that audit share their findings with all ranks of the component
         audit = self._audit(binding, proposal) if verdict.flags & Flag.AUDIT else None
         self.audits.num_steps += 1
-        missing: frozenset[int] = frozenset()  # parameters without a gradient
+        missing = frozenset[int]()  # parameters without a gradient
         if NONE in proposal.states:
             missing = frozenset(n for n, state in enumerate(proposal.states) if state == NONE)
-        on_weights: frozenset[int] = frozenset()
-        if binding.on_weights:
-            on_weights = frozenset(binding.on_weights) - missing
+        on_weights = frozenset(binding.on_weights) - missing
+        if on_weights:
             new = frozenset(n for n in on_weights if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n]))
             begin_weights(binding.weight_sets(new), proposal, self.traffic, self.zeros)
         kernel = Kernel(binding.ns_device, self.watch)
@@ -203,8 +201,7 @@ class Core:
         """Install the state created during validation, and redistribute gradients to their parameters' placements."""
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
-            for key in kept.keys() - made.keys():  # state left from AdamW or from another variant
-                del kept[key]
+            kept.clear()  # also of state left from AdamW or from another variant
             kept.update(made)
         for number, keys in proposal.fresh.items():
             for key in keys:
@@ -364,7 +361,8 @@ class StepCall(TableCall[Binding]):
         core = self._core
         made = bound(my_rank(), table, core.param_groups, self.options, core.config, self._chooser, core.keeper)
         sets = made.weight_sets(frozenset(made.on_weights))
-        self._groups = {r: self._refs[r].live() if r in table.groups else None for r in groups_of(made.buckets, sets)}
+        needed = in_order([*(one.ranks for one in made.buckets if one.exchange), *(one.ranks for one in sets)])
+        self._groups = {r: self._refs[r].live() if r in table.groups else None for r in needed}
         return made, counts_of_lacking(table)
 
     def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
@@ -570,8 +568,7 @@ class Muon(Core, Optimizer):
                     host.step(self, progress, fault)
             else:
                 self.take_step(fault)
-                if not self.first.is_over:
-                    self.first.stepped(self, self.param_groups)
+                self.has_trained = self.has_trained or warned_first(self, self.param_groups)
         except Refused as refused:
             error = refused.public()
             raise error from error.__cause__

@@ -605,7 +605,6 @@ def _rms_of_updates(model: nn.Module, optimizer: Muon) -> dict[bool, float]:
         ("spectral", 0.02),
         ("unit_rms_norm", torch.tensor(0.02)),
         ("none", 0.02),
-        (lambda r, c: r / c, torch.tensor(0.02)),
     ],
 )
 def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, scale: Any) -> None:

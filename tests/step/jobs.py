@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from spectra import normal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -34,10 +35,6 @@ FAMILIES: dict[str, Sets] = {
     "one without": [(0, 1), (1, 2)],
     "ring of eight": [*((rank, rank + 1) for rank in range(7)), (0, 7)],
 }
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def rows_on(mesh: DeviceMesh, *placements: Placement) -> Cut:

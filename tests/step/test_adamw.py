@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import normal
+from spectra import assert_equal, normal, run, set_gradients
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.optim import lr_scheduler
@@ -33,23 +33,6 @@ def parameters(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, .
 
 def adamw_group(params: Iterable[Tensor], **options: Any) -> list[dict[str, Any]]:
     return [{"params": list(params), "use_muon": False, **OPTIONS, **options}]
-
-
-def set_gradients(params: Sequence[Tensor], seed: int) -> None:
-    for i, p in enumerate(params):
-        p.grad = normal(*p.shape, seed=1000 * seed + i, dtype=p.dtype)
-
-
-def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], seeds: Iterable[int]) -> None:
-    for seed in seeds:
-        set_gradients(params, seed)
-        optimizer.step()
-
-
-def assert_equal(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
-    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b), f"tensor {i} differs by {(a.double() - b.double()).abs().max():.2e}"
 
 
 def states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], key: str) -> list[Tensor]:

@@ -237,6 +237,9 @@ FAULTS: dict[str, Fault] = {
     "momentum complex": Fault(_momentum(lambda t: t.to(torch.complex64)), r"\w+: .*complex"),
     "AdamW betas": Fault(_option("betas", (2.0, 3.0), -1), r"rank \d: group \d: betas=\(2.0, 3.0\) must be two"),
     "AdamW lr": Fault(_option("lr", -1.0, -1), r"rank \d: group \d: lr=-1.0 must be finite"),
+    "AdamW weight decay missing": Fault(
+        lambda job: job.groups[-1].pop("weight_decay"), r"rank \d: group \d: lacks the option 'weight_decay'"
+    ),
     "AdamW gradient sparse": Fault(
         _grad(Tensor.to_sparse, lambda job: job.adamw), r"rank \d: bias: its gradient is sparse"
     ),

@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
-from jobs import Job, Spec, normal
+from jobs import Job, Spec
+from spectra import normal
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.host import Host
 from shardmuon.step.binding import fingerprint, number_bits
 
 
@@ -53,15 +53,6 @@ def test_a_group_that_was_set_later_is_copied(given: tuple[int, ...] | None) -> 
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert other.param_groups[0]["process_group"] in (given, None)
     assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["process_group"] == (() if given == () else None)
-
-
-def test_hooks_of_loading_run_once_also_where_a_host_takes_over() -> None:
-    optimizer, seen = Job([{"params": [Spec("a", (6, 8))]}]).optimizer, list[str]()
-    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    Host().take_over(optimizer, optimizer.state_dict())
-    assert seen == ["before", "after"] * 2
 
 
 def test_gradients_that_ranks_may_lack_have_bits_of_their_own_and_the_same_on_every_rank() -> None:

@@ -131,22 +131,6 @@ def test_micro_batches_and_a_layer_that_a_batch_does_not_use_give_the_update_of_
     world4.run(_sharded_run, engine, {"set_to_none": set_to_none}, sync_every)
 
 
-def _without_sync() -> None:
-    """A step on FSDP2 whose gradients were never reduced leaves all weights alone. It warns."""
-    model: Any = fully_shard(_Net(), mesh=mesh_of((dist.get_world_size(),)))
-    optimizer = _muon(model)
-    before = _snapshot(optimizer)
-    model.set_requires_gradient_sync(False)
-    model(_batch(0, 0, dist.get_rank())).sum().backward()
-    with pytest.warns(UserWarning, match="no parameter of this optimizer has a gradient, so this step trained nothing"):
-        optimizer.step()
-    assert_bitwise(before, _snapshot(optimizer))
-
-
-def test_a_step_on_fsdp2_that_was_never_reduced_finds_no_gradients(world2: RankPool) -> None:
-    world2.run(_without_sync)
-
-
 # ------------------------------------------------------------------------------------------------ loss scaling
 
 SHAPES = {"first": (9, 7), "second": (6, 10), "stack": (4, 3, 5), "bias": (9,), "gain": (3,)}

@@ -107,19 +107,6 @@ def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, op
 # -------------------------------------------------------------------------------------------- where momentum lies
 
 
-def _params() -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(64, 384, generator=generator)) for _ in range(3)]
-
-
-@pytest.mark.parametrize("given", ["gpu", "disk:/some/folder", 3])
-def test_an_unknown_place_or_dtype_is_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"momentum_device=.* is not one of None, 'cpu'"):
-        Muon(_params(), lr=1e-3, momentum_device=given)
-    with pytest.raises(ValueError, match=r"momentum_dtype=.* is not one of None, torch.float32"):
-        Muon(_params(), lr=1e-3, momentum_dtype=torch.float16)
-
-
 # --------------------------------------------------------------------------------------------------- with FSDP2
 
 

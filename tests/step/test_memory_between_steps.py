@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import normal
 from kept_in_source import kept_by, kept_in_source
 from processes import run_to_the_end
+from spectra import normal
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

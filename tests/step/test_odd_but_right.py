@@ -11,22 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import (
-    FAMILIES,
-    Cut,
-    Job,
-    Spec,
-    alone,
-    as_in,
-    layout_of,
-    normal,
-    refusal,
-    replicas,
-    rows_on,
-    shards,
-    unlike,
-    whole,
-)
+from jobs import FAMILIES, Cut, Job, Spec, alone, as_in, layout_of, refusal, replicas, rows_on, shards, unlike, whole
+from spectra import normal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard

@@ -30,7 +30,7 @@ from shardmuon.options import ELSEWHERE, PLACE_OPTIONS, check_hyperparameters
 from shardmuon.step.adamw import init_state
 from shardmuon.step.kept import CARRIED, KEPT_DTYPE, loaded_over, start_kept, state_shapes, with_carried
 from shardmuon.step.options import view_of
-from shardmuon.step.validate import check_buffer
+from shardmuon.step.validate import state_storage
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
@@ -262,5 +262,5 @@ def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.d
     if not isinstance(value, Tensor) or not value.is_floating_point():
         found = f"of dtype {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(f"its {key} in the checkpoint is {found}, not a floating-point tensor")
-    check_buffer(p, value, key)
+    state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))  # raises for another layout
     return keeper.take(p, key, value) if key == BUFFER else value.to(device=p.device, dtype=p.dtype)

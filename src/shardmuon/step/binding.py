@@ -27,7 +27,7 @@ from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
 from shardmuon.momentum.stores import BLOCK, GAMMA, mix_
 from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize import default_dtype
-from shardmuon.orthogonalize.choice import Choice, Chooser, Task, is_narrow, work
+from shardmuon.orthogonalize.choice import Chooser, Task, is_narrow, work
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
 from shardmuon.plan.items import Bucket, Kept, Policy, Spec
 from shardmuon.plan.machines import machine_of
@@ -237,7 +237,7 @@ def stamp_of(chooser: Chooser, device: torch.device) -> str:
     return machine_stamp(where) + (f"; {precision_flags(where)}" if chooser.method == "torch" else "")
 
 
-def _notes(table: Table, chooser: Chooser) -> Iterator[str]:
+def _notes(table: Table) -> Iterator[str]:
     """Lines for the printed plan on the limits of bitwise reproducibility."""
     for ranks in table.sets:
         kinds: dict[str, list[int]] = {}
@@ -246,9 +246,6 @@ def _notes(table: Table, chooser: Chooser) -> Iterator[str]:
         if len(kinds) > 1:
             unlike = "; ".join(f"ranks {ranks_text(tuple(those))} have {kind}" for kind, those in kinds.items())
             yield f"machines differ: {unlike}. Each matrix has one owner; another one would give it other bits"
-    where = chooser.device or (table.params[0].param.device if table.params else torch.device("cpu"))
-    if where.type != "cpu":
-        yield "slots of batches: not searched by tests as on CPUs; `shardmuon verify --slots` searches this device"
 
 
 def bound(
@@ -260,7 +257,7 @@ def bound(
     chooser: Chooser,
     keeper: Keeper,
 ) -> Binding:
-    notes = tuple(dict.fromkeys(_notes(table, chooser)))
+    notes = tuple(dict.fromkeys(_notes(table)))
     of_group = {id(group): number for number, group in enumerate(groups)}
     members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
     for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
@@ -296,13 +293,6 @@ def _kept_layout(
     return known[key]
 
 
-def _itemsize(choice: Choice, chooser: Chooser, doubles: bool) -> int:
-    """Bytes per element on the wire for matrices with this choice of method. `doubles`: the parameter is fp64."""
-    if doubles or chooser.dtype == torch.float64:
-        return 8  # fp64 gradients may lie outside the range of fp32
-    return 2 if is_narrow(choice) else 4
-
-
 def make_spec(
     name: str,
     layout: ParamLayout,
@@ -328,7 +318,8 @@ def make_spec(
     for shape in dict.fromkeys(shapes):
         task = Task(*shape, settings.coefficients, chooser.device or device)
         choice = chooser.choice(task)
-        size = _itemsize(choice, chooser, doubles)
+        # bytes per element on the wire: fp64 gradients may lie outside the range of fp32
+        size = 8 if doubles or chooser.dtype == torch.float64 else 2 if is_narrow(choice) else 4
         made[shape] = str(choice), work(choice, *task), size, choice.reason
     columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4
     hows, costs, sizes, reasons = columns
@@ -363,9 +354,3 @@ def fingerprint(storage: Tensor) -> int:
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
         total += mix_(places.mul_(GAMMA).add_(part)).sum()  # wraps around modulo 2**64
     return int(total.item())
-
-
-def groups_of(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> list[Ranks]:
-    """The ranks of each process group needed, in the order in which every rank must create them."""
-    moving = [bucket.ranks for bucket in buckets if bucket.exchange]
-    return in_order([*moving, *(one.ranks for one in sets)])

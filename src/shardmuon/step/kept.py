@@ -82,16 +82,15 @@ def stored_kept(
 CARRIED = "kept_state"  # key in a saved group; its value maps parameter names or positions to dicts key -> tensor
 
 
-def kept_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies of the stage state of a parameter."""
-    return {key: state[key].detach().clone() for key in KEPT_KEYS if state.get(key) is not None}
-
-
-def carry(group: MutableMapping[str, Any], kept: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Store the stage state of its parameters in a saved group, if there is any."""
-    found = {name: dict(of_param) for name, of_param in kept.items() if of_param}
-    if found:
-        group[CARRIED] = found
+def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Store the stage state among some parameters' states in a saved group, if there is any, on the CPU, where files
+    are read."""
+    found = {
+        name: {key: state[key].detach().to("cpu", copy=True) for key in KEPT_KEYS if state.get(key) is not None}
+        for name, state in states.items()
+    }
+    if any(found.values()):
+        group[CARRIED] = {name: kept for name, kept in found.items() if kept}
 
 
 def carry_by_position(
@@ -102,12 +101,12 @@ def carry_by_position(
     """Move stage state from a state dict's state into its groups, keyed by the parameter's position in the group."""
     state = saved["state"]
     for group, packed in zip(groups, saved["param_groups"], strict=True):
-        kept: dict[str, dict[str, Tensor]] = {}
+        states: dict[str, Mapping[str, Any]] = {}
         for position, (param, key) in enumerate(zip(group["params"], packed["params"], strict=True)):
             if carries(param) and key in state:
-                kept[str(position)] = kept_in(state[key])
+                states[str(position)] = state[key]
                 state[key] = {k: v for k, v in state[key].items() if k not in KEPT_KEYS}
-        carry(packed, kept)
+        carry(packed, states)
 
 
 def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
@@ -140,13 +139,12 @@ def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
     return group
 
 
-def missing_fault(name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-    """Error text for a parameter whose momentum was loaded without its variant's state; None if nothing is missing."""
-    lacking = [stage.key for stage in keeping(stages_of(group)) if state.get(stage.key) is None]
-    if not lacking:
-        return None
-    return (
-        f"{name}: its momentum was loaded, and not {lacking[0]}, which variant={group['variant']!r} keeps: the "
-        "checkpoint was saved with another variant. To begin from zeros, set "
-        "the group's variant to None for one step"
-    )
+def check_carried(name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise ValueError for a parameter whose momentum was loaded without its variant's state."""
+    for stage in keeping(stages_of(group)):
+        if state.get(stage.key) is None:
+            raise ValueError(
+                f"{name}: its momentum was loaded, and not {stage.key}, which variant={group['variant']!r} keeps: the "
+                "checkpoint was saved with another variant. To begin from zeros, set the group's variant to None for "
+                "one step"
+            )

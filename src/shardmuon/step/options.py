@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef
-from shardmuon.errors import OUT_OF_MEMORY, fault_text
+from shardmuon.errors import about
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import name_of
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check_expert
@@ -24,10 +24,9 @@ from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.options import (
     ADAMW_DEFAULTS,
     GROUP_DEFAULTS,
-    MUON_OPTIONS,
+    GROUP_OPTIONS,
     ONLY_MUON,
     PLACE_OPTIONS,
-    VIEW_DEFAULTS,
     check_hyperparameters,
     check_keys,
     per_step,
@@ -40,18 +39,8 @@ from shardmuon.variants import CAUTIOUS, Stages, names_in, stages_of, stages_tex
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 
-_READ = (
-    "use_muon",
-    *VIEW_DEFAULTS,
-    *PLACE_OPTIONS,
-    "lr",
-    "weight_decay",
-    *MUON_OPTIONS,
-    *ADAMW_DEFAULTS,
-)
-
-
-# Types of option values that cannot be changed in place.
+# Types of option values that cannot be changed in place. Groups with others, as tensors and lists, are read anew in
+# every step.
 _LASTING = {type(None), bool, int, float, str, tuple, GroupRef}
 
 
@@ -145,30 +134,15 @@ class OptionsReader:
         """
         found: list[Settings | None] = []
         for index, group in enumerate(groups):
-            said = tuple(map(group.get, _READ))
-            if list in map(type, said):
-                said = _copied(said)
-            # tensors may be changed in place
+            said = tuple(map(group.get, GROUP_OPTIONS))
             lasts = index < len(self._kept) and _LASTING.issuperset(map(type, said))
             if not lasts or self._kept[index][0] != said:
-                self._kept[index : index + 1] = [(said, _checked(index, group))]
+                with about(f"group {index}"):
+                    check_hyperparameters("", group)
+                    settings = settings_of(group) if group["use_muon"] else None
+                self._kept[index : index + 1] = [(said, settings)]
             found.append(self._kept[index][1])
         return found
-
-
-def _copied(values: Sequence[Any]) -> tuple[object, ...]:
-    """Convert lists to tuples, recursively: a list may be changed in place later."""
-    return tuple(_copied(v) if type(v) is list else v for v in values)
-
-
-def _checked(index: int, group: Group) -> Settings | None:
-    try:
-        check_hyperparameters(f"group {index}: ", group)
-        return settings_of(group) if group["use_muon"] else None
-    except OUT_OF_MEMORY:
-        raise
-    except Exception as wrong:
-        raise ValueError(fault_text(wrong, f"group {index}: ")) from wrong
 
 
 def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,12 +231,9 @@ def check_param_group(
     named = bool(names) or "param_names" in group
     if known and named != ("param_names" in known[0]):
         raise ValueError(
-            f"group {index}: its parameters have no names, those of the other groups have. Give (name, parameter) "
-            "pairs, or the groups of a module: for g in shardmuon.param_groups(part, lr=...): "
-            "optimizer.add_param_group(g)"
-            if not named
-            else f"group {index}: its parameters have names ({names[0] if names else 'none'}, ..), those of the other "
-            "groups have none. Leave the names out (group.pop('param_names')), or give every group names"
+            f"group {index}: its parameters have {'names' if named else 'no names'}, those of the other groups have "
+            f"{'none' if named else 'names'}. Give every group names, as (name, parameter) pairs or by "
+            "shardmuon.param_groups(part, lr=...), or none (group.pop('param_names'))"
         )
 
 

@@ -160,7 +160,7 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> tup
     if storage is None:
         check_can_align(param, weight)
     buffer = kept.get(BUFFER)
-    momentum = None if buffer is None else _state_storage(param, buffer, BUFFER, engine, weight)
+    momentum = None if buffer is None else state_storage(param, buffer, BUFFER, engine, weight)
     found.states[number] = READY if storage is not None else MISPLACED
     found.weights[number], found.grads[number], found.momenta[number] = weight, storage, momentum
     dtypes = weight.dtype, grad.dtype, None if buffer is None else buffer.dtype
@@ -250,7 +250,7 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
     _check_writable("storage", weight)
     gradient_storage(p, p.grad, engine, weight)
     dtypes = {"the parameter": p.dtype}
-    dtypes |= {f"its {k}": _state_storage(p, kept[k], k, engine, weight).dtype for k in MOMENTS if k in kept}
+    dtypes |= {f"its {k}": state_storage(p, kept[k], k, engine, weight).dtype for k in MOMENTS if k in kept}
     for what, found in dtypes.items():
         if found != dtype:
             raise ValueError(
@@ -367,15 +367,7 @@ def check_can_align(param: Tensor, weight: Tensor) -> None:
         )
 
 
-def check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
-    """Raise ValueError (without the parameter's name) if a state tensor's layout differs from the parameter's, or it
-    cannot be written to."""
-    if buffer is not None:
-        engine = engine_of(param)
-        _state_storage(param, buffer, key, engine, engine.storage(param))
-
-
-def _state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
+def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
     """The local storage of a state tensor.
 
     Raises:

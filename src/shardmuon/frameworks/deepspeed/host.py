@@ -54,7 +54,7 @@ from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Core, Muon
 from shardmuon.options import check_hyperparameters
 from shardmuon.step.adamw import init_state, step_adamw
-from shardmuon.step.kept import carry, kept_in, missing_fault, take_carried
+from shardmuon.step.kept import carry, check_carried, take_carried
 
 if TYPE_CHECKING:
     from shardmuon.plan.plan import Plan
@@ -116,9 +116,7 @@ class Flat(Core):
         """
         for name, state in self.states.items():
             if not state:
-                fault = missing_fault(name, group, carried.get(name, {}))
-                if fault is not None:
-                    raise ValueError(fault)
+                check_carried(name, group, carried.get(name, {}))
                 state |= {key: v.to(self.flat.device, copy=True) for key, v in carried.pop(name, {}).items()}
 
 
@@ -213,7 +211,7 @@ class DeepSpeedHost(Host):
         if self.is_active:
             kept = dict(self._carried)
             for known in self._flats.values():
-                kept |= {name: kept_in(state) for name, state in known.states.items() if state}
+                kept |= {name: state for name, state in known.states.items() if state}
             # All in the first group, by name: from a universal checkpoint stage 3 loads only the first group's options.
             carry(saved["param_groups"][0], kept)
 

@@ -39,7 +39,7 @@ from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
-from shardmuon.step.kept import carry, carry_by_position, kept_in, loaded_over, missing_fault, take_carried
+from shardmuon.step.kept import carry, carry_by_position, check_carried, loaded_over, take_carried
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 _KeptByName = dict[str, dict[str, Tensor]]  # name -> key -> tensor
@@ -128,9 +128,7 @@ class _ShardHost(_Unfinished):
         for group, theirs in zip(core.param_groups, packed, strict=True):
             loaded = loaded_over(group, theirs)
             for name in group["param_names"] if group["use_muon"] and loaded.get("step") else ():
-                fault = missing_fault(name, loaded, kept.get(name, {}))
-                if fault is not None:
-                    raise ValueError(fault)
+                check_carried(name, loaded, kept.get(name, {}))
         counts = {int(group["step"]) for group in packed if group.get("step") is not None}
         if len(counts) > 1:
             raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
@@ -151,10 +149,8 @@ class _ShardHost(_Unfinished):
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
         """Put the stages' state into the first saved group, by parameter name, because Megatron's checkpoints save only
-        Adam's state. It is moved to the CPU, where files are read."""
-        states = {weight.name: core.state[weight.stored] for weight in self.weights(core)}
-        kept = {name: {key: v.cpu() for key, v in kept_in(state).items()} for name, state in states.items()}
-        carry(saved["param_groups"][0], kept)
+        Adam's state."""
+        carry(saved["param_groups"][0], {weight.name: core.state[weight.stored] for weight in self.weights(core)})
 
     def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
         core.take_step(fault)
