@@ -222,7 +222,7 @@ REPEATED = (
     ("how", "said"),
     [
         ("DDP", (REPEATED.format("torch.distributed.group.WORLD"), "")),
-        ("another group", (REPEATED.format("the process group that DistributedDataParallel was given"), "")),
+        ("another group", (REPEATED.format("the process group that it was given"), "")),
         ("process_group", ("", "")),
         ("its own", ("", "")),
         ("small", ("", "")),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,9 +23,19 @@ def warned_first(optimizer: object, groups: Sequence[Mapping[str, Any]]) -> bool
     """Check an optimizer's groups after a step, and warn. Return True if it was the first one: if some parameter had a
     gradient."""
     if any(p.grad is not None for group in groups for p in group["params"]):
-        ddp = _find_ddp(optimizer, _kept_here(groups))
+        # as far as the optimizer knows, no other rank has plain matrices of groups without a process group
+        alone = (g for g in groups if g["use_muon"] and g["process_group"] is None and g["tp_group"] is None)
+        ddp = _find_ddp(optimizer, [p for group in alone for p in group["params"] if not is_dtensor(p)])
         if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
-            warnings.warn(_repeated_text(ddp), stacklevel=level_of_the_caller())
+            world = ddp.process_group is default_group()
+            group = "torch.distributed.group.WORLD" if world else "the process group that it was given"
+            warnings.warn(
+                "DistributedDataParallel keeps this optimizer's matrices equal on "
+                f"{len(group_ranks(ddp.process_group))} ranks, and each of them orthogonalizes all. Share the work: "
+                f"Muon(..., process_group={group}). Make the optimizer after init_process_group: before it, "
+                "torch.distributed.group.WORLD is None",
+                stacklevel=level_of_the_caller(),
+            )
         return True
     # a flattened FSDP1 parameter may have no elements on this rank
     if any(p.numel() > 0 or not is_flattened(p) for group in groups for p in group["params"]):
@@ -38,18 +48,10 @@ def warned_first(optimizer: object, groups: Sequence[Mapping[str, Any]]) -> bool
     return False
 
 
-def _kept_here(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
-    """Plain matrices in groups without a process group: as far as the optimizer knows, no other rank has them."""
-    for group in groups:
-        shared = group["process_group"] is not None or group["tp_group"] is not None
-        if group["use_muon"] and not shared:
-            yield from (p for p in group["params"] if not is_dtensor(p))
-
-
 WORTH_IT = 2**20
 
 
-def _find_ddp(optimizer: object, params: Iterable[Tensor]) -> DistributedDataParallel | None:
+def _find_ddp(optimizer: object, params: Sequence[Tensor]) -> DistributedDataParallel | None:
     """The DistributedDataParallel that keeps one of these parameters equal on several ranks, if there is one.
 
     Parameters do not know that they are wrapped, so this scans all objects of the process: once, at the first step of
@@ -61,7 +63,6 @@ def _find_ddp(optimizer: object, params: Iterable[Tensor]) -> DistributedDataPar
             ZeroRedundancyOptimizer shares the work itself, and ranks differ under its PostLocalSGDOptimizer.
         params: Parameters of the optimizer.
     """
-    params = list(params)
     if default_group() is None or sum(p.numel() for p in params) < WORTH_IT:
         return None
     mine = set(map(id, params))
@@ -74,14 +75,3 @@ def _find_ddp(optimizer: object, params: Iterable[Tensor]) -> DistributedDataPar
         elif issubclass(type(found), Optimizer) and getattr(found, "optim", None) is optimizer:
             return None
     return wrapper if wrapper is not None and len(group_ranks(wrapper.process_group)) > 1 else None
-
-
-def _repeated_text(ddp: DistributedDataParallel) -> str:
-    """Warning text that says how to let the ranks of this wrapper share the work."""
-    world = ddp.process_group is default_group()
-    group = "torch.distributed.group.WORLD" if world else "the process group that DistributedDataParallel was given"
-    return (
-        f"DistributedDataParallel keeps this optimizer's matrices equal on {len(group_ranks(ddp.process_group))} "
-        f"ranks, and each of them orthogonalizes all. Share the work: Muon(..., process_group={group}). Make the "
-        "optimizer after init_process_group: before it, torch.distributed.group.WORLD is None"
-    )

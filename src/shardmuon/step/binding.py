@@ -74,7 +74,6 @@ class Binding(Agreed):
         buckets: The buckets that this rank takes part in, in the plan's order.
         group_of: Index of each parameter's group.
         alike_members: (group, engine, dtype) -> indices of the parameters that share them.
-        shapes: Shape of this rank's storage of each parameter.
         digests: Set of ranks -> digest of the plan, which must be equal on these ranks.
         on_weights: Parameter index -> stages, for parameters with a stage on weights.
         alike: Set of ranks -> parameters that these ranks must step in the same way: the ranks that share a parameter,
@@ -97,20 +96,20 @@ class Binding(Agreed):
         ns_device: torch.device | None,
     ) -> None:
         super().__init__(table.component, table.token, table.sets)
-        self.rank, self.table, self.plan, self.members, self.planned = rank, table, plan, members, planned
+        self.table, self.plan, self.members, self.planned = table, plan, members, planned
         self.group_of, self.ns_device = [one.group for one in members], ns_device
         self.buckets = [bucket for bucket in plan.buckets if rank in bucket.ranks]
         self.alike_members: dict[tuple[int, Engine, torch.dtype], list[int]] = {}
         for number, one in enumerate(members):
             self.alike_members.setdefault((one.group, one.engine, one.param.dtype), []).append(number)
-        self.shapes = [tuple(one.engine.storage(one.param).shape) for one in members]
+        shapes = [tuple(one.engine.storage(one.param).shape) for one in members]
         self.digests = {ranks: digest + table.token for ranks, digest in plan.digests.items() if len(ranks) > 1}
         stages = {number: of_member.stages for number, of_member in enumerate(settings)}
         self.on_weights = {n: of for n, of in stages.items() if any(isinstance(one, WeightStage) for one in of)}
         self.alike, self.elsewhere = _alike(table, rank)
         self.bits, self.num_bits = dict[int, int](), 0
         homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
-        shapes, buckets = self.shapes, list(zip(self.buckets, homes, strict=True))
+        buckets = list(zip(self.buckets, homes, strict=True))
         # cache two selections of parameters: all, and the last step's; `weight_sets` also those with new norms
         self.buckets_without = lru_cache(maxsize=2)(partial(_buckets, plan, rank, shapes, buckets, ns_device))
         self.weight_sets = lru_cache(maxsize=3)(partial(_weight_sets, plan, rank, shapes, self.on_weights))

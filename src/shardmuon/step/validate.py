@@ -43,7 +43,8 @@ class Proposal(Work):
 
     Attributes:
         states: State of each parameter's gradient: NONE, READY or MISPLACED.
-        said: For each parameter, values that must be equal on all its ranks.
+        said: For each parameter, what must be equal on all its ranks: its gradient's word in `STATES`, and a text of
+            dtypes and options.
         made: Index of a parameter -> its whole new state, for parameters whose state will change.
         fresh: Index of a parameter -> keys of norms that no step has checked since they were created or loaded.
         adamw: Index of an AdamW group -> for each of its parameters, its row; None if the parameter has no gradient or
@@ -52,7 +53,7 @@ class Proposal(Work):
     """
 
     states: list[int] = field(default_factory=list)
-    said: list[tuple[object, ...]] = field(default_factory=list)
+    said: list[tuple[str, str]] = field(default_factory=list)
     made: dict[int, dict[str, Any]] = field(default_factory=dict)
     fresh: dict[int, tuple[str, ...]] = field(default_factory=dict)
     adamw: dict[int, list[Row | None]] = field(default_factory=dict)
@@ -97,15 +98,16 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
     members, num = binding.members, len(binding.members)
     settings = cast("list[Settings]", list(map(options.__getitem__, binding.group_of)))
     found = Proposal([None] * num, [None] * num, [None] * num, settings, [()] * num)
-    found.states, found.said = [NONE] * num, [()] * num
+    found.states, found.said = [NONE] * num, [("", "")] * num
     for (index, engine, _), numbers in binding.alike_members.items() if memory.keeper.as_computed else ():
         of_group = cast(Settings, options[index])
         if not (binding.elsewhere or of_group.stages):
             _glance(found, engine, numbers, members, of_group, memory)
     for number, said in enumerate(found.said):
-        if not said:
+        if not said[0]:
             with about(members[number].name):
-                found.said[number] = *_look(found, number, binding, memory), settings[number].text
+                text = f"{_look(found, number, binding, memory)}{settings[number].text}"
+            found.said[number] = STATES[found.states[number]], text
     for index, of_adamw in enumerate(groups):
         if options[index] is None:
             found.adamw[index] = _adamw_rows(of_adamw, index, memory.state)
@@ -138,15 +140,15 @@ def _glance(
     weights, grads, momenta = storages
     dtype, stored = grads[0].dtype, momenta[0].dtype
     if dtype.is_floating_point and stored == (keeper.dtype or dtype):
-        said = READY, weights[0].dtype, dtype, stored, of_group.text
+        said = STATES[READY], f"weights={weights[0].dtype} gradient={dtype} {BUFFER}={stored} {of_group.text}"
         for number, weight, grad, momentum in zip(seen, weights, grads, momenta, strict=True):
             found.weights[number], found.grads[number], found.momenta[number] = weight, grad, momentum
             found.states[number], found.said[number] = READY, said
 
 
-def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> tuple[object, ...]:
-    """Slow path: check one parameter and fill in the proposal for it. Return the values that must be equal on all its
-    ranks."""
+def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str:
+    """Slow path: check one parameter and fill in the proposal for it. Return a text of dtypes and state, which must be
+    equal on all its ranks."""
     member, keeper, stages = binding.members[number], memory.keeper, found.settings[number].stages
     param, engine, kept = member.param, member.engine, memory.state.get(member.param, _NOTHING)
     grad, weight = param.grad, engine.storage(param)
@@ -154,7 +156,7 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> tup
         grad = engine.wrap(torch.zeros_like(weight, dtype=gradient_dtype(param) or weight.dtype), param)
     if grad is None:
         _check_gradient_elsewhere(param)
-        return (NONE,)
+        return ""
     _check_writable("storage", weight)
     storage = gradient_storage(param, grad, engine, weight)
     if storage is None:
@@ -163,15 +165,16 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> tup
     momentum = None if buffer is None else state_storage(param, buffer, BUFFER, engine, weight)
     found.states[number] = READY if storage is not None else MISPLACED
     found.weights[number], found.grads[number], found.momenta[number] = weight, storage, momentum
-    dtypes = weight.dtype, grad.dtype, None if buffer is None else buffer.dtype
-    said: tuple[object, ...] = (found.states[number], *dtypes)
+    text = f"weights={weight.dtype} gradient={grad.dtype} {BUFFER}={None if buffer is None else buffer.dtype} "
     if keeper.rounds:
-        said = *said, f"{STEP}={count_of(kept)}"
+        text += f"{STEP}={count_of(kept)} "
     if stages:
         found.fresh[number] = unsettled(stages, kept, memory.settled)
-        said = *said, f"new={found.fresh[number]}"
-    _make(found, number, binding, memory, storage if storage is not None else torch.empty_like(weight, dtype=dtypes[1]))
-    return said
+        text += f"new={','.join(found.fresh[number])} "
+    _make(
+        found, number, binding, memory, storage if storage is not None else torch.empty_like(weight, dtype=grad.dtype)
+    )
+    return text
 
 
 def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: Tensor) -> None:
@@ -277,20 +280,14 @@ def digests_of(binding: Binding, proposal: Proposal, due: str) -> dict[Ranks, by
     return found
 
 
-ProposalLine = tuple[str, str, str]  # parameter name; gradient state, a word of `STATES`; text of dtypes and options
+ProposalLine = tuple[str, str, str]  # parameter name, and what is said of it
 
 
 def lines_of(binding: Binding, proposal: Proposal, ranks: Ranks, due: str) -> list[ProposalLine]:
     """Text of what `digests_of` summarizes for a set of ranks: a first line for the plan, then one line per
     parameter."""
-    lines = [("", binding.digests.get(ranks, b"").hex(), "")]
-    for number in binding.alike[ranks]:
-        _, *said, options = proposal.said[number]
-        named = [f"{what}={dtype}" for what, dtype in zip(("weights", "gradient", BUFFER), said, strict=False)]
-        more = [str(value).replace(" ", "") for value in said[3:]]
-        text = " ".join([*named, *more, f"{options}{due}"])
-        lines.append((binding.members[number].name, STATES[proposal.states[number]], text))
-    return lines
+    said = ((binding.members[number].name, *proposal.said[number]) for number in binding.alike[ranks])
+    return [("", binding.digests.get(ranks, b"").hex(), ""), *((name, word, text + due) for name, word, text in said)]
 
 
 def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) -> str:
