@@ -299,7 +299,6 @@ def apply_results(
         first = side.params[places[0]]
         s, chosen, added = work.settings[first], of(weights), of(updates)
         shapes, device = of(side.shapes), chosen[0].device
-        scales = [lr_scale(s.adjust_lr_fn, *shape) for shape in shapes]
         if {*map(_device_of, added)} != {device}:
             added = [update.to(device) for update in added]
         rounded: list[Callable[[Tensor], Tensor]] | None = None
@@ -307,10 +306,11 @@ def apply_results(
             streams = (cast("Stream", work.rounding[side.params[i]].weights) for i in places)
             rounded = [partial(round_patch, stream, side.patches[i]) for stream, i in zip(streams, places, strict=True)]
         elif like_torch and not s.cautious:
-            for w, u, scale, i, shape in zip(chosen, added, scales, places, shapes, strict=True):
+            for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
+                scale = lr_scale(s.adjust_lr_fn, *shape)
                 apply_like_torch_(w, u, s.given_lr, scale, side.patches[i], shape, weight_decay=s.weight_decay)
             continue
-        alphas = [s.lr * scale for scale in scales]
+        alphas = [s.lr * lr_scale(s.adjust_lr_fn, *shape) for shape in shapes]
         apply_(chosen, added, alphas, s.lr, s.weight_decay, s.cautious, rounded)
 
 
