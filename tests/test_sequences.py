@@ -126,9 +126,6 @@ class Dense:
         decayed = self.weights[name] * (1 - group["lr"] * group["weight_decay"])
         self.weights[name] = decayed - group["lr"] * mean / (1 - first**count) / root
 
-    def copy(self) -> Dense:
-        return copy.deepcopy(self)
-
 
 # ---------------------------------------------------------------------------------------------- two jobs side by side
 
@@ -185,15 +182,9 @@ class Job:
     def _options(self) -> dict[str, dict[str, Any]]:
         return {name: options for names, options in self.groups for name in names}
 
-    def _matrix_groups(self) -> list[int]:
-        return [at for at, (_, options) in enumerate(self.groups) if options["use_muon"]]
-
     def _set(self, at: int, **options: Any) -> None:
         self.groups[at][1].update(options)
         self.optimizer.param_groups[at].update(options)
-
-    def _names(self) -> list[str]:
-        return [name for names, _ in self.groups for name in names]
 
     def _all(self) -> Any:
         return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
@@ -204,12 +195,6 @@ class Job:
         return tokens, scale * torch.randn(2, 5, WIDTH, generator=made, dtype=FP64)
 
     # What a training loop does.
-
-    def forward(self, backward: bool = False) -> None:
-        """Make a forward and perhaps a backward pass of a large batch, that the reference does not hear of."""
-        loss = self.model(*self.batch(30.0))
-        if backward:
-            loss.backward()
 
     def backward(self, batches: int = 1, missing: bool = False) -> dict[str, Tensor]:
         """Gradients of the job, whole."""
@@ -249,7 +234,9 @@ class Job:
     def forward_without_a_step(self) -> None:
         """A large batch, in evaluation or not, or one that is not finite; nothing is stepped."""
         self.model.train(self.chance.random() < 0.7)
-        self.forward(backward=self.chance.random() < 0.5)
+        loss = self.model(*self.batch(30.0))
+        if self.chance.random() < 0.5:
+            loss.backward()
         if self.chance.random() < 0.3:
             self.model(*self.batch(math.nan))
         self.model.train()
@@ -300,7 +287,7 @@ class Job:
         else:
             states = self._all()
         groups = [(list(names), dict(options)) for names, options in self.groups]
-        self.saved = Saved(path, states, self.dense.copy(), groups)
+        self.saved = Saved(path, states, copy.deepcopy(self.dense), groups)
 
     def _load(self) -> None:
         saved = self.saved
@@ -314,7 +301,7 @@ class Job:
             model, optimizer = copy.deepcopy(saved.states)
             self.model.load_state_dict(model)
             self.optimizer.load_state_dict(optimizer)
-        self.dense = saved.dense.copy()
+        self.dense = copy.deepcopy(saved.dense)
         self.groups = [(list(names), dict(options)) for names, options in saved.groups]
 
     def roll_back(self) -> None:
@@ -346,15 +333,16 @@ class Job:
 
     def change_the_variant(self) -> None:
         """Change to one, to another and back: what the first kept is gone then."""
-        if not self._matrix_groups():
+        groups = [at for at, (_, options) in enumerate(self.groups) if options["use_muon"]]
+        if not groups:
             return
-        at, (first, other) = self.chance.choice(self._matrix_groups()), self.chance.sample(VARIANTS, 2)
+        at, (first, other) = self.chance.choice(groups), self.chance.sample(VARIANTS, 2)
         for variant in (first, other, first):
             self._set(at, variant=variant, weight_decay=0.0 if variant == "hyperball" else 0.1)
             self.train()
 
     def freeze_or_unfreeze(self) -> None:
-        name = self.chance.choice(self._names())
+        name = self.chance.choice(list(self._options()))
         self.frozen ^= {name}
         self.model.get_parameter(name).requires_grad_(name not in self.frozen)
 
