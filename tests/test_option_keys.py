@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 from shardmuon import Muon
 from shardmuon.options import ADAMW_DEFAULTS, CONFIG_OPTIONS, GROUP_DEFAULTS, MUON_OPTIONS, ONLY_MUON
@@ -127,27 +125,6 @@ def test_an_adamw_group_given_an_option_of_matrices_is_refused(key: str) -> None
         ValueError, match=rf"b: .'{key}': .* are options of matrices, but the group says use_muon=False"
     ):
         Muon([group], lr=0.1)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10),
-        lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=3),
-    ],
-    ids=["OneCycleLR", "CyclicLR"],
-)
-def test_a_scheduler_that_cycles_momentum_leaves_adamws_betas(make: Callable[..., Any]) -> None:
-    optimizer, momenta = _two_groups(), set[float]()
-    scheduler = make(optimizer)
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        p.grad = torch.ones_like(p)
-    for _ in range(6):
-        momenta.add(optimizer.param_groups[0]["momentum"])
-        assert optimizer.param_groups[1]["betas"] == (0.9, 0.95)
-        optimizer.step()
-        scheduler.step()
-    assert len(momenta) > 3
 
 
 # -------------------------------------------------------------------------------------------------------------- repr

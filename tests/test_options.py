@@ -164,12 +164,13 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_drive_it_as_they_drive_torch_optim_muon(name: str, tensor_lr: bool) -> None:
-    """Momentum included: CyclicLR and OneCycleLR cycle it. torch computes 1 - lr * decay in fp32 if lr is a tensor, in
-    which schedulers write."""
+    """Momentum included: CyclicLR and OneCycleLR cycle it, and not AdamW's betas. torch computes 1 - lr * decay in fp32
+    if lr is a tensor, in which schedulers write."""
     weights, seen = [], []
-    for make, options in ((Muon, LIKE_TORCH), (torch.optim.Muon, {})):
+    vector: dict[str, Any] = {"params": [nn.Parameter(torch.ones(3))], "use_muon": False, "lr": 0.05}
+    for make, options, others in ((torch.optim.Muon, {}, []), (Muon, LIKE_TORCH, [vector])):
         params, values = matrices(), []
-        optimizer = make(params, lr=torch.tensor(0.05) if tensor_lr else 0.05, **options)
+        optimizer = make([{"params": params}, *others], lr=torch.tensor(0.05) if tensor_lr else 0.05, **options)
         scheduler = SCHEDULERS[name](optimizer)
         for seed in range(6):
             values.append((float(optimizer.param_groups[0]["lr"]), float(optimizer.param_groups[0]["momentum"])))
@@ -179,6 +180,7 @@ def test_schedulers_drive_it_as_they_drive_torch_optim_muon(name: str, tensor_lr
         seen.append(values)
     assert seen[0] == seen[1]
     assert len(set(seen[0])) > 1, "the scheduler did nothing"
+    assert optimizer.param_groups[1]["betas"] == (0.9, 0.95), "no momentum to cycle"
     if not tensor_lr:
         assert_equal(*weights)
     for a, b in zip(*weights, strict=True):

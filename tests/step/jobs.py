@@ -54,6 +54,7 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
     cut: Cut = torch.clone
     frozen: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 def replicas(sets: Sets, *, frozen: bool = True) -> list[dict[str, Any]]:
@@ -106,7 +107,7 @@ class Job:
         return Muon(made, **{"lr": 0.02, "weight_decay": 0.1, **options})
 
     def parameter(self, spec: Spec) -> tuple[str, nn.Parameter]:
-        whole = normal(*spec.shape, seed=sum(map(ord, spec.name)))
+        whole = normal(*spec.shape, seed=sum(map(ord, spec.name)), dtype=spec.dtype)
         (param,) = parameters({spec.name: spec.cut(whole)}).values()
         self.specs[param] = spec
         self.model.register_parameter(spec.name, param)
@@ -144,7 +145,7 @@ class Job:
     def gradient(self, p: Tensor, seed: int) -> Tensor:
         """The whole gradient of a parameter."""
         spec = self.specs[p]
-        return normal(*spec.shape, seed=1000 * seed + sum(map(ord, spec.name)))
+        return normal(*spec.shape, seed=1000 * seed + sum(map(ord, spec.name)), dtype=spec.dtype)
 
     def step(self, seed: int | None = None) -> None:
         if seed is not None:
@@ -155,7 +156,7 @@ class Job:
         """All that a step may change."""
         found: dict[str, object] = {"groups": len(self.groups)}
         for at, group in enumerate(self.groups):
-            found |= {f"{at} {key}": _text(value) for key, value in group.items() if key != "params"}
+            found |= {f"{at} {key}": repr(value) for key, value in group.items() if key != "params"}
             for number, p in enumerate(group.get("params", ())):
                 kept = {"weight": p, "gradient": p.grad if gradients else None, **self.state.get(p, {})}
                 found |= {f"{at} {number} {key}": _bits(value) for key, value in kept.items()}
@@ -194,10 +195,6 @@ def refusal(call: Callable[[], object]) -> str:
     except ValueError as error:
         return str(error)
     raise AssertionError("no error was raised on this rank")
-
-
-def _text(value: object) -> str:
-    return getattr(value, "__qualname__", repr(value))
 
 
 def _bits(value: object) -> object:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import Job, Spec, as_in, whole
 from spectra import assert_equal, normal, run, set_gradients
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -31,7 +32,7 @@ def parameters(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, .
     return [nn.Parameter(normal(*shape, seed=i, dtype=dtype)) for i, shape in enumerate(shapes)]
 
 
-def adamw_group(params: Iterable[Tensor], **options: Any) -> list[dict[str, Any]]:
+def adamw_group(params: Iterable[Any], **options: Any) -> list[dict[str, Any]]:
     return [{"params": list(params), "use_muon": False, **OPTIONS, **options}]
 
 
@@ -115,32 +116,20 @@ def _build(layout: str, full: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _sharded(layout: str, dtype: torch.dtype) -> None:
     """Three steps of a sharded and a dense optimizer on equal gradients."""
-    shapes = {f"{i}": shape for i, shape in enumerate([*SHAPES, (1, 6), (64, 3)])}
-
-    def drawn(seed: int) -> dict[str, Tensor]:
-        return {n: normal(*s, seed=1000 * seed + i, dtype=dtype) for i, (n, s) in enumerate(shapes.items())}
-
-    params = {n: nn.Parameter(t) for n, t in _build(layout, drawn(0)).items()}
-    dense = {n: nn.Parameter(t) for n, t in drawn(0).items()}
-    optimizer, reference = (Muon(adamw_group(p.values()), lr=1e-3) for p in (params, dense))
+    shapes = [*SHAPES, (1, 6), (64, 3)]
+    groups = adamw_group(Spec(f"{i}", shape, as_in(layout), dtype=dtype) for i, shape in enumerate(shapes))
+    job, dense = Job(groups), whole(groups)
     for seed in (1, 2, 3):
-        for n, g in _build(layout, drawn(seed)).items():
-            params[n].grad, dense[n].grad = g, drawn(seed)[n]
-        optimizer.step()
-        reference.step()
-        for key in ("weight", "exp_avg", "exp_avg_sq"):
-            of = (params, optimizer), (dense, reference)
-            found, whole = (
-                {n: p.detach() if key == "weight" else o.state[p][key] for n, p in ps.items()} for ps, o in of
-            )
-            for n, wanted in _build(layout, whole).items():
-                assert isinstance(found[n], DTensor) and found[n].placements == params[n].placements  # type: ignore[attr-defined]
-                assert (found[n].shape, found[n].dtype) == (params[n].shape, params[n].dtype)
-                assert torch.equal(local_if_any(found[n]), local_if_any(wanted)), (n, key)
-    # counted also where this rank holds nothing
-    assert {float(step) for step in states(optimizer, params.values(), "step")} == {3.0}
+        job.step(seed)
+        dense.step(seed)
+        assert not job.unlike_whole(dense)
+    for p in job.specs:
+        kept = job.state[p]
+        assert float(kept["step"]) == 3.0  # counted also where this rank holds nothing
+        for t in (kept["exp_avg"], kept["exp_avg_sq"]):
+            assert (t.placements, t.shape, t.dtype) == (p.placements, p.shape, p.dtype)  # type: ignore[attr-defined]
     if layout == "fsdp2":
-        assert any(local_if_any(p).numel() == 0 for p in params.values()) == (dist.get_rank() > 0)
+        assert any(local_if_any(p).numel() == 0 for p in job.specs) == (dist.get_rank() > 0)
 
 
 @pytest.mark.parametrize(
