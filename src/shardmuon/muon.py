@@ -306,7 +306,7 @@ class StepCall(TableCall[Binding]):
             if kept.planned[number] != ("" if settings is None else settings.planned):
                 return False
             for p in () if settings is None else group["params"]:  # frameworks swap parameters after __init__
-                if p.requires_grad or p.grad is not None:  # `takes_part`
+                if p.requires_grad or p.grad is not None:  # as in `listed_of`
                     member = next(members, None)
                     if member is None or member.param is not p or member.group != number:
                         return False

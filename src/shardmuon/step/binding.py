@@ -136,11 +136,6 @@ def _weight_sets(
     return weight_sets(plan, {n: stages for n, stages in on_weights.items() if n in numbers}, rank, shapes)
 
 
-def takes_part(param: Tensor) -> bool:
-    """True if a parameter is stepped: it requires a gradient, or is frozen but has been given one."""
-    return param.requires_grad or param.grad is not None
-
-
 def groups_of_params(listed: Sequence[Listed]) -> dict[Ranks, GroupRef]:
     """Set of ranks -> the process group that parameters provide for it, the first by name if there are several."""
     found: dict[Ranks, GroupRef] = {}
@@ -208,7 +203,7 @@ def listed_of(
             if settings is None:
                 with about(name):
                     refuse_flat(p)
-            elif takes_part(p):
+            elif p.requires_grad or p.grad is not None:  # a frozen parameter may have been given a gradient
                 text = f"{settings.batch} {whole} weights={p.dtype} products={_products(chooser, p.device)}"
                 found.append(Listed(name, name if named else "", p, group, settings.view, text))
     return found

@@ -206,9 +206,9 @@ def check_param_group(
     check_keys(f"group {index}: ", given)
     check_hyperparameters(f"group {index}: ", group)
     listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
-    meaningless = {key: group[key] for key in given if key in ONLY_MUON and group[key] != defaults[key]}
-    if ONLY_MUON.issubset(given):  # a group taken from another optimizer has every option
-        meaningless = {}
+    # a group taken from another optimizer has every option
+    own = () if ONLY_MUON.issubset(given) else ONLY_MUON.intersection(given)
+    meaningless = {key: group[key] for key in given if key in own and group[key] != defaults[key]}
     unset = {key for key in ("tp_group", "process_group") if key not in given}
     for position, p in enumerate(params):
         name = names[position] if position < len(names) else f"parameter {position} of group {index}"
@@ -216,11 +216,9 @@ def check_param_group(
         if id(p) in listed:
             raise ValueError(f"{name}: the same parameter is listed twice (first as {listed[id(p)]}). List it once")
         listed[id(p)] = name
-        try:
+        with about(name):
             check_expert(p, group, unset)
             engine_for(p, group)
-        except ValueError as wrong:
-            raise ValueError(f"{name}: {wrong}") from None
         if group["use_muon"]:
             _check_matrix(name, p, group, given)
         elif meaningless:
