@@ -311,11 +311,6 @@ def _tied(model: nn.Module, name: str, other: str) -> nn.Module:
     return model
 
 
-def _held() -> QKClip:
-    model = Llama()
-    return QKClip(model, Muon(model, lr=0.1, variant="muon_eq+hyperball", weight_decay=0.0))
-
-
 def _called(model: nn.Module) -> None:
     _hooked(model, layers=[_LAYER])
     model(normal(1, 4, 12))
@@ -346,7 +341,10 @@ _UNLIKE = Attention("b", 12, 2, _LAYER.rows)
         (lambda: _hooked(nn.MultiheadAttention(4, 2)), "MultiheadAttention makes queries and keys inside"),
         (lambda: QKClip(Llama(), object()), "optimizer is a object.*chained_optimizers"),
         (lambda: _hooked(Llama().requires_grad_(False)), "q_proj.weight: it is frozen, so"),
-        (_held, "q_proj.weight: it is variant='muon_eq.hyperball', which keeps norms, so QK-clip must not scale it"),
+        (
+            lambda: QKClip(model := Llama(), Muon(model, lr=0.1, variant="muon_eq+hyperball", weight_decay=0.0)),
+            "q_proj.weight: it is variant='muon_eq.hyperball', which keeps norms, so QK-clip must not scale it",
+        ),
         (lambda: clip_by({"": 3.0}, Llama()), "found float, expected a tensor"),
         (
             lambda: QKClip(Llama(), Muon(nn.Linear(3, 3), lr=0.03)),

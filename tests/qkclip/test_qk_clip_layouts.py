@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from demo_script import train
 from megatron_gpt import clean, gpt, megatron, needs_megatron, optimizer_config
 from test_qk_clip import Llama, clip_by, normal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from shardmuon import Muon
+from shardmuon._torch import local_if_any
 from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, ZeroRun
@@ -102,10 +101,6 @@ def _build(layout: str, full: dict[str, Tensor]) -> dict[str, Tensor]:
     return matrices | rest.build({n: t for n, t in full.items() if n in BIASES}, (world,))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
     """Names of parameters that differ."""
     params = parameters(_build(layout, _model(dtype)))
@@ -115,7 +110,7 @@ def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
     for _ in range(2):  # where weights lie is found in the first call
         optimizer.step()
     wanted = _build(layout, _on_one_process(_model(dtype), [{}, {}]))
-    return [n for n, p in params.items() if not torch.equal(_local(p), _local(wanted[n]))]
+    return [n for n, p in params.items() if not torch.equal(local_if_any(p), local_if_any(wanted[n]))]
 
 
 @pytest.mark.parametrize(
@@ -229,8 +224,9 @@ _SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=
 
 
 def _measured(shape: dict[str, int], parts: int) -> tuple[list[list[float]], list[list[float]], float]:
-    """Each layer's maxima on this layout and on one process that sees all batches; the loss after a clipped step."""
-    everyone = torch.randint(0, 32, (4, 17), generator=torch.Generator().manual_seed(1))
+    """Each layer's maxima over two batches of each rank, of which the last one sends gradients, and on one process that
+    sees all batches; the loss after a clipped step."""
+    everyone = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(1))
     reports = []
     for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):
         torch.manual_seed(0)
@@ -238,17 +234,21 @@ def _measured(shape: dict[str, int], parts: int) -> tuple[list[list[float]], lis
         with torch.no_grad():
             for block in whole.blocks:
                 block.attention.wq.weight *= 20.0
-        model = train.parallelize(whole, mesh)
-        optimizer = Muon(model, lr=0.02)
+        model: Any = train.parallelize(whole, mesh)
+        optimizer = train.build_muon(model, lr=0.02, weight_decay=0.1)
         alone = {"process_group": (dist.get_rank(),)} if mesh is None else {}
         clip = QKClip(model, optimizer, tau=0.05, **alone)
         ids = everyone if mesh is None else everyone.chunk(parts)[dist.get_rank() * parts // dist.get_world_size()]
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # of the demo's output, a view
-        F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        for rows, is_last in zip(ids.chunk(2), (False, True), strict=True):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(is_last)
+            model.require_backward_grad_sync = is_last  # what DDP's `no_sync` sets
+            train.loss_of(model, rows).backward()
         optimizer.step()
         reports.append([layer.maxima.tolist() for layer in clip.report.layers])
         assert clip.report.num_clipped > 0
-        loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss = train.loss_of(model, ids)
         clip.close()
     return reports[1], reports[0], float(loss.detach())
 
@@ -260,6 +260,7 @@ def _measured(shape: dict[str, int], parts: int) -> tuple[list[list[float]], lis
         ({"shard": 2, "tp": 2}, 2),
         ({"tp": 2}, 1),
         ({"replicate": 2, "shard": 2}, 4),
+        ({"replicate": 2}, 2),
     ],
     ids=str,
 )
