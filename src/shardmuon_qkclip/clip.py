@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
@@ -17,9 +17,9 @@ from shardmuon._torch import is_dtensor, never_compiled
 from shardmuon.comm.groups import GroupRef, my_rank
 from shardmuon.errors import level_of_the_caller, made_public
 from shardmuon.host import creates_state_only
-from shardmuon_qkclip.layers import Attention, Holder, find_holders, find_layers
+from shardmuon_qkclip.layers import Attention, Holder, attention_layers, find_holders
 from shardmuon_qkclip.logits import Watch
-from shardmuon_qkclip.scaling import LayerLogits, Measure, Scaler, host_of
+from shardmuon_qkclip.scaling import LayerLogits, Scaler, host_of
 
 
 class LogitReport(NamedTuple):
@@ -46,11 +46,11 @@ class LogitReport(NamedTuple):
         return sum(int((layer.gains < 1.0).sum()) for layer in self.layers)
 
     def __str__(self) -> str:
-        lines = [f"attention logits of step {self.step}, tau={self.tau:g}"]
-        for name, maxima, gains in self.layers:
-            least, clipped = float(gains.min()), int((gains < 1.0).sum())
-            lines.append(f"{name}  max {float(maxima.max()):.4g}  clipped {clipped}  gain {least:.4g}")
-        return "\n".join(lines)
+        each = [
+            f"{name}  max {float(maxima.max()):.4g}  clipped {int((gains < 1.0).sum())}  gain {float(gains.min()):.4g}"
+            for name, maxima, gains in self.layers
+        ]
+        return "\n".join([f"attention logits of step {self.step}, tau={self.tau:g}", *each])
 
 
 class QKClip:
@@ -114,7 +114,7 @@ class QKClip:
         alpha: float = 0.5,
         every: int = 1,
         layers: Iterable[Attention] | None = None,
-        logits: Measure | None = None,
+        logits: Callable[[], Mapping[str, Tensor]] | None = None,
         process_group: Any = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -123,7 +123,7 @@ class QKClip:
                 "steps the weights, of Megatron's chain optimizer.chained_optimizers[0].optimizer"
             )
         holders = find_holders(model)
-        self.layers = tuple(find_layers(holders) if layers is None else layers)
+        self.layers = tuple(attention_layers(model) if layers is None else layers)
         if every < 1 or not self.layers:
             raise ValueError(
                 f"no attention was found in {type(model).__name__} (its modules hold none of the weights that "
@@ -133,7 +133,7 @@ class QKClip:
         params = {place.name: param for holder in holders.values() for param, place in holder.weights.values()}
         self._scaler = Scaler(optimizer, self.layers, tau, alpha, process_group, params)
         if host_of(optimizer) is None:
-            self._scaler.find(of_model=True)
+            self._scaler.find()
         self._pending: dict[str, Tensor] = {}  # layer -> maxima since the last step
         self._has_reduced = False  # True after the reduction of the current step, which may take several calls
         self._num_steps, self.report = 0, LogitReport(0, tau)
@@ -152,7 +152,6 @@ class QKClip:
         """Remove the hooks from the model and the optimizer."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
     def reset(self) -> None:
         """Discard the logits measured since the last step. Loading optimizer state does this, too; call it

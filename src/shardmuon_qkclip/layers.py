@@ -16,14 +16,15 @@ Known forms:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shardmuon.routing.presets import Role, find_preset, fused_parts
+from shardmuon.layout.views import Ints
+from shardmuon.routing.presets import find_preset, fused_parts
 from shardmuon.routing.roles import Place, find_places, logical_shape
 
 _Role = Literal["q", "k", "q_pe", ""]
@@ -71,11 +72,9 @@ class Rows:
 
     def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # (num(),)
         """Factor of each row. `of_heads` has the factors of a role's heads, which divide its rows evenly, in order."""
-        parts = []
-        for role, size in self.parts:
-            of_role = of_heads[role]
-            parts.append(of_role.repeat_interleave(self.repeats * size // len(of_role)).view(self.repeats, size))
-        return torch.cat(parts, dim=1).flatten()
+        parts = [(of_heads[role], self.repeats * size) for role, size in self.parts]
+        columns = [heads.repeat_interleave(num // len(heads)).view(self.repeats, -1) for heads, num in parts]
+        return torch.cat(columns, dim=1).flatten()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,42 +100,36 @@ class Attention:
     normed: str = ""
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.num_groups < 1 or self.num_heads % self.num_groups:
-            raise ValueError(f"{self.name}: {self.num_heads} heads do not share {self.num_groups} key heads evenly")
-        for role, heads in self._heads.items():
-            uneven = next((rows for rows in self.rows if rows.num(role) % heads), None)
-            if uneven is not None:
-                raise ValueError(
-                    f"{self.name}: {uneven.weight} has {uneven.num(role)} rows of role {role!r}, which {heads} heads "
-                    "do not divide"
-                )
-            if role in ("q", "k") and not any(rows.num(role) for rows in self.rows):
-                raise ValueError(f"{self.name}: no rows of role {role!r}: name the parameters of queries and of keys")
-
-    @property
-    def _heads(self) -> dict[_Role, int]:
-        """Role -> number of heads that share its rows."""
-        return {"q": self.num_heads, "q_pe": self.num_heads, "k": self.num_groups}
+        heads: dict[_Role, int] = {"q": self.num_heads, "q_pe": self.num_heads, "k": self.num_groups}
+        found = {rows.weight: {role: rows.num(role) for role in heads if rows.num(role)} for rows in self.rows}
+        is_even = min(heads.values()) > 0 and self.num_heads % self.num_groups == 0
+        each = [(role, num) for of_weight in found.values() for role, num in of_weight.items()]
+        if not is_even or any(num % heads[role] for role, num in each) or not {"q", "k"} <= {role for role, _ in each}:
+            raise ValueError(
+                f"{self.name}: {self.num_heads} heads, {self.num_groups} key heads and rows {found} do not fit. Name "
+                "the parameters of queries and of keys; key heads must divide heads, heads each weight's rows of 'q' "
+                "and 'q_pe', key heads those of 'k'"
+            )
 
 
 # ------------------------------------------------------------------------------------------------------ finding them
 
-_SEPARATE = (  # names of the query projection and the key projection
-    ("q_proj", "k_proj"),
-    ("wq", "wk"),
-    ("to_q", "to_k"),
-    ("query", "key"),
-    ("q_lin", "k_lin"),
-    ("query_proj", "key_proj"),
-    ("linear_q", "linear_k"),
-)
 _DEEPSEEK = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _MEGATRON = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_LATENT = (  # the same, and attributes with the sizes of a head: non-rotary part, rotary part, value
+# Names of the projections of queries and of keys; for latent attention also the attributes with the sizes of a head:
+# non-rotary part, rotary part, value.
+_PAIRS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("q_b_proj", "kv_b_proj", _DEEPSEEK),
     ("q_proj", "kv_b_proj", _DEEPSEEK),
     ("linear_q_up_proj", "linear_kv_up_proj", _MEGATRON),
     ("linear_q_proj", "linear_kv_up_proj", _MEGATRON),
+    ("q_proj", "k_proj", ()),
+    ("wq", "wk", ()),
+    ("to_q", "to_k", ()),
+    ("query", "key", ()),
+    ("q_lin", "k_lin", ()),
+    ("query_proj", "key_proj", ()),
+    ("linear_q", "linear_k", ()),
 )
 _NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm", "norm_q", "norm_k", "qk_norm")
 _SIZES = ("head_dim", "attention_head_size", "hidden_size_per_attention_head", "kv_channels", "head_size")
@@ -157,20 +150,11 @@ class Holder(NamedTuple):
     module: nn.Module
     weights: dict[str, tuple[Tensor, Place]]
 
-    def num_rows(self, below: str) -> int:
-        """Number of rows of a matrix; 0 if it is unknown (plain tensor-parallel shards), -1 if there is no such
-        matrix."""
-        if below not in self.weights:
-            return -1
+    def shape(self, below: str) -> Ints:
+        """Global shape of a parameter; (0,) if it is unknown (plain tensor-parallel shards)."""
         param, place = self.weights[below]
         shape, unknown = logical_shape(param, place.module)
-        return 0 if unknown else shape[0] if len(shape) == 2 else -1
-
-    def preset(self, below: str) -> Role | None:
-        """The role that a matrix has by the type of its module, if that is known."""
-        param, place = self.weights[below]
-        shape, unknown = logical_shape(param, place.module)
-        return find_preset(place.owners, shape) if len(shape) == 2 and not unknown else None
+        return (0,) if unknown else shape
 
     def number(self, *names: str) -> int:
         """The first positive integer among these attributes of the module or its config, else 0."""
@@ -185,13 +169,13 @@ class _Form(NamedTuple):
     Attributes:
         parts: Name of each weight, relative to the module -> parts as in `Rows`; unknown sizes are 0.
         repeats, dim: See `Rows`.
-        heads: Number of heads, for forms whose head size is computed from it; else 0.
+        size: Number of rows of role "q" in a head, where the form tells; else 0.
     """
 
     parts: dict[str, _Parts]
     repeats: int = 1
     dim: int = 0
-    heads: int = 0
+    size: int = 0
 
 
 def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
@@ -204,7 +188,8 @@ def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
         ValueError: A layer's sizes do not fit its weights, or a weight looks like fused queries and keys of an unknown
             type.
     """
-    return tuple(find_layers(find_holders(model)))
+    forms = [(holder, _form(holder)) for holder in find_holders(model).values()]
+    return tuple(_layer(holder, form) for holder, form in forms if form is not None)
 
 
 def find_holders(model: nn.Module) -> dict[str, Holder]:
@@ -218,51 +203,44 @@ def find_holders(model: nn.Module) -> dict[str, Holder]:
     return found
 
 
-def find_layers(holders: Mapping[str, Holder]) -> list[Attention]:
-    """Find the attention layers among these modules, as `attention_layers` does."""
-    forms = {name: next(_forms(holder), None) for name, holder in holders.items()}
-    found = [_layer(holders[name], form) for name, form in forms.items() if form is not None]
-    known = {name for name, form in forms.items() if form is not None}
-    for name, holder in holders.items():
-        around = {name[:at] for at, letter in enumerate(f"{name}.") if letter == "."} | {""}
-        if holder.num_rows("weight") > 0 and known.isdisjoint(around):
-            place = holder.weights["weight"][1]
-            if "q" in (fused_parts(place.name) or ()) and holder.preset("weight") is None:
-                raise ValueError(
-                    f"{place.name}: by its name it holds queries and keys, but of a type that is not known, so which "
-                    f'rows are whose is not. {_LIST_THEM}, with parts such as (("q", rows), ("k", rows), ("", rows))'
-                )
-    return found
+def _form(holder: Holder) -> _Form | None:
+    """The form of a module's queries and keys, by its parameters; None if it has none of its own.
 
-
-def _forms(holder: Holder) -> Iterator[_Form]:
-    """Possible forms of a module's queries and keys, by its parameters; the first one is used."""
-    module, number = holder.module, holder.number
-    if isinstance(module, nn.MultiheadAttention):
+    Raises:
+        ValueError: Logits of this type cannot be seen, or a weight looks like fused queries and keys of an unknown
+            type.
+    """
+    number = holder.number
+    if isinstance(holder.module, nn.MultiheadAttention):
         raise ValueError(
             f"{holder.name}: torch's MultiheadAttention makes queries and keys inside of one function, where no logit "
             "is seen. Make them by projections of your own, or leave the layer out with layers="
         )
-    for query, key, sizes in _LATENT:
-        if {f"{query}.weight", f"{key}.weight"} <= holder.weights.keys():
-            (nope, rope, value), heads = map(number, sizes), number(*_HEADS)
-            parts: dict[str, _Parts] = {f"{query}.weight": (("q", nope), ("q_pe", rope))}
-            yield _Form({**parts, f"{key}.weight": (("k", nope), ("", value))}, heads, heads=heads)
-    for query, key in _SEPARATE:
-        num_q, num_k = (holder.num_rows(f"{leaf}.weight") for leaf in (query, key))
-        if min(num_q, num_k) >= 0:
-            yield _Form({f"{query}.weight": (("q", num_q),), f"{key}.weight": (("k", num_k),)})
+    for query, key, sizes in _PAIRS:
+        q, k = f"{query}.weight", f"{key}.weight"
+        if {q, k} <= holder.weights.keys():
+            if not sizes:
+                return _Form({q: (("q", holder.shape(q)[0]),), k: (("k", holder.shape(k)[0]),)})
+            nope, rope, value = map(number, sizes)
+            return _Form({q: (("q", nope), ("q_pe", rope)), k: (("k", nope), ("", value))}, number(*_HEADS), size=nope)
     if "linear_qkv.weight" in holder.weights and number("kv_channels"):  # Megatron: queries, key, value of each group
         size, heads = number("kv_channels"), number("num_attention_heads")
         groups = number("num_query_groups") or heads or 1
-        yield _Form({"linear_qkv.weight": (("q", heads // groups * size), ("k", size), ("", size))}, groups)
-    for below in holder.weights:
-        preset = holder.preset(below) if below.count(".") == 1 and below.endswith(".weight") else None
+        return _Form({"linear_qkv.weight": (("q", heads // groups * size), ("k", size), ("", size))}, groups)
+    for below, (_, place) in holder.weights.items():
+        is_of_child = below.count(".") == 1 and below.endswith(".weight")
+        preset = find_preset(place.owners, holder.shape(below)) if is_of_child else None
         if preset is not None and preset.reason.startswith("fused q, k, v"):
-            sizes = preset.view["split_sizes"]
-            if len(sizes) == 3:  # 4 sizes are q, k, v, z of other layers; 2 are k, v of cross-attention
+            parts = preset.view["split_sizes"]
+            if len(parts) == 3:  # 4 sizes are q, k, v, z of other layers; 2 are k, v of cross-attention
                 groups, dim = preset.view.get("split_groups", 1), int(preset.view.get("transposed", False))
-                yield _Form({below: tuple(zip(("q", "k", ""), sizes, strict=True))}, groups, dim)
+                return _Form({below: tuple(zip(("q", "k", ""), parts, strict=True))}, groups, dim)
+        if is_of_child and preset is None and "q" in (fused_parts(below) or ()):
+            raise ValueError(
+                f"{place.name}: by its name it holds queries and keys, but of a type that is not known, so which "
+                f'rows are whose is not. {_LIST_THEM}, with parts such as (("q", rows), ("k", rows), ("", rows))'
+            )
+    return None
 
 
 def _layer(holder: Holder, form: _Form) -> Attention:
@@ -271,22 +249,21 @@ def _layer(holder: Holder, form: _Form) -> Attention:
     Raises:
         ValueError: A size is unknown, or does not fit.
     """
-    rows = list[Rows]()
-    is_known = form.repeats and all(size for parts in form.parts.values() for _, size in parts)
-    for leaf, parts in form.parts.items() if is_known else ():
-        for below, dim in ((leaf, form.dim), (f"{leaf.removesuffix('.weight')}.bias", 0)):
-            if below in holder.weights:
-                rows.append(Rows(holder.weights[below][1].name, parts, form.repeats, dim))
-    num_q, num_k = (max((one.num(role) for one in rows), default=0) for role in ("q", "k"))
-    heads = form.heads or holder.number(*_HEADS)
-    size = 0 if form.heads else holder.number(*_SIZES)
-    size = size or (num_q // heads if heads else 0)
-    if not size or num_q % size or num_k % size:
+    sizes = {role: size for parts in form.parts.values() for role, size in parts}
+    num_q, num_k, heads = form.repeats * sizes["q"], form.repeats * sizes["k"], holder.number(*_HEADS)
+    size = form.size or holder.number(*_SIZES) or (num_q // heads if heads else 0)
+    if not (size and num_q and all(sizes.values())) or num_q % size or num_k % size:
         raise ValueError(
             f"{holder.name}: {' and '.join(form.parts)} make queries and keys, but of how many rows, or of what size a "
             f"head is it does not say (any of {', '.join((*_SIZES, *_HEADS))}), or heads do not divide them: found "
             f"{num_q} and {num_k} rows and {size} a head. {_LIST_THEM}"
         )
+    rows = [
+        Rows(holder.weights[below][1].name, parts, form.repeats, dim)
+        for leaf, parts in form.parts.items()
+        for below, dim in ((leaf, form.dim), (f"{leaf.removesuffix('.weight')}.bias", 0))
+        if below in holder.weights
+    ]
     norms = [leaf for leaf in _NORMS if isinstance(getattr(holder.module, leaf, None), nn.Module)]
     normed = [leaf for leaf in norms if "Identity" not in type(getattr(holder.module, leaf)).__name__]
     return Attention(holder.name, num_q // size, num_k // size, tuple(rows), ", ".join(normed))

@@ -44,6 +44,7 @@ from shardmuon.errors import (
     REMEDY,
     ExchangeError,
     Refused,
+    about,
     fault_text,
     naming,
     ranks_text,
@@ -53,13 +54,12 @@ from shardmuon.host import Host, Hosts, Weight
 from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
+from shardmuon.layout.grid import union
 from shardmuon.layout.pieces import Tile, spans_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.options import PLACE_OPTIONS
 from shardmuon.variants import WeightStage, stages_of
 from shardmuon_qkclip.layers import Attention, Rows
-
-Measure = Callable[[], Mapping[str, Tensor]]  # layer -> maxima of this rank, (num_heads,)
 
 
 def host_of(optimizer: Any) -> Host | None:
@@ -101,26 +101,28 @@ class _Target(NamedTuple):
     def key(self) -> object:
         """A value that changes if the layout table must be rebuilt."""
         stored, group = self.weight.stored, self.weight.group
-        place = [group.get(key) for key in PLACE_OPTIONS]
-        return self.rows, id(stored), self.engine, self.engine.signature(stored), place
+        return self.rows, id(stored), self.engine, self.engine.signature(stored), *map(group.get, PLACE_OPTIONS)
 
 
-_Told = dict[str, tuple[int, Ranks]]  # layer -> its number of heads, and all ranks that share or replicate its weights
+_Told = dict[tuple[str, int], Ranks]  # layer and its number of heads -> all ranks that share or replicate its weights
 
 
 class _Bound(Agreed):
     """The layout table of the weights, the same on all ranks.
 
     Attributes:
-        targets: The weights.
+        key: Cache key: changes with weights, layouts and places.
+        device: Device of the maxima.
         layouts: Layout of each weight: which rank stores which elements.
         slots: (layer, number of heads, ranks that the layer's sets connect), in the order of the reduction.
     """
 
+    slots: list[tuple[str, int, Ranks]]
+
     def __init__(self, table: Table, targets: Sequence[_Target]) -> None:
         super().__init__(table.component, table.token, table.sets)
-        self.targets, self.layouts = targets, table.layouts
-        self.slots = list[tuple[str, int, Ranks]]()
+        self.key, self.device = [target.key() for target in targets], targets[0].weight.stored.device
+        self.layouts = table.layouts
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
             if size != rows.num():  # every rank with this weight has the same layout, so all of them raise
@@ -129,17 +131,10 @@ class _Bound(Agreed):
                     f"{rows.repeats} times make {rows.num()}"
                 )
 
-    def hear(self, everyone: Sequence[_Told]) -> None:
-        """Assign slots in the reduction to each layer, from the entries of all ranks of the component."""
-        for name in sorted(set().union(*everyone)):
-            connected: list[set[int]] = []
-            told = [theirs[name] for theirs in everyone if name in theirs]
-            for _, ranks in told:
-                touching = [other for other in connected if not other.isdisjoint(ranks)]
-                connected = [other for other in connected if other.isdisjoint(ranks)]
-                connected.append(set(ranks).union(*touching))
-            heads = {rank: num_heads for num_heads, ranks in told for rank in ranks}
-            self.slots += [(name, heads[ranks[0]], tuple(ranks)) for ranks in sorted(map(sorted, connected))]
+    def own_slots(self, flat: Tensor) -> dict[str, Tensor]:
+        """Layer -> this rank's slot in a vector of all slots, as a view."""
+        parts = flat.split([num_heads for _, num_heads, _ in self.slots])
+        return {name: part for (name, _, ranks), part in zip(self.slots, parts, strict=True) if my_rank() in ranks}
 
 
 class Scaler(TableCall[_Bound]):
@@ -153,8 +148,7 @@ class Scaler(TableCall[_Bound]):
         params: Parameter name -> the model's parameter, where it is known.
 
     Raises:
-        ValueError: tau or alpha is out of range, there are no layers or two of one name, or a layer to be scaled
-            normalizes its queries or keys.
+        ValueError: tau or alpha is out of range, or two layers have one name.
     """
 
     phase = Phase.QK_CLIP
@@ -172,33 +166,27 @@ class Scaler(TableCall[_Bound]):
         process_group: Any = None,
         params: Mapping[str, Tensor] | None = None,
     ) -> None:
-        if not tau > 0.0:
+        if not (tau > 0.0 and 0.0 <= alpha <= 1.0):
             raise ValueError(
-                f"tau={tau!r}: the largest logit that is allowed must be above 0; 100 is usual, math.inf only measures"
+                f"tau={tau!r}, alpha={alpha!r}: tau, the largest allowed logit, must be above 0 (100 is usual, "
+                "math.inf only measures), and alpha, the queries' share, in [0, 1] (0.5 is usual)"
             )
-        if not 0.0 <= alpha <= 1.0:
-            raise ValueError(f"alpha={alpha!r}: the queries' share must be in [0, 1]; 0.5 is usual")
         self._by_name = {layer.name: layer for layer in layers}
-        if not layers or len(self._by_name) < len(layers):
+        if len(self._by_name) < len(layers):
             raise ValueError(f"layers: found {[layer.name for layer in layers]}, expected layers of unlike names")
         self._tau, self._alpha = float(tau), float(alpha)
-        normed = next((layer for layer in layers if layer.normed and not math.isinf(tau)), None)
-        if normed is not None:
-            raise ValueError(
-                f"{normed.name}: {normed.normed} normalizes its queries or keys after their projection, so scaling the "
-                "weights of the projection does not change its logits, which the norm's own gains bound. Leave it out "
-                "with layers=, or write tau=math.inf to measure only"
-            )
         self._optimizer, self._params = optimizer, params or {}
         self._bound: _Bound | None = None
         self._group = GroupRef.of(process_group)
-        ranks = () if self._group is None else tuple(sorted(self._group.ranks))
-        self.beyond = ranks if len(ranks) > 1 else None
+        self.beyond = None if self._group is None else union([self._group.ranks]) or None
 
     # -------------------------------------------------------------------------------------------------- one step
 
     @torch.no_grad()
-    def reduce(self, measure: Measure) -> None:
+    def reduce(
+        self,
+        measure: Callable[[], Mapping[str, Tensor]],  # layer -> (num_heads,)
+    ) -> None:
         """Compute the largest logits over all ranks, for `apply_`. Collective; changes no weight.
 
         Args:
@@ -210,13 +198,8 @@ class Scaler(TableCall[_Bound]):
             ExchangeError: A rank did not answer in time, or its process has ended.
         """
         fault = Fault()
-        with fault:
-            try:
-                self._given = dict(measure())
-            except Exception as wrong:
-                if stays_itself(wrong):
-                    raise
-                raise ValueError(f"QK-clip: the function logits= raised {type(wrong).__name__}: {wrong}") from wrong
+        with fault, about("QK-clip: the function logits="):
+            self._given = dict(measure())
         try:
             bound, _ = agree(self, fault)
             self._all = _largest(self._own, bound.component, self._group)
@@ -246,34 +229,24 @@ class Scaler(TableCall[_Bound]):
         try:
             settle(fault, bound.component, Phase.QK_CLIP)
         except (Refused, ExchangeError) as error:
-            broken = self._remember(f"{error}. Weights of queries and keys may be half scaled")
-            if isinstance(error, ExchangeError):
-                raise
-            if fault.cause is not None and stays_itself(fault.cause):
-                raise fault.cause from None
-            raise ExchangeError(broken) from fault.cause
+            broken, cause = self._remember(f"{error}. Weights of queries and keys may be half scaled"), fault.cause
+            raise cause if cause is not None and stays_itself(cause) else ExchangeError(broken) from cause
         return done
 
     def _scale(self, bound: _Bound) -> tuple[LayerLogits, ...]:
         """Scale the elements of each weight that this rank stores. Returns the logits and gains of each layer."""
-        done, of_heads = list[LayerLogits](), dict[str, dict[Any, Tensor]]()
-        parts = self._all.to(self._own.device).split([num_heads for _, num_heads, _ in bound.slots])
-        maxima = {name: part for (name, _, ranks), part in zip(bound.slots, parts, strict=True) if my_rank() in ranks}
-        for name, layer in self._by_name.items():
-            gain = _gains(layer, maxima[name], self._tau)
-            done.append(LayerLogits(name, maxima[name], gain))
-            of_heads[name] = _factors(layer, gain, self._alpha)
-        now = {id(weight.stored): weight.now for weight in _weights_of(self._optimizer)}
-        for target, layout in zip(bound.targets, bound.layouts, strict=True):
-            stored, dim = target.weight.stored, target.rows.dim
-            if math.isinf(self._tau) or not now.get(id(stored), True):  # a later call of this step scales it
+        maxima = bound.own_slots(self._all.to(self._own.device))
+        gains = {name: _gains(layer, maxima[name], self._tau) for name, layer in self._by_name.items()}
+        of_heads = {name: _factors(layer, gains[name], self._alpha) for name, layer in self._by_name.items()}
+        for target, layout in zip(self.find(), bound.layouts, strict=True):
+            if math.isinf(self._tau) or not target.weight.now:  # a later call of this step scales it
                 continue
-            local = target.engine.storage(stored)
+            dim, local = target.rows.dim, target.engine.storage(target.weight.stored)
             per_row = target.rows.factors(of_heads[target.layer.name])  # for all rows of the weight, on every rank
             per_row = per_row.to(local.device, torch.promote_types(local.dtype, torch.float32))
             for part, start in _views(local, layout, dim):
                 part.mul_(per_row[start : start + part.shape[dim]].view(-1, *[1] * (part.ndim - 1 - dim)))
-        return tuple(done)
+        return tuple(LayerLogits(name, maxima[name], gain) for name, gain in gains.items())
 
     def _remember(self, text: str) -> str:
         """Make the optimizer refuse further steps, as after an error in one of its own. Returns the reason."""
@@ -292,76 +265,71 @@ class Scaler(TableCall[_Bound]):
         return self._bound
 
     def is_current(self, kept: _Bound) -> bool:
-        return [target.key() for target in kept.targets] == [target.key() for target in self.find()]
+        return kept.key == [target.key() for target in self.find()]
 
     def listed(self) -> list[Listed]:
-        self._found = self.find()
-        return [self._one_listed(target) for target in self._found]
+        return [self._one_listed(target) for target in self.find()]
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
         return [(weight.name, weight.stored, weight.group) for weight in _weights_of(self._optimizer)]
 
     def made(self, table: Table) -> tuple[_Bound, _Told]:
-        bound = _Bound(table, self._found)
-        told: _Told = {name: (one.num_heads, (my_rank(), *(self.beyond or ()))) for name, one in self._by_name.items()}
-        for ranks, numbers in bound.sets.items():
-            for name in {self._found[number].layer.name for number in numbers}:
-                num_heads, others = told[name]
-                told[name] = num_heads, (*others, *ranks)
-        return bound, told
+        found = self.find()
+        sharing = [(ranks, {found[number].layer.name for number in of_set}) for ranks, of_set in table.sets.items()]
+        mine = [(my_rank(),), self.beyond or ()]
+        told = {
+            (name, layer.num_heads): union([*mine, *(ranks for ranks, names in sharing if name in names)])
+            for name, layer in self._by_name.items()
+        }
+        return _Bound(table, found), told
 
     def heard(self, kept: _Bound, everyone: Sequence[_Told]) -> None:
-        kept.hear(everyone)
+        """Assign slots in the reduction to each layer, from the entries of all ranks of the component."""
+        kept.slots = []
+        for layer in sorted(set().union(*everyone)):
+            connected: list[Ranks] = []
+            for ranks in [theirs[layer] for theirs in everyone if layer in theirs]:
+                touching = [other for other in connected if not set(other).isdisjoint(ranks)]
+                connected = [other for other in connected if other not in touching] + [union([ranks, *touching])]
+            kept.slots += [(*layer, ranks) for ranks in sorted(connected)]
         self._bound = kept
 
     def read(self, kept: _Bound) -> Ballot:
-        self._check_given()
-        device, parts = kept.targets[0].weight.stored.device, list[Tensor]()
-        for name, num_heads, ranks in kept.slots:
-            mine = self._given.get(name) if my_rank() in ranks else None
-            mine = torch.full((num_heads,), -math.inf, device=device) if mine is None else mine.detach()
-            parts.append(mine.to(device, torch.float32))
-        self._own = torch.cat(parts).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        num_slots = sum(num_heads for _, num_heads, _ in kept.slots)
+        self._own = torch.full((num_slots,), -math.inf, dtype=torch.float32, device=kept.device)
+        slots = kept.own_slots(self._own)
+        for name, maxima in self._given.items():
+            found = maxima.shape if isinstance(maxima, Tensor) else type(maxima).__name__
+            if name not in slots or found != slots[name].shape:
+                raise ValueError(
+                    f"logits of {name!r}: found {found}, expected a tensor of the largest logit of each head, -inf for "
+                    "heads that other ranks of a tensor-parallel group have. Layers and their numbers of heads are "
+                    f"{ {layer.name: layer.num_heads for layer in self._by_name.values()} }"
+                )
+            slots[name].copy_(maxima.detach())
+        self._own.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         sets = (*kept.sets, *(() if self.beyond is None else (self.beyond,)))
         return Ballot(self.phase, digests={ranks: digest_of((kept.token, self.lines(kept, ranks))) for ranks in sets})
 
     def lines(self, kept: _Bound, ranks: Ranks) -> list[str]:
-        layers = [f"{len(self._by_name)} attention layers", *map(repr, self._by_name.values())]
-        return [f"tau={self._tau!r} alpha={self._alpha!r}", *(layers if ranks == self.beyond else ())]
-
-    def _check_given(self) -> None:
-        """Raise ValueError unless the measured maxima are one (num_heads,) tensor for each of some known layers."""
-        for name, maxima in self._given.items():
-            if name not in self._by_name:
-                raise ValueError(f"logits of {name!r}: no such layer. Layers are {list(self._by_name)}")
-            num_heads = self._by_name[name].num_heads
-            what = tuple(maxima.shape) if isinstance(maxima, Tensor) else type(maxima).__name__
-            if what != (num_heads,):
-                raise ValueError(
-                    f"logits of {name!r}: found {what}, expected a tensor of shape ({num_heads},), the largest logit "
-                    "of each head; -inf for heads that other ranks of a tensor-parallel group have"
-                )
+        found = list(map(repr, self._by_name.values())) if ranks == self.beyond else []
+        return [f"tau={self._tau!r} alpha={self._alpha!r}", f"{len(found)} attention layers", *found]
 
     # ------------------------------------------------------------------------------------------- finding the weights
 
-    def find(self, of_model: bool = False) -> list[_Target]:
-        """Find every weight of the layers: the model's parameter, or the optimizer's weight of that name.
-
-        Args:
-            of_model: True to accept, by its name, only a copy in another dtype: a weight of the same name and dtype
-                that is another tensor means that the optimizer belongs to another model.
+    def find(self) -> list[_Target]:
+        """Find every weight of the layers: the model's parameter, or a framework's copy of that name.
 
         Raises:
-            ValueError: A weight is not in the optimizer, is frozen, has a norm that its variant preserves, or belongs
-                to two layers.
+            ValueError: A weight is not in the optimizer, must not be scaled, or belongs to two layers.
         """
         weights = _weights_of(self._optimizer)
-        by_param, by_name = {id(w.param): w for w in weights}, {w.name: w for w in weights}
-        found = dict[int, _Target]()
+        known: dict[object, Weight] = {key: w for w in weights for key in (w.name, id(w.param))}
+        found, has_copies = dict[int, _Target](), host_of(self._optimizer) is not None
         for layer, rows in [(one, rows) for one in self._by_name.values() for rows in one.rows]:
             param = self._params.get(rows.weight)
-            weight = by_param.get(id(param)) or by_name.get(rows.weight)
-            other = param if of_model and weight is not None and weight.param is not param else None
+            weight = known.get(id(param)) or known.get(rows.weight)
+            other = None if weight is None or weight.param is param or has_copies else param
             if weight is None or (other is not None and weight.param.dtype == other.dtype):
                 raise ValueError(
                     f"{layer.name}: {rows.weight} is not among the weights of {self._optimizer.__class__.__name__}, so "
@@ -375,22 +343,26 @@ class Scaler(TableCall[_Bound]):
                     f"{first.rows.weight} of {first.layer.name} and {rows.weight} of {layer.name} are one weight: no "
                     "one factor is right for both. Leave the layers out with layers="
                 )
-            self._check_may_be_scaled(weight, weight.param if param is None else param)
-            try:
-                engine = engine_for(weight.stored, {**weight.group, "use_muon": False})
-            except ValueError as wrong:
-                raise ValueError(f"{weight.name}: {wrong}") from None
-            found[id(weight.stored)] = _Target(layer, rows, weight, engine)
+            self._check_may_be_scaled(layer, weight, weight.param if param is None else param)
+            with about(weight.name):
+                found[id(weight.stored)] = _Target(layer, rows, weight, engine_for(weight.stored, weight.group))
         return list(found.values())
 
-    def _check_may_be_scaled(self, weight: Weight, param: Tensor) -> None:
-        """Raise ValueError for a weight to be scaled that is frozen, or has a variant that preserves its norm."""
-        is_muon = weight.group.get("use_muon")
-        is_kept = is_muon and any(isinstance(stage, WeightStage) for stage in stages_of(weight.group))
-        if math.isfinite(self._tau) and (is_kept or not param.requires_grad):
-            why = f"variant={weight.group['variant']!r}, which keeps norms" if is_kept else "frozen"
+    def _check_may_be_scaled(self, layer: Attention, weight: Weight, param: Tensor) -> None:
+        """Raise ValueError for a weight to be scaled that is normalized later, frozen, or has a variant that preserves
+        its norm."""
+        stages = stages_of(weight.group) if weight.group.get("use_muon") else ()
+        reasons = {
+            f"{layer.normed} normalizes the queries or keys that it makes, and bounds the logits": layer.normed,
+            f"it is variant={weight.group.get('variant')!r}, which keeps norms": any(
+                isinstance(stage, WeightStage) for stage in stages
+            ),
+            "it is frozen": not param.requires_grad,
+        }
+        why = next((text for text, holds in reasons.items() if holds), None)
+        if why is not None and math.isfinite(self._tau):
             raise ValueError(
-                f"{weight.name}: it is {why}, so QK-clip must not scale it. Leave the layer out with layers=, or write "
+                f"{weight.name}: {why}, so QK-clip must not scale it. Leave the layer out with layers=, or write "
                 "tau=math.inf to measure only"
             )
 
@@ -400,18 +372,15 @@ class Scaler(TableCall[_Bound]):
         Raises:
             ValueError: It is a plain tensor, and the ranks that replicate it are not known.
         """
-        weight = target.weight
-        group: dict[str, Any] = {**weight.group, "use_muon": False}  # the weight is not read as matrices
-        replicas = GroupRef.of(group.get("process_group"))
-        if type(target.engine) is Engine and replicas is None:  # () would mean that no other rank has the tensor
-            group["process_group"] = self._group
-            if self._group is None and num_ranks() > 1:
-                raise ValueError(
-                    f"{weight.name}: it is a plain tensor on each of {num_ranks()} ranks, and which of them see other "
-                    "batches with the same weights is not known. Write process_group=torch.distributed.group.WORLD if "
-                    f"all do (DDP), or the data- and context-parallel group; process_group=({my_rank()},) for this "
-                    "rank alone"
-                )
+        weight, group = target.weight, {**target.weight.group, "use_muon": False}  # it is not read as matrices
+        is_unknown = type(target.engine) is Engine and self._group is None and group.get("process_group") is None
+        if is_unknown and num_ranks() > 1:
+            raise ValueError(
+                f"{weight.name}: it is a plain tensor on each of {num_ranks()} ranks, and which of them see other "
+                "batches with the same weights is not known. Write process_group=torch.distributed.group.WORLD if "
+                f"all do (DDP), or the data- and context-parallel group; process_group=({my_rank()},) for this "
+                "rank alone"
+            )
         return Listed(weight.name, target.rows.weight, weight.stored, group, None, f"{target.layer} {target.rows}")
 
 

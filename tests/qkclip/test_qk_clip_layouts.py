@@ -7,29 +7,26 @@ import math
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from demo_script import train
 from megatron_gpt import clean, gpt, megatron, needs_megatron, optimizer_config
-from test_qk_clip import Llama, clipped
+from test_qk_clip import Llama, clip_by, normal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from shardmuon import Muon
+from shardmuon._torch import local_if_any
 from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, Run, ZeroRun
+from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.tolerances import assert_rounded
 from shardmuon_qkclip import QKClip
-from shardmuon_qkclip.layers import Attention, Rows, attention_layers
-from shardmuon_qkclip.scaling import Scaler
+from shardmuon_qkclip.layers import Attention, Rows
 
 SHAPES = {
     "q": (30, 14),
@@ -54,17 +51,13 @@ LAYERS = (
 )
 
 
-def _normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def _model(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    return {n: _normal(*s, seed=i).to(dtype) for i, (n, s) in enumerate({**SHAPES, **BIASES}.items())}
+    return {n: normal(*s, seed=i).to(dtype) for i, (n, s) in enumerate({**SHAPES, **BIASES}.items())}
 
 
 def _maxima(rank: int) -> dict[str, Tensor]:
     """Maxima of one rank's batches: about half of the heads are over 100; no rank alone has all of the largest."""
-    return {x.name: 100 + 60 * _normal(x.num_heads, seed=100 * rank + i) for i, x in enumerate(LAYERS)}
+    return {x.name: 100 + 60 * normal(x.num_heads, seed=100 * rank + i) for i, x in enumerate(LAYERS)}
 
 
 def _optimizer(params: dict[str, nn.Parameter], given: Any = None, **options: Any) -> Muon:
@@ -74,18 +67,30 @@ def _optimizer(params: dict[str, nn.Parameter], given: Any = None, **options: An
     return Muon(groups[: 2 if vectors else 1], lr=0.02, **options, **(given or {}))
 
 
+def _own_maxima(number: int) -> dict[str, Tensor]:
+    return _maxima(dist.get_rank() + 10 * number)
+
+
 def _largest_of_all(world: int, number: int) -> dict[str, Tensor]:
     everyone = [_maxima(rank + 10 * number) for rank in range(world)]
     return {x.name: torch.stack([theirs[x.name] for theirs in everyone]).amax(0) for x in LAYERS}
 
 
-@lru_cache
-def _clipped_by_one(world: int, dtype: torch.dtype, rounds: int = 2) -> dict[str, Tensor]:
-    """Weights clipped on one process with plain tensors, which sees the batches of all ranks."""
-    params = {n: nn.Parameter(t) for n, t in _model(dtype).items()}
-    optimizer = _optimizer(params)
-    for number in range(rounds):
-        clipped(optimizer, _largest_of_all(world, number), LAYERS, process_group=(dist.get_rank(),))
+def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, logits: Any, **options: Any) -> QKClip:
+    warnings.filterwarnings("ignore", "no parameter of this optimizer has a gradient", UserWarning)
+    numbers = itertools.count()
+    return QKClip(nn.ParameterDict(params), optimizer, layers=LAYERS, logits=lambda: logits(next(numbers)), **options)
+
+
+def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Weights after steps with these gradients and the maxima of all ranks' batches."""
+    params = {n: nn.Parameter(t) for n, t in weights.items()}
+    optimizer, world = _optimizer(params), dist.get_world_size()
+    _hooked(params, optimizer, lambda number: _largest_of_all(world, number), process_group=(dist.get_rank(),))
+    for grads in steps:
+        for name, grad in grads.items():
+            params[name].grad = grad.clone()
+        optimizer.step()
     return {n: p.detach() for n, p in params.items()}
 
 
@@ -96,22 +101,16 @@ def _build(layout: str, full: dict[str, Tensor]) -> dict[str, Tensor]:
     return matrices | rest.build({n: t for n, t in full.items() if n in BIASES}, (world,))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
     """Names of parameters that differ."""
-    world = dist.get_world_size()
     params = parameters(_build(layout, _model(dtype)))
-    optimizer = _optimizer(params, **LAYOUTS[layout].options(world))
+    optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes") else None
-    scaler = Scaler(optimizer, LAYERS, process_group=beyond)
-    for number in range(2):  # where weights lie is found in the first call
-        scaler.reduce(lambda number=number: _maxima(dist.get_rank() + 10 * number))
-        scaler.apply_()
-    wanted = _build(layout, _clipped_by_one(world, dtype))
-    return [n for n, p in params.items() if not torch.equal(_local(p), _local(wanted[n]))]
+    _hooked(params, optimizer, _own_maxima, process_group=beyond)
+    for _ in range(2):  # where weights lie is found in the first call
+        optimizer.step()
+    wanted = _build(layout, _on_one_process(_model(dtype), [{}, {}]))
+    return [n for n, p in params.items() if not torch.equal(local_if_any(p), local_if_any(wanted[n]))]
 
 
 @pytest.mark.parametrize(
@@ -125,43 +124,24 @@ def test_weights_have_the_bits_of_one_process(layout: str, world: int) -> None:
 # ------------------------------------------------------------------------------------------------------- frameworks
 
 
-def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, logits: Any, **options: Any) -> QKClip:
-    model = nn.Module()
-    for name, p in params.items():
-        model.register_parameter(name, p)
-    numbers = itertools.count()
-    return QKClip(model, optimizer, layers=LAYERS, logits=lambda: logits(next(numbers)), **options)
-
-
-def _dense_steps(run: Run, grads: list[dict[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Steps of one process, clipped at the end of each."""
-    world, params = dist.get_world_size(), {n: nn.Parameter(t) for n, t in run.start(_model(dtype)).items()}
-    optimizer = _optimizer(params)
-    _hooked(params, optimizer, lambda number: _largest_of_all(world, number), process_group=(dist.get_rank(),))
-    for given in grads:
-        for name, grad in run.gradients(given).items():
-            params[name].grad = grad.clone()
-        optimizer.step()
-    return {n: p.detach() for n, p in params.items()}
-
-
 def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: torch.dtype) -> list[str]:
     """Names of weights that differ from those of one process, the fp32 ones where there are such."""
-    rank, clips = dist.get_rank(), list[QKClip]()
+    clips = list[QKClip]()
 
     def make(params: Any, options: Any) -> Muon:
         optimizer = _optimizer(params, options)
-        clips.append(_hooked(params, optimizer, lambda number: _maxima(rank + 10 * number)))
+        clips.append(_hooked(params, optimizer, _own_maxima))
         return optimizer
 
     run = kind(row, _model(dtype), make)
     grads = [
-        {n: _normal(*t.shape, seed=50 * k + i).to(dtype) for i, (n, t) in enumerate(_model().items())} for k in range(3)
+        {n: normal(*t.shape, seed=50 * k + i).to(dtype) for i, (n, t) in enumerate(_model().items())} for k in range(3)
     ]
     for given in grads:
         run.step({n: t.to(dtype) for n, t in run.gradients(given).items()})
     assert clips[0].report.step == 3 and clips[0].report.num_clipped > 0
-    found, wanted = run.weights(), _dense_steps(run, grads, dtype)
+    found = run.weights()
+    wanted = _on_one_process(run.start(_model(dtype)), [run.gradients(given) for given in grads])
     wrong = [n for n, t in found.items() if not torch.equal(t, wanted[n])]
     if dtype == torch.bfloat16:  # copies are those of the clipped masters
         import deepspeed
@@ -244,8 +224,9 @@ _SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=
 
 
 def _measured(shape: dict[str, int], parts: int) -> tuple[list[list[float]], list[list[float]], float]:
-    """Each layer's maxima on this layout and on one process that sees all batches; the loss after a clipped step."""
-    everyone = torch.randint(0, 32, (4, 17), generator=torch.Generator().manual_seed(1))
+    """Each layer's maxima over two batches of each rank, of which the last one sends gradients, and on one process that
+    sees all batches; the loss after a clipped step."""
+    everyone = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(1))
     reports = []
     for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):
         torch.manual_seed(0)
@@ -253,17 +234,21 @@ def _measured(shape: dict[str, int], parts: int) -> tuple[list[list[float]], lis
         with torch.no_grad():
             for block in whole.blocks:
                 block.attention.wq.weight *= 20.0
-        model = train.parallelize(whole, mesh)
-        optimizer = Muon(model, lr=0.02)
+        model: Any = train.parallelize(whole, mesh)
+        optimizer = train.build_muon(model, lr=0.02, weight_decay=0.1)
         alone = {"process_group": (dist.get_rank(),)} if mesh is None else {}
         clip = QKClip(model, optimizer, tau=0.05, **alone)
         ids = everyone if mesh is None else everyone.chunk(parts)[dist.get_rank() * parts // dist.get_world_size()]
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # of the demo's output, a view
-        F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        for rows, is_last in zip(ids.chunk(2), (False, True), strict=True):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(is_last)
+            model.require_backward_grad_sync = is_last  # what DDP's `no_sync` sets
+            train.loss_of(model, rows).backward()
         optimizer.step()
         reports.append([layer.maxima.tolist() for layer in clip.report.layers])
         assert clip.report.num_clipped > 0
-        loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss = train.loss_of(model, ids)
         clip.close()
     return reports[1], reports[0], float(loss.detach())
 
@@ -275,6 +260,7 @@ def _measured(shape: dict[str, int], parts: int) -> tuple[list[list[float]], lis
         ({"shard": 2, "tp": 2}, 2),
         ({"tp": 2}, 1),
         ({"replicate": 2, "shard": 2}, 4),
+        ({"replicate": 2}, 2),
     ],
     ids=str,
 )
@@ -290,9 +276,8 @@ def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts:
 
 
 def _unknown_replicas() -> None:
-    model = Llama()
-    with pytest.raises(ValueError, match=r"q_proj.weight: it is a plain tensor on each of 2 ranks.*process_group="):
-        clipped(Muon(model, lr=0.02), {}, attention_layers(model))
+    with pytest.raises(RuntimeError, match=r"q_proj.weight: it is a plain tensor on each of 2 ranks.*process_group="):
+        clip_by({}, Llama())
 
 
 def test_replicas_that_nobody_names_are_refused(world2: RankPool) -> None:
