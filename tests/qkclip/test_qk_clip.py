@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from demo_script import train
+from tolerances import assert_bitwise, assert_rounded
 from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon.errors import made_public
-from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon_qkclip import LayerLogits, QKClip
 from shardmuon_qkclip.layers import Attention, Rows, attention_layers
 from shardmuon_qkclip.logits import largest_logits

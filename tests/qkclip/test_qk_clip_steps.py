@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_qk_clip import Llama, _normal, assert_maxima, assert_measured, largest
+from tolerances import assert_bitwise
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,6 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from shardmuon import Muon, checkpoint
 from shardmuon.testing import RankPool
-from shardmuon.testing.tolerances import assert_bitwise
 from shardmuon_qkclip import QKClip
 
 TAU = 0.5

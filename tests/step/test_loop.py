@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tolerances import assert_bitwise
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -20,7 +21,6 @@ from shardmuon import GradScaler, Muon, clip_grad_norm_
 from shardmuon._torch import local_if_any
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
-from shardmuon.testing.tolerances import assert_bitwise
 
 
 def _snapshot(optimizer: Muon) -> list[Tensor]:
