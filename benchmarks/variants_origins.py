@@ -35,7 +35,7 @@ from origins import arithmetic, blob, emerging, folder, taken
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.testing.tolerances import relative_error
+from shardmuon.auditing.reference import relative_error
 
 SHAPES = ((256, 64), (192, 128), (128, 128), (128, 192), (64, 256))
 STEPS = 5

@@ -241,21 +241,9 @@ def deepspeed_pools() -> Iterator[DeepSpeedPools]:
         pool.close()
 
 
-@pytest.fixture(scope="session")
-def world2() -> RankPool:
-    return get_pool(2)
+def _world(num_ranks: int) -> Any:
+    """A fixture of shared ranks. A module holds on to its own, and lets go of them for others."""
+    return pytest.fixture(scope="module", name=f"world{num_ranks}")(lambda: get_pool(num_ranks))
 
 
-@pytest.fixture(scope="session")
-def world3() -> RankPool:
-    return get_pool(3)
-
-
-@pytest.fixture(scope="session")
-def world4() -> RankPool:
-    return get_pool(4)
-
-
-@pytest.fixture(scope="session")
-def world8() -> RankPool:
-    return get_pool(8)
+world2, world3, world4, world8 = map(_world, (2, 3, 4, 8))

@@ -25,12 +25,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from tolerances import assert_near, sum_roundoff
 from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
 from shardmuon.testing.frameworks import initialize, start_deepspeed, whole_momentum, whole_weight
-from shardmuon.testing.tolerances import assert_near, sum_roundoff
 
 Shapes = dict[str, tuple[int, ...]]
 Groups = list[tuple[tuple[str, ...], dict[str, Any]]]  # names of parameters, options

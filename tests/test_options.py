@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from spectra import assert_equal, exact_steps, normal, run, set_gradients
+from tolerances import assert_bitwise, assert_near, assert_rounded, orthogonalization_bound, roundoff
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -23,7 +24,6 @@ from shardmuon import Muon, param_groups, schedule
 from shardmuon.host import Host
 from shardmuon.options import _LR_SCALES
 from shardmuon.step.update import decay_agreeing_
-from shardmuon.testing.tolerances import assert_bitwise, assert_near, assert_rounded, orthogonalization_bound, roundoff
 
 SHAPES = ((6, 9), (9, 6), (5, 5), (1, 7), (33, 4))
 LIKE_TORCH: dict[str, Any] = {"method": "torch"}

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tolerances import assert_bitwise
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon, audit, checkpoint
 from shardmuon.testing import RankPool
-from shardmuon.testing.tolerances import assert_bitwise
 
 FP64 = torch.float64
 WIDTH, TOKENS = 8, 7

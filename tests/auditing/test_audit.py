@@ -223,10 +223,10 @@ def test_a_matrix_of_one_element_of_any_stride_is_audited_by_its_value() -> None
 
 def _cases() -> Iterator[Any]:
     """Every fault once in the default arithmetic, and once more in fp16 or in large matrices; some by torch's own
-    orthogonalizer; benchmarks/audit_sharpness.py takes all pairs.
+    orthogonalizer, or in a first step; benchmarks/audit_sharpness.py takes all pairs.
     """
     for name, fault in FAULTS.items():
-        yield _row({}, None, (name,), numeric=not fault.exact)
+        yield _row({}, None, False, (name,), numeric=not fault.exact)
     inexact = tuple(name for name, fault in FAULTS.items() if not fault.exact)
     for products, rows, names in (
         ("fp32", 256, inexact[::4]),
@@ -235,28 +235,18 @@ def _cases() -> Iterator[Any]:
         ("fp16 gram", 32, inexact[3::4]),
         ("torch", 32, ("Hyperball: other rule", *[name for name in inexact if not name.startswith("orthogon")][1::8])),
     ):
-        yield pytest.param(PRODUCTS[products], rows, names, id=f"{products} {rows}")
+        yield pytest.param(PRODUCTS[products], rows, False, names, id=f"{products} {rows}")
+    of_stages = tuple(n for n in FAULTS if n.startswith(("NorMuon: n", "NorMuon: the", "NorMuon: b", "MuonEq")))
+    yield pytest.param({}, None, True, of_stages, id="in a first step", marks=pytest.mark.numeric)
 
 
-@pytest.mark.parametrize(("options", "rows", "names"), [*_cases()])
+@pytest.mark.parametrize(("options", "rows", "first", "names"), [*_cases()])
 def test_a_planted_fault_is_caught_and_named(
-    world2: RankPool, options: dict[str, Any], rows: int | None, names: tuple[str, ...]
+    world2: RankPool, options: dict[str, Any], rows: int | None, first: bool, names: tuple[str, ...]
 ) -> None:
-    found = world2.run(caught_all, rows, options, names)
+    """In a `first` step nothing was kept before."""
+    found = world2.run(caught_all, rows, options, names, first=first)
     for name in names:
-        check_caught(name, [of_rank[name] for of_rank in found])
-
-
-IN_A_FIRST_STEP = tuple(
-    name for name in FAULTS if name.startswith(("NorMuon: n", "NorMuon: the", "NorMuon: b", "MuonEq"))
-)
-
-
-@pytest.mark.numeric
-def test_a_fault_of_a_stage_is_caught_and_named_in_a_first_step(world2: RankPool) -> None:
-    """Nothing was kept before."""
-    found = world2.run(caught_all, None, {}, IN_A_FIRST_STEP, first=True)
-    for name in IN_A_FIRST_STEP:
         check_caught(name, [of_rank[name] for of_rank in found])
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tolerances import assert_bitwise
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
 from shardmuon import ExchangeError, Muon, checkpoint, muon
 from shardmuon.momentum.stores import decode
-from shardmuon.testing.tolerances import assert_bitwise
 
 # torch says so whenever one process saves or loads
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

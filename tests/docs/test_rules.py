@@ -41,7 +41,7 @@ def is_small(value: object) -> bool:
 
 
 def test_tolerances_live_in_the_named_helpers() -> None:
-    """Use shardmuon.testing.tolerances."""
+    """Use tolerances."""
     apart = {"site", "stack", "zoo"}  # their environments may lack the helpers
     paths = [path for path in sorted(TESTS.rglob("*.py")) if path.parent.name not in apart]
     assert [f"{path}:{line}: {text}" for path in paths for line, text in loose(path.read_text())] == []

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from tolerances import assert_rounded
 
 from shardmuon.foresight import hardware as hardware_module
 from shardmuon.foresight.counting import BucketCount, Matrices, RankClass, Sent, Sides, Stored
@@ -31,7 +32,6 @@ from shardmuon.foresight.job import Exact
 from shardmuon.foresight.layouts import Mesh
 from shardmuon.foresight.pricing import adamw_step, price
 from shardmuon.orthogonalize import batch_size
-from shardmuon.testing.tolerances import assert_rounded
 
 # ------------------------------------------------------------------------------------------------------------- tables
 

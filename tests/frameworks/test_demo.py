@@ -18,12 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from demo_script import train
+from tolerances import assert_near, roundoff, sum_roundoff
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.tolerances import assert_near, roundoff, sum_roundoff
 
 TINY = train.Config(dim=32, heads=4, kv_heads=2, hidden=48, seq_len=16, batch=8, steps=4, warmup=1, eval_batches=1)
 TEXT = [np.random.default_rng(side).integers(0, 256, 2048, dtype=np.uint8) for side in (0, 1)]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp1_model import OPTIONS, alone, full_state, job, loss, plain_weights, tied, train, unlike, wrapped
 from injection import join, plant_in_all
+from tolerances import KELLER, roundoff, sum_roundoff
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -37,7 +38,6 @@ from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.frameworks import quiet, whole_weights, wrap
 from shardmuon.testing.layouts import ParamCase
 from shardmuon.testing.pool import RankPool, get_pool
-from shardmuon.testing.tolerances import KELLER, roundoff, sum_roundoff
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 

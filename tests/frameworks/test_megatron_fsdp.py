@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron_gpt import import_megatron_fsdp
 from standin_cuda import cuda_on_cpu
+from tolerances import assert_bitwise
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
@@ -37,7 +38,6 @@ from shardmuon.layout.engines import engine_of
 from shardmuon.layout.mesh import Cut, rows_of_part
 from shardmuon.testing.layouts import mesh_of, shard_like_megatron
 from shardmuon.testing.pool import RankPool, get_pool
-from shardmuon.testing.tolerances import assert_bitwise
 from shardmuon.variants import KEPT_KEYS
 
 needs_package = pytest.mark.skipif(

@@ -9,11 +9,11 @@ import pytest
 import torch
 from golden import exact
 from golden.table import DTYPES, OPTIONS, PARAMS, rows_of
+from tolerances import assert_bitwise
 from torch import Tensor
 
 from shardmuon.testing import get_pool
 from shardmuon.testing.layouts import LAYOUTS
-from shardmuon.testing.tolerances import assert_bitwise
 
 WORLDS = (2, 3, 4)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from tolerances import assert_rounded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -22,7 +23,6 @@ from shardmuon.gradients.clip import _BOUND
 from shardmuon.gradients.norms import combine
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, mesh_of, parameters
-from shardmuon.testing.tolerances import assert_rounded
 
 ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf)
 

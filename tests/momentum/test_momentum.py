@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tolerances import assert_bitwise, roundoff
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +24,6 @@ from shardmuon.step.update import apply_, momentum_into_
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, groups_of, parameters
 from shardmuon.testing.pool import RankPool
-from shardmuon.testing.tolerances import assert_bitwise, roundoff
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")

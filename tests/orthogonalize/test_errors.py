@@ -9,17 +9,17 @@ import pytest
 import torch
 from schedule_cases import CASES
 from spectra import SPECTRA, polar_factor, spectrum
-from torch import Tensor
-
-from shardmuon.orthogonalize import orthogonalize
-from shardmuon.orthogonalize.schedules import schedule
-from shardmuon.testing.tolerances import (
+from tolerances import (
     assert_near,
     assert_same_orthogonalization,
     orthogonalization_bound,
     polar_bound,
     roundoff,
 )
+from torch import Tensor
+
+from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize.schedules import schedule
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from schedule_cases import CASES
 from spectra import exact_steps, normal, spectrum
+from tolerances import (
+    assert_rounded,
+    assert_same_orthogonalization,
+)
 
 from shardmuon import Muon, schedule
 from shardmuon.orthogonalize import Products, _row_blocks, orthogonalize
 from shardmuon.orthogonalize.gram import plan_restarts
-from shardmuon.testing.tolerances import (
-    assert_rounded,
-    assert_same_orthogonalization,
-)
 
 Coefficients = tuple[tuple[float, float, float], ...]
 KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5

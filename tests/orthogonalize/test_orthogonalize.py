@@ -8,15 +8,15 @@ import math
 import pytest
 import torch
 from spectra import exact_steps, normal, spectrum
-from torch import Tensor
-from torch.optim._muon import _zeropower_via_newtonschulz
-
-from shardmuon.orthogonalize import orthogonalize
-from shardmuon.testing.tolerances import (
+from tolerances import (
     assert_near,
     assert_same_orthogonalization,
     relative_bound,
 )
+from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from shardmuon.orthogonalize import orthogonalize
 
 Coefficients = tuple[tuple[float, float, float], ...]
 KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5

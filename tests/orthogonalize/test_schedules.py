@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import CASES
 from spectra import exact_steps, normal
+from tolerances import assert_near, assert_rounded, assert_same_update, roundoff
 
 from shardmuon import Muon, param_groups, schedule
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.schedules import MARGIN, SCHEDULES
-from shardmuon.testing.tolerances import assert_near, assert_rounded, assert_same_update, roundoff
 
 KELLER = (3.4445, -4.7750, 2.0315)
 RAW_CANS = (

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from demo_script import train
+from tolerances import assert_bitwise, assert_rounded
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon_qkclip import QKClip
 from shardmuon_qkclip.layers import Attention, Rows, attention_layers
 from shardmuon_qkclip.logits import largest_logits

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from demo_script import train
 from megatron_gpt import clean, gpt, megatron, needs_megatron, optimizer_config
 from test_qk_clip import Llama, clip_by, normal
+from tolerances import assert_rounded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,7 +25,6 @@ from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS, parameters
-from shardmuon.testing.tolerances import assert_rounded
 from shardmuon_qkclip import QKClip
 from shardmuon_qkclip.layers import Attention, Rows
 

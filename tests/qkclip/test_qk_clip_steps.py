@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from test_qk_clip import Llama, assert_measured, largest, normal
+from tolerances import assert_bitwise
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from shardmuon import Muon, checkpoint
-from shardmuon.testing.tolerances import assert_bitwise
 from shardmuon_qkclip import QKClip
 
 TAU = 0.5

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cuda_shape import CUDA, CudaShape, OnDevice, Refused, fake_ranks, launches_of
+from tolerances import assert_bitwise, assert_rounded, assert_same_update
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from variant_cases import CASES
@@ -33,7 +34,6 @@ from shardmuon.foresight.job import exact_of
 from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.testing import RankPool
-from shardmuon.testing.tolerances import assert_bitwise, assert_rounded, assert_same_update
 from shardmuon.variants import KEPT_KEYS
 
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from every_layout import ROWS, compared
 from simulated import APART, by_rates
+from tolerances import assert_same_update
 from torch.distributed.tensor import DTensor
 
 from shardmuon import Muon, audit
@@ -20,7 +21,6 @@ from shardmuon.orthogonalize import Products
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, parameters
 from shardmuon.testing.pool import RankPool, get_pool
-from shardmuon.testing.tolerances import assert_same_update
 
 TURNED = ("in_out", "in_out_experts", "columns", "in_out_qkv", "in_out_gate_up")
 

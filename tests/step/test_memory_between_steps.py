@@ -13,6 +13,7 @@ import torch
 from kept_in_source import kept_by, kept_in_source
 from processes import run_to_the_end
 from spectra import normal
+from tolerances import assert_bitwise
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,7 +22,6 @@ from variant_cases import LATER
 from shardmuon import Muon
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
-from shardmuon.testing.tolerances import assert_bitwise
 from shardmuon.variants import KEPT_KEYS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from simulated import SimulatedRanks, group_of, spec
 from spectra import normal
+from tolerances import assert_rounded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,7 +24,6 @@ from shardmuon.orthogonalize.choice import Choice, rule
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.plan.items import Policy
 from shardmuon.plan.plan import make_plan
-from shardmuon.testing.tolerances import assert_rounded
 from shardmuon.variants.muon_eq import MuonEq, unit_anyway_
 from shardmuon.variants.norms import line_norms
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tolerances import assert_bitwise
 from torch import Tensor, nn
 
 from shardmuon import Muon
@@ -18,7 +19,6 @@ from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP
 from shardmuon.step import validate as validate_module
 from shardmuon.step.update import dealt, momentum_, momentum_into_
 from shardmuon.step.validate import Memory
-from shardmuon.testing.tolerances import assert_bitwise
 
 Change = Callable[[nn.Parameter, dict[str, Any]], object]
 

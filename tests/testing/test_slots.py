@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tolerances import KELLER
 from torch import Tensor
 
 from shardmuon.orthogonalize import _ALIGNMENT, Products, _operands, batch_size, empty_batch, normalize, orthogonalize
@@ -20,7 +21,6 @@ from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.testing.slots import SHAPES, search
 
 CPU = torch.device("cpu")
-KELLER = schedule("keller").triples
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from process_default import process_default
+from tolerances import assert_bitwise
 from torch import Tensor, nn
 from variant_cases import CASES, LATER, TOGETHER
 
 from shardmuon import Muon
-from shardmuon.testing.tolerances import assert_bitwise
 from shardmuon.variants import VARIANTS, keeping
 from shardmuon_qkclip import QKClip
 

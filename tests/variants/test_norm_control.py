@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tolerances import assert_bitwise, assert_rounded
 from torch import Tensor, nn
 
 from shardmuon import Muon, audit
-from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 
 SHAPES = [(12, 12), (17, 5), (6, 20)]
 WIDE = {"method": "standard", "ns_dtype": torch.float64}

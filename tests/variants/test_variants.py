@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from simulated import sharded, spec
+from tolerances import assert_bitwise, assert_rounded
 from torch import Tensor, nn
 from variant_cases import CASES
 
@@ -17,7 +18,6 @@ from shardmuon.layout.table import replicated
 from shardmuon.layout.views import kept_view, matrix_view
 from shardmuon.plan.items import Kept, Policy
 from shardmuon.plan.plan import make_plan
-from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon.variants import VARIANTS, AfterStage, BeforeStage, Stage, WeightStage, scaled_, stages_of
 
 SHAPES = [(6, 9), (9, 6), (7, 7), (1, 5), (5, 1), (40, 24)]

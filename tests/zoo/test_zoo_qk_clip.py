@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from tolerances import assert_rounded
 from torch import Tensor, nn
 
-from shardmuon.testing.tolerances import assert_rounded
 from shardmuon_qkclip import QKClip
 from shardmuon_qkclip.layers import attention_layers
 

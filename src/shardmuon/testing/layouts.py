@@ -145,7 +145,6 @@ def _placed(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 _MESHES: dict[tuple[object, str, Ints, str], DeviceMesh] = {}
 
 
@@ -302,8 +301,7 @@ def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tenso
     """One rank's shard of a plain tensor, marked as Megatron and TransformerEngine mark theirs."""
     blocks = [_chunk(block, parts)[part] for block in full.transpose(0, dim).chunk(stride)]
     shard = torch.cat(blocks).transpose(0, dim).contiguous()
-    for key, value in zip(_MARKS, (True, dim, stride), strict=True):
-        setattr(shard, key, value)
+    vars(shard).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=stride)
     return shard
 
 

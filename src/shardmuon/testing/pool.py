@@ -18,8 +18,8 @@ the pool kills all ranks.
 [Note: what ranks are forked from]
     The first rank of a parent starts one process (multiprocessing's fork server), which imports what every rank needs,
     once: torch, the modules given to `preload`, and those shardmuon modules that the parent has imported by then, with
-    the parent's `sys.path`. Python passes this path on from 3.12.3; before that it is passed as PYTHONPATH, which ranks
-    then restore. Ranks exclude the imported objects from garbage collection: some libraries collect in every call, and
+    the parent's `sys.path`. Python passes this path on from 3.12.3; before that PYTHONPATH does, also in ranks. They
+    exclude the imported objects from garbage collection: some libraries collect in every call, and
     torch alone has half a million objects.
 """
 
@@ -40,6 +40,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from types import FrameType, TracebackType
@@ -67,7 +68,6 @@ _START_TIMEOUT = 180.0  # seconds, to import torch (once per parent process) and
 _GRACE = 5.0  # seconds for other ranks to fail too, so that the error names all of them
 _STACK_TIMEOUT = 1.0  # seconds for a hung rank to send its stack
 _MAX_OPEN_FILES = 400  # per rank; torch closes a group's files and ends its 2 threads only when the process ends
-_MAX_SHARED_POOLS = 3  # pools of get_pool that are live at once: a rank takes up to 300 MB
 
 
 @dataclass(frozen=True)
@@ -129,19 +129,12 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     def __init__(self, world_size: int, backend: str = "gloo", timeout: float = 60.0) -> None:
         if world_size < 1:
             raise ValueError(f"world_size={world_size}: a pool has at least 1 rank")
-        if timeout <= 0:
-            raise ValueError(f"timeout={timeout}: give the seconds that one call may take")
         self.world_size = world_size
         self.backend = backend
         self.timeout = timeout
         self._ranks: list[_Rank] = []
         self._store: dist.Store | None = None
         weakref.finalize(self, _kill, self._ranks)  # at exit, or when the pool is garbage-collected
-
-    @property
-    def is_live(self) -> bool:
-        """True if the processes of the ranks exist now."""
-        return bool(self._ranks)
 
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call `fn(*args, **kwargs)` on every rank and return the results in rank order.
@@ -188,7 +181,6 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 f"{name}: cannot be sent to the ranks ({error}). Pass a function defined at the top of an"
                 " importable module, and picklable arguments"
             ) from error
-        _make_room_for(self)
         try:
             if not self._ranks:
                 self._start()
@@ -212,13 +204,12 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         # The parent serves the rendezvous: it picks a free port without a race, and new groups form 2 to 4 times
         # faster than over a FileStore.
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        variables = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
         with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
             for rank in range(self.world_size):
                 pipe, rank_pipe = context.Pipe()
                 process = context.Process(
                     target=_rank_main,
-                    args=(rank, self.world_size, self.backend, self._store.port, rank_pipe, variables),
+                    args=(rank, self.world_size, self.backend, self._store.port, rank_pipe),
                     name=f"rank {rank} of {self.world_size}",
                     daemon=True,
                 )
@@ -261,23 +252,11 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return ordered, most_open_files
 
 
-_SHARED_POOLS: dict[int, RankPool] = {}  # world size -> pool; the least recently used first
-
-
+@lru_cache(maxsize=3)  # a rank takes up to 300 MB
 def get_pool(world_size: int) -> RankPool:
-    """The process-wide gloo pool of this size. At most 3 of these have live ranks; a call to a fourth stops the least
-    recently used one, which restarts at its next call."""
-    if world_size not in _SHARED_POOLS:
-        _SHARED_POOLS[world_size] = RankPool(world_size, timeout=120.0)  # other processes may share the cores
-    return _SHARED_POOLS[world_size]
-
-
-def _make_room_for(pool: RankPool) -> None:
-    if _SHARED_POOLS.get(pool.world_size) is pool:
-        _SHARED_POOLS[pool.world_size] = _SHARED_POOLS.pop(pool.world_size)
-        live = [shared for shared in _SHARED_POOLS.values() if shared.is_live or shared is pool]
-        for other in live[:-_MAX_SHARED_POOLS]:
-            other.close()
+    """The process-wide gloo pool of this size. The 3 sizes asked for last are kept; the ranks of another end as soon as
+    nothing refers to its pool."""
+    return RankPool(world_size, timeout=120.0)  # other processes may share the cores
 
 
 def preload(module: str) -> None:
@@ -318,13 +297,10 @@ def _kill(ranks: list[_Rank]) -> None:
     ranks.clear()
 
 
-def _rank_main(
-    rank: int, world_size: int, backend: str, port: int, pipe: Connection, variables: dict[str, str]
-) -> None:
+def _rank_main(rank: int, world_size: int, backend: str, port: int, pipe: Connection) -> None:
     gc.freeze()
-    os.environ.pop("PYTHONPATH", None)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in numbers.items()}, **variables)
+    os.environ.update({name: str(value) for name, value in numbers.items()})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches every process; the parent handles it
     calls: SimpleQueue[bytes] = SimpleQueue()
     sending = threading.Lock()

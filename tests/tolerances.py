@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.reference import relative_error as relative_error
+from shardmuon.auditing.reference import relative_error
 
 Coefficients = Sequence[tuple[float, float, float]]
 
@@ -228,11 +228,6 @@ def assert_same_orthogonalization(
     assert difference <= bound, f"{what}: the difference has norm {difference:.3g}, rounding explains {bound:.3g}"
 
 
-def recovered_update(before: Tensor, after: Tensor, lr: float, decay: float) -> Tensor:
-    """Recover the update of a step from the weights before and after it, in fp64: (before * decay - after) / lr."""
-    return (before.detach().double() * decay - after.detach().double()) / lr
-
-
 def assert_same_update(
     found: Tensor,  # (rows, cols): weights after the step
     expected: Tensor,  # (rows, cols): weights after the step of the other run
@@ -268,7 +263,8 @@ def assert_same_update(
         exact: True if `expected` was computed in exact arithmetic (its weights are still stored in its dtype).
         what: Name of the update in the error message.
     """
-    one, other = (recovered_update(before, after, lr, 1 - lr * weight_decay) for after in (found, expected))
+    decayed = _double(before) * (1 - lr * weight_decay)
+    one, other = ((decayed - _double(after)) / lr for after in (found, expected))
     products = orthogonalization_bound(coefficients, dtype, matrix)
     largest = max(float(_double(t).norm()) for t in (before, found, expected))
     stored = 2 * (roundoff(found.dtype) + roundoff(expected.dtype)) * largest / lr
