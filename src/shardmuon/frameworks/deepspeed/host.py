@@ -51,7 +51,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
 )
 from shardmuon.host import Host, Progress, Stepped, Weight, caller
 from shardmuon.momentum.keeper import BUFFER
-from shardmuon.muon import Core, Muon
+from shardmuon.muon import Core
 from shardmuon.options import check_hyperparameters
 from shardmuon.step.adamw import init_state, step_adamw
 from shardmuon.step.kept import carry, check_carried, take_carried
@@ -187,11 +187,12 @@ class DeepSpeedHost(Host):
             self._options[index] = _options(group)
 
     def load(self, core: Stepped, load: Callable[[], None]) -> None:
-        """Run `load` on all ranks at once, and raise an error of one rank on all of them, because DeepSpeed's own
-        collectives follow. With `pipeline_loading_checkpoint` the ranks load one after another, and errors are not
-        shared."""
-        frame = caller("load_checkpoint", "deepspeed")
-        if frame is not None and frame.f_locals["self"]._config.zero_config.pipeline_loading_checkpoint:
+        """Run `load`. Inside `load_checkpoint`, DeepSpeed's or the one below, run it on all ranks at once, and raise an
+        error of one rank on all of them, because DeepSpeed's own collectives follow. With
+        `pipeline_loading_checkpoint` the ranks load one after another, and errors are not shared."""
+        frame = caller("load_checkpoint", "deepspeed", __name__)
+        engine = None if frame is None else frame.f_locals.get("self", frame.f_locals.get("engine"))
+        if engine is None or engine._config.zero_config.pipeline_loading_checkpoint:
             load()
             return
         try:
@@ -320,7 +321,7 @@ class DeepSpeedHost(Host):
         found: dict[int, Flat] = {}
         for index, flat in flats:
             group, named = self.groups[index]
-            refuse_swaps(flat, named, num_states=1 if group["use_muon"] else 2)
+            refuse_swaps(flat, named)
             found[id(flat)] = Flat(core, index, group, named, flat)
         self._flats = found
 
@@ -331,11 +332,10 @@ class DeepSpeedHost(Host):
         here = [known for known in self._flats.values() if not known.swapped or id(known.flat) in stepped]
         wrong = [name for known in here for name in known.unlike_model()]
         if wrong:
-            in_stage_3 = zero3_of(self._params) is not None
             raise ValueError(
                 f"{', '.join(wrong)}: the fp32 weights that DeepSpeed steps are not the model's. If some were set "
-                "after deepspeed.initialize(), bring both in line before the step: engine.optimizer."
-                f"refresh_fp32_params() after writing to the model, {_SET_IN_STAGE_3 if in_stage_3 else _SET}. If "
+                "after deepspeed.initialize(), write them to the model (at stage 3 under deepspeed.zero."
+                "GatheredParameters([p], modifier_rank=0)), then call engine.optimizer.refresh_fp32_params(). If "
                 "not, DeepSpeed lays its partitions out in a way that is not known: please report it with its config"
             )
 
@@ -378,11 +378,6 @@ class DeepSpeedHost(Host):
                 self._num_stepped += 1
 
 
-_SET = "engine.optimizer.update_lp_params() after safe_set_full_fp32_param()"
-_SET_IN_STAGE_3 = (
-    "which at stage 3 is the only way before the first step: write under "
-    "deepspeed.zero.GatheredParameters([p], modifier_rank=0), not by safe_set_full_fp32_param()"
-)
 _SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)"
 
 
@@ -413,9 +408,6 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
             refused.
     """
     zero3 = engine.optimizer
-    optimizer = getattr(zero3, "optimizer", None)
-    if not isinstance(optimizer, Muon):
-        raise ValueError(f"engine.optimizer steps {type(optimizer).__name__}, not a shardmuon.Muon")
     with made_public():
         if not getattr(zero3, "swap_optimizer", False):
             return engine.load_checkpoint(str(load_dir), tag, **options)  # type: ignore[no-any-return]

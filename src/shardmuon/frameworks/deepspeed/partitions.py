@@ -36,15 +36,14 @@ Every private attribute of DeepSpeed that shardmuon reads is in this file and in
 
 from __future__ import annotations
 
-import re
 import sys
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from shardmuon.comm.groups import group_ranks
 from shardmuon.layout.engines.base import Claim, Engine, Group
@@ -132,20 +131,13 @@ def _refuse_replaced(given: Sequence[Any], found: Sequence[Any], partly: bool) -
 
 
 def check_version() -> None:
-    """Warn if DeepSpeed is newer than the tested version. Raises ValueError if it is older: every older version passes
-    wrong gradients with some settings (benchmarks/results/nvme.md)."""
-    here = _version()
-    found, tested = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (here, _TESTED))
-    if found < tested:
+    """Raise ValueError if DeepSpeed is older than the tested version: every older version passes wrong gradients with
+    some settings (benchmarks/results/nvme.md)."""
+    here = sys.modules["deepspeed"].__version__
+    if TorchVersion(here) < _TESTED:
         raise ValueError(
             f"DeepSpeed {here}: before {_TESTED} it hands over wrong gradients with some settings (stage 2 with "
             f"contiguous_gradients false), with any optimizer. Install deepspeed=={_TESTED}"
-        )
-    if found > tested:
-        warnings.warn(
-            f"DeepSpeed {here} is newer than {_TESTED}, with which shardmuon is tested. What it keeps is checked, "
-            "what it does is not: write audit_every=1000 to be sure",
-            stacklevel=2,
         )
 
 
@@ -153,8 +145,6 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], 
     """Slices in a flat, and their process group, at stages 1 and 2 and with the BF16 optimizer, see
     [Note: where a parameter lies]."""
     members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
-    if not members:
-        raise ValueError("none of the group's parameters carries a ZeRO fragment (attribute _hp_mapping)")
     tagged = next((p for p in members if getattr(p, "use_muon", False)), None)
     if tagged is not None:
         raise ValueError(
@@ -164,26 +154,21 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], 
             "the attribute. If you set it, delete it before; to route parameters write param_groups(model, "
             "overrides=...)"
         )
-    group = members[0]._dp_group
-    ranks = group_ranks(group)
-    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # where this rank's partition begins in the buffer
-    slices = []
-    for p, place in zip(members, _places(members), strict=True):
-        start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
-        slices.append(Slice(p, start - place, stop - start, start - first) if start < stop else Slice(p, 0, 0, 0))
-    return slices, group
-
-
-def _places(params: Sequence[Tensor]) -> list[int]:
-    """Offset in elements of each parameter in the buffer that they all are views of; the smallest is 0."""
-    begin = min(int(p.storage_offset()) for p in params)
-    places = [int(p.storage_offset()) - begin for p in params]
-    if len({p.untyped_storage().data_ptr() for p in params}) > 1 or not all(p.is_contiguous() for p in params):
+    if len({p.untyped_storage().data_ptr() for p in members}) > 1 or not all(p.is_contiguous() for p in members):
         raise ValueError(
             "the parameters of a group are no longer views of one of DeepSpeed's buffers: something gave them storage "
             "of their own after deepspeed.initialize() (p.data = ..., model.to(...)). Do so before it, or copy in place"
         )
-    return places
+    group = members[0]._dp_group
+    ranks = group_ranks(group)
+    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # where this rank's partition begins in the buffer
+    begin = min(p.storage_offset() for p in members)
+    slices = []
+    for p in members:
+        place = p.storage_offset() - begin  # in the buffer
+        start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
+        slices.append(Slice(p, start - place, stop - start, start - first) if start < stop else Slice(p, 0, 0, 0))
+    return slices, group
 
 
 # Attributes of ZeRO 3's optimizer -> the supported value. With other values parameters are partitioned differently, or
@@ -267,10 +252,6 @@ def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
 _TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_dim, or set autotp_size=1"
 
 
-def _version() -> str:
-    return str(getattr(sys.modules.get("deepspeed"), "__version__", "of unknown version"))
-
-
 def make_shard(flat: Tensor, part: Slice, group: Any) -> Tensor:
     """Make a leaf tensor that is stepped instead of a parameter. It is empty at first; each step makes it a view of its
     slice of the flat."""
@@ -327,29 +308,18 @@ def refuse_params(named: Sequence[tuple[str, Any]]) -> None:
             )
 
 
-def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int) -> None:
-    """Raise ValueError if a sub-group is swapped with settings under which DeepSpeed would not swap it correctly.
-
-    Args:
-        flat: Flat of the sub-group.
-        named: (name, parameter) pairs of the sub-group's optimizer group.
-        num_states: Number of state tensors as long as the flat.
-    """
+def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
+    """Raise ValueError if DeepSpeed would not swap a gradient of the flat's sub-group correctly. `named`: (name,
+    parameter) pairs of its optimizer group."""
     zero3 = zero3_of(p for _, p in named)
     if not swapped_numel(flat, zero3):
         return
-    swapper = zero3.optimizer_swapper
-    count, needed = swapper.swap_config.buffer_count, num_states + 2
-    if count < needed:
-        raise ValueError(
-            f"offload_optimizer: buffer_count={count}, but weights, gradient and {num_states} states are swapped in "
-            f"together. Write {needed} or more"
-        )
     names = {id(p): name for name, p in named}
     gradients = []
     for p in zero3.fp16_groups[_number_of(flat, zero3)]:
         _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
         gradients.append((names.get(id(p), f"a parameter of shape {tuple(p.ds_shape)}"), offset, numel))
+    swapper = zero3.optimizer_swapper
     refuse_misplaced(gradients, int(swapper.min_aio_bytes), int(swapper.swap_element_size))
 
 

@@ -157,10 +157,10 @@ def _tp(groups: Any, expert: bool) -> Any:
 
 def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `Muon`: from Megatron's config, replaced by those that the user gave."""
-    of_job = sorted({"process_group", "tp_group", "expert_tp_group"} & given.keys())
-    if of_job:
+    if {"process_group", "tp_group"} & given.keys():
         raise ValueError(
-            f"{of_job[0]} is Megatron's to say: give pg_collection=, or leave it out for its global groups"
+            "process_group and tp_group are Megatron's to say: give pg_collection=, or leave it out for its global "
+            "groups"
         )
     if not config.decoupled_weight_decay:
         raise ValueError(
