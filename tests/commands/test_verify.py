@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,7 +18,6 @@ from shardmuon.commands import verify
 from shardmuon.commands.verify import HEADER, LayoutRow, cells, verify_layout
 from shardmuon.step import update as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense
-from shardmuon.testing.frameworks import ZERO_ROWS
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.slots import Compared
 
@@ -149,18 +147,6 @@ def test_the_command_fails_by_a_row_that_falls_short_and_says_what_it_needs(
     assert verify.run(arguments(*words)) == code
     shown = capsys.readouterr()
     assert says in shown.out + shown.err
-
-
-def test_json_is_one_object_for_each_row_of_an_engine(
-    row: LayoutRow, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(verify, "RankPool", nullcontext)
-    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, *given: replace(row, layout=name))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert verify.run(arguments("--layout", "deepspeed", "--json")) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [one["layout"] for one in found] == list(ZERO_ROWS)
-    assert all(one["ok"] is True and one["bitwise"] is True for one in found)
 
 
 @pytest.mark.parametrize("unequal", [0, 2])
