@@ -18,6 +18,8 @@ from shardmuon.commands import verify
 from shardmuon.commands.verify import HEADER, LayoutRow, cells, verify_layout
 from shardmuon.step import update as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense
+from shardmuon.testing.frameworks import FSDP1_ROWS
+from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.slots import Compared
 
@@ -123,6 +125,7 @@ TWO = ("--layout", "fsdp2", "--layout", "hsdp")
     ("words", "fault", "code", "says"),
     [
         (TWO, {}, 0, "2 of 2 layouts keep the contract"),
+        ((), {}, 0, f" of {len(LAYOUTS) + len(FSDP1_ROWS)} layouts keep the contract"),  # all that torch makes
         (TWO, {"bitwise": False}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {"torch_bitwise": False}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {"max_difference": torch.finfo(torch.float64).tiny}, 1, "1 of 2 layouts keep the contract"),
@@ -142,7 +145,7 @@ def test_the_command_fails_by_a_row_that_falls_short_and_says_what_it_needs(
 ) -> None:
     rows = {"fsdp2": replace(row, **fault), "hsdp": row}
     monkeypatch.setattr(verify, "RankPool", nullcontext)
-    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, *given: rows[name])
+    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, *given: rows.get(name, row))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert verify.run(arguments(*words)) == code
     shown = capsys.readouterr()

@@ -20,7 +20,6 @@ from shardmuon.plan.program import aligned
 from shardmuon.step.update import PORTION_ELSEWHERE
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-_Bools = np.ndarray[Any, np.dtype[np.bool_]]
 _Messages = tuple[Ints, Ints, Ints]  # sender, receiver and bytes of each message
 _WIRES = {2: "bfloat16", 4: "float32", 8: "float64"}  # itemsize -> dtype
 
