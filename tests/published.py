@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardmuon.foresight import count, load_hardware, plan
-from shardmuon.foresight.hardware import Uses, interval
+from shardmuon.foresight.hardware import Rates
 from shardmuon.foresight.job import Exact
 from shardmuon.foresight.models import build
 from shardmuon.foresight.pricing import _training_seconds, adamw_step, price
@@ -67,10 +67,8 @@ def one_b_8_b200() -> Interval:
 
 def newton_schulz_on_h100() -> Interval:
     work = sum(flops("standard", 2560, 2560, KELLER, torch.bfloat16))
-    seconds = interval(
-        load_hardware("h100"), Uses(), lambda rates: rates.product(2560, 2560, "standard bfloat16", 64, work)
-    )
-    return 64 * work / seconds.hi, 64 * work / seconds.lo
+    best, _, worst = Rates(load_hardware("h100")).product(2560, 2560, "standard bfloat16", 64, work)
+    return 64 * work / worst, 64 * work / best
 
 
 def qwen25_3b_memory() -> Interval:
@@ -84,9 +82,8 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
     for method, dtype in (("standard", torch.bfloat16), ("gram", torch.float16)):
         work = sum(flops(method, rows, cols, KELLER, dtype))
         how = f"{method} {str(dtype).removeprefix('torch.')}"
-        of_method = rows, cols, how, 1, work
-        times.append(interval(hardware, Uses(), lambda rates, of_method=of_method: rates.product(*of_method)))
-    return times[0].lo / times[1].lo, times[0].hi / times[1].hi  # the same share of the peak for both
+        times.append(Rates(hardware).product(rows, cols, how, 1, work))
+    return times[0][0] / times[1][0], times[0][2] / times[1][2]  # the same share of the peak for both
 
 
 def extra_flops() -> Interval:
@@ -99,7 +96,7 @@ def extra_flops() -> Interval:
 def torchtitan_tokens() -> Interval:
     exact = count("llama3-8b", "shard=8")
     hardware, tokens = load_hardware("h100"), 8 * 8192.0
-    whole, adamw = _training_seconds(exact, hardware, tokens, Uses()), adamw_step(exact, hardware)
+    whole, adamw = _training_seconds(exact, Rates(hardware), tokens), adamw_step(exact, hardware)
     return tokens / exact.world / (whole.hi + adamw.hi), tokens / exact.world / (whole.lo + adamw.lo)
 
 

@@ -9,17 +9,6 @@ from shardmuon.gradients.clip import clip_grad_norm_ as clip_grad_norm_
 from shardmuon.gradients.scaler import GradScaler as GradScaler
 from shardmuon.muon import Muon as Muon
 from shardmuon.orthogonalize.schedules import schedule as schedule
-from shardmuon.plan.plan import Plan as _Plan
 from shardmuon.routing.groups import param_groups as param_groups
 
 __version__ = "0.1.0"
-
-
-def _summary(plan: _Plan) -> list[str]:
-    """Lines of a printed plan with its counts and prices. Imports the pricing code only when a plan is printed."""
-    from shardmuon.foresight.pricing import summary
-
-    return summary(plan)
-
-
-_Plan.summary = _summary

@@ -38,11 +38,12 @@ def test_the_text_has_every_answer(tmp_path: Path, capsys: pytest.CaptureFixture
     words = ["--gpus-per-node", "4", "--weights", "bfloat16", "--momentum", "bfloat16", "--html", str(page)]
     assert cli.main(["plan", "gpt2-xl", "--mesh", "dp=2 shard=4", "--tokens-per-step", "512e3", *words]) == 0
     out = capsys.readouterr().out
-    for answer in ("optimizer step", "why so wide", "memory of a rank", "share of a training step", "over AdamW"):
+    for answer in ("optimizer step", "why so wide", "memory of a rank", "over AdamW"):
         assert re.search(rf"^{answer} ", out, flags=re.MULTILINE), answer
     for text in (
         "straggler",
         "AdamW's step",
+        "forward and backward of 512,000 tokens",
         "unverified",
         "8 ranks on 2 nodes",
         "weights bfloat16",
@@ -86,6 +87,10 @@ def test_a_report_says_how_many_parameters_work_on_a_token(
         ("qwen3-30b-a3b --mesh shard=12,ep=3", r"ep=3 does not divide the 128 experts.*Write ep=1"),
         ("gpt2-xl --mesh shard=4 --gpu h9000", r"h9000.* is none of a100, b200.*copy .*h100.yaml"),
         ("gpt2-xl --mesh shard=4 --gpu no.yaml", "no such file"),
+        (
+            "gpt2-xl --mesh dp=2 --engine zero --momentum bfloat16",
+            "keeps fp32 .*refuses momentum_dtype=.*Leave that out",
+        ),
         ("gpt2-xl --mesh shard=4 --html gone/x.html", "there is no folder gone"),
         ("there.json --mesh shard=2", "it takes transformers .*pip install transformers"),
         ("gpt2-xl --mesh shard=2 --tokens-per-step 0", "tokens=0.0 must be a number above 0"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,7 +18,8 @@ from shardmuon.commands import verify
 from shardmuon.commands.verify import HEADER, LayoutRow, cells, verify_layout
 from shardmuon.step import update as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense
-from shardmuon.testing.frameworks import ZERO_ROWS
+from shardmuon.testing.frameworks import FSDP1_ROWS
+from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.slots import Compared
 
@@ -125,6 +125,7 @@ TWO = ("--layout", "fsdp2", "--layout", "hsdp")
     ("words", "fault", "code", "says"),
     [
         (TWO, {}, 0, "2 of 2 layouts keep the contract"),
+        ((), {}, 0, f" of {len(LAYOUTS) + len(FSDP1_ROWS)} layouts keep the contract"),  # all that torch makes
         (TWO, {"bitwise": False}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {"torch_bitwise": False}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {"max_difference": torch.finfo(torch.float64).tiny}, 1, "1 of 2 layouts keep the contract"),
@@ -144,23 +145,11 @@ def test_the_command_fails_by_a_row_that_falls_short_and_says_what_it_needs(
 ) -> None:
     rows = {"fsdp2": replace(row, **fault), "hsdp": row}
     monkeypatch.setattr(verify, "RankPool", nullcontext)
-    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, *given: rows[name])
+    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, *given: rows.get(name, row))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert verify.run(arguments(*words)) == code
     shown = capsys.readouterr()
     assert says in shown.out + shown.err
-
-
-def test_json_is_one_object_for_each_row_of_an_engine(
-    row: LayoutRow, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(verify, "RankPool", nullcontext)
-    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, *given: replace(row, layout=name))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert verify.run(arguments("--layout", "deepspeed", "--json")) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [one["layout"] for one in found] == list(ZERO_ROWS)
-    assert all(one["ok"] is True and one["bitwise"] is True for one in found)
 
 
 @pytest.mark.parametrize("unequal", [0, 2])

@@ -20,11 +20,9 @@ from shardmuon.foresight.hardware import (
     Hardware,
     Rates,
     Time,
-    Uses,
     _Known,
     _measured,
     _parse,
-    interval,
     load,
     names,
 )
@@ -119,12 +117,12 @@ def test_a_file_that_is_wrong_is_told_where(change: Callable[[Any], None], told:
 
 
 def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
-    uses = Uses()
-    found = interval(_machine(), uses, lambda rates: rates.product(2048, 2048, "standard bfloat16", 1, 10**12))
+    rates = Rates(_machine())
+    found = Time(*rates.product(2048, 2048, "standard bfloat16", 1, 10**12))
     assert found == Time(10**12 / (1e14 * 0.8), found.mid, 10**12 / (1e14 * 0.2))
-    assert list(uses.unverified) == ["efficiency of any"] and not uses.extrapolated
-    Rates(_machine(), 1, uses).product(64, 1024, "standard bfloat16", 1, 10**12)
-    assert list(uses.extrapolated) == ["efficiency of any: 64x1024"]
+    assert list(rates.unverified) == ["efficiency of any"] and not rates.extrapolated
+    rates.product(64, 1024, "standard bfloat16", 1, 10**12)
+    assert list(rates.extrapolated) == ["efficiency of any: 64x1024"]
     dtypes = {
         "gram float32": "float32",
         "standard bfloat16": "bfloat16",
@@ -133,7 +131,7 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
     }
     for how, dtype in dtypes.items():  # where the text is silent, as the backend takes it
         with pytest.raises(ValueError, match=f"no peak {dtype}, only others"):
-            Rates(_but("peak", {}), 1, uses).product(64, 64, how, 1, 10**12)
+            Rates(_but("peak", {})).product(64, 64, how, 1, 10**12)
 
 
 def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
@@ -141,7 +139,7 @@ def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
     machine, size = load("h100"), batch_size(256, 256, torch.device("cuda"))
 
     def of(num: int, side: int = 256, flops: int = 10**11) -> Time:
-        return interval(machine, Uses(), lambda rates: rates.product(side, side, "standard bfloat16", num, flops))
+        return Time(*Rates(machine).product(side, side, "standard bfloat16", num, flops))
 
     with mock.patch.object(hardware_module, "batch_size", return_value=1):
         one, large, each = of(1), of(1, 1024, size * 10**11), of(33)
@@ -157,9 +155,7 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     machine = _machine()
 
     def on_wire(hardware: Hardware, ranks: int, inside: int, across: int) -> Time:
-        return interval(
-            hardware, Uses(), lambda rates: rates.exchange(ranks, inside, across, ranks - 1, across > 0)["wire"]
-        )
+        return Time(*Rates(hardware).exchange(ranks, inside, across, ranks - 1, across > 0)["wire"])
 
     few = _but("", {"nics_per_node": _exactly(2.0)})
     assert on_wire(machine, 8, 10**9, 0) == Time(0.01, 0.01, 0.01)  # 1e11 bytes/s
@@ -171,28 +167,29 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     unsure["latency_inside"] = _Known("here", True, {1.0: [(1.0, 1e-5, 2e-5, 4e-5)]})
     unsure_machine = _but("", unsure)
     assert on_wire(unsure_machine, 8, 10**9, 0) == Time(0.01, 0.0125, 0.02)
-    latency = interval(unsure_machine, Uses(), lambda rates: rates.exchange(8, 1, 0, 7, False)["latency"])
+    latency = Time(*Rates(unsure_machine).exchange(8, 1, 0, 7, False)["latency"])
     assert latency == Time(1e-5, 2e-5, 4e-5)
 
 
 def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> None:
-    machine, uses = _machine(), Uses()
-    assert_rounded(Rates(machine, 1, uses).passed("adamw", 1_000, 10, 2), 28_000 / 1e12, roundings=3)
+    assert_rounded(Rates(_machine()).passed("adamw", 1_000, 10, 2)[1], 28_000 / 1e12, roundings=3)
     tables = {
         "all-to-all 4": _table([(1_000, 1.0, 1.0, 1.0), (1_000_000, 3.0, 3.0, 3.0)], 1.0),
         "pass adamw": _table([(1, 2.0, 2.0)]),
         "ranks at once": _table([(1, 1.0, 1.0), (2, 1.5, 1.5)], 1.0),
     }
-    machine = _but("", tables)
-    for rates in (Rates(machine, which, uses) for which in range(3)):
-        assert rates.passed("adamw", 1_000, 1, 2) == 2_000.0
-        assert rates.exchange(4, 1_000_000, 0, 3, False) == {"latency": 1.0, "wire": 2.0}
-        assert rates.slowdown(2) == 1.5
-    assert not uses.extrapolated
+    rates = Rates(_but("", tables))
+    assert rates.passed("adamw", 1_000, 1, 2).tolist() == [2_000.0] * 3
+    assert {key: [*ends] for key, ends in rates.exchange(4, 1_000_000, 0, 3, False).items()} == {
+        "latency": [1.0] * 3,
+        "wire": [2.0] * 3,
+    }
+    assert rates.slowdown(2).tolist() == [1.5] * 3
+    assert not rates.extrapolated
     rates.exchange(8, 1_000, 0, 7, False)
     rates.exchange(4, 2_000_000, 0, 3, False)
-    assert rates.slowdown(4) == 3.0  # more ranks than were measured share what there is
-    assert len(uses.extrapolated) == 3
+    assert rates.slowdown(4).tolist() == [3.0] * 3  # more ranks than were measured share what there is
+    assert len(rates.extrapolated) == 3
 
 
 # -------------------------------------------------------------------------------------------------------------- prices
@@ -210,29 +207,16 @@ def test_a_wide_interval_names_its_reason_and_what_is_certain_has_no_width() -> 
     assert shipped.extrapolated == ("efficiency of any: 64x4096",)
 
 
-def test_shares_follow_from_the_seconds() -> None:
-    exact = _exact()
-    found = price(exact, _machine(certain=True), tokens=1e6)
-    whole = 6 * 10**9 * 1e6 / (exact.world * 1e14 * 0.5)
-    assert found.training is not None
-    assert_rounded(found.training.mid, whole, roundings=6)
-    assert_rounded(found.share.mid, found.step.mid / (found.step.mid + whole), roundings=8)
-
-
 @pytest.mark.parametrize(
-    ("exact", "without", "tokens", "told"),
+    ("without", "told"),
     [
-        ({}, "nothing", 0.0, "tokens=0.0 must be a number above 0"),
-        ({"tokens_flops": 0}, "nothing", 1e6, "how many parameters work on a token is not known"),
-        ({}, "peak", None, r"no peak bfloat16, only others.*numbers:"),
-        ({}, "efficiency", None, r"no efficiency of any, only others.*numbers:"),
+        ("peak", r"no peak bfloat16, only others.*numbers:"),
+        ("efficiency", r"no efficiency of any, only others.*numbers:"),
     ],
 )
-def test_what_cannot_be_priced_says_what_is_missing(
-    exact: dict[str, Any], without: str, tokens: float | None, told: str
-) -> None:
+def test_what_cannot_be_priced_says_what_is_missing(without: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        price(replace(_exact(), **exact), _but(without, {}), tokens=tokens)
+        price(_exact(), _but(without, {}))
 
 
 def test_an_exchange_takes_what_its_slowest_rank_needs_once_all_have_come() -> None:

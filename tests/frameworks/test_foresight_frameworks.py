@@ -107,15 +107,6 @@ def test_zero_is_planned_as_deepspeed_cuts_and_keeps_it(
     assert all(live["zeros"] for live in found)
 
 
-def test_a_storage_that_the_engine_refuses_is_not_planned() -> None:
-    storage: dict[str, Any] = {"momentum_dtype": torch.bfloat16}
-    with pytest.raises(
-        ValueError,
-        match=r"keeps fp32 momentum and weights itself, and refuses momentum_dtype=torch.bfloat16. Leave that out",
-    ):
-        count(build(DENSE), "dp=2", engine="zero", **storage)
-
-
 # ---------------------------------------------------------------------------------------------------- 8-bit momentum
 
 

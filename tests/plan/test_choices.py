@@ -203,14 +203,10 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
 
 @pytest.mark.parametrize("stamp", ["NVIDIA L40S, sm_89, 142 SMs, CUDA 13.0", ""])
 def test_a_plan_says_what_was_chosen_and_what_else_there_was(stamp: str) -> None:
-    """It says no seconds where the machine has no rate for its products."""
     machine, how = machine_of([stamp]), "standard bfloat16" if stamp else "gram float16"
     made = make_plan([one._replace(hows=(how,)) for one in _job(3)[0]], Policy(machine=machine))
     lines = str(made).splitlines()
-    assert any("MiB between nodes of" in line and "ranks, in" in line for line in lines)
     assert any(f"buckets by price ({machine.name})" in line and "next best" in line for line in lines)
-    assert any(line.startswith(f"a step on {machine.name}: ") for line in lines) == bool(stamp)
-    assert set(made.text().splitlines()) < set(lines)
 
 
 @pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])

@@ -13,7 +13,7 @@ from shardmuon import __version__
 __all__ = ["main"]
 
 # name -> (module with add_arguments(parser) and run(args) -> exit status, help)
-COMMANDS = {
+_COMMANDS = {
     "plan": ("shardmuon.commands.plan", "say what Muon will take of a job on any mesh: memory, bytes, time"),
     "route": ("shardmuon.commands.route", "print which parameters of a model are matrices, and why"),
     "verify": ("shardmuon.commands.verify", "compare the updates of layouts with those of one process"),
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(metavar="command", required=True)
     asked = next((word for word in words if not word.startswith("-")), None)
-    for name, (module_name, summary) in COMMANDS.items():
+    for name, (module_name, summary) in _COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == asked:
             module = import_module(module_name)

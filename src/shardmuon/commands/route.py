@@ -6,7 +6,7 @@ import argparse
 import sys
 import warnings
 
-from shardmuon.foresight.models import is_config, model_from_config, model_from_function
+from shardmuon.foresight.models import make_model
 from shardmuon.routing.groups import param_groups
 
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the routing table and its warnings. Returns exit status 0, or 2 if the model could not be built or
     routed."""
     try:
-        model = model_from_config(args.model) if is_config(args.model) else model_from_function(args.model, args.meta)
+        model = make_model(args.model, args.meta)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             groups = param_groups(model, lr=1.0)  # the table does not depend on lr

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
 import math
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -134,7 +133,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"{', '.join(VARIANTS)}, or several joined by '+': each layout with it, too; 'all': each (repeatable)",
     )
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument(
         "--slots",
         action="store_true",
@@ -182,18 +180,15 @@ def _verify(args: argparse.Namespace) -> int:
                 rows.append(verify_layout(pool, name, args.ranks, variant))
                 print("keeps the contract" if rows[-1].ok else "FALLS SHORT", file=sys.stderr, flush=True)
     failed = [row.title for row in rows if not row.ok]
-    if args.json:
-        print(json.dumps([{**asdict(row), "ok": row.ok} for row in rows], indent=2))
-    else:
-        seconds = time.perf_counter() - start
-        which = "rows (layouts, and each with its variants)" if variants else "layouts"
-        print(table([HEADER, *map(cells, rows)]))
-        print(
-            f"\n{len(rows) - len(failed)} of {len(rows)} {which} keep the contract on {args.ranks} ranks "
-            f"({seconds:.0f} s){': ' + ', '.join(failed) + ' do not' if failed else ''}.\n"
-            "max rel diff, bitwise: against one process with the same gradients, 3 steps, products in fp32 and bf16.\n"
-            "= torch: method 'torch' has torch.optim.Muon's bits, weights in fp32 and bf16.\n"
-            "NS runs: matrices orthogonalized in the whole job in one step. collectives, bytes/rank: of one rank in "
-            "one step, counted; with the reduction of norms where a variant has one."
-        )
+    seconds = time.perf_counter() - start
+    which = "rows (layouts, and each with its variants)" if variants else "layouts"
+    print(table([HEADER, *map(cells, rows)]))
+    print(
+        f"\n{len(rows) - len(failed)} of {len(rows)} {which} keep the contract on {args.ranks} ranks "
+        f"({seconds:.0f} s){': ' + ', '.join(failed) + ' do not' if failed else ''}.\n"
+        "max rel diff, bitwise: against one process with the same gradients, 3 steps, products in fp32 and bf16.\n"
+        "= torch: method 'torch' has torch.optim.Muon's bits, weights in fp32 and bf16.\n"
+        "NS runs: matrices orthogonalized in the whole job in one step. collectives, bytes/rank: of one rank in "
+        "one step, counted; with the reduction of norms where a variant has one."
+    )
     return 1 if failed else 0

@@ -6,22 +6,20 @@ bucket are arrays, and its traffic is a list of messages.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardmuon.layout.pieces import Piece
-from shardmuon.plan.items import Bucket, Item, Kept, Route
+from shardmuon.plan.items import Bucket, Item, Route
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import aligned
 from shardmuon.step.update import PORTION_ELSEWHERE
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-_Bools = np.ndarray[Any, np.dtype[np.bool_]]
 _Messages = tuple[Ints, Ints, Ints]  # sender, receiver and bytes of each message
 _WIRES = {2: "bfloat16", 4: "float32", 8: "float64"}  # itemsize -> dtype
 
@@ -133,8 +131,7 @@ class BucketCount:
         return sum(m.num * m.flops for m in self.matrices)
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """Bytes that one rank stores between steps. Flat buffers count with the engine's padding; the allocator's rounding
     is not counted.
 
@@ -152,14 +149,10 @@ class Stored:
     moments: int = 0
     masters: int = 0
 
-    def __add__(self, other: Stored) -> Stored:
-        """Sum of both, kind by kind."""
-        return Stored(*map(sum, zip(astuple(self), astuple(other), strict=True)))
-
     @property
     def total(self) -> int:
         """Bytes of all kinds."""
-        return sum(astuple(self))
+        return sum(self)
 
 
 @dataclass(frozen=True)
@@ -202,7 +195,7 @@ class RankClass:
     @property
     def sent(self) -> Sent:
         """Total that a rank sends in the exchanges of a step; `bytes` of it equals `Traffic.bytes_sent` of one step."""
-        return _total(side for bucket in self.buckets for side in bucket.sent)
+        return Sent(*map(sum, zip(Sent(), *(side for bucket in self.buckets for side in bucket.sent), strict=True)))
 
     @property
     def peak(self) -> int:
@@ -240,7 +233,7 @@ def count_plan(plan: Plan, node_of: Callable[[int], int]) -> dict[int, tuple[Buc
     found: dict[int, list[BucketCount]] = {rank: [] for rank in sorted(plan.loads())}
     tiles = _Tiles(plan)
     for number, bucket in enumerate(plan.buckets):
-        for rank, one in _Tally(plan, bucket, tiles).counts(number, node_of):
+        for rank, one in zip(bucket.ranks, _counts(plan, number, bucket, tiles, node_of), strict=True):
             found[rank].append(one)
     return {rank: tuple(buckets) for rank, buckets in found.items()}
 
@@ -260,11 +253,6 @@ class _Ways(NamedTuple):
     numel: Ints
     owner: Ints
     source: Ints
-
-    @property
-    def at_home(self) -> _Bools:
-        """Mask of the tiles that the storing rank itself exchanges with the owner."""
-        return np.equal(self.source, self.at)
 
 
 class _Tiles:
@@ -300,122 +288,94 @@ class _Tiles:
         return _ints(rank for rank, _ in found), numel, [tile.held.piece for _, tile in found]
 
 
-@dataclass
-class _Tally:
-    """Work of all ranks in one bucket, added up matrix by matrix.
+def _counts(
+    plan: Plan, number: int, bucket: Bucket, tiles: _Tiles, node_of: Callable[[int], int]
+) -> Iterator[BucketCount]:
+    """Yield the work of each rank of a bucket. `number`: index of the bucket in the plan."""
+    items, ranks = [plan.items[n] for n in bucket.items], _ints(bucket.ranks)
+    owned, batches = defaultdict[int, Counter[tuple[Any, ...]]](Counter), Counter[int]()
+    for item in items:
+        for rank in item.owners:
+            owned[rank][item.rows, item.cols, item.how, item.cost] += 1
+            batches[rank] += bucket.itemsize * aligned(item.numel, bucket.itemsize)
+    at, numel, owner, source = map(np.concatenate, zip(*map(tiles.ways, items), strict=True))
+    own = np.equal(at, owner) if bucket.exchange else np.ones(len(at), bool)
+    foreign = ~own & np.equal(at, source)
+    idle = ~own & ~foreign
+    size, layouts = numel * bucket.itemsize, [plan.specs[item.param].layout for item in items]
+    moved = {
+        "gather": (at[foreign], owner[foreign], size[foreign]),
+        "scatter": (owner[foreign], at[foreign], size[foreign]),
+        "relay": (source[idle], at[idle], size[idle]),
+    }
+    told = list(_told(plan, bucket, tiles)) if bucket.exchange else []
+    exchanging, relays = bucket.ranks[:1], False
+    if bucket.exchange:  # if each replica has its own owners, each exchanges separately
+        exchanging = layouts[0].replicas[0] if len(items[0].owners) > 1 else bucket.ranks
+        relays = any(of.has_replicas and len(item.owners) == 1 for of, item in zip(layouts, items, strict=True))
+    num_nodes = len(set(map(node_of, exchanging)))
+    nodes, place, num = _ints(map(node_of, bucket.ranks)), np.searchsorted(ranks, at), len(ranks)
+    sides = [
+        _sides(messages, [message for of, *message in told if of == phase], ranks, nodes)
+        for phase, messages in moved.items()
+    ]
+    held, of_foreign, of_idle = (
+        np.bincount(place[which], numel[which], num).astype(int).tolist() for which in (slice(None), foreign, idle)
+    )
+    largest = np.zeros(num, dtype=np.int64)
+    np.maximum.at(largest, place, numel)
+    for n, rank in enumerate(bucket.ranks):
+        sent, received = (Sides._make(side[way][n] for side in sides) for way in (0, 1))
+        yield BucketCount(
+            number=number if bucket.exchange else -1,
+            route=bucket.route,
+            num_ranks=len(exchanging),
+            num_nodes=num_nodes,
+            wire=_WIRES[bucket.itemsize],
+            matrices=tuple(
+                Matrices(rows, cols, how, alike, cost) for (rows, cols, how, cost), alike in sorted(owned[rank].items())
+            ),
+            held=held[n],
+            foreign=of_foreign[n],
+            idle=of_idle[n],
+            sent=sent,
+            received=received,
+            gathers=bucket.gathers,
+            relays=relays,
+            batches=batches[rank],
+            largest=int(largest[n]),
+        )
 
-    Attributes:
-        messages: "gather", "scatter" or "relay" -> messages.
-        stored: "own" (tiles that the owner stores), "foreign" (tiles whose rank sends them to the owner) or "idle"
-            (tiles that another replica sends to the owner) -> (ranks, elements) of the tiles.
-        owned: Rank -> its matrices, counted by (rows, cols, how, cost).
-        batches: Rank -> bytes of its matrices, aligned.
-        relays: True if there is a relay.
-    """
 
-    plan: Plan
-    bucket: Bucket
-    tiles: _Tiles
-    messages: dict[str, list[_Messages]] = field(default_factory=lambda: defaultdict(list))
-    stored: dict[str, list[tuple[Ints, Ints]]] = field(default_factory=lambda: defaultdict(list))
-    owned: dict[int, Counter[tuple[Any, ...]]] = field(default_factory=lambda: defaultdict(Counter))
-    batches: Counter[int] = field(default_factory=Counter)
-    relays: bool = False
-
-    def __post_init__(self) -> None:
-        for number in self.bucket.items:
-            item = self.plan.items[number]
-            for rank in item.owners:
-                self.owned[rank][item.rows, item.cols, item.how, item.cost] += 1
-                self.batches[rank] += self.bucket.itemsize * aligned(item.numel, self.bucket.itemsize)
-            ways = self.tiles.ways(item)
-            if self.bucket.exchange:
-                self._move(item, ways)
-            else:
-                self.stored["own"].append(ways[:2])
-
-    def _move(self, item: Item, ways: _Ways) -> None:
-        """Add a matrix that is exchanged with its owners."""
-        own, size = ways.at == ways.owner, ways.numel * self.bucket.itemsize
-        foreign = ~own & ways.at_home
-        idle = ~own & ~foreign
-        for side, which in (("own", own), ("foreign", foreign), ("idle", idle)):
-            self.stored[side].append((ways.at[which], ways.numel[which]))
-        self.messages["gather"].append((ways.at[foreign], ways.owner[foreign], size[foreign]))
-        self.messages["scatter"].append((ways.owner[foreign], ways.at[foreign], size[foreign]))
-        self.messages["relay"].append((ways.source[idle], ways.at[idle], size[idle]))
-        spec = self.plan.specs[item.param]
-        self.relays |= spec.layout.has_replicas and len(item.owners) == 1
-        for kept in spec.kept:
-            if kept.travels:
-                self._tell(item, ways, kept)
-
-    def _tell(self, item: Item, ways: _Ways, kept: Kept) -> None:
-        """Add the messages that bring a stage's state of a matrix to the ranks that store this state. The sender is the
-        owner if the rank exchanges tiles with the owner or stores no tile of the matrix; otherwise it is the source of
-        the rank's first tile."""
+def _told(plan: Plan, bucket: Bucket, tiles: _Tiles) -> Iterator[tuple[str, int, int, int]]:
+    """Yield the messages that bring stage state to the ranks that store it, as (exchange, sender, receiver, bytes). The
+    sender is the owner if the rank exchanges tiles with the owner or stores no tile of the matrix; otherwise it is the
+    source of the rank's first tile."""
+    items = map(plan.items.__getitem__, bucket.items)
+    travelling = ((item, kept) for item in items for kept in plan.specs[item.param].kept if kept.travels)
+    for item, kept in travelling:
+        ways, layout = tiles.ways(item), plan.specs[item.param].layout
+        at_home = np.equal(ways.source, ways.at)
         mates = dict(zip(ways.at[::-1].tolist(), ways.source[::-1].tolist(), strict=True))
-        mates.update(zip(ways.at[ways.at_home].tolist(), ways.owner[ways.at_home].tolist(), strict=True))
+        mates.update(zip(ways.at[at_home].tolist(), ways.owner[at_home].tolist(), strict=True))
         for keeper, (tile, *_) in kept.layout.tiles[item.matrix].items():
-            owner = item.owner_for(self.plan.specs[item.param].layout, keeper)
-            mate, words = mates.get(keeper, owner), -(-tile.numel * 4 // self.bucket.itemsize)
+            owner = item.owner_for(layout, keeper)
+            mate, words = mates.get(keeper, owner), -(-tile.numel * 4 // bucket.itemsize)
             if keeper != owner:
-                told = _ints((mate,)), _ints((keeper,)), _ints((words * self.bucket.itemsize,))
-                self.messages["scatter" if mate == owner else "relay"].append(told)
-
-    def counts(self, number: int, node_of: Callable[[int], int]) -> Iterator[tuple[int, BucketCount]]:
-        """Yield each rank of the bucket with its counts. `number`: index of the bucket in the plan."""
-        ranks, bucket = np.array(self.bucket.ranks, dtype=np.int64), self.bucket
-        nodes, exchanging = _ints(map(node_of, bucket.ranks)), bucket.ranks[:1]
-        if bucket.exchange:  # if each replica has its own owners, each exchanges separately
-            first = self.plan.items[bucket.items[0]]
-            replicas = self.plan.specs[first.param].layout.replicas
-            exchanging = replicas[0] if len(first.owners) > 1 else bucket.ranks
-        num_nodes = len(set(map(node_of, exchanging)))
-        sides = [_sides(self.messages[side], ranks, nodes) for side in ("gather", "scatter", "relay")]
-        own, foreign, idle = (_held(np.add, self.stored[side], ranks) for side in ("own", "foreign", "idle"))
-        largest = _held(np.maximum, itertools.chain(*self.stored.values()), ranks)
-        for at, rank in enumerate(bucket.ranks):
-            sent, received = (Sides._make(side[way][at] for side in sides) for way in (0, 1))
-            yield (
-                rank,
-                BucketCount(
-                    number=number if bucket.exchange else -1,
-                    route=bucket.route,
-                    num_ranks=len(exchanging),
-                    num_nodes=num_nodes,
-                    wire=_WIRES[bucket.itemsize],
-                    matrices=tuple(
-                        Matrices(rows, cols, how, num, cost)
-                        for (rows, cols, how, cost), num in sorted(self.owned[rank].items())
-                    ),
-                    held=own[at] + foreign[at] + idle[at],
-                    foreign=foreign[at],
-                    idle=idle[at],
-                    sent=sent,
-                    received=received,
-                    gathers=bucket.gathers,
-                    relays=self.relays,
-                    batches=self.batches[rank],
-                    largest=largest[at],
-                ),
-            )
-
-
-def _total(sides: Iterable[Sent]) -> Sent:
-    return Sent(*map(sum, zip(Sent(), *sides, strict=True)))
+                yield "scatter" if mate == owner else "relay", mate, keeper, words * bucket.itemsize
 
 
 def _ints(numbers: Iterable[Any]) -> Ints:
     return np.array(list(numbers), dtype=np.int64)
 
 
-def _sides(messages: Sequence[_Messages], ranks: Ints, nodes: Ints) -> tuple[list[Sent], list[Sent]]:
-    """Bytes and peers of each of `ranks` in one exchange: two lists, of sending and of receiving."""
-    num = len(ranks)
-    if not messages:
-        return [Sent()] * num, [Sent()] * num
-    source, target, size = (np.concatenate(column) for column in zip(*messages, strict=True))
+def _sides(
+    messages: _Messages, more: Sequence[Sequence[int]], ranks: Ints, nodes: Ints
+) -> tuple[list[Sent], list[Sent]]:
+    """Bytes and peers of each of `ranks` in one exchange: two lists, of sending and of receiving. `more`: further
+    messages, one by one."""
+    num, columns = len(ranks), zip(*more, strict=True) if more else ((), (), ())
+    source, target, size = (np.concatenate([one, _ints(new)]) for one, new in zip(messages, columns, strict=True))
     pairs, of_message = np.unique(
         np.searchsorted(ranks, source) * num + np.searchsorted(ranks, target), return_inverse=True
     )
@@ -423,15 +383,7 @@ def _sides(messages: Sequence[_Messages], ranks: Ints, nodes: Ints) -> tuple[lis
     across = nodes[ends[0]] != nodes[ends[1]]
     found = []
     for end in ends:
-        columns = [np.bincount(end[which], moved[which], num) for which in (~across, across)]
-        columns += [np.bincount(end[which], minlength=num) for which in (~across, across)]
-        found.append([Sent(*row) for row in np.stack(columns, 1).astype(np.int64).tolist()])
+        counts = [np.bincount(end[which], moved[which], num) for which in (~across, across)]
+        counts += [np.bincount(end[which], minlength=num) for which in (~across, across)]
+        found.append([Sent(*row) for row in np.stack(counts, 1).astype(np.int64).tolist()])
     return found[0], found[1]
-
-
-def _held(together: np.ufunc, tiles: Iterable[tuple[Ints, Ints]], ranks: Ints) -> list[int]:
-    """Elements of the tiles on each rank, combined by `together`: `np.add` for sums, `np.maximum` for the largest."""
-    found = np.zeros(len(ranks), dtype=np.int64)
-    for rank, numel in tiles:
-        together.at(found, np.searchsorted(ranks, rank), numel)
-    return list(map(int, found))

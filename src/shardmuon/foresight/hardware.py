@@ -1,8 +1,8 @@
 """Data of machines: peaks, memory, links, latencies, and the share of the peaks that real shapes reach.
 
-`Rates` converts products, exchanges and memory passes to seconds, with all uncertain numbers at their best, middle or
-worst. A machine's file (`data/hardware/`) gives the source of each number, and whether it was checked. Every answer
-lists the unchecked numbers it used, and the tables it read beyond their ends.
+`Rates` converts products, exchanges and memory passes to seconds, with all uncertain numbers at their best, in the
+middle and at their worst. A machine's file (`data/hardware/`) gives the source of each number, and whether it was
+checked. Every answer lists the unchecked numbers it used, and the tables it read beyond their ends.
 
 [Note: how an exchange is timed]
     NCCL implements an all-to-all as sends and receives and has no cost model of it. Measured tables are used if the
@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from shardmuon.orthogonalize import batch_size, default_dtype
@@ -217,40 +218,31 @@ class Hardware:
 # ------------------------------------------------------------------------------------------------------------- seconds
 
 
+Ends = np.ndarray[Any, np.dtype[np.float64]]  # three values: all uncertain numbers at their best, middle and worst
+
+
 @dataclass
-class Uses:
-    """Uncertain numbers and tables that a price depends on, collected while it is computed.
-
-    Attributes:
-        unverified: Name -> source of each number that was not checked.
-        extrapolated: "table: size" for each read beyond a table's ends; the values are None.
-    """
-
-    unverified: dict[str, str] = field(default_factory=dict)
-    extrapolated: dict[str, None] = field(default_factory=dict)
-
-
-class Rates(NamedTuple):
-    """Conversion of work to seconds on a machine.
+class Rates:
+    """Conversion of work to seconds on a machine. Records the uncertain numbers and tables that were used.
 
     Attributes:
         hardware: Machine of every rank.
-        which: Uncertain numbers at their best (0), middle (1) or worst (2).
-        uses: Collects the uncertain numbers that were used.
+        unverified: Name -> source of each used number that was not checked.
+        extrapolated: "table: size" for each read beyond a table's ends; the values are None.
     """
 
     hardware: Hardware
-    which: int
-    uses: Uses
+    unverified: dict[str, str] = field(default_factory=dict)
+    extrapolated: dict[str, None] = field(default_factory=dict)
 
-    def of(self, name: str, size: float = 1.0, where: str = "") -> float:
+    def of(self, name: str, size: float = 1.0, where: str = "") -> Ends:
         """Number, or a table's value at a size. `where`: text to record if the size is beyond the table's ends."""
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
-        return found[self.which if name.startswith(_TIMES) else 2 - self.which]
+        return np.array(found if name.startswith(_TIMES) else found[::-1])
 
-    def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> float:
+    def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> Ends:
         """Seconds to orthogonalize `count` equal matrices on one rank, see [Note: batches].
 
         Args:
@@ -260,7 +252,7 @@ class Rates(NamedTuple):
             flops: Floating point operations of one matrix.
         """
         if not flops or not count:
-            return 0.0
+            return np.zeros(3)
         choice, short, device = Choice.of(how), min(rows, cols), torch.device(self.hardware.device)
         dtype = str(choice.dtype or default_dtype(choice.method, device)).removeprefix("torch.")
         peak, aspect = self.of(f"peak {dtype}"), max(rows, cols) / short
@@ -273,10 +265,10 @@ class Rates(NamedTuple):
         filled, _ = table.at(short * size ** (1 / 3), aspect)
         self._note(name, table, f"{rows}x{cols}" if outside else "")
         best, worst = max(alone.hi, filled.hi), min(alone.lo, filled.lo)
-        share = (best, math.sqrt(alone.mid * filled.mid), worst)[self.which]
+        share = np.array([best, math.sqrt(alone.mid * filled.mid), worst])
         num_batches = -(-count // size)
         launches = _LAUNCHES.get(choice.method, _OTHER_LAUNCHES) * num_batches
-        return max(num_batches * size * flops / (share * peak), launches * self.of("launch"))
+        return np.maximum(num_batches * size * flops / (share * peak), launches * self.of("launch"))
 
     def exchange(
         self,
@@ -285,10 +277,10 @@ class Rates(NamedTuple):
         across: int,  # the same to and from other nodes
         num_peers: int,
         spans_nodes: bool,
-    ) -> dict[str, float]:
+    ) -> dict[str, Ends]:
         """Seconds of latency and on the wire of one all-to-all, see [Note: how an exchange is timed]."""
         if num_ranks <= 1:
-            return {"latency": 0.0, "wire": 0.0}
+            return {"latency": np.zeros(3), "wire": np.zeros(3)}
         tables = [int(name.split()[1]) for name in self.hardware.numbers if name.startswith("all-to-all")]
         if tables and not spans_nodes:
             nearest = min(tables, key=lambda ranks: (abs(math.log(ranks / num_ranks)), ranks))
@@ -297,15 +289,15 @@ class Rates(NamedTuple):
             if nearest != num_ranks:
                 self._note(name, self.hardware[name], where)
             latency = self.of(name)
-            return {"latency": latency, "wire": max(0.0, self.of(name, max(size, 1), where) - latency)}
+            return {"latency": latency, "wire": np.maximum(0.0, self.of(name, max(size, 1), where) - latency)}
         latency = self.of("latency_across" if spans_nodes else "latency_inside")
-        wire = inside / (self.of("link") * self.of("link_efficiency")) if inside else 0.0
+        wire = inside / (self.of("link") * self.of("link_efficiency")) if inside else np.zeros(3)
         if across:
-            share = min(1.0, self.of("nics_per_node") / self.hardware.gpus_per_node)
-            wire = max(wire, across / (self.of("nic") * share * self.of("nic_efficiency")))
+            share = np.minimum(1.0, self.of("nics_per_node") / self.hardware.gpus_per_node)
+            wire = np.maximum(wire, across / (self.of("nic") * share * self.of("nic_efficiency")))
         return {"latency": latency + self.of("latency_peer") * num_peers, "wire": wire}
 
-    def passed(self, what: str, elements: int, fragment: float, wire_bytes: int) -> float:
+    def passed(self, what: str, elements: int, fragment: float, wire_bytes: int) -> Ends:
         """Seconds of a memory pass.
 
         Args:
@@ -315,32 +307,27 @@ class Rates(NamedTuple):
             wire_bytes: Bytes per element of the wire's dtype.
         """
         if not elements:
-            return 0.0
+            return np.zeros(3)
         if f"pass {what}" in self.hardware.numbers:
             return self.of(f"pass {what}", max(fragment, 1.0)) * elements
         of_wire = {"pack": wire_bytes, "apply": wire_bytes + 4 if wire_bytes < 4 else 0}
         return self.memory(elements * (_BYTES_MOVED[what] + of_wire.get(what, 0)))
 
-    def memory(self, size: int) -> float:
+    def memory(self, size: int) -> Ends:
         """Seconds to read and write `size` bytes in all."""
         return size / (self.of("memory_bandwidth") * self.of("memory_efficiency"))
 
-    def slowdown(self, num_ranks: int) -> float:
+    def slowdown(self, num_ranks: int) -> Ends:
         """Factor by which computation slows down when this many ranks of a node compute at once."""
         name = "ranks at once"
-        return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else 1.0
+        return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else np.ones(3)
 
     def _note(self, name: str, known: _Known, beyond: str = "") -> None:
         """Record a used number if it is unverified, and `beyond`, the size, if a table was read beyond its ends."""
         if not known.verified:
-            self.uses.unverified.setdefault(name, known.source)
+            self.unverified.setdefault(name, known.source)
         if beyond:
-            self.uses.extrapolated.setdefault(f"{name}: {beyond}")
-
-
-def interval(hardware: Hardware, uses: Uses, seconds: Callable[[Rates], float]) -> Time:
-    """Interval of a time, from its seconds with all rates at their best, middle and worst."""
-    return Time(*(seconds(Rates(hardware, which, uses)) for which in range(3)))
+            self.extrapolated.setdefault(f"{name}: {beyond}")
 
 
 # --------------------------------------------------------------------------------------------------------------- files

@@ -104,22 +104,17 @@ def count(
     return job.exact(machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
 
 
-def _check(mesh: Mesh, config: MuonConfig) -> None:
-    """Raise ValueError for options that the mesh's engine does not support."""
-    if mesh.engine == "zero" and config.stored():
-        raise ValueError(
-            f"engine zero keeps fp32 momentum and weights itself, and refuses {config.stored()}. Leave that out "
-            "(--momentum of the command)"
-        )
-
-
 class _Planned:
     """Model on a mesh, with the options of its optimizer."""
 
     def __init__(self, model: Model, mesh: Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]) -> None:
         self._model, self._mesh, self._device, self._weights = model, mesh, device, weights
         self._config = MuonConfig(**{key: options[key] for key in CONFIG_OPTIONS if key in options})
-        _check(mesh, self._config)
+        if mesh.engine == "zero" and self._config.stored():
+            raise ValueError(
+                f"engine zero keeps fp32 momentum and weights itself, and refuses {self._config.stored()}. Leave that "
+                "out (--momentum of the command)"
+            )
         with warnings.catch_warnings():  # the live job will show routing's warnings
             warnings.simplefilter("ignore")
             self._groups = Muon(model.module, **{"lr": 0.02, **options}).param_groups
@@ -220,7 +215,7 @@ def _classes_of(shares: Mapping[int, Sequence[RankClass]]) -> tuple[RankClass, .
         RankClass(
             ranks=tuple(ranks),
             stage=units[0].stage,
-            stored=sum((unit.stored for unit in units), Stored()),
+            stored=Stored(*map(sum, zip(*(unit.stored for unit in units), strict=True))),
             buckets=tuple(bucket for unit in units for bucket in unit.buckets),
             muon_elements=sum(unit.muon_elements for unit in units),
             adamw_elements=sum(unit.adamw_elements for unit in units),

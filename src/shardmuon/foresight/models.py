@@ -72,12 +72,8 @@ def load_model(model: str | nn.Module) -> Model:
         data = _preset(model)
         made = build(data["config"])
         return Model(data["title"], data["source"], made, data.get("active_parameters") or _active_of(made))
-    if is_config(model):
-        path = (Path(model) if model.endswith(".json") else Path(model) / "config.json").resolve()
-        made = model_from_config(model)
-        return Model(path.parent.name, str(path), made, _active_of(made))
-    if ":" in model:
-        made = model_from_function(model, meta=True)
+    if _is_config(model) or ":" in model:
+        made = make_model(model, meta=True)
         return Model(model, model, made, _active_of(made))
     raise ValueError(
         f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, known)}"
@@ -104,12 +100,18 @@ def _active_of(module: nn.Module) -> int:
     return 0 if has_experts else sum(p.numel() for p, _ in held)
 
 
-def is_config(text: str) -> bool:
+def make_model(text: str, meta: bool) -> nn.Module:
+    """Build the model of a Hugging Face config, or of MODULE:FUNCTION. `meta`: call the function under the meta device,
+    on which a config's model always is."""
+    return _from_config(text) if _is_config(text) else _from_function(text, meta)
+
+
+def _is_config(text: str) -> bool:
     """True if `text` is the path of a .json file, or of a folder with a config.json."""
     return text.endswith(".json") or (Path(text) / "config.json").is_file()
 
 
-def model_from_config(text: str) -> nn.Module:
+def _from_config(text: str) -> nn.Module:
     """Build the model of a Hugging Face config with transformers, on the meta device."""
     if not Path(text).exists():
         raise FileNotFoundError(f"{text}: there is no such file")
@@ -128,7 +130,7 @@ def model_from_config(text: str) -> nn.Module:
     return model
 
 
-def model_from_function(text: str, meta: bool) -> nn.Module:
+def _from_function(text: str, meta: bool) -> nn.Module:
     """Build or import the model named by MODULE:NAME or FILE.py:NAME; the name is that of a function that returns the
     model, or of the model itself. `meta`: call the function under the meta device."""
     module_name, _, name = text.partition(":")
@@ -169,7 +171,7 @@ def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
     return made
 
 
-def modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta") -> nn.Module:
+def _modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta") -> nn.Module:
     """Build a tree of modules with parameters of these names and shapes. Parameters are uninitialized, and the modules
     have no forward.
 
@@ -368,7 +370,7 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     shapes = _shapes(_FIRST, _words(c))
     for layer in range(c.num_hidden_layers):
         shapes |= _shapes(_LAYER, _words(c, layer), f"model.layers.{layer}.")
-    made: Any = modules_of(shapes | _shapes(_LAST, _words(c)), kinds, device)
+    made: Any = _modules_of(shapes | _shapes(_LAST, _words(c)), kinds, device)
     if c.tie_word_embeddings:
         made.lm_head.weight = made.model.embed_tokens.weight
     return cast(nn.Module, made)

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardmuon.foresight.counting import BucketCount, RankClass, Sent
-from shardmuon.foresight.hardware import Hardware, Rates, Time, Uses, interval, load, names
+from shardmuon.foresight.hardware import Ends, Hardware, Rates, Time, load
 from shardmuon.foresight.job import Exact, exact_of
 from shardmuon.plan import pipeline
 from shardmuon.plan.pipeline import BucketTimes, Course, Event
@@ -34,7 +36,7 @@ _FACTORS = {
 _EXCHANGES = ("gather", "scatter", "relay")
 _WIRE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _Pick = Mapping[str, int]  # factor -> its value: 0 best, 1 middle, 2 worst
-_Seconds = dict[str, float]  # by factor
+_Seconds = dict[str, Ends]  # by factor
 _MIDDLE = dict.fromkeys(_FACTORS, 1)
 _Key = tuple[object, ...]  # identifies a bucket and the group of ranks that exchange it; equal on all these ranks
 _Held = tuple[_Key, BucketCount]  # a bucket as the ranks of one class run it
@@ -78,14 +80,6 @@ class Price:
             return "nothing in it is uncertain"
         return "; ".join(f"{text} ({share:.0%})" for _, text, share in self.reasons[:2] if share >= 0.05)
 
-    @property
-    def share(self) -> Time:
-        """Fraction of a training step that the optimizer takes; zeros without tokens."""
-        if self.training is None:
-            return Time(0.0, 0.0, 0.0)
-        whole = (self.training.hi, self.training.mid, self.training.lo)
-        return Time(*(ours / (ours + other) for ours, other in zip(self.step, whole, strict=True)))
-
 
 def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> Price:
     """Price a plan.
@@ -93,19 +87,19 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
     Args:
         exact: Counts of the plan.
         hardware: Machine of every rank.
-        tokens: Tokens of a training step on all ranks, for the optimizer's share of the step.
+        tokens: Tokens of a training step on all ranks, to price its forward and backward.
 
     Raises:
         ValueError: The hardware file lacks a number that the plan needs, or `tokens` is not a number above 0.
     """
     if tokens is not None and not 0 < tokens < math.inf:
         raise ValueError(f"tokens={tokens} must be a number above 0. Write the tokens of one step, e.g. 4e6")
-    uses = Uses()
-    pricer = _Pricer(exact, hardware, uses)
+    rates = Rates(hardware)
+    pricer = _Pricer(exact, rates)
     best, middle, worst = (pricer.run(dict.fromkeys(_FACTORS, which)) for which in range(3))
     slowest = max(range(len(middle)), key=lambda i: (middle[i].end, -i))
     step = Time(*sorted(max(course.end for course in courses) for courses in (best, middle, worst)))
-    training = None if tokens is None else _training_seconds(exact, hardware, tokens, uses)
+    training = None if tokens is None else _training_seconds(exact, rates, tokens)
     found = exact.classes[slowest]
     return Price(
         step=step,
@@ -116,39 +110,56 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
         ends={c.example: course.end for c, course in zip(exact.classes, middle, strict=True)},
         tokens=tokens,
         training=training,
-        unverified=dict(sorted(uses.unverified.items())),
-        extrapolated=tuple(uses.extrapolated),
+        unverified=dict(sorted(rates.unverified.items())),
+        extrapolated=tuple(rates.extrapolated),
     )
 
 
-def _training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Uses) -> Time:
+def _training_seconds(exact: Exact, rates: Rates, tokens: float) -> Time:
     """Seconds of forward and backward: 6 x active parameters x tokens / (ranks x peak FLOP/s x MFU)."""
     if not exact.tokens_flops:
         raise ValueError(
-            f"{exact.model}: how many parameters work on a token is not known (it has experts), so no share of a "
-            "training step can be told. Give --active-params (active_params=), or leave --tokens-per-step out"
+            f"{exact.model}: how many parameters work on a token is not known (it has experts), so a training "
+            "step cannot be priced. Give --active-params (active_params=), or leave --tokens-per-step out"
         )
     work = exact.tokens_flops * tokens / exact.world
-    return interval(hardware, uses, lambda rates: work / (rates.of("peak bfloat16") * rates.of("mfu")))
+    return Time(*(work / (rates.of("peak bfloat16") * rates.of("mfu"))))
 
 
 def adamw_step(exact: Exact, hardware: Hardware) -> Time:
     """Seconds of an AdamW step on all parameters, on the rank that holds the most elements."""
     most = max(c.muon_elements + c.adamw_elements for c in exact.classes)
-    return interval(
-        hardware, Uses(), lambda rates: rates.of("host_step") + rates.passed("adamw", most, max(1, most / 64), 4)
-    )
+    rates = Rates(hardware)
+    return Time(*(rates.of("host_step") + rates.passed("adamw", most, max(1, most / 64), 4)))
 
 
 class _Pricer:
-    """Times of the buckets of all classes of ranks, and simulated steps built from these times."""
+    """Times of the buckets of all classes of ranks, and simulated steps built from these times.
 
-    def __init__(self, exact: Exact, hardware: Hardware, uses: Uses) -> None:
-        self._exact = exact
-        fragments = _fragments_of(exact)
-        held: dict[_Held, int] = {}  # distinct buckets -> index; classes that run equal buckets share an entry
+    Attributes:
+        _held: For each class, the indices of its buckets in `_phases`; classes that run equal buckets share them.
+        _overlap: Share of an exchange that can run while products run.
+        _first: Factor -> seconds before the first bucket.
+        _phases: For each bucket: the key of its exchanges (None if nothing moves), and phase -> factor -> seconds.
+            Exchanges that the bucket does not have are left out.
+        _adamw: Seconds of AdamW on each class of ranks.
+    """
+
+    def __init__(self, exact: Exact, rates: Rates) -> None:
+        self._exact, self._rates = exact, rates
+        fragments, held = _fragments_of(exact), dict[_Held, int]()
         self._held = [[held.setdefault((_group(c, b), b), len(held)) for b in c.buckets] for c in exact.classes]
-        self._parts = [_Parts(exact, list(held), fragments, Rates(hardware, which, uses)) for which in range(3)]
+        self._slower = rates.slowdown(min(exact.world, rates.hardware.gpus_per_node, exact.mesh.gpus_per_node))
+        self._overlap = rates.of("overlap")
+        votes = max((c.votes for c in exact.classes), default=0)
+        hops = math.log2(max(2, exact.world)) * votes if exact.world > 1 else 0.0
+        self._first = {"host": rates.of("host_step"), "latency": rates.of("agreement") * hops}
+        self._phases = [
+            (None if bucket.route == "local" else group, self._phases_of(bucket, fragments[group]))
+            for group, bucket in held
+        ]
+        self._slowest_of_each_exchange()
+        self._adamw = [self._pass("adamw", c.adamw_elements, c.adamw_elements / 2, 4) for c in exact.classes]
 
     def run(self, pick: _Pick, stage: int | None = None) -> list[Course]:
         """Simulate a step with each factor at its picked value; one course per class of ranks. With `stage`, only the
@@ -157,16 +168,16 @@ class _Pricer:
         times = {number: self._times(number, pick) for number in {n for i in which for n in self._held[i]}}
         return pipeline.run(
             [[times[number] for number in self._held[i]] for i in which],
-            sum(self._parts[pick[factor]].first[factor] for factor in ("host", "latency")),
-            [self._parts[pick["memory"]].adamw[i] for i in which],
-            self._parts[pick["overlap"]].overlap,
+            sum(float(seconds[pick[factor]]) for factor, seconds in self._first.items()),
+            [float(self._adamw[i][pick["memory"]]) for i in which],
+            float(self._overlap[pick["overlap"]]),
         )
 
     def _times(self, number: int, pick: _Pick) -> BucketTimes:
-        key, phases = self._parts[1].phases[number]
+        key, phases = self._phases[number]
         found: dict[str, Any] = dict.fromkeys(_EXCHANGES)
-        for phase, factors in phases.items():
-            found[phase] = sum(self._parts[pick[factor]].phases[number][1][phase][factor] for factor in factors)
+        for phase, by_factor in phases.items():
+            found[phase] = sum(float(seconds[pick[factor]]) for factor, seconds in by_factor.items())
         return BucketTimes(key, **found)
 
     def reasons(self, step: Time, stage: int) -> tuple[tuple[str, str, float], ...]:
@@ -180,47 +191,21 @@ class _Pricer:
 
     def parts(self, number: int, waited: Sequence[float]) -> dict[str, Time]:
         """Seconds of one class of ranks by activity. `waited`: seconds of waiting at best, in the middle, at worst."""
+        phases = [item for n in self._held[number] for item in self._phases[n][1].items() if item[0] not in _EXCHANGES]
 
-        def spent(parts: _Parts, factor: str) -> float:
-            phases = (item for n in self._held[number] for item in parts.phases[n][1].items())
-            return sum(seconds.get(factor, 0.0) for phase, seconds in phases if phase not in _EXCHANGES)
+        def spent(factor: str) -> Ends:
+            return sum((seconds[factor] for _, seconds in phases if factor in seconds), np.zeros(3))
 
         return {
-            "products": Time(*(spent(parts, "products") for parts in self._parts)),
-            "momentum, copies, weights": Time(*(spent(parts, "memory") for parts in self._parts)),
-            "AdamW": Time(*(parts.adamw[number] for parts in self._parts)),
-            "host": Time(*(spent(parts, "host") + parts.first["host"] for parts in self._parts)),
-            "vote": Time(*(parts.first["latency"] for parts in self._parts)),
+            "products": Time(*spent("products")),
+            "momentum, copies, weights": Time(*spent("memory")),
+            "AdamW": Time(*self._adamw[number]),
+            "host": Time(*(spent("host") + self._first["host"])),
+            "vote": Time(*self._first["latency"]),
             "waiting for exchanges": Time(min(waited[0], waited[2]), waited[1], max(waited[0], waited[2])),
         }
 
-
-class _Parts:
-    """Seconds of a step's parts by factor, with all uncertain numbers at their best, middle or worst (see `rates`).
-
-    Attributes:
-        overlap: Share of an exchange that can run while products run.
-        first: Factor -> seconds before the first bucket.
-        phases: For each bucket: the key of its exchanges (None if nothing moves), and phase -> factor -> seconds.
-            Exchanges that the bucket does not have are left out.
-        adamw: Seconds of AdamW on each class of ranks.
-    """
-
-    def __init__(self, exact: Exact, held: Sequence[_Held], fragments: Mapping[_Key, int], rates: Rates) -> None:
-        self._rates, mesh = rates, exact.mesh
-        self._slower = rates.slowdown(min(exact.world, rates.hardware.gpus_per_node, mesh.gpus_per_node))
-        self.overlap = rates.of("overlap")
-        votes = max((c.votes for c in exact.classes), default=0)
-        hops = math.log2(max(2, exact.world)) * votes if exact.world > 1 else 0.0
-        self.first = {"host": rates.of("host_step"), "latency": rates.of("agreement") * hops}
-        self.phases = [
-            (None if bucket.route == "local" else group, self._phases(bucket, fragments[group]))
-            for group, bucket in held
-        ]
-        self._slowest_of_each_exchange()
-        self.adamw = [self._pass("adamw", c.adamw_elements, c.adamw_elements / 2, 4) for c in exact.classes]
-
-    def _phases(self, bucket: BucketCount, fragments: int) -> dict[str, _Seconds]:
+    def _phases_of(self, bucket: BucketCount, fragments: int) -> dict[str, _Seconds]:
         rates, foreign, idle = self._rates, bucket.foreign, bucket.idle
         each, calls, held = rates.of("host_matrix"), rates.of("host_bucket"), max(1, bucket.held)
 
@@ -233,11 +218,11 @@ class _Parts:
 
         fill, momentum = passed("pack", bucket.held - foreign - idle), passed("momentum", idle)
         copied = bucket.received.gather.bytes + bucket.sent.scatter.bytes  # from the wire to the batches, and back
-        products = sum(self._slower * rates.product(m.rows, m.cols, m.how, m.num, m.flops) for m in bucket.matrices)
+        products = sum((rates.product(*m) for m in bucket.matrices), np.zeros(3))
         phases: dict[str, _Seconds] = {
             "pack": passed("pack", foreign, 0.5),
             "fill": {"memory": fill["memory"] + momentum["memory"], "host": fill["host"] + momentum["host"]},
-            "orthogonalize": {"products": products, "memory": rates.memory(2 * copied)},
+            "orthogonalize": {"products": self._slower * products, "memory": rates.memory(2 * copied)},
             "apply": passed("apply", bucket.held - idle, 0.5, bucket.sent.relay.bytes),
             "finish": passed("apply", idle, 0.5 * bucket.relays),
         }
@@ -250,17 +235,17 @@ class _Parts:
         inside, across = (max(sent[way], received[way]) for way in (0, 1))
         return self._rates.exchange(bucket.num_ranks, inside, across, peers, bucket.num_nodes > 1)
 
-    def _pass(self, what: str, elements: int, fragment: float, wire: int) -> float:
+    def _pass(self, what: str, elements: int, fragment: float, wire: int) -> Ends:
         return self._slower * self._rates.passed(what, elements, fragment, wire)
 
     def _slowest_of_each_exchange(self) -> None:
         """Give all ranks of an exchange the same time: the largest that any of these ranks needs, factor by factor."""
         most: dict[tuple[_Key | None, str], _Seconds] = {}
-        exchanges = [(key, phase, phases) for key, phases in self.phases for phase in _EXCHANGES if phase in phases]
+        exchanges = [(key, phase, phases) for key, phases in self._phases for phase in _EXCHANGES if phase in phases]
         for key, phase, phases in exchanges:
-            known = most.setdefault((key, phase), {"latency": 0.0, "wire": 0.0})
+            known = most.setdefault((key, phase), {"latency": np.zeros(3), "wire": np.zeros(3)})
             for factor, seconds in phases[phase].items():
-                known[factor] = max(known[factor], seconds)
+                known[factor] = np.maximum(known[factor], seconds)
             phases[phase] = known
 
 
@@ -297,31 +282,3 @@ def price_plan(plan: Plan, gpu: str | Path | Hardware, *, gpus_per_node: int | N
     """
     hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
     return price(exact_of(plan, hardware.gpus_per_node if gpus_per_node is None else gpus_per_node), hardware)
-
-
-def summary(plan: Plan) -> list[str]:
-    """Lines for the printed plan: bytes and messages of the rank that sends most, and the seconds of a step.
-
-    The seconds are for the matrices alone, on the plan's machine. They are left out without PyYAML, or if no hardware
-    file has the machine's rates.
-    """
-    machine, lines = plan.policy.machine, list[str]()
-    exact = exact_of(plan, machine.per_node)
-    most = max(exact.classes, key=lambda c: c.sent.bytes, default=None)
-    if most is None or not most.sent.bytes:
-        return lines
-    inside, across, *peers = most.sent
-    lines.append(
-        f"rank {most.example} sends most: {inside / 2**20:.4g} MiB inside its node, {across / 2**20:.4g} MiB between "
-        f"nodes of {machine.per_node} ranks, in {sum(peers)} messages of {most.exchanges} exchanges"
-    )
-    known = machine.name.rpartition(" ")[2]
-    if known in names():
-        try:
-            found = price(exact, load(known))
-        except (ImportError, ValueError):  # no PyYAML; or the file has no rate of these products
-            pass
-        else:
-            waiting = found.parts["waiting for exchanges"].mid / found.step.mid
-            lines.append(f"a step on {machine.name}: {found.step}, of which {waiting:.0%} waits for exchanges")
-    return lines

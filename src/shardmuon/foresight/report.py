@@ -39,7 +39,7 @@ def plan(
         gpu: Name of a hardware file of the package ("h100"), path of a hardware file, or a `Hardware`.
         engine: Framework that shards parameters: "torch" (default: DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
         gpus_per_node: Ranks connected by the fast links. Default: the hardware's.
-        tokens_per_step: Tokens of a training step on all ranks, for the optimizer's share of the step.
+        tokens_per_step: Tokens of a training step on all ranks, to compare its time with AdamW's.
         active_params: Number of parameters used per token, for a model with experts that is not a preset.
         weights: dtype of the model's parameters and gradients.
         **options: Options of `Muon`, such as ``method``, ``momentum_dtype`` or ``ns_steps``.
@@ -76,7 +76,7 @@ class Report:
     Attributes:
         exact: Exact counts, except for the memory of a step, which is an upper bound.
         hardware: Machine that the job was priced on.
-        price: Seconds of a step, and the step's share of training.
+        price: Seconds of a step, and of the forward and backward before it.
         adamw: Seconds of an AdamW step on the same mesh.
     """
 
@@ -195,8 +195,6 @@ def _sections(report: Report) -> list[_Section]:
 
 def _summary(report: Report) -> _Section:
     exact, mesh = report.exact, report.exact.mesh
-    digests = [f"{digest} (ranks {ranks})" for ranks, digest in list(exact.digests.items())[:3]]
-    more = len(exact.digests) - len(digests)
     params, in_matrices = _number(exact.muon_params + exact.adamw_params), _number(exact.muon_params)
     rows = {
         "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
@@ -205,7 +203,6 @@ def _summary(report: Report) -> _Section:
         "mesh": f"{mesh} ({mesh.engine}), {exact.world:,} ranks on {mesh.num_nodes:,} nodes of {mesh.gpus_per_node}",
         "hardware": report.hardware.title,
         "options": ", ".join(f"{key} {value}" for key, value in exact.options.items()),
-        "digest": "; ".join([*digests, f"{more:,} more"] if more > 0 else digests),
     }
     return _Section("Plan", [row for row in rows.items() if row[1]])
 
@@ -216,20 +213,16 @@ def _answers(report: Report) -> _Section:
         "optimizer step": f"{price.step}, most likely {seconds(price.step.mid)}",
         "why so wide": price.reason,
         "memory of a rank": _memory(report),
-        "share of a training step": "",
         "over AdamW": f"AdamW's step: {report.adamw}",
         "straggler": _straggler(report),
     }
     if price.training is not None:
-        low, middle, high = map(_percent, price.share)
-        rows["share of a training step"] = (
-            f"{low} .. {high}, most likely {middle}; forward and backward of {_number(price.tokens or 0)} tokens "
-            f"take {price.training}"
-        )
         low, middle, high = map(_percent, report.overhead)
-        longer = f"a training step is {middle} longer than with AdamW ({low} .. {high})"
-        rows["over AdamW"] = f"{longer}; {rows['over AdamW']}"
-    return _Section("Answers", [row for row in rows.items() if row[1]])
+        rows["over AdamW"] = (
+            f"a training step is {middle} longer than with AdamW ({low} .. {high}); forward and backward of "
+            f"{_number(price.tokens or 0)} tokens take {price.training}; {rows['over AdamW']}"
+        )
+    return _Section("Answers", [*rows.items()])
 
 
 def _memory(report: Report) -> str:

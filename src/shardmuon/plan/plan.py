@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
 
 from shardmuon.comm.vote import digest_of
 from shardmuon.errors import ranks_text
@@ -37,8 +36,6 @@ class Plan:
     buckets: tuple[Bucket, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
     policy: Policy = field(default=Policy(), compare=False)
-    # Lines with counts and prices. Set in `shardmuon/__init__.py`, since this module must not import the pricing code.
-    summary: ClassVar[Callable[[Plan], list[str]]]
 
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:
@@ -71,13 +68,8 @@ class Plan:
         return loads
 
     def __str__(self) -> str:
-        return self.text(self.summary())
-
-    def text(self, summary: Sequence[str] = ()) -> str:
-        """Text of the plan. `summary`: lines with counts and prices, which take time to compute if there are many
-        ranks."""
         reasons = dict.fromkeys(f"{i.rows}x{i.cols}: {i.how}, {i.reason}" for i in self.items if i.reason)
-        return "\n".join([_rows(self), *reasons, *summary, *_balance(self), *self.notes])
+        return "\n".join([_rows(self), *reasons, *_balance(self), *self.notes])
 
 
 def _rows(plan: Plan) -> str:
