@@ -77,14 +77,16 @@ def reading(shape: Ints, mesh: Ints, placements: Placements) -> tuple[OfRank, ..
     Returns:
         Pieces and storage shape of each rank, in row-major order of mesh coordinates.
     """
-    cuts = [
-        _nested([(axis, p.factor) for axis, p in enumerate(placements) if p and p.dim == dim], mesh)
-        for dim in range(len(shape))
-    ]
-    places = itertools.product(*map(range, mesh))
-    return tuple(
-        _stored([_ranges(n, of_dim, mesh, at) for n, of_dim in zip(shape, cuts, strict=True)]) for at in places
-    )
+    return tuple(read_at(shape, mesh, placements, place) for place in itertools.product(*map(range, mesh)))
+
+
+def read_at(shape: Ints, mesh: Ints, placements: Placements, place: Ints) -> OfRank:
+    """Compute the pieces and the storage shape of one rank, at this mesh coordinate: see `reading`."""
+    ranges = []
+    for dim, size in enumerate(shape):
+        cuts = _nested([(axis, p.factor) for axis, p in enumerate(placements) if p and p.dim == dim], mesh)
+        ranges.append(_ranges(size, cuts, mesh, place))
+    return _stored(ranges)
 
 
 def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:

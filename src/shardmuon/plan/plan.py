@@ -127,12 +127,11 @@ def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy:
     if not each:
         return shared
     alone = cheapest(specs, [each.get(item.key, item) for item in shared.items], policy)
-    way, other, what, others = shared, alone, "they share the work", "each for itself"
+    way, what = shared, "they share the work"
     if _gains(shared.ns, alone.ns, policy):
-        way, other, what, others = alone, shared, "each works for itself", "shared"
-    beside = f", it would take {other.ns / way.ns:.3g}x as long" if other.ns > way.ns else " is not cheaper"
-    replicas = f"{max(len(item.owners) for item in each.values())} replicas"
-    note = f"ranks {ranks_text(ranks)}: {replicas}: {what}, by price ({policy.machine.name}); {others}{beside}"
+        way, what = alone, "each works for itself"
+    replicas = max(len(item.owners) for item in each.values())
+    note = f"ranks {ranks_text(ranks)}: {replicas} replicas: {what}, by price ({policy.machine.name})"
     return way._replace(notes=(note, *way.notes))
 
 
