@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 import pytest
 import torch
 from dense_step import DenseMuon
-from simulated import EACH, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, planned, sharded, spec
+from simulated import EACH, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, along, cut, planned, sharded, spec
 
 from shardmuon import Muon
 from shardmuon.foresight.counting import count_plan
-from shardmuon.layout.pieces import Box, Held, Tile
+from shardmuon.layout.pieces import Tile
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
@@ -118,15 +118,11 @@ def test_local_matrices_stay_and_scarce_ones_are_shared_out() -> None:
 
 def test_owners_without_a_choice_count_before_the_others_choose() -> None:
     """Rank 0 alone stores a small matrix; three large ones go to the other ranks."""
-    small = spec("small", dataclasses.replace(LAYOUTS["one"](matrix_view((4, 4))), ranks=(0, 1, 2, 3), held=_first()))
+    small = spec("small", along(matrix_view((4, 4)), 0, {0: [(0, 4)], 1: [], 2: [], 3: []}))
     large = [spec(f"large {i}", LAYOUTS["fsdp"](matrix_view((16, 16)))) for i in range(3)]
     plan = make_plan([*large, small], Policy())
     assert [item.owners for item in plan.items] == [(1,), (2,), (3,), (0,)]
     assert plan.items[3].route == "local"
-
-
-def _first() -> tuple[tuple[Held, ...], ...]:
-    return ((Held(Box((0, 0), (4, 4)), (0, 0)),), (), (), ())
 
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:

@@ -93,18 +93,15 @@ def _rows(plan: Plan) -> str:
 
 
 def _balance(plan: Plan) -> list[str]:
-    """Lines for the printed plan on the most loaded rank and on idle ranks."""
-    lines, loads = [], plan.loads()
-    if any(loads.values()):
-        mean = sum(loads.values()) / len(loads)
-        lines.append(
-            f"{len(plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank "
-            f"{max(loads.values()) / mean:.2f}x of the mean {mean / 1e9:.2f} GFLOP a step"
-        )
-    idle = tuple(rank for rank, flops in loads.items() if not flops)
-    if len(idle) < len(loads) and idle:
-        lines.append(f"{len(idle)} of {len(loads)} ranks orthogonalize nothing: ranks {ranks_text(idle)}")
-    return lines
+    """Line for the printed plan on the most loaded rank; none for a plan without work."""
+    loads = plan.loads().values()
+    if not any(loads):
+        return []
+    mean = sum(loads) / len(loads)
+    return [
+        f"{len(plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank {max(loads) / mean:.2f}x of the "
+        f"mean {mean / 1e9:.2f} GFLOP a step"
+    ]
 
 
 def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:

@@ -57,8 +57,14 @@ class DTensorEngine(Engine):
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, meshes.Extent], grid: Grid) -> Stored:
         shape, mesh, ranks, placements = form
-        pieces = meshes.believed(shape, mesh, placements, [extents[rank].shape for rank in ranks])
-        return shape, dict(zip(ranks, pieces, strict=True))
+        found = dict(zip(ranks, meshes.reading(shape, mesh, placements), strict=True))
+        if not all(meshes.same_storage(implied, extents[rank].shape) for rank, (_, implied) in found.items()):
+            raise ValueError(
+                f"cannot tell which elements a rank holds when its storage differs from its placements, which say "
+                f"{[implied for _, implied in found.values()]}. Place it by fully_shard, parallelize_module or "
+                "distribute_tensor"
+            )
+        return shape, {rank: held for rank, (held, _) in found.items()}
 
     def groups(self, param: Any, group: Group) -> list[Any]:
         mesh = param.device_mesh
