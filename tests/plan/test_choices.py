@@ -145,21 +145,6 @@ def _drawn(specs: list[Spec]) -> list[torch.Tensor]:
     return [torch.randn(one.layout.view.shape, generator=generator) for one in specs]
 
 
-def test_no_bit_depends_on_the_plan() -> None:
-    """Twenty drawn plans of one job: machines, bounds and owners."""
-    shapes = [(48, 32), (96, 32), (32, 96), (7, 5), (1500, 3), (48, 32), (96, 32)]
-    specs = [spec(str(i), sharded(matrix_view(shape), [(0, 1, 2), (3, 4, 5)], 0)) for i, shape in enumerate(shapes)]
-    found, kinds = [], set()
-    for seed in range(20):
-        draw = random.Random(seed)
-        policy = Policy(draw.choice([None, 2000, 9000, 20_000]), draw.choice(list(MACHINES.values())))
-        drawn = [one._replace(costs=(draw.randint(1, 9) * 10 ** draw.choice([3, 9, 12]),)) for one in specs]
-        made = make_plan(drawn, policy)
-        found.append(_stepped(made, _drawn(specs)))
-        kinds.add((tuple(item.owners for item in made.items), tuple(bucket.items for bucket in made.buckets)))
-    assert len(kinds) >= 10 and _equal(found)
-
-
 def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
     """A dense matrix on one of four ranks that have eight experts each: others take those, with the same bits. Where
     stages keep numbers of them, which travel, each stays with its holder."""

@@ -20,13 +20,15 @@ from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.buckets import _shares_of
 from shardmuon.plan.items import Item, Policy, Spec
+from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.plan import make_plan
 from shardmuon.plan.program import BufferPlace, Copy, KeptLoad, Load, _joined, make_program
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_sets_that_overlap_and_layouts_that_mix_have_the_bits_of_one_process(seed: int) -> None:
-    """Dtypes (and so wires), stages and parameters without gradients are drawn, too. Every layout by itself:
+    """Dtypes (and so wires), stages, parameters without gradients, machines and bounds are drawn, too: no bit depends
+    on a plan. Every layout by itself:
     step/test_bucket_runs.py and step/test_stages.py."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -42,7 +44,8 @@ def test_sets_that_overlap_and_layouts_that_mix_have_the_bits_of_one_process(see
     dense = DenseMuon(weights, groups, chooser)
     for grads in steps:
         dense.step(grads, groups)
-    for policy in (Policy(bucket_bytes=draw.choice([100, 2000, 1 << 25])), EACH):
+    drawn = (Policy(draw.choice([None, 100, 2000, 9000]), draw.choice([*MACHINES.values()])) for _ in range(2))
+    for policy in (*drawn, EACH):
         ranks = SimulatedRanks(planned(layouts, groups, chooser, policy, wide=wide), weights)
         for grads in steps:
             ranks.step(grads, groups)
