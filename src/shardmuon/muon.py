@@ -27,7 +27,7 @@ from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing, read_state, without_callables
 from shardmuon.comm.groups import GroupRef, Ranks, Traffic, group_for, group_ranks, my_rank
 from shardmuon.comm.lanes import close_lane
-from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, agree, current_world, gather, renewed
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, agree, current_world, renewed
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.first_step import FirstStep
 from shardmuon.host import Host, Hosts, Progress, creates_state_only
@@ -262,7 +262,8 @@ class Core:
         fault = Fault()
         with made_public():
             binding = renewed(StepCall(self, fault), fault)
-            gather(None, binding.component, fault)  # a step tells what failed behind the last talk in its vote
+            if fault.text is not None:  # behind the last talk: a step tells of it in its vote
+                raise Refused(fault.text, fault.cause)
         return binding.plan
 
     def complete_state(self) -> None:

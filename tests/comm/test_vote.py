@@ -220,10 +220,13 @@ def _most_bits() -> bool:
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank, MOST_BITS)
     assert vote(ballot, ALL) == Verdict(Phase.STEP, Flag.AUDIT, False, most)
     shard = FlatShard((4, 6), 12 * rank, dist.group.WORLD, "flat buffers")
-    optimizer = Muon([("w", mark_flat(nn.Parameter(torch.ones(12 if rank < 2 else 0)), shard))], lr=0.1)
-    with mock.patch.object(binding, "MOST_BITS", 0), pytest.raises(ValueError, match=r"1 parameters may .* for 0"):
-        optimizer.prepare()
-    return bool(optimizer.prepare().items)
+    param = mark_flat(nn.Parameter(torch.ones(12 if rank < 2 else 0)), shard)
+    optimizer, param.grad = Muon([("w", param)], lr=0.1), torch.ones_like(param)
+    for call in (optimizer.prepare, optimizer.step):
+        with mock.patch.object(binding, "MOST_BITS", 0), pytest.raises(ValueError, match=r"1 parameters may .* for 0"):
+            call()
+    optimizer.step()
+    return bool(optimizer.plan.items)
 
 
 def test_a_vote_has_room_for_half_a_million_gradients_and_more_are_refused_on_every_rank(world3: RankPool) -> None:
