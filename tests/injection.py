@@ -249,16 +249,11 @@ def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
     return [[bool(value) for value in theirs[1:]] for theirs in everyone]
 
 
-def places_by_rank(call: Callable[[], object], begin: str, last: str | None = None) -> list[list[Place]]:
-    """Return what `places` finds on each rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, places(call, begin, last))
-    return [[Place(*place) for place in theirs] for theirs in found]
-
-
 def known_places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
     """The same functions on every rank, in one order."""
-    return list(dict.fromkeys(place for theirs in places_by_rank(call, begin, last) for place in theirs))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, places(call, begin, last))
+    return list(dict.fromkeys(Place(*place) for theirs in found for place in theirs))
 
 
 def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> tuple[list[str], list[str]]:
@@ -282,20 +277,19 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
     def plant(*args: Any, **options: Any) -> Any:
         del optimizer.step
         for at, place in enumerate(known[::stride]):
-            for kind in (at % len(KINDS),):
-                groups = [(group, list(group["params"])) for group in optimizer.param_groups]
-                before = _copies(optimizer)
-                victim = (at + kind) % dist.get_world_size()
-                found = check_all_raise(lambda: original(*args, **options), place, KINDS[kind], victim, 1, "step")
-                optimizer.param_groups = [group for group, _ in groups]
-                for group, params in groups:
-                    group["params"] = params
-                if found is None:  # the victim does not call it: a healthy step
-                    continue
-                after = _copies(optimizer)
-                assert len(before) == len(after) and all(map(torch.equal, before, after)), f"{place} changed something"
-                if found is False:
-                    passed.append(f"{place} {type(KINDS[kind]).__name__}")
+            groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+            before, kind = _copies(optimizer), at % len(KINDS)
+            victim = (at + kind) % dist.get_world_size()
+            found = check_all_raise(lambda: original(*args, **options), place, KINDS[kind], victim, 1, "step")
+            optimizer.param_groups = [group for group, _ in groups]
+            for group, params in groups:
+                group["params"] = params
+            if found is None:  # the victim does not call it: a healthy step
+                continue
+            after = _copies(optimizer)
+            assert len(before) == len(after) and all(map(torch.equal, before, after)), f"{place} changed something"
+            if found is False:
+                passed.append(f"{place} {type(KINDS[kind]).__name__}")
         return original(*args, **options)
 
     for wrapper in (trace, plant):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardmuon import Muon
+from shardmuon.layout.mesh import at_dim
 from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
 from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
@@ -88,19 +89,22 @@ def assembled(layout: ParamLayout, storages: Mapping[int, Tensor]) -> Tensor:
     return whole
 
 
+def along(view: MatrixView, dim: int, by_rank: Mapping[int, Sequence[tuple[int, int]]]) -> ParamLayout:
+    """Each rank stores these intervals [start, stop) of a dim, one after the other."""
+    shape, zeros, held = view.shape, (0,) * len(view.shape), []
+    for ranges in by_rank.values():
+        starts = itertools.accumulate((stop - start for start, stop in ranges), initial=0)
+        boxes = [Box(at_dim(zeros, dim, start), at_dim(shape, dim, stop - start)) for start, stop in ranges]
+        held.append(tuple(Held(box, at_dim(zeros, dim, at)) for box, at in zip(boxes, starts, strict=False)))
+    return ParamLayout(view, tuple(by_rank), tuple(held))
+
+
 def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamLayout:
     """Each row of the grid is a replica, cut along a dim; the last ranks may be left with little or nothing."""
-    shape, parts = view.shape, len(grid[0])
-    step = -(-shape[dim] // parts)
-    held = {}
-    for replica in grid:
-        for part, rank in enumerate(replica):
-            first, last = min(part * step, shape[dim]), min((part + 1) * step, shape[dim])
-            offset, size = [0] * len(shape), list(shape)
-            offset[dim], size[dim] = first, last - first
-            held[rank] = (Held(Box(tuple(offset), tuple(size)), (0,) * len(shape)),)
-    ranks = tuple(sorted(held))
-    return ParamLayout(view, ranks, tuple(held[rank] for rank in ranks))
+    num = view.shape[dim]
+    step = -(-num // len(grid[0]))
+    cuts = {rank: [min((part + n) * step, num) for n in (0, 1)] for row in grid for part, rank in enumerate(row)}
+    return along(view, dim, {rank: [(start, stop)] for rank, (start, stop) in sorted(cuts.items())})
 
 
 def fully_sharded(shape: tuple[int, ...], ranks: int, **options: Any) -> ParamLayout:
@@ -110,18 +114,10 @@ def fully_sharded(shape: tuple[int, ...], ranks: int, **options: Any) -> ParamLa
 
 def strided_shards(view: MatrixView, ranks: Sequence[int]) -> ParamLayout:
     """Rank i of n stores the i-th part of both halves of the rows: several pieces in one storage."""
-    shape = view.shape
-    part = shape[0] // (2 * len(ranks))
-    held = []
-    for place in range(len(ranks)):
-        starts = (place * part, shape[0] // 2 + place * part)
-        held.append(
-            tuple(
-                Held(Box((start, *(0,) * (len(shape) - 1)), (part, *shape[1:])), (at * part, *(0,) * (len(shape) - 1)))
-                for at, start in enumerate(starts)
-            )
-        )
-    return ParamLayout(view, tuple(ranks), tuple(held))
+    half = view.shape[0] // 2
+    part = half // len(ranks)
+    starts = {rank: (at * part, half + at * part) for at, rank in enumerate(ranks)}
+    return along(view, 0, {rank: [(start, start + part) for start in of] for rank, of in starts.items()})
 
 
 def flat(view: MatrixView, ranks: Sequence[int], cuts: Sequence[int]) -> ParamLayout:
@@ -132,19 +128,9 @@ def flat(view: MatrixView, ranks: Sequence[int], cuts: Sequence[int]) -> ParamLa
 
 def unlike_replicas(view: MatrixView) -> ParamLayout:
     """Three parts of the rows, each on two or three of four ranks, which store theirs in unlike orders."""
-    height = view.shape[0]
-    cuts = [0, height // 4, height // 2, height]
-    parts = [(cuts[i], cuts[i + 1] - cuts[i]) for i in range(3)]
-    held = []
-    for mine in ((0, 1), (2, 1), (0, 2), (2, 0, 1)):
-        at, of_rank = 0, []
-        for part in mine:
-            start, size = parts[part]
-            rest = (0,) * (len(view.shape) - 1)
-            of_rank.append(Held(Box((start, *rest), (size, *view.shape[1:])), (at, *rest)))
-            at += size
-        held.append(tuple(of_rank))
-    return ParamLayout(view, (0, 1, 2, 3), tuple(held))
+    cuts = [0, view.shape[0] // 4, view.shape[0] // 2, view.shape[0]]
+    orders = (0, 1), (2, 1), (0, 2), (2, 0, 1)
+    return along(view, 0, {rank: [(cuts[i], cuts[i + 1]) for i in of] for rank, of in enumerate(orders)})
 
 
 def spec(
@@ -250,14 +236,8 @@ def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
         not isinstance(held.piece, Box) or held.piece.size[1:] != rest for held in boxes
     ):
         return replicated(view, layout.ranks)
-    held = [
-        tuple(
-            Held(Box((one.piece.offset[0], 0), (one.piece.size[0], view.shape[1])), (one.local[0], 0))  # type: ignore[union-attr]
-            for one in of_rank
-        )
-        for of_rank in layout.held
-    ]
-    return ParamLayout(view, layout.ranks, tuple(held))
+    rows = {rank: [one.piece for one in of] for rank, of in zip(layout.ranks, layout.held, strict=True)}
+    return along(view, 0, {rank: [(o[0], o[0] + n[0]) for o, n, *_ in of] for rank, of in rows.items()})
 
 
 def group_of(**options: Any) -> dict[str, Any]:

@@ -257,7 +257,10 @@ class Core:
         """
         fault = Fault()
         with made_public():
-            return renewed(StepCall(self, fault), fault).plan
+            binding = renewed(StepCall(self, fault), fault)
+            if fault.text is not None:  # behind the last talk: a step tells of it in its vote
+                raise Refused(fault.text, fault.cause)
+        return binding.plan
 
     def complete_state(self) -> None:
         """Give every trainable parameter its state (zeros if it never had a gradient): see [Note: state that is not

@@ -34,8 +34,8 @@ def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
     return same_storage(implied, tuple(storage.shape)) and torch.equal(stored(held, full).flatten(), storage.flatten())
 
 
-def _fsdp_of_tp(cases: list[Case]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each case's parameter and logical tensor. Cases of a mesh share a module, and one call of `fully_shard`."""
+def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
+    """True for each case that fits. Cases of a mesh share a module, and one call of `fully_shard`."""
     fulls = [torch.arange(float(rows * cols)).view(rows, cols) for (rows, cols), _, _ in cases]
     params: dict[str, torch.Tensor] = {}
     for mesh_shape in dict.fromkeys(mesh for _, mesh, _ in cases):
@@ -46,27 +46,22 @@ def _fsdp_of_tp(cases: list[Case]) -> list[tuple[torch.Tensor, torch.Tensor]]:
             if its_mesh == mesh_shape
         }
         params |= _fully_sharded(tensors, mesh["a0"])
-    return [(params[f"w{i}"], full) for i, full in enumerate(fulls)]
+    return [_fits(params[f"w{i}"], full) for i, full in enumerate(fulls)]
 
 
-def all_cases() -> list[Case]:
-    """Every number of rows up to more than the ranks, cut by both along rows (columns are whole then), and with columns
-    cut by TP: rows and columns do not touch each other, so numbers of columns run along."""
-    return [
-        ((rows, 3 if tp_dim == 0 else 2 + rows % 8), mesh, tp_dim)
-        for mesh in ((4, 2), (2, 4), (8, 1), (1, 8))
-        for tp_dim in (0, 1)
-        for rows in range(1, 14)
-    ]
-
-
-def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
-    return [_fits(param, full) for param, full in _fsdp_of_tp(cases)]
+# Every number of rows up to more than the ranks, cut by both along rows (columns are whole then), and with columns cut
+# by TP: rows and columns do not touch each other, so numbers of columns run along.
+ROWS: list[Case] = [
+    ((rows, 3 if tp_dim == 0 else 2 + rows % 8), mesh, tp_dim)
+    for mesh in ((4, 2), (2, 4), (8, 1), (1, 8))
+    for tp_dim in (0, 1)
+    for rows in range(1, 14)
+]
 
 
 def test_placements_name_what_fully_shard_stores_for_every_number_of_rows(world8: RankPool) -> None:
-    everyone = world8.run(_fsdp_over_tp, all_cases())
-    for case, *first in zip(all_cases(), *everyone, strict=True):
+    everyone = world8.run(_fsdp_over_tp, ROWS)
+    for case, *first in zip(ROWS, *everyone, strict=True):
         assert all(first), f"{case}: wrong on ranks {[r for r, ok in enumerate(first) if not ok]}"
 
 

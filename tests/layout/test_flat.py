@@ -8,19 +8,17 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 from simulated import stored
 from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon.comm.groups import GroupRef
 from shardmuon.frameworks.deepspeed.partitions import Slice, make_shard
-from shardmuon.layout.engines.flat import FlatShard, home_of, mark_flat
+from shardmuon.layout.engines.flat import FlatShard, home_of
 from shardmuon.layout.mesh import Cut, flat_part
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.step.binding import chooser_of
-from shardmuon.testing.pool import RankPool
 
 
 def _part(full: Tensor, cut: Cut | None, part: int, parts: int) -> Tensor:
@@ -76,33 +74,6 @@ def test_tensor_parallel_shards_whose_ranges_cannot_be_told_are_refused(
     shards = GroupRef((0, 1))
     with pytest.raises(ValueError, match=message):
         FlatShard(shape, 0, GroupRef((0,)), "flat buffers", shards, cut)
-
-
-def _refused(starts: tuple[int, int], sizes: tuple[int, int]) -> str:
-    rank = dist.get_rank()
-    param = nn.Parameter(torch.ones(sizes[rank]))
-    mark_flat(param, FlatShard((4, 6), starts[rank], dist.group.WORLD, "flat buffers"))
-    with pytest.raises(ValueError, match=r"^w: ") as caught:
-        Muon([("w", param)], lr=1e-3).prepare()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("starts", "sizes", "message"),
-    [
-        ((0, 12), (10, 12), "leave a gap at ([10, 12)) of 24 elements of shape (4, 6)"),
-        ((0, 10), (12, 14), "overlap at ([10, 12)) of 24 elements of shape (4, 6)"),
-        ((0, 12), (12, 14), "offset (12,) and size (14,) is out of bounds of 24 elements"),
-        ((0, 0), (0, 12), "leave a gap at ([12, 24))"),
-    ],
-)
-def test_shards_that_do_not_cover_a_matrix_are_refused_on_every_rank(
-    starts: tuple[int, int], sizes: tuple[int, int], message: str, world2: RankPool
-) -> None:
-    texts = world2.run(_refused, starts, sizes)
-    assert texts[0] == texts[1]
-    assert message in texts[0]
-    assert "(flat buffers)" in texts[0]
 
 
 def test_partitions_that_are_offloaded_say_where_they_belong() -> None:

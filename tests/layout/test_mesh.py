@@ -14,8 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardmuon.layout.mesh import Shard, believed, reading
+from shardmuon.layout.engines.base import Stored
+from shardmuon.layout.engines.dtensor import DTensorEngine
+from shardmuon.layout.mesh import Extent, Placements, Shard, reading
 from shardmuon.layout.pieces import Held
+from shardmuon.layout.views import Ints
 
 
 def places_of(mesh: Sequence[int]) -> list[tuple[int, ...]]:
@@ -57,9 +60,15 @@ def _rows(pieces: Iterable[Sequence[Held]]) -> list[list[int]]:
     return [[row for box in of_rank for row in range(box[0][0], box[0][0] + box[1][0])] for of_rank in boxes]
 
 
+def stored_by(shape: Ints, mesh: Ints, placements: Placements, found: Sequence[Ints]) -> Stored:
+    """What a DTensor's engine says of these shapes of storages."""
+    extents = dict(enumerate(map(Extent, found)))
+    return DTensorEngine().stored((shape, mesh, tuple(extents), placements), extents, ())
+
+
 def test_storages_of_nothing_correspond_whatever_their_shape() -> None:
     """Two rows on three ranks: the last one stores nothing, in a shape that no placement says."""
-    first, second = (believed((2, 3), (3,), (Shard(0),), [(1, 3), (1, 3), (0, n)]) for n in (0, 3))
+    first, second = (stored_by((2, 3), (3,), (Shard(0),), [(1, 3), (1, 3), (0, n)]) for n in (0, 3))
     assert first == second
 
 
@@ -75,4 +84,4 @@ def test_storages_that_placements_do_not_explain_are_refused() -> None:
         ((9, 2), (2,), (Shard(0),), [(4, 2), (5, 2)]),
     ):
         with pytest.raises(ValueError, match=r"cannot tell which elements a rank holds.* Place it by fully_shard"):
-            believed(shape, mesh, placements, found)
+            stored_by(shape, mesh, placements, found)

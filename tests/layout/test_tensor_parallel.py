@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardmuon import Muon, param_groups
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines import engine_for
+from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
@@ -240,6 +241,17 @@ def test_groups_are_neither_saved_nor_lost_by_loading() -> None:
 # ---------------------------------------------------------------------------------------------- refused on every rank
 
 
+def _flat(start: int, size: int) -> nn.Parameter:
+    shard = FlatShard((4, 6), start, dist.group.WORLD, "flat buffers")
+    return mark_flat(nn.Parameter(torch.ones(size)), shard)  # type: ignore[return-value]
+
+
+FLAT = {  # what is said -> first element and size of each rank's range
+    "leave a gap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 10), (12, 10), (22, 2), (24, 0)],
+    "overlap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 12), (10, 12), (22, 2), (24, 0)],
+    "offset (12,) and size (14,) is out of bounds of 24 elements": [(0, 12), (12, 14), (24, 0), (24, 0)],
+    "leave a gap at ([12, 24))": [(0, 0), (0, 12), (12, 0), (12, 0)],
+}
 Refusal = Callable[[int], tuple[list[Tensor], dict[str, Any], dict[str, Any]]]
 # case -> of a rank: its parameters, what else their group says, and the optimizer's groups of ranks; what is said
 REFUSED: dict[str, tuple[Refusal, list[str]]] = {
@@ -283,6 +295,10 @@ REFUSED: dict[str, tuple[Refusal, list[str]]] = {
         ),
         ["process_group (0, 1, 2, 3), which form no grid", "one of each tensor-parallel group"],
     ),
+    **{
+        said: (lambda rank, parts=parts: ([_flat(*parts[rank])], {}, {}), ["(flat buffers)", said])
+        for said, parts in FLAT.items()
+    },
     "replicas differ": (
         lambda rank: ([nn.Parameter(torch.full((4, 6), float(rank)))], {}, {}),
         ["w: ranks 0 and 1 should hold replicas", "if they are shards over a tp_group, write param.tensor_model"],

@@ -164,15 +164,6 @@ def test_layout_digest_tells_layouts_apart() -> None:
     assert others[-1] == first
 
 
-def test_a_thousand_ranks_share_a_stack_of_experts() -> None:
-    """64 experts of 512 x 256 on 1,024 ranks: one tile each."""
-    view = matrix_view((64, 512, 256), view="stack")
-    pieces = [Box((rank // 16, rank % 16 * 32, 0), (1, 32, 256)) for rank in range(1024)]
-    layout = layout_of(view, dict(enumerate([piece] for piece in pieces)))
-    assert [len(by_rank) for by_rank in layout.tiles] == [16] * 64
-    assert sum(tile.numel for by_rank in layout.tiles for tiles in by_rank.values() for tile in tiles) == 64 * 512 * 256
-
-
 def test_turns_of_single_columns_are_one_tile() -> None:
     """A gate and an up of 2,880 columns by turns are two strided views on a rank, not 5,760 slices."""
     view = matrix_view((2, 8, 5760), view="stack", split_sizes=(1, 1), split_groups=2880, transposed=True)

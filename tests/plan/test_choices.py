@@ -145,21 +145,6 @@ def _drawn(specs: list[Spec]) -> list[torch.Tensor]:
     return [torch.randn(one.layout.view.shape, generator=generator) for one in specs]
 
 
-def test_no_bit_depends_on_the_plan() -> None:
-    """Twenty drawn plans of one job: machines, bounds and owners."""
-    shapes = [(48, 32), (96, 32), (32, 96), (7, 5), (1500, 3), (48, 32), (96, 32)]
-    specs = [spec(str(i), sharded(matrix_view(shape), [(0, 1, 2), (3, 4, 5)], 0)) for i, shape in enumerate(shapes)]
-    found, kinds = [], set()
-    for seed in range(20):
-        draw = random.Random(seed)
-        policy = Policy(draw.choice([None, 2000, 9000, 20_000]), draw.choice(list(MACHINES.values())))
-        drawn = [one._replace(costs=(draw.randint(1, 9) * 10 ** draw.choice([3, 9, 12]),)) for one in specs]
-        made = make_plan(drawn, policy)
-        found.append(_stepped(made, _drawn(specs)))
-        kinds.add((tuple(item.owners for item in made.items), tuple(bucket.items for bucket in made.buckets)))
-    assert len(kinds) >= 10 and _equal(found)
-
-
 def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
     """A dense matrix on one of four ranks that have eight experts each: others take those, with the same bits. Where
     stages keep numbers of them, which travel, each stays with its holder."""
@@ -202,11 +187,11 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
 
 
 @pytest.mark.parametrize("stamp", ["NVIDIA L40S, sm_89, 142 SMs, CUDA 13.0", ""])
-def test_a_plan_says_what_was_chosen_and_what_else_there_was(stamp: str) -> None:
+def test_a_plan_says_what_was_chosen(stamp: str) -> None:
     machine, how = machine_of([stamp]), "standard bfloat16" if stamp else "gram float16"
     made = make_plan([one._replace(hows=(how,)) for one in _job(3)[0]], Policy(machine=machine))
     lines = str(made).splitlines()
-    assert any(f"buckets by price ({machine.name})" in line and "next best" in line for line in lines)
+    assert any(f"buckets by price ({machine.name}), of " in line for line in lines)
 
 
 @pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])
@@ -249,7 +234,7 @@ def test_replicas_that_each_work_for_themselves_have_the_bits_of_those_that_shar
     assert _equal([*(one[0] for one in each), *(one[0] for one in shared)])
     for (_, owners, text, _), (_, others, other_text, _) in zip(each, shared, strict=True):
         assert owners == [2] * len(SHAPES) and others == [1] * len(SHAPES)
-        assert "2 replicas: each works for itself, by price (h100); shared, it would take" in text
+        assert "2 replicas: each works for itself, by price (h100)" in text
         assert "2 replicas: they share the work, by price" in other_text
     assert sum(one[3] for one in each) < sum(one[3] for one in shared)
     for _, owners, text, _ in world4.run(_replicas, PAIRS, True):

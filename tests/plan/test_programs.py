@@ -10,23 +10,25 @@ from collections.abc import Iterable, Sequence
 import pytest
 import torch
 from dense_step import DenseMuon
-from simulated import EACH, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, planned, sharded, spec
+from simulated import EACH, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, along, cut, planned, sharded, spec
 
 from shardmuon import Muon
 from shardmuon.foresight.counting import count_plan
-from shardmuon.layout.pieces import Box, Held, Tile
+from shardmuon.layout.pieces import Tile
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.buckets import _shares_of
 from shardmuon.plan.items import Item, Policy, Spec
+from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.plan import make_plan
 from shardmuon.plan.program import BufferPlace, Copy, KeptLoad, Load, _joined, make_program
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_sets_that_overlap_and_layouts_that_mix_have_the_bits_of_one_process(seed: int) -> None:
-    """Dtypes (and so wires), stages and parameters without gradients are drawn, too. Every layout by itself:
+    """Dtypes (and so wires), stages, parameters without gradients, machines and bounds are drawn, too: no bit depends
+    on a plan. Every layout by itself:
     step/test_bucket_runs.py and step/test_stages.py."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -42,7 +44,8 @@ def test_sets_that_overlap_and_layouts_that_mix_have_the_bits_of_one_process(see
     dense = DenseMuon(weights, groups, chooser)
     for grads in steps:
         dense.step(grads, groups)
-    for policy in (Policy(bucket_bytes=draw.choice([100, 2000, 1 << 25])), EACH):
+    drawn = (Policy(draw.choice([None, 100, 2000, 9000]), draw.choice([*MACHINES.values()])) for _ in range(2))
+    for policy in (*drawn, EACH):
         ranks = SimulatedRanks(planned(layouts, groups, chooser, policy, wide=wide), weights)
         for grads in steps:
             ranks.step(grads, groups)
@@ -118,15 +121,11 @@ def test_local_matrices_stay_and_scarce_ones_are_shared_out() -> None:
 
 def test_owners_without_a_choice_count_before_the_others_choose() -> None:
     """Rank 0 alone stores a small matrix; three large ones go to the other ranks."""
-    small = spec("small", dataclasses.replace(LAYOUTS["one"](matrix_view((4, 4))), ranks=(0, 1, 2, 3), held=_first()))
+    small = spec("small", along(matrix_view((4, 4)), 0, {0: [(0, 4)], 1: [], 2: [], 3: []}))
     large = [spec(f"large {i}", LAYOUTS["fsdp"](matrix_view((16, 16)))) for i in range(3)]
     plan = make_plan([*large, small], Policy())
     assert [item.owners for item in plan.items] == [(1,), (2,), (3,), (0,)]
     assert plan.items[3].route == "local"
-
-
-def _first() -> tuple[tuple[Held, ...], ...]:
-    return ((Held(Box((0, 0), (4, 4)), (0, 0)),), (), (), ())
 
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:

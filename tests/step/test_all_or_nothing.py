@@ -85,6 +85,11 @@ def _swapped(make: Callable[[Tensor], Tensor]) -> Callable[[Job], None]:
     return do
 
 
+def _marked(job: Job) -> None:
+    _swapped(torch.clone)(job)
+    job.first.partition_dim = 0  # type: ignore[attr-defined]
+
+
 def _kept(key: str, make: Callable[[Tensor], Any], of: Callable[[Job], Tensor] = lambda job: job.first) -> Any:
     def do(job: Job) -> None:
         kept = dict(job.state[of(job)])
@@ -275,6 +280,7 @@ REPLICA_FAULTS: dict[str, Fault] = {
     "cast": Fault(_data(Tensor.double), r"describe them differently: .*weights=torch.float64"),
     "cut": Fault(_data(lambda t: t[:3].clone()), r"describe them differently"),
     "one more": Fault(_one_more, r"one of them lacks .more:"),
+    "marked as a shard": Fault(_marked, r"rank \d: a\d+: its attribute tensor_model_parallel says"),
     "momentum on meta": Fault(_momentum(lambda t: t.to("meta")), r"rank \d: a\d+: .*momentum_buffer"),
     "momentum read-only": Fault(_momentum(_one_row), r"rank \d: a\d+: its momentum_buffer"),
     "weight read-only": Fault(_data(_one_row, grads=False), r"rank \d: a\d+: .*expand"),

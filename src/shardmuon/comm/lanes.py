@@ -26,7 +26,7 @@ from shardmuon.comm.groups import MADE, Made, Ranks
 from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
 
 _T = TypeVar("_T")
-_LARGEST = 1 << 16  # bytes of the receive buffer of a merge, so that receivers need not know the message size
+LARGEST = 1 << 16  # bytes of the receive buffer of a merge, so that receivers need not know the message size
 _TAG = 7
 _DEFAULT = timedelta(minutes=30)  # if the backend does not expose its time-out
 
@@ -78,7 +78,7 @@ class Lane:
         """
         deadline = time.monotonic() + self._limit.total_seconds()
         for kind, member in self._hops:
-            found, pending = torch.empty(_LARGEST, dtype=torch.uint8, device="cpu"), list[Any]()
+            found, pending = torch.empty(LARGEST, dtype=torch.uint8, device="cpu"), list[Any]()
             try:
                 if kind in ("send", "swap"):
                     pending.append(self._group.send([_bytes_of(pickle.dumps(message))], member, _TAG))

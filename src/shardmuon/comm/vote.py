@@ -38,17 +38,19 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntFlag
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from shardmuon._torch import default_group
 from shardmuon.comm.groups import Ranks, my_rank, num_ranks
-from shardmuon.comm.lanes import lane_of
+from shardmuon.comm.lanes import LARGEST, lane_of
 from shardmuon.errors import Refused, fault_text, ranks_text, told_by
 
 _T = TypeVar("_T")
 _VERSION = 1
 _MODULUS = 1 << 128
+MOST_BITS = 8 * (LARGEST - 256)  # presence bits that a message has room for beside its other fields
 
 
 class Unlike(ValueError):
@@ -513,18 +515,35 @@ def _refuse_unless_stale(
         raise _other_call(component, verdict.phase)
     if len({theirs[()] for theirs in everyone}) > 1:
         return
-    unlike, lines = None, None
+    refuse_unlike(dict(zip(component, everyone, strict=True)), partial(call.lines, kept), call.difference, fault)
+    raise _other_call(component, verdict.flags)
+
+
+def refuse_unlike(
+    everyone: Mapping[int, Mapping[Ranks, bytes]],
+    lines: Callable[[Ranks], list[Any]],
+    text: Callable[[Ranks, list[Any]], str],
+    fault: Fault,
+) -> None:
+    """Raise Refused on every rank if the digests of a set differ. Collective over the component.
+
+    Args:
+        everyone: Rank -> set -> digest, for all ranks of the component.
+        lines: Function that returns this rank's lines for a set, from which its digest was made.
+        text: Function that describes the difference between the lines of the ranks of a set.
+        fault: This rank's error, if it has one.
+    """
+    component, unlike, mine = tuple(everyone), None, None
     with fault:
-        unlike = first_unlike(dict(zip(component, everyone, strict=True)))
-        if unlike is not None and unlike in digests:
-            lines = call.lines(kept, unlike)
-    told = gather(lines, component, fault)
-    if unlike is None:
-        raise _other_call(component, verdict.flags)
-    raise Refused(call.difference(unlike, [told[component.index(rank)] for rank in unlike if rank in component]))
+        unlike = _first_unlike(everyone)
+        if unlike is not None and unlike in everyone[my_rank()]:
+            mine = lines(unlike)
+    told = dict(zip(component, gather(mine, component, fault), strict=True))
+    if unlike is not None:
+        raise Refused(text(unlike, [told[rank] for rank in unlike if rank in told]))
 
 
-def first_unlike(everyone: Mapping[int, Mapping[Ranks, bytes]]) -> Ranks | None:
+def _first_unlike(everyone: Mapping[int, Mapping[Ranks, bytes]]) -> Ranks | None:
     """Return the first set, small sets first, with different digests, or with a digest on only some of its ranks."""
     for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
         if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:

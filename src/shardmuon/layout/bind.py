@@ -23,8 +23,8 @@ from torch import Tensor
 
 from shardmuon._torch import local_if_any
 from shardmuon.comm.groups import Ranks, my_rank
-from shardmuon.comm.vote import _K, Call, Entry, Fault, Unlike, digest_of, discover, first_unlike, gather
-from shardmuon.errors import Refused, about
+from shardmuon.comm.vote import _K, Call, Entry, Fault, Unlike, digest_of, discover, gather, refuse_unlike
+from shardmuon.errors import about
 from shardmuon.layout.engines import Engine, sharing
 from shardmuon.layout.engines.base import Claim, Group
 from shardmuon.layout.grid import Grid, Ties, grids_of, union
@@ -196,14 +196,8 @@ def bind(
         for ranks, of_set in numbers.items():
             said[ranks] = _Said(digest_of(lines[ranks]), [mine[n].claim.extent for n in of_set], groups.get(ranks, ""))
     everyone = dict(zip(component, gather(said, component, fault), strict=True))
-    unlike: Ranks | None = None
-    with fault:
-        unlike = first_unlike(
-            {of: {ranks: one.digest for ranks, one in theirs.items()} for of, theirs in everyone.items()}
-        )
-    if unlike is not None:
-        told = gather(lines.get(unlike, []), component, fault)
-        raise Refused(_unlike_lists(unlike, [told[component.index(other)] for other in unlike]))
+    digests = {of: {ranks: one.digest for ranks, one in theirs.items()} for of, theirs in everyone.items()}
+    refuse_unlike(digests, lines.__getitem__, lambda of, told: _unlike_lists(of, [ls or [] for ls in told]), fault)
     with fault:
         layouts = _layouts(mine, numbers, everyone, grids)
         made = Table(
@@ -304,20 +298,19 @@ def _compare_replicas(
 ) -> None:
     """Compare the fingerprints of replicas, and raise on all ranks if any rank finds a difference or has an error.
     Collective over the component."""
-    copied, prints = dict[Ranks, list[int]](), dict[Ranks, list[int]]()  # for each set with replicas
+    prints = dict[tuple[Ranks, int], int]()  # (set, place of a parameter with replicas in it) -> fingerprint
     with fault:
         if table and fingerprint is not None:
-            for ranks, of_set in table[0].sets.items():
-                numbers = [number for number in of_set if table[0].layouts[number].has_replicas]
-                if numbers:
-                    copied[ranks] = numbers
-                    prints[ranks] = [fingerprint(local_if_any(mine[number].listed.param)) for number in numbers]
+            placed = [(ranks, *place) for ranks, numbers in table[0].sets.items() for place in enumerate(numbers)]
+            for ranks, at, number in placed:
+                if table[0].layouts[number].has_replicas:
+                    prints[ranks, at] = fingerprint(local_if_any(mine[number].listed.param))
     found = dict(zip(component, gather(prints, component, fault), strict=True))
     if any(found.values()):  # the same on every rank
         with fault:
-            for ranks, numbers in copied.items():
-                for number, *of_ranks in zip(numbers, *(found[rank][ranks] for rank in ranks), strict=True):
-                    _compare(mine[number], table[0].layouts[number], of_ranks)
+            for ranks, at in prints:
+                number = table[0].sets[ranks][at]
+                _compare(mine[number], table[0].layouts[number], [found[rank][ranks, at] for rank in ranks])
         gather(None, component, fault)
 
 

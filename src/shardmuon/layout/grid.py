@@ -6,7 +6,7 @@ that store the same part. The rest of the grid follows from the sets that the ot
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from shardmuon.comm.groups import Ranks
@@ -52,17 +52,10 @@ def grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
         for ties in of_rank:
             if ties not in found:
                 grid = found[ties] = _grid(rank, ties, known)
-                for alike in _ties_of(grid):  # finding the grid of each one separately would take O(N^3) on N ranks
-                    found.setdefault(alike, grid)
+                columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
+                # finding the grid of each of its ranks separately would take O(N^3) on N ranks
+                found = {Ties(row, column): grid for row in grid for column in columns} | found
     return found
-
-
-def _ties_of(grid: Grid) -> Iterator[Ties]:
-    """The ties of each rank of a grid, in row-major order."""
-    columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
-    for row in grid:
-        for column in columns:
-            yield Ties(row, column)
 
 
 def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:

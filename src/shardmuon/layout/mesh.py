@@ -57,11 +57,6 @@ class OnMesh(NamedTuple):
     ranks: Ints
     placements: Placements
 
-    @property
-    def of_stack(self) -> Placements:
-        """Placements of state with one row per matrix of a stack: shards of dim 0 stay, other axes are replicated."""
-        return tuple(p if p is not None and p.dim == 0 else None for p in self.placements)
-
 
 _Cuts = tuple[tuple[int, int], ...]  # (mesh axis, factor) of each cut of a dim, first cut first
 
@@ -77,14 +72,16 @@ def reading(shape: Ints, mesh: Ints, placements: Placements) -> tuple[OfRank, ..
     Returns:
         Pieces and storage shape of each rank, in row-major order of mesh coordinates.
     """
-    cuts = [
-        _nested([(axis, p.factor) for axis, p in enumerate(placements) if p and p.dim == dim], mesh)
-        for dim in range(len(shape))
-    ]
-    places = itertools.product(*map(range, mesh))
-    return tuple(
-        _stored([_ranges(n, of_dim, mesh, at) for n, of_dim in zip(shape, cuts, strict=True)]) for at in places
-    )
+    return tuple(read_at(shape, mesh, placements, place) for place in itertools.product(*map(range, mesh)))
+
+
+def read_at(shape: Ints, mesh: Ints, placements: Placements, place: Ints) -> OfRank:
+    """Compute the pieces and the storage shape of one rank, at this mesh coordinate: see `reading`."""
+    ranges = []
+    for dim, size in enumerate(shape):
+        cuts = _nested([(axis, p.factor) for axis, p in enumerate(placements) if p and p.dim == dim], mesh)
+        ranges.append(_ranges(size, cuts, mesh, place))
+    return _stored(ranges)
 
 
 def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
@@ -137,25 +134,6 @@ def _stored(ranges: Sequence[_Ranges]) -> OfRank:
         box = Box(tuple(start for (start, _), _ in pick), tuple(stop - start for (start, stop), _ in pick))
         held.append(Held(box, tuple(at for _, at in pick)))
     return tuple(held), tuple(of_dim[-1] for of_dim in starts)
-
-
-def believed(shape: Ints, mesh: Ints, placements: Placements, stored: Sequence[Ints]) -> tuple[tuple[Held, ...], ...]:
-    """Compute the pieces of each rank of a mesh, after checking that storage shapes match the placements.
-
-    Args:
-        shape, mesh, placements: See `reading`.
-        stored: Storage shape of each rank, in row-major order of mesh coordinates.
-
-    Raises:
-        ValueError: Some storage shape does not match; the message lacks the parameter's name.
-    """
-    found = reading(shape, mesh, placements)
-    if not all(same_storage(implied, other) for (_, implied), other in zip(found, stored, strict=True)):
-        raise ValueError(
-            f"cannot tell which elements a rank holds when its storage differs from its placements, which say "
-            f"{[implied for _, implied in found]}. Place it by fully_shard, parallelize_module or distribute_tensor"
-        )
-    return tuple(held for held, _ in found)
 
 
 def same_storage(first: Ints, second: Ints) -> bool:

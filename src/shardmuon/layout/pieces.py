@@ -87,10 +87,6 @@ class Patch(NamedTuple):
         """Make the patch of a contiguous range of rows and columns."""
         return cls(matrix, (num_rows, num_cols), row, col, (1, 0), (0, 1))
 
-    def turned(self) -> Patch:
-        """Return the same elements with the dims in reverse order."""
-        return Patch(self.matrix, self.sizes[::-1], self.row, self.col, self.rows[::-1], self.cols[::-1])
-
     def address(self, of_row: int, of_col: int) -> tuple[int, Ints]:
         """Offset of the first element and stride of each dim, in a matrix with the given row and column strides."""
         strides = tuple(a * of_row + b * of_col for a, b in zip(self.rows, self.cols, strict=True))

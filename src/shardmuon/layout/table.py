@@ -131,7 +131,9 @@ def kept_layout(layout: ParamLayout, view: MatrixView, place: OnMesh | None) -> 
         view: View of the state tensor, from `kept_view`.
         place: Mesh and placements of the parameter; None: the parameter has no mesh.
     """
-    if layout.view.num_row_dims == 1 or place is None or not any(place.of_stack):
+    # shards of dim 0 stay, other axes are replicated
+    cuts = () if place is None else tuple(p if p is not None and p.dim == 0 else None for p in place.placements)
+    if layout.view.num_row_dims == 1 or place is None or not any(cuts):
         return replicated(view, layout.ranks)
-    found = dict(zip(place.ranks, reading(view.shape, place.mesh, place.of_stack), strict=True))
+    found = dict(zip(place.ranks, reading(view.shape, place.mesh, cuts), strict=True))
     return ParamLayout(view, layout.ranks, tuple(found[rank][0] for rank in layout.ranks))

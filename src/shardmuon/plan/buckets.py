@@ -124,15 +124,14 @@ def _by_price(
     limit = min(ns for *_, ns in found) * _NO_DEARER
     best = min(option for option in found if option[2] * 100 <= limit)
     taken, num, ns = best
-    note = (
-        f"ranks {ranks_text(alike.ranks)}: {num} buckets by price ({policy.machine.name}), "
-        f"of {alike.itemsize * taken / 2**20:.3g} MiB a rank at most; "
+    return (
+        found[best],
+        ns,
+        (
+            f"ranks {ranks_text(alike.ranks)}: {num} buckets by price ({policy.machine.name}), "
+            f"of {alike.itemsize * taken / 2**20:.3g} MiB a rank at most"
+        ),
     )
-    if len(found) == 1:
-        return found[best], ns, note + "there are no others"
-    most, others, longer = min((option for option in found if option != best), key=lambda option: option[2])
-    beside = f"next best {others}, {longer / ns:.3g}x as long, {alike.itemsize * most / 2**20:.3g} MiB"
-    return found[best], ns, note + beside
 
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:

@@ -25,9 +25,8 @@ def draft_of(spec: Spec, param: int, matrix: int) -> Item:
     rows, cols = layout.view.matrices[matrix][:2]
     able = layout.whole_on[matrix] or tuple(layout.tiles[matrix])
     # an owner needs the stage state, which for a stack of experts only ranks have that store some of the matrix
-    kept = [one.layout.tiles[matrix] for one in spec.kept]
-    if kept:
-        able = tuple(rank for rank in able if all(rank in of_stage for of_stage in kept))
+    for kept in spec.kept:
+        able = tuple(rank for rank in able if rank in kept.layout.tiles[matrix])
     why = spec.reasons[matrix] if spec.reasons else ""
     return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix], why)
 

@@ -85,18 +85,15 @@ def _rows(plan: Plan) -> str:
 
 
 def _balance(plan: Plan) -> list[str]:
-    """Lines for the printed plan on the most loaded rank and on idle ranks."""
-    lines, loads = [], plan.loads()
-    if any(loads.values()):
-        mean = sum(loads.values()) / len(loads)
-        lines.append(
-            f"{len(plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank "
-            f"{max(loads.values()) / mean:.2f}x of the mean {mean / 1e9:.2f} GFLOP a step"
-        )
-    idle = tuple(rank for rank, flops in loads.items() if not flops)
-    if len(idle) < len(loads) and idle:
-        lines.append(f"{len(idle)} of {len(loads)} ranks orthogonalize nothing: ranks {ranks_text(idle)}")
-    return lines
+    """Line for the printed plan on the most loaded rank; none for a plan without work."""
+    loads = plan.loads().values()
+    if not any(loads):
+        return []
+    mean = sum(loads) / len(loads)
+    return [
+        f"{len(plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank {max(loads) / mean:.2f}x of the "
+        f"mean {mean / 1e9:.2f} GFLOP a step"
+    ]
 
 
 def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
@@ -119,12 +116,11 @@ def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy:
     if not each:
         return shared
     alone = cheapest(specs, [each.get(item.key, item) for item in shared.items], policy)
-    way, other, what, others = shared, alone, "they share the work", "each for itself"
+    way, what = shared, "they share the work"
     if _gains(shared.ns, alone.ns, policy):
-        way, other, what, others = alone, shared, "each works for itself", "shared"
-    beside = f", it would take {other.ns / way.ns:.3g}x as long" if other.ns > way.ns else " is not cheaper"
-    replicas = f"{max(len(item.owners) for item in each.values())} replicas"
-    note = f"ranks {ranks_text(ranks)}: {replicas}: {what}, by price ({policy.machine.name}); {others}{beside}"
+        way, what = alone, "each works for itself"
+    replicas = max(len(item.owners) for item in each.values())
+    note = f"ranks {ranks_text(ranks)}: {replicas} replicas: {what}, by price ({policy.machine.name})"
     return way._replace(notes=(note, *way.notes))
 
 

@@ -170,6 +170,8 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
         return Wire(sent, came, tiles, copies, _passed(before, out), told, heard)
 
     back, scatter = wire("scatter", kept=False), wire("scatter")
+    # a matrix with one owner and several replicas needs a relay
+    relayed = any(bucket.exchange and len(i.owners) == 1 and plan.specs[i.param].layout.has_replicas for i in items)
     return Program(
         bucket=bucket,
         rank=rank,
@@ -178,7 +180,7 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
         own=tuple(Load(param, tile, in_batches(param, tile)) for param, tile, _ in own),
         gather=back._replace(sent=back.came, came=back.sent),
         scatter=scatter,
-        relay=wire("relay", scatter.tiles) if any(_is_relayed(plan, item) for item in items) else None,
+        relay=wire("relay", scatter.tiles) if relayed else None,
     )
 
 
@@ -199,11 +201,6 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batc
             slots[plan.items[number].key] = end
             end += stride
     return found, slots, end
-
-
-def _is_relayed(plan: Plan, item: Item) -> bool:
-    """True if a matrix needs a relay: it has one owner and several replicas."""
-    return item.route == "owner" and len(item.owners) == 1 and plan.specs[item.param].layout.has_replicas
 
 
 def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, _Part]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef, wire_device
-from shardmuon.comm.vote import Agreed, Unlike, in_order
+from shardmuon.comm.vote import MOST_BITS, Agreed, Unlike, in_order
 from shardmuon.errors import about, ranks_text
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.engines import Engine, engine_for
@@ -157,6 +157,11 @@ def number_bits(binding: Binding, everyone: Sequence[Mapping[Ranks, int]]) -> No
     """Assign a presence bit to each parameter whose gradient some ranks may lack, numbered across the component.
     `everyone`: `counts_of_lacking` of each rank."""
     counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
+    if sum(counts.values()) > MOST_BITS:
+        raise Unlike(
+            f"{sum(counts.values())} parameters may lack a gradient on ranks that store nothing of them, and a vote "
+            f"has room for {MOST_BITS}. Step them in several optimizers"
+        )
     for ranks in in_order(counts):
         mine = [n for n in binding.table.sets.get(ranks, ()) if _lacking(binding.table, n)]
         binding.bits.update((number, binding.num_bits + at) for at, number in enumerate(mine))

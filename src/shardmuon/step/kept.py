@@ -39,9 +39,7 @@ def start_kept(
     made: dict[str, Tensor] = {}
     for key, shape in shapes.items():
         if state.get(key) is None:
-            local = engine.kept_shape(param, shape, stacked=stacked)
-            zeros = torch.zeros(local, dtype=KEPT_DTYPE, device=engine.storage(param).device)
-            made[key] = engine.wrap_kept(zeros, param, shape, stacked=stacked)
+            made[key] = engine.kept_zeros(param, shape, KEPT_DTYPE, stacked=stacked)
     return made
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.base import PLAIN, Engine, Group, engine_of, register
 from shardmuon.layout.engines.dtensor import DTensorEngine
 from shardmuon.layout.engines.flat import FlatEngine
 from shardmuon.layout.engines.fsdp1 import FSDP1Engine, refuse_flat
-from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, tensor_parallel_engine
+from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 
 __all__ = ["Engine", "engine_for", "engine_of", "register", "sharing"]
 
@@ -29,7 +30,8 @@ def sharing(param: Tensor, group: Group) -> Engine:
     """
     engine = engine_of(param)
     if engine is PLAIN:
-        return tensor_parallel_engine(param, group) or engine
+        shards = GroupRef.of(group.get("tp_group"), "tp_group")
+        return TensorParallelEngine(shards) if shards is not None and shards.ranks else engine
     refuse_flat(param)
     return engine
 

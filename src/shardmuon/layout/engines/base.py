@@ -83,7 +83,7 @@ class Engine:
 
     Attributes:
         believes_placements: True if storage must match the tensor's placements (else an error is raised). State of a
-            stack (see `kept_shape`) is then placed like the stack, and the form of claims is (shape, *`OnMesh`).
+            stack (see `kept_zeros`) is then placed like the stack, and the form of claims is (shape, *`OnMesh`).
         plain_shards: True if the tensors are plain shards of larger tensors: checkpoints split and join them by the
             layout table.
     """
@@ -218,14 +218,10 @@ class Engine:
 
     # ----------------------------------------------- state of stages: [Note: where kept numbers lie] in layout/table.py
 
-    def kept_shape(self, param: Tensor, shape: Ints, *, stacked: bool) -> Ints:
-        """Shape of this rank's part of a stage's state tensor. `shape`: its global shape, (stacked matrices or 1,
+    def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
+        """Make a stage's state tensor, on the parameter's device. `shape`: its global shape, (stacked matrices or 1,
         values per row). `stacked`: True if the parameter is a stack."""
-        return shape
-
-    def wrap_kept(self, storage: Tensor, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor:
-        """Wrap this rank's part of a stage's state tensor (see `kept_shape`) into the state tensor."""
-        return storage
+        return torch.zeros(shape, dtype=dtype, device=self.storage(param).device)
 
     def kept_storage(self, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:
         """Return this rank's part of a stage's state tensor, or an error text if the state tensor is invalid."""

@@ -57,8 +57,14 @@ class DTensorEngine(Engine):
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, meshes.Extent], grid: Grid) -> Stored:
         shape, mesh, ranks, placements = form
-        pieces = meshes.believed(shape, mesh, placements, [extents[rank].shape for rank in ranks])
-        return shape, dict(zip(ranks, pieces, strict=True))
+        found = dict(zip(ranks, meshes.reading(shape, mesh, placements), strict=True))
+        if not all(meshes.same_storage(implied, extents[rank].shape) for rank, (_, implied) in found.items()):
+            raise ValueError(
+                f"cannot tell which elements a rank holds when its storage differs from its placements, which say "
+                f"{[implied for _, implied in found.values()]}. Place it by fully_shard, parallelize_module or "
+                "distribute_tensor"
+            )
+        return shape, {rank: held for rank, (held, _) in found.items()}
 
     def groups(self, param: Any, group: Group) -> list[Any]:
         mesh = param.device_mesh
@@ -102,22 +108,13 @@ class DTensorEngine(Engine):
     def align(self, grad: Any, param: Any) -> Tensor:
         return cast(Tensor, grad.redistribute(placements=param.placements))
 
-    def kept_shape(self, param: Any, shape: Ints, *, stacked: bool) -> Ints:
-        placements, stored = self._of_kept(param, stacked), param._local_tensor
-        if not any(map(_cuts_rows, placements)):
-            return shape
-        if stored.numel():
-            return stored.shape[0], shape[1]
-        # FSDP2 does not preserve the number of rows of a shard that another axis has left empty
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        return compute_local_shape_and_global_offset(shape, param.device_mesh, placements)[0]
-
-    def wrap_kept(self, storage: Tensor, param: Any, shape: Ints, *, stacked: bool) -> Tensor:
-        return _around(storage, param, self._of_kept(param, stacked), shape, row_major(shape))
+    def kept_zeros(self, param: Any, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
+        local, placements = self._of_kept(param, shape, stacked)
+        zeros = super().kept_zeros(param, local, dtype, stacked=stacked)
+        return _around(zeros, param, placements, shape, row_major(shape))
 
     def kept_storage(self, value: object, param: Any, shape: Ints, *, stacked: bool) -> Tensor | str:
-        expected, placements = self.kept_shape(param, shape, stacked=stacked), self._of_kept(param, stacked)
+        expected, placements = self._of_kept(param, shape, stacked)
         wanted = f"a DTensor of shape {shape} placed {placements} on the parameter's mesh"
         if not is_dtensor(value):
             return f"a {type(value).__name__}, not {wanted}"
@@ -125,16 +122,15 @@ class DTensorEngine(Engine):
             return f"a DTensor of shape {tuple(value.shape)} placed {tuple(value.placements)}, not {wanted}"
         return super().kept_storage(value._local_tensor, param, expected, stacked=stacked)
 
-    def _of_kept(self, param: Any, stacked: bool) -> tuple[Placement, ...]:
-        """Placements of a parameter's stage state: replicated, except that a stack's shards of dim 0 are preserved."""
+    def _of_kept(self, param: Any, shape: Ints, stacked: bool) -> tuple[Ints, tuple[Placement, ...]]:
+        """Shape of this rank's part of a parameter's stage state, and placements: replicated, except that a stack's
+        shards of dim 0 are preserved."""
         from torch.distributed.tensor import Replicate
 
-        cuts = stacked and self.believes_placements
-        return tuple(p if cuts and _cuts_rows(p) else Replicate() for p in param.placements)
-
-
-def _cuts_rows(placement: Any) -> bool:
-    return getattr(placement, "dim", None) == 0
+        cuts = [stacked and self.believes_placements and getattr(p, "dim", None) == 0 for p in param.placements]
+        placements = tuple(p if cut else Replicate() for p, cut in zip(param.placements, cuts, strict=True))
+        # FSDP2 does not preserve the number of rows of a shard that another axis has left empty
+        return _implied(shape, param.device_mesh, placements) if any(cuts) else shape, placements
 
 
 def _around(
@@ -186,10 +182,13 @@ def cuts_of(placements: Sequence[Placement]) -> meshes.Placements:
 def lies_as_placed(param: DTensor) -> bool:
     """True if the shape of this rank's storage matches the placements, so that another tensor can be redistributed to
     them."""
-    (mesh, ranks), stored = mesh_key(param.device_mesh), tuple(param._local_tensor.shape)
-    place = ranks.index(my_rank())
-    _, implied = meshes.reading(tuple(param.shape), mesh, cuts_of(param.placements))[place]
-    return meshes.same_storage(implied, stored)
+    implied = _implied(tuple(param.shape), param.device_mesh, param.placements)
+    return meshes.same_storage(implied, tuple(param._local_tensor.shape))
+
+
+def _implied(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> Ints:
+    """Shape of this rank's storage of a tensor of this shape and placements."""
+    return meshes.read_at(shape, tuple(mesh.shape), cuts_of(placements), tuple(mesh.get_coordinate() or ()))[1]
 
 
 # ----------------------------------------------------------------------------------- metadata for torch's checkpoints

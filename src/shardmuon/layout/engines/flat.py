@@ -92,15 +92,13 @@ class FlatEngine(Engine):
         return Ties(parts, tuple(sorted(group_ranks(info.group))))
 
     def claim(self, param: Tensor, group: Group) -> Claim:
-        info = self.info(param)
-        parts = (my_rank(),) if info.tp_group is None else info.tp_group.ranks
-        num_parts = len(parts)
-        parallel = f" of tensor-parallel shards on {num_parts} ranks" if num_parts > 1 else ""
+        info, parts = self.info(param), self.ties(param, group).parts
+        parallel = f" of tensor-parallel shards on {len(parts)} ranks" if len(parts) > 1 else ""
         if info.copies:
-            parallel = f", {num_parts} replicas,"
+            parallel = f", {len(parts)} replicas,"
         cut = "" if info.cut is None else f", cut along dim {info.cut.dim} with stride {info.cut.stride}"
         stop = info.start + param.numel()
-        held = flat_part(info.shape, info.cut, parts.index(my_rank()), num_parts, info.start, stop)
+        held = flat_part(info.shape, info.cut, parts.index(my_rank()), len(parts), info.start, stop)
         extent = Extent(tuple(param.shape), held)
         return Claim((info.shape, info.cut), f"{info.kind}{parallel}{cut}", extent, empty_lacks_gradient=True)
 

@@ -95,18 +95,6 @@ def remember_shape(engine: Engine, param: Tensor, layout: ParamLayout) -> None:
         param._shardmuon_whole = engine.signature(param), layout.view.shape  # type: ignore[attr-defined]
 
 
-def tensor_parallel_engine(param: Tensor, group: Group) -> TensorParallelEngine | None:
-    """Return the engine of a plain tensor in a group with a `tp_group`; None if `tp_group` is unset or empty.
-
-    Raises:
-        ValueError: `tp_group` is invalid.
-    """
-    shards = GroupRef.of(group.get("tp_group"), "tp_group")
-    if shards is None or not shards.ranks:
-        return None
-    return TensorParallelEngine(shards)
-
-
 def cut_of(param: Tensor) -> Cut | None:
     """Read the dim and stride of a plain tensor's cut from its attributes. None: the tensor is not cut.
 
