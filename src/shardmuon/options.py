@@ -217,8 +217,6 @@ ELSEWHERE = {
     ),
     "split_dim": "is told by transposed=True: splits are of outputs, which are columns then",
 }
-# Removed options in groups saved by earlier revisions -> their defaults, which equal today's behavior.
-EARLIER = {"num_heads": None, "weight_decay_mode": "decoupled", "beta2": 0.95}
 # Keys that other programs store in a group: torch's schedulers and averaging, timm's layer-wise decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
 

@@ -385,18 +385,6 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         group(1, decoupled_weight_decay=False),
         "group 1: decoupled_weight_decay=False cannot be taken over: ",
     ),
-    "heads, as earlier revisions said it": (
-        group(0, num_heads=2),
-        "group 0: the state dict has num_heads=2, of an earlier revision. num_heads is written split_sizes=h",
-    ),
-    "a decay of an earlier revision": (
-        group(0, weight_decay_mode="independent"),
-        "group 0: the state dict has weight_decay_mode='independent', of an earlier revision. weight_decay_mode is ",
-    ),
-    "NorMuon's average of an earlier revision": (
-        group(0, beta2=0.9),
-        "group 0: the state dict has beta2=0.9, of an earlier revision. beta2 of NorMuon is 0.95",
-    ),
     "a view that does not fit": (group(0, split_sizes=3), "w: split_sizes=3 does not divide the 4 rows"),
     "a count that is none": (
         state(1, step=torch.tensor(float("nan"))),
@@ -443,16 +431,6 @@ def test_a_state_dict_that_does_not_fit_is_refused_whole(case: str) -> None:
     with unchanged(new, params), pytest.raises(ValueError, match=re.escape(says)):
         new.load_state_dict(edited if case == "no dict at all" else saved)
     train(new, params, range(7, 8))
-
-
-def test_options_that_earlier_revisions_saved_and_nobody_set_are_dropped() -> None:
-    optimizer, params = pair()
-    train(optimizer, params, range(1))
-    saved, before = optimizer.state_dict(), options_of(optimizer)
-    for of_one in saved["param_groups"]:
-        of_one.update(num_heads=None, weight_decay_mode="decoupled", beta2=0.95, rank_local=False)
-    optimizer.load_state_dict(saved)
-    assert options_of(optimizer) == before
 
 
 def test_a_variant_that_the_file_lacks_is_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import name_of, named_params
 from shardmuon.layout.engines.fsdp1 import lies_elsewhere
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper, coded_fault
-from shardmuon.options import EARLIER, ELSEWHERE, PLACE_OPTIONS, check_hyperparameters
+from shardmuon.options import PLACE_OPTIONS, check_hyperparameters
 from shardmuon.step.adamw import init_state
 from shardmuon.step.kept import CARRIED, KEPT_DTYPE, loaded_over, start_kept, state_shapes, with_carried
 from shardmuon.step.options import view_of
@@ -172,13 +172,8 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
             f"{where}the checkpoint was saved with variant=None, the optimizer has {mine['variant']!r}. Load it with "
             "variant=None, and set the groups' variant afterwards to begin with it from here"
         )
-    for key in EARLIER.keys() & theirs.keys():
-        if theirs[key] != EARLIER[key]:
-            raise ValueError(
-                f"{where}the state dict has {key}={theirs[key]!r}, of an earlier revision. {key} {ELSEWHERE[key]}"
-            )
     own = {key: value for key, value in mine.items() if key != "param_names"}
-    kept = {"params", CARRIED, *PLACE_OPTIONS, *EARLIER, "rank_local"}
+    kept = {"params", CARRIED, *PLACE_OPTIONS}
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
         kept.add("eps")  # torch.optim.Muon's eps must not become AdamW's
     group = loaded_over(own, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
