@@ -175,8 +175,12 @@ def test_of_some_groups_alone_gradients_are_counted_and_scaled() -> None:
     assert [float(grad.unique()) for grad in found] == [1.0, factor, factor, factor]
 
 
-def test_large_strided_and_empty_gradients_count_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("small", [1, 40, 100])
+def test_large_strided_and_empty_gradients_count_every_element_once(
+    small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shardmuon.gradients.norms._CHUNK", 16)
+    monkeypatch.setattr("shardmuon.gradients.norms._SMALL", small)
     grads = [_normal(9, 7, seed=1), _normal(9, 7, seed=2).T, _normal(1, 50, seed=3)[:, ::2], torch.zeros(0, 3)]
     params = [_param(torch.zeros(g.shape), g) for g in grads]
     exact = torch.cat([g.double().flatten() for g in grads]).norm()

@@ -34,6 +34,12 @@ def typed(name: str, package: str = "transformers.models.any", **attributes: Any
     return but(_kind(name, package)(), **attributes)
 
 
+def subclassed(module: nn.Module) -> nn.Module:
+    """A module with the same contents, of a class derived from its class."""
+    module.__class__ = type("Mine", (type(module),), {})
+    return module
+
+
 def config(**values: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(**values)
 

@@ -21,8 +21,11 @@ from routing_models import (
     Llama,
     bare,
     but,
+    conv1d,
     experts,
     frozen,
+    gpt2_attention,
+    gpt_oss_experts,
     hooked,
     known_types,
     linear,
@@ -30,6 +33,7 @@ from routing_models import (
     placeholder,
     routed,
     shared,
+    subclassed,
     table,
     tensor_parallel,
     tied,
@@ -344,6 +348,26 @@ SAID: dict[str, Case] = {
     ),
     "no heads given replace default ones": Case(
         lambda: nn.Conv2d(8, 8, 1, groups=2), {"weight": of((8, 4))}, overrides={"weight": {"split_sizes": None}}
+    ),
+    "columns still, in halves": Case(
+        gpt_oss_experts, {"gate_up_proj": of(*[(10, 8)] * 6)}, overrides={"gate_up_proj": {"split_sizes": 2}}
+    ),
+    "still turned, no longer split": Case(
+        gpt2_attention, {"c_attn.weight": of((24, 8))}, overrides={"c_attn.weight": {"split_sizes": None}}
+    ),
+    "a Conv1D that is not turned": Case(
+        lambda: conv1d(12, 8), {"weight": of((8, 12))}, overrides={"weight": {"transposed": False}}
+    ),
+    "biases of experts as a matrix": Case(
+        gpt_oss_experts, {"down_proj_bias": of((3, 8))}, overrides={"down_proj_bias": "muon"}
+    ),
+    "a type is known below wrappers and by its subclasses": Case(
+        beside(
+            checkpoint_wrapper(gpt2_attention()),
+            typed("OptimizedModule", "torch._dynamo.eval_frame", _orig_mod=gpt2_attention()),
+            subclassed(gpt2_attention()),
+        ),
+        {f"{at}.c_attn.weight": of(*[(8, 8)] * 3) for at in range(3)},
     ),
     "use_muon of a parameter, below overrides": Case(
         marked_block,

@@ -30,7 +30,6 @@ from routing_models import (
     typed,
 )
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardmuon import param_groups
 from shardmuon.commands.main import main
@@ -193,35 +192,6 @@ def test_placeholders_count_by_the_shapes_they_stand_for() -> None:
             setattr(module, name, nn.Parameter(torch.empty(0)))
             getattr(module, name).ds_shape = p.shape
     assert str(param_groups(models[1], lr=1e-3)) == str(param_groups(models[0], lr=1e-3))
-
-
-def test_what_the_user_says_comes_first() -> None:
-    model = nn.ModuleDict({"a": gpt2_attention(), "e": gpt_oss_experts()})
-    rows = routed(
-        model,
-        overrides={
-            "a.c_attn.weight": {"split_sizes": None},
-            "a.c_proj.weight": {"transposed": False},
-            "e.gate_up_proj": {"split_sizes": 2},
-            "e.down_proj_bias": "muon",
-        },
-    )
-    assert rows["a.c_attn.weight"].matrices == ((24, 8),)  # still turned, no longer split
-    assert rows["e.gate_up_proj"].matrices == ((10, 8),) * 6  # columns still, in halves
-    assert rows["e.down_proj_bias"].matrices == ((3, 8),)
-    assert matrices(model, "a.c_proj.weight", overrides={"a.c_proj.weight": {"transposed": False}})[0][0, 1] == 1
-
-
-def test_a_type_is_known_below_wrappers_and_by_its_subclasses() -> None:
-    class Mine(type(gpt2_attention())):  # type: ignore[misc]
-        pass
-
-    model = nn.ModuleList([gpt2_attention(), checkpoint_wrapper(gpt2_attention())])
-    mine = Mine()
-    mine.__dict__.update(gpt2_attention().__dict__)
-    model.append(mine)
-    model.append(typed("OptimizedModule", "torch._dynamo.eval_frame", _orig_mod=gpt2_attention()))
-    assert [r.matrices for n, r in routed(model).items() if "c_attn.weight" in n] == [((8, 8),) * 3] * 4
 
 
 # -------------------------------------------------------------------------------------------- routers, by structure

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_norm
+from shardmuon._torch import flattened, foreach_norm
 
+_SMALL = 1 << 12  # elements: below this a norm of its own costs more than a copy
 _CHUNK = 1 << 22  # elements: CPUs copy to fp64 before they sum, and this bounds the size of the copy
 
 
@@ -17,7 +18,9 @@ def norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
     """The p-norm of all elements of the tensors, as one vector. Syncs once per device and dtype."""
     found: list[float] = []
     for alike in by_kind(tensors).values():
-        parts = [chunk for part in alike for chunk in ([part] if part.numel() <= _CHUNK else _chunks(part))]
+        small = [part for part in alike if part.numel() < _SMALL]
+        whole = [part for part in alike if part.numel() >= _SMALL] + ([flattened(small)] if small else [])
+        parts = [chunk for part in whole for chunk in ([part] if part.numel() <= _CHUNK else _chunks(part))]
         found += torch.stack(foreach_norm(parts, norm_type)).tolist()
     return combine(found, norm_type)
 
