@@ -266,6 +266,15 @@ def group_of(**options: Any) -> dict[str, Any]:
     return group
 
 
+def kinds_of(work: Work) -> list[int]:
+    """`Work.kinds` as validation numbers them."""
+    columns = enumerate(zip(work.weights, work.grads, work.momenta, work.settings, strict=True))
+    return [
+        -1 if w is None or g is None or m is None else work.kind(settings, w, g, m, at in work.rounding)
+        for at, (w, g, m, settings) in columns
+    ]
+
+
 class SimulatedRanks:
     """Steps a plan on all of its ranks.
 
@@ -313,6 +322,8 @@ class SimulatedRanks:
             )
             for rank in self.watches
         }
+        for work in self._work.values():
+            work.kinds = kinds_of(work)
         for of_set in self._sets(fresh):
             sums = self._summed(of_set)
             for rank, one in of_set.items():
