@@ -65,24 +65,12 @@ def launches_of(name: str, args: Sequence[Any]) -> int:
     alike = all(a.shape == b.shape and a.stride() == b.stride() for a, b in pairs)
     dtypes = [{t.dtype for t in row} for row in lists]
     one_dtype = all(len(found) == 1 for found in dtypes) if name == "_foreach_copy_" else len(set().union(*dtypes)) == 1
-    if not (alike and one_dtype and all(is_dense(t) for row in lists for t in row)):
+    if not (alike and one_dtype and all(torch.ops.aten.is_non_overlapping_and_dense(t) for row in lists for t in row)):
         return len(lists[0])
     depth = len(lists) + (not name.endswith("_"))
     most = _TENSORS_A_LAUNCH[min(depth, len(_TENSORS_A_LAUNCH)) - 1]
     blocks = sum(-(-t.numel() // _CHUNK) for t in lists[0])
     return max(-(-sum(t.numel() > 0 for t in lists[0]) // most), -(-blocks // _BLOCKS_A_LAUNCH))
-
-
-def is_dense(t: Tensor) -> bool:
-    """True if its elements fill a stretch of memory, in whatever order of dims."""
-    expected = 1
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 class OnDevice(Tensor):
