@@ -157,26 +157,6 @@ class Graph:
     """A graph of which only the capture is real: what waits is refused in it. Nothing is replayed."""
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Return the leaves of an operation's arguments; several times as quick as torch's `tree_leaves`."""
-    if isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _leaves(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _leaves(one)
-    else:
-        yield value
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)([_mapped(function, one) for one in value])
-    if type(value) is dict:
-        return {key: _mapped(function, one) for key, one in value.items()}
-    return tree_map(function, value) if isinstance(value, (tuple, list, dict)) else function(value)
-
-
 class _Done:
     """A message that has come."""
 
@@ -361,7 +341,7 @@ class CudaShape(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if any(issubclass(t, FakeTensor) for t in types):  # torch asks for shapes alone
             return func(*args, **kwargs)
-        tensors = [t for t in _leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if func.namespace == "c10d":
             return self._collective(func, tensors, args, kwargs)
         name = func.overloadpacket.__name__
@@ -388,7 +368,7 @@ class CudaShape(TorchDispatchMode):
         if wanted is not None:
             kwargs["device"] = META if empty or not (self.values or tensors) else CPU
         given: dict[int, Tensor] = {id(t.inner): t for t in here}
-        inner_args, inner_kwargs = _mapped(lambda x: _open(x, empty), (args, kwargs))
+        inner_args, inner_kwargs = tree_map(lambda x: _open(x, empty), (args, kwargs))
         call = func
         if name in ("bmm", "mm") and isinstance(args[-1], torch.dtype):
             call = functools.partial(_widened, func.overloadpacket)
@@ -399,7 +379,7 @@ class CudaShape(TorchDispatchMode):
             out = out.clone()
         if not on_device and not func._schema.is_mutable:
             return out
-        return _mapped(lambda x: self._wrapped(x, given) if isinstance(x, Tensor) else x, out)
+        return tree_map(lambda x: self._wrapped(x, given) if isinstance(x, Tensor) else x, out)
 
     def _wrapped(self, inner: Tensor, given: dict[int, Tensor]) -> Tensor:
         if id(inner) in given:
