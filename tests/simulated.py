@@ -29,7 +29,7 @@ from shardmuon.step.binding import make_spec
 from shardmuon.step.bucket import Bound, Kernel, run_owners
 from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
-from shardmuon.step.update import Rounding, Work
+from shardmuon.step.update import Kind, Rounding, Work
 from shardmuon.variants import Stage, Stages
 
 CPU = torch.device("cpu")
@@ -266,12 +266,12 @@ def group_of(**options: Any) -> dict[str, Any]:
     return group
 
 
-def kinds_of(work: Work) -> list[int]:
-    """`Work.kinds` as validation numbers them."""
-    columns = enumerate(zip(work.weights, work.grads, work.momenta, work.settings, strict=True))
+def kinds_of(work: Work) -> list[Kind]:
+    """`Work.kinds` as validation gives them."""
+    tensors = zip(work.weights, work.grads, work.momenta, strict=True)
     return [
-        -1 if w is None or g is None or m is None else work.kind(settings, w, g, m, at in work.rounding)
-        for at, (w, g, m, settings) in columns
+        (id(settings), *((t.dtype, t.device) for t in of if t is not None), at in work.rounding)
+        for at, (of, settings) in enumerate(zip(tensors, work.settings, strict=True))
     ]
 
 

@@ -36,6 +36,7 @@ from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load, Program
 from shardmuon.step.options import Settings
 
+Kind = tuple[object, ...]
 Stored = Sequence[Sequence[Tensor]]  # for each parameter, this rank's stage state, one fp32 tensor per `Spec.kept`
 
 
@@ -48,9 +49,8 @@ class Work:
         settings: Settings of each parameter's group.
         kept: For each parameter, this rank's stage state, one tensor per `Spec.kept`.
         rounding: Index of a parameter -> its random streams, for parameters with stochastic or 8-bit rounding.
-        kinds: For each parameter, a number, equal for those whose tensors may share list operations: they have equal
-            settings, dtypes and devices.
-        known: Those -> their number.
+        kinds: For each parameter, a value that is equal for those whose tensors may share list operations: they have
+            one group, and equal dtypes and devices.
     """
 
     weights: list[Tensor | None]
@@ -59,13 +59,7 @@ class Work:
     settings: list[Settings]
     kept: list[tuple[Tensor, ...]] = field(default_factory=list)
     rounding: dict[int, Rounding] = field(default_factory=dict)
-    kinds: list[int] = field(default_factory=list)
-    known: dict[object, int] = field(default_factory=dict)
-
-    def kind(self, settings: Settings, weight: Tensor, grad: Tensor, momentum: Tensor, rounds: bool) -> int:
-        """The number of a kind of parameters for `kinds`."""
-        dtypes, devices = (weight.dtype, grad.dtype, momentum.dtype), (weight.device, momentum.device)
-        return self.known.setdefault((id(settings), dtypes, devices, rounds), len(self.known))
+    kinds: list[Kind] = field(default_factory=list)
 
 
 # Most elements of the tiles in one list operation, unless it is a single tile. Bounds temporaries of momentum and of
@@ -78,10 +72,10 @@ _Row = tuple[Ints, Ints, int]
 _Pick = Callable[[Sequence[Any]], Sequence[Any]]  # selects the entries of some tiles from a list with one per tile
 
 
-def dealt(sizes: Sequence[int], kinds: Sequence[int], limit: int) -> list[list[int]]:
+def dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
     """Split tiles into portions of one kind and of at most `limit` elements (or one tile). Returns the indices of each
     portion's tiles."""
-    found: dict[int, tuple[list[list[int]], int]] = {}
+    found: dict[object, tuple[list[list[int]], int]] = {}
     for at, kind in enumerate(kinds):
         portions, room = found.get(kind, ([], -1))
         if sizes[at] > room:
@@ -126,7 +120,7 @@ class Side:
         # for each tile, strides of its storage -> offset and strides of the tile
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
-        self._dealt_for: tuple[list[int], int] | None = None  # kinds of the tiles and limit of the last portions
+        self._dealt_for: tuple[list[Kind], int] | None = None  # kinds of the tiles and limit of the last portions
         self._dealt: list[tuple[list[int], _Pick]] = []
 
     @cached_property

@@ -97,7 +97,7 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
     members, num = binding.members, len(binding.members)
     settings = cast("list[Settings]", list(map(options.__getitem__, binding.group_of)))
     found = Proposal([None] * num, [None] * num, [None] * num, settings, [()] * num)
-    found.states, found.said, found.kinds = [NONE] * num, [()] * num, [-1] * num
+    found.states, found.said, found.kinds = [NONE] * num, [()] * num, [()] * num
     for (index, engine, *_), numbers in binding.alike_members.items() if memory.keeper.as_computed else ():
         of_group = cast(Settings, options[index])
         if not (binding.elsewhere or of_group.stages or callable(of_group.adjust_lr_fn)):
@@ -139,7 +139,7 @@ def _glance(
     dtype, stored = grads[0].dtype, momenta[0].dtype
     if dtype.is_floating_point and stored == (keeper.dtype or dtype):
         said = READY, weights[0].dtype, dtype, stored, of_group.text
-        kind = found.kind(of_group, weights[0], grads[0], momenta[0], rounds=False)
+        kind = members[seen[0]].group, weights[0].dtype, dtype, stored, weights[0].device, momenta[0].device, False
         for number, weight, grad, momentum in zip(seen, weights, grads, momenta, strict=True):
             found.weights[number], found.grads[number], found.momenta[number] = weight, grad, momentum
             found.states[number], found.said[number], found.kinds[number] = READY, said, kind
@@ -178,7 +178,8 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> tup
     _make(found, number, binding, memory, given)
     made = found.momenta[number]
     assert made is not None, "`_make` has made it"
-    found.kinds[number] = found.kind(found.settings[number], weight, given, made, number in found.rounding)
+    rounds = number in found.rounding
+    found.kinds[number] = member.group, weight.dtype, grad.dtype, made.dtype, weight.device, made.device, rounds
     return said
 
 
