@@ -30,7 +30,7 @@ from shardmuon.step.binding import make_spec
 from shardmuon.step.bucket import Bound, Kernel, run_owners
 from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
-from shardmuon.step.update import Rounding, Work
+from shardmuon.step.update import Kind, Rounding, Work
 from shardmuon.variants import Stage, Stages
 
 CPU = torch.device("cpu")
@@ -246,6 +246,15 @@ def group_of(**options: Any) -> dict[str, Any]:
     return group
 
 
+def kinds_of(work: Work) -> list[Kind]:
+    """`Work.kinds` as validation gives them."""
+    tensors = zip(work.weights, work.grads, work.momenta, strict=True)
+    return [
+        (id(settings), *((t.dtype, t.device) for t in of if t is not None), at in work.rounding)
+        for at, (of, settings) in enumerate(zip(tensors, work.settings, strict=True))
+    ]
+
+
 class SimulatedRanks:
     """Steps a plan on all of its ranks.
 
@@ -293,6 +302,8 @@ class SimulatedRanks:
             )
             for rank in self.watches
         }
+        for work in self._work.values():
+            work.kinds = kinds_of(work)
         for of_set in self._sets(fresh):
             sums = self._summed(of_set)
             for rank, one in of_set.items():

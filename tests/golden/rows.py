@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import inspect
 import json
 import warnings
 import zlib
@@ -25,13 +24,11 @@ from torch import Tensor
 
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
-from shardmuon.layout.views import matrix_view
 from shardmuon.testing import RankPool
 from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, parameters
 
 Digests = dict[str, str]
-_HAS_SPLIT_DIM = "split_dim" in inspect.signature(matrix_view).parameters  # trees before docs/adr/0037-fewer-options.md
 
 
 def digest(value: object) -> str:
@@ -53,9 +50,7 @@ def groups_of(params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Parameter groups that say how each reads as matrices."""
     table: dict[str, dict[str, Any]] = {}
     for name, param in params.items():
-        options = dict(PARAMS[name].options)
-        if "split_sizes" in options and "transposed" in options and _HAS_SPLIT_DIM:
-            options["split_dim"] = 1
+        options = PARAMS[name].options
         group = table.setdefault(repr(options), {"params": [], **options})
         group["params"].append((name, param))
     return list(table.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon.layout.table import ParamLayout, replicated
-from shardmuon.layout.views import MatrixView, matrix_view
+from shardmuon.layout.views import MatrixView, matrix_view, row_major
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Policy
 from shardmuon.plan.program import BufferPlace, Load
@@ -120,11 +119,7 @@ def _loads(view: MatrixView) -> list[Load]:
     """The tiles of a whole tensor, one after the other in a buffer."""
     tiles = [tile for by_rank in replicated(view, (0,)).tiles for tile in by_rank[0]]
     starts = itertools.accumulate((tile.numel for tile in tiles), initial=0)
-    return [Load(0, t, BufferPlace(at, _packed(t.sizes))) for t, at in zip(tiles, starts, strict=False)]
-
-
-def _packed(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(torch.empty(tuple(sizes)).stride())
+    return [Load(0, t, BufferPlace(at, row_major(t.sizes))) for t, at in zip(tiles, starts, strict=False)]
 
 
 def test_a_side_reads_the_strides_of_every_tensor_that_it_is_given() -> None:

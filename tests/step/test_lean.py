@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated import planned, sharded, stored
+from simulated import kinds_of, planned, sharded, stored
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -150,6 +150,7 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
     rank = max(loads, key=lambda rank: loads[rank])
     parts = [stored(lay.held[rank], torch.zeros(lay.view.shape)) for lay in layouts]
     work = Work(parts, parts, [p.clone() for p in parts], [settings_of(group)] * 72, [[] for _ in parts], {})
+    work.kinds = kinds_of(work)
     (bucket,) = plan.buckets
     program = make_program(plan, bucket, rank)
     assert program.num_owned <= 2

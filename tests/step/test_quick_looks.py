@@ -194,13 +194,13 @@ def test_portions_hold_alike_tiles_in_order_and_no_more_than_the_limit() -> None
     draw = random.Random(0)
     for _ in range(900):
         sizes = [draw.randint(1, 9) for _ in range(draw.randint(1, 12))]
-        kinds = [[draw.randint(0, 1) for _ in sizes] for _ in range(2)]
+        kinds = [draw.randint(0, 3) for _ in sizes]
         limit = draw.randint(1, 20)
         found = dealt(sizes, kinds, limit)
         assert sorted(at for places in found for at in places) == list(range(len(sizes)))
         for places in found:
             assert places == sorted(places)
-            assert len({(kinds[0][at], kinds[1][at]) for at in places}) == 1
+            assert len({kinds[at] for at in places}) == 1
             assert sum(sizes[at] for at in places) <= limit or len(places) == 1
 
 

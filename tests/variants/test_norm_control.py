@@ -85,16 +85,6 @@ def test_a_matrix_of_zeros_takes_one_plain_step_and_keeps_its_norm() -> None:
         assert_rounded(p, _hyperball(w, o, 0.1, w), roundings=6, dtype=torch.float32, scale=float(w.abs().max()))
 
 
-def test_a_gradient_of_zeros_turns_nothing() -> None:
-    params = _weights()
-    optimizer = _muon(params, variant="hyperball")
-    for p in params:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    for p, w in zip(params, _weights(), strict=True):
-        assert_rounded(p.detach(), w.detach(), roundings=2, dtype=torch.float32)
-
-
 def test_matrices_of_zeros_are_said_once_by_name() -> None:
     params = _weights()
     with torch.no_grad():

@@ -259,7 +259,7 @@ class StepAudit:
             wire=_WIRES[self._binding.plan.specs[item.param].itemsizes[item.matrix]],
             weights=param.dtype,
             gradient=param.dtype if gradient is None else gradient.dtype,
-            momentum=torch.float32 if self._optimizer.keeper.widens else stored,
+            momentum=stored if self._optimizer.keeper.dtype is None else torch.float32,
             stored=stored,
             device=device,
             rounding=None if how is None or how.weights is None else (how.weights, item.matrix),

@@ -142,11 +142,6 @@ class Keeper:
         first step."""
         return _decoded(_stored(engine, state))
 
-    @property
-    def widens(self) -> bool:
-        """True if momentum is computed in fp32, because a dtype for storing it was chosen."""
-        return self.dtype is not None
-
     # ---------------------------------------------------------------------------------------------- checkpoints
 
     def start(self, param: Tensor, num_row_dims: int, state: MutableMapping[str, Any]) -> None:

@@ -388,21 +388,16 @@ def _gram_newton_schulz(
     (short, long), tall = sorted(y.shape[-2:]), y.shape[-2] > y.shape[-1]
     first, *others = segments(coefficients, products.dtype)
     if restarts_locally(short, long, coefficients, products.dtype):
-        factor = _restarted(products.gram_fp32(y), first, others[0], products)
+        wide = products.gram_fp32(y)
+        before = factor_of(products.operand(wide), first, products)
+        after = factor_of(products.sandwich(before, wide), others[0], products)
+        factor = products.mm(after, before, out=square_of(before))
+        # the product of two Q's is symmetric up to rounding: its transpose, as (Q X)^T = X^T Q^T
         return _times(products, factor.mT if tall else factor, y, tall)
     for segment in (first, *others):
         gram = products.symmetric_mm(*_sides(y), out=square_of(y))
         y = _times(products, factor_of(gram, segment, products), y, tall)
     return y
-
-
-def _restarted(wide: Tensor, first: Triples, second: Triples, products: Products) -> Tensor:  # (B, m, m)
-    """Q after both segments, for X X^T = wide. The product of two Q's is symmetric up to rounding; for tall matrices
-    use its transpose, as (Q X)^T = X^T Q^T."""
-    before = factor_of(products.operand(wide), first, products)
-    after = factor_of(products.sandwich(before, wide), second, products)
-    found: Tensor = products.mm(after, before, out=square_of(before))
-    return found
 
 
 def _times(products: Products, factor: Tensor, y: Tensor, tall: bool) -> Tensor:

@@ -71,7 +71,6 @@ _EXCESS = {torch.float16: 18.0, torch.float32: 12.0, torch.float64: 12.0}
 _NEGLIGIBLE = 1e-3  # error relative to the update: a tenth of the error of bf16 products
 _LOCAL_ASPECT = 7 / 3  # n/m above which a local restart is less work
 _MAX_PLANS = 2000  # with more candidate plans, the one with the latest restarts is used without a search
-_HUGE = 1e30
 
 
 def check_gram_dtype(dtype: torch.dtype) -> None:
@@ -129,13 +128,11 @@ def _ends(coefficients: Triples, restarts: tuple[int, ...]) -> list[tuple[int, i
 
 
 def _growth(segment: Triples, noise: float) -> float:
-    """Size of a spurious eigenvalue -noise of R after a segment; inf if it diverges."""
+    """Size of a spurious eigenvalue -noise of R after a segment; infinite or NaN if it diverges."""
     r = -noise
     for a, b, c in segment:
         z = a + r * (b + r * c)
         r *= z * z
-        if not abs(r) < _HUGE:
-            return math.inf
     return abs(r)
 
 

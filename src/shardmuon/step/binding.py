@@ -73,7 +73,7 @@ class Binding(Agreed):
     Attributes:
         buckets: The buckets that this rank takes part in, in the plan's order.
         group_of: Index of each parameter's group.
-        alike_members: (group, engine, dtype) -> indices of the parameters that share them.
+        alike_members: (group, engine, dtype, device) -> indices of the parameters that share them.
         digests: Set of ranks -> digest of the plan, which must be equal on these ranks.
         on_weights: Parameter index -> stages, for parameters with a stage on weights.
         alike: Set of ranks -> parameters that these ranks must step in the same way: the ranks that share a parameter,
@@ -99,9 +99,10 @@ class Binding(Agreed):
         self.table, self.plan, self.members, self.planned = table, plan, members, planned
         self.group_of, self.ns_device = [one.group for one in members], ns_device
         self.buckets = [bucket for bucket in plan.buckets if rank in bucket.ranks]
-        self.alike_members: dict[tuple[int, Engine, torch.dtype], list[int]] = {}
+        self.alike_members: dict[tuple[int, Engine, torch.dtype, torch.device], list[int]] = {}
         for number, one in enumerate(members):
-            self.alike_members.setdefault((one.group, one.engine, one.param.dtype), []).append(number)
+            alike = one.group, one.engine, one.param.dtype, one.param.device
+            self.alike_members.setdefault(alike, []).append(number)
         shapes = [tuple(one.engine.storage(one.param).shape) for one in members]
         self.digests = {ranks: digest + table.token for ranks, digest in plan.digests.items() if len(ranks) > 1}
         stages = {number: of_member.stages for number, of_member in enumerate(settings)}

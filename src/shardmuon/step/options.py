@@ -35,7 +35,7 @@ from shardmuon.options import (
 )
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.step.kept import loaded_over
-from shardmuon.variants import CAUTIOUS, Stages, names_in, stages_of, stages_text
+from shardmuon.variants import CAUTIOUS, Stages, names_in, stages_of
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 
@@ -87,7 +87,7 @@ def settings_of(group: Group) -> Settings:
     """Settings of a group, for one step."""
     view, stages = view_options(group), stages_of(group)
     coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
-    batch = f"{coefficients} {stages_text(stages)}".replace(" ", "")
+    batch = f"{coefficients} {''.join(map(repr, stages))}".replace(" ", "")
     return Settings(
         lr=float(group["lr"]),
         given_lr=group["lr"],

@@ -12,7 +12,6 @@ half-precision weights are updated in fp32 and rounded once.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load, Program
 from shardmuon.step.options import Settings
 
+Kind = tuple[object, ...]
 Stored = Sequence[Sequence[Tensor]]  # for each parameter, this rank's stage state, one fp32 tensor per `Spec.kept`
 
 
@@ -50,6 +50,8 @@ class Work:
         settings: Settings of each parameter's group.
         kept: For each parameter, this rank's stage state, one tensor per `Spec.kept`.
         rounding: Index of a parameter -> its random streams, for parameters with stochastic or 8-bit rounding.
+        kinds: For each parameter, a value that is equal for those whose tensors may share list operations: they have
+            one group, and equal dtypes and devices.
     """
 
     weights: list[Tensor | None]
@@ -58,6 +60,7 @@ class Work:
     settings: list[Settings]
     kept: list[tuple[Tensor, ...]] = field(default_factory=list)
     rounding: dict[int, Rounding] = field(default_factory=dict)
+    kinds: list[Kind] = field(default_factory=list)
 
 
 # Most elements of the tiles in one list operation, unless it is a single tile. Bounds temporaries of momentum and of
@@ -68,14 +71,13 @@ PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 # strides, start
 _Row = tuple[Ints, Ints, int]
 _Pick = Callable[[Sequence[Any]], Sequence[Any]]  # selects the entries of some tiles from a list with one per tile
-_dtype_of, _device_of = operator.attrgetter("dtype"), operator.attrgetter("device")
 
 
-def dealt(sizes: Sequence[int], kinds: Sequence[Sequence[object]], limit: int) -> list[list[int]]:
-    """Split tiles into portions of at most `limit` elements (or one tile), so that the tiles of a portion have equal
-    entries in each column of `kinds`. Returns the indices of each portion's tiles."""
-    found: dict[tuple[object, ...], tuple[list[list[int]], int]] = {}
-    for at, kind in enumerate(zip(*kinds, strict=True)):
+def dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
+    """Split tiles into portions of one kind and of at most `limit` elements (or one tile). Returns the indices of each
+    portion's tiles."""
+    found: dict[object, tuple[list[list[int]], int]] = {}
+    for at, kind in enumerate(kinds):
         portions, room = found.get(kind, ([], -1))
         if sizes[at] > room:
             portions.append([])
@@ -119,7 +121,8 @@ class Side:
         # for each tile, strides of its storage -> offset and strides of the tile
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
-        self._dealt: dict[int, tuple[object, list[tuple[list[int], _Pick]]]] = {}  # number of columns -> last portions
+        self._dealt_for: tuple[list[Kind], int] | None = None  # kinds of the tiles and limit of the last portions
+        self._dealt: list[tuple[list[int], _Pick]] = []
 
     @cached_property
     def patches(self) -> list[Patch]:
@@ -146,24 +149,18 @@ class Side:
             found += buffer.as_strided(*row).unbind(0)
         return found
 
-    def portions(self, work: Work, *columns: Sequence[Tensor]) -> list[tuple[list[int], _Pick]]:
-        """Split the tiles into portions for list operations: equal settings, and one dtype and device per column.
-        Returns for each portion the indices of its tiles, and a function that selects their entries from a list with
-        one entry per tile."""
-        first: dict[int, int] = {}  # id of settings, which are rebuilt on any change -> the first tile that has them
-        settings = map(id, map(work.settings.__getitem__, self.params))
-        kinds: list[Sequence[object]] = [list(map(first.setdefault, settings, itertools.count()))]
-        for column in columns:
-            kinds += list(map(_dtype_of, column)), list(map(_device_of, column))
-        if work.rounding:
-            kinds.append([param in work.rounding for param in self.params])
-        limit = PORTION if columns[0][0].device.type == "cpu" else PORTION_ELSEWHERE
-        known, found = self._dealt.get(len(columns), (None, []))
-        if known != (kinds, limit):
+    def portions(self, work: Work) -> list[tuple[list[int], _Pick]]:
+        """Split the tiles into portions for list operations, see `Work.kinds`. Returns for each portion the indices of
+        its tiles, and a function that selects their entries from a list with one entry per tile."""
+        weight = work.weights[self.params[0]]
+        assert weight is not None, "parameters without a gradient are in no program"
+        limit = PORTION if weight.device.type == "cpu" else PORTION_ELSEWHERE
+        kinds = list(map(work.kinds.__getitem__, self.params))
+        if self._dealt_for != (kinds, limit):
             sizes = [load.tile.numel for load in self.loads]
-            found = [(places, _pick(places)) for places in dealt(sizes, kinds, limit)]
-            self._dealt[len(columns)] = (kinds, limit), found
-        return found
+            self._dealt = [(places, _pick(places)) for places in dealt(sizes, kinds, limit)]
+            self._dealt_for = kinds, limit
+        return self._dealt
 
 
 def _rows(loads: Sequence[Load]) -> list[_Row]:
@@ -241,7 +238,7 @@ def update_momentum(
     if not side.loads:
         return
     grads, momenta = side.of(work.grads), side.of(work.momenta)
-    for places, of in side.portions(work, grads, momenta):
+    for places, of in side.portions(work):
         first = side.params[places[0]]
         s, given, kept = work.settings[first], of(grads), of(momenta)
         out = None if targets is None else of(targets)
@@ -295,11 +292,11 @@ def apply_results(
     if not side.loads:
         return
     weights = side.of(work.weights)
-    for places, of in side.portions(work, weights):
+    for places, of in side.portions(work):
         first = side.params[places[0]]
         s, chosen, added = work.settings[first], of(weights), of(updates)
         shapes, device = of(side.shapes), chosen[0].device
-        if {*map(_device_of, added)} != {device}:
+        if any(update.device != device for update in added):
             added = [update.to(device) for update in added]
         rounded: list[Callable[[Tensor], Tensor]] | None = None
         if first in work.rounding and work.rounding[first].weights is not None:

@@ -98,8 +98,8 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
     members, num = binding.members, len(binding.members)
     settings = cast("list[Settings]", list(map(options.__getitem__, binding.group_of)))
     found = Proposal([None] * num, [None] * num, [None] * num, settings, [()] * num)
-    found.states, found.said = [NONE] * num, [("", "")] * num
-    for (index, engine, _), numbers in binding.alike_members.items() if memory.keeper.as_computed else ():
+    found.states, found.said, found.kinds = [NONE] * num, [("", "")] * num, [()] * num
+    for (index, engine, *_), numbers in binding.alike_members.items() if memory.keeper.as_computed else ():
         of_group = cast(Settings, options[index])
         if not (binding.elsewhere or of_group.stages):
             _glance(found, engine, numbers, members, of_group, memory)
@@ -141,9 +141,10 @@ def _glance(
     dtype, stored = grads[0].dtype, momenta[0].dtype
     if dtype.is_floating_point and stored == (keeper.dtype or dtype):
         said = STATES[READY], f"weights={weights[0].dtype} gradient={dtype} {BUFFER}={stored} {of_group.text}"
+        kind = members[seen[0]].group, weights[0].dtype, dtype, stored, weights[0].device, momenta[0].device, False
         for number, weight, grad, momentum in zip(seen, weights, grads, momenta, strict=True):
             found.weights[number], found.grads[number], found.momenta[number] = weight, grad, momentum
-            found.states[number], found.said[number] = READY, said
+            found.states[number], found.said[number], found.kinds[number] = READY, said, kind
 
 
 def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str:
@@ -171,9 +172,12 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str
     if stages:
         found.fresh[number] = unsettled(stages, kept, memory.settled)
         text += f"new={','.join(found.fresh[number])} "
-    _make(
-        found, number, binding, memory, storage if storage is not None else torch.empty_like(weight, dtype=grad.dtype)
-    )
+    given = storage if storage is not None else torch.empty_like(weight, dtype=grad.dtype)
+    _make(found, number, binding, memory, given)
+    made = found.momenta[number]
+    assert made is not None, "`_make` has made it"
+    rounds = number in found.rounding
+    found.kinds[number] = member.group, weight.dtype, grad.dtype, made.dtype, weight.device, made.device, rounds
     return text
 
 

@@ -100,11 +100,6 @@ def keeping(stages: Stages) -> Stages:
     return tuple(stage for stage in stages if first.get(stage.key) is stage)
 
 
-def stages_text(stages: Stages) -> str:
-    """Text that is equal on ranks whose stages are equal; "" for plain Muon."""
-    return " ".join(map(repr, stages))
-
-
 __all__ = [
     "CAUTIOUS",
     "KEPT_KEYS",
@@ -121,5 +116,4 @@ __all__ = [
     "names_in",
     "scaled_",
     "stages_of",
-    "stages_text",
 ]
