@@ -72,19 +72,12 @@ def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
 
 @pytest.mark.parametrize("shape", [(128, 256), (256, 128)], ids=str)
 def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
-    """Momentum 2 (lerp, Nesterov's lerp), copy to the batch 1, norm 1, division 1, copy back 1, update 1: seven, of
-    tall matrices too, which are not turned; in bf16 the update is widened as it is added. Sizes are whole numbers of
-    chunks of a norm, which is then one operation."""
-    found = _passes(*shape, method="standard")
-    wanted = {
-        "_foreach_lerp_": 1,
-        "_foreach_lerp": 1,
-        "_foreach_copy_": 1,
-        "linalg_vector_norm": 1,
-        "div": 1,
-        "_foreach_add_": 1,
-    }
-    copies = sum(found[name] for name in ("clone", "copy_", "_to_copy"))
+    """Momentum 2 (lerp, Nesterov's lerp, which fp32 batches take in place), copy to the batch 1, norm 1, division 1,
+    copy back 1, update 1: seven, of tall matrices too, which are not turned; in bf16 the update is widened as it is
+    added. Sizes are whole numbers of chunks of a norm, which is then one operation."""
+    found = Counter(name.rstrip("_") for name in _passes(*shape, method="standard").elements())
+    wanted = {"_foreach_lerp": 2, "_foreach_copy": 1, "linalg_vector_norm": 1, "div": 1, "_foreach_add": 1}
+    copies = sum(found[name] for name in ("clone", "copy", "_to_copy"))
     assert {name: found[name] for name in wanted} == wanted, found
     assert copies == 1, found
     assert sum(found.values()) == sum(wanted.values()) + copies, found
