@@ -414,12 +414,12 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "a variant's state that is none": (state(0, second_moment=None), "not a floating-point tensor"),
     "a state dict of a model": (
         lambda s: (s.clear(), s.update(w=torch.zeros(4, 3))),
-        "has the keys 'state' and 'param_groups', found ['w']",
+        "dicts that list 'params'; found ['w']. Give what optimizer.state_dict()",
     ),
     "no dict at all": (lambda s: [], "found list"),
     "groups without parameters": (
         lambda s: s["param_groups"][0].pop("params"),
-        "its 'param_groups' dicts that list 'params'",
+        "'param_groups', dicts that list 'params'; found ['param_groups', 'state']",
     ),
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.utils import get_flat_optim_state_dict, load_flat_optim_state_dict
@@ -70,7 +69,6 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
         for optimizer in self.optimizers:
             load_flat_optim_state_dict(optimizer, state_dict)
 
-    @torch.no_grad()
     def _complete(self) -> None:
         for optimizer in self.optimizers:
             optimizer.complete_state()

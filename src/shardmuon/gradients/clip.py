@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardmuon._torch import foreach_mul_, local_if_any
 from shardmuon.comm.groups import Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, agree, digest_of, gather
-from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, made_public, raised_at
+from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, about, fault_text, made_public
 from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.layout.bind import Listed, Table, TableCall
@@ -298,13 +298,8 @@ class _Clipping(TableCall[_BoundGradients]):
         """Read this rank's gradients, compute the norms that it counts, and prepare its ballot."""
         self.states, self.held = [NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
-            try:
+            with about(one.name):
                 self._read_one(number, kept)
-            except OUT_OF_MEMORY as wrong:
-                raised_at(wrong, one.name)
-                raise
-            except Exception as wrong:
-                raise ValueError(f"{one.name}: {fault_text(wrong)}") from wrong
         if self.fault.text is None and MISPLACED not in self.states:
             loose = kept.loose if len(kept.component) > 1 else set()  # to be compared between ranks
             own = [local for number, local in self.held.items() if number in kept.counted and number not in loose]
