@@ -196,18 +196,20 @@ def test_what_may_be_a_part_of_a_matrix_or_cannot_be_exact_is_refused_on_all(
 # ------------------------------------------------------------------------------------------- checkpoints
 
 
-def _resumed(case: Case, folder: str) -> None:
+def _resumed(case: Case, folder: str, lost: bool = False) -> None:
     """Four steps with an audit each, a checkpoint and a new start between: those of one process."""
-    audits = {"audit_every": 1, **FP32}
-    with started(case, **audits) as job:
+    options = {"audit_every": 1, "variant": "normuon", **FP32}
+    with started(case, **options) as job:
         for number in range(4):
             job.step(number)
             if number == 1:
                 job.engine.save_checkpoint(folder, tag="here")
         job.check()
         expected = job.weights()
-    with started(case, **audits) as again:
+    with started(case, **options) as again:
         again.engine.load_checkpoint(folder, tag="here")
+        for group in again.optimizer.param_groups if lost else ():
+            group.pop("kept_state", None)
         for number in range(2, 4):
             again.train(number)
         assert [n for n, w in again.weights().items() if not torch.equal(w, expected[n])] == []
@@ -220,7 +222,9 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
 @pytest.mark.parametrize(
     ("world", "case"),
     [
+        (2, Case(0)),
         (3, Case(1, accumulate=2, zero={**ROUND_ROBIN, **OFFLOAD, **SMALL})),
+        (2, Case(2)),
         (3, Case(3, dtype="bf16", accumulate=2, zero=SUB_GROUPS)),
     ],
     ids=str,
@@ -228,8 +232,13 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
 def test_a_checkpoint_resumes_bit_for_bit_with_every_step_audited(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case, tmp_path: Path
 ) -> None:
-    """Some with buckets smaller than a matrix."""
+    """With what stages keep; some with buckets smaller than a matrix."""
     deepspeed_pools[world].run(_resumed, case, str(tmp_path))
+
+
+def test_a_checkpoint_that_lost_what_stages_keep_is_an_error_at_the_first_step(two: RankPool, tmp_path: Path) -> None:
+    for error in two.run_catching(_resumed, Case(2), str(tmp_path), True):
+        assert "its momentum was loaded, and not second_moment" in str(error), error
 
 
 Saved = dict[str, tuple[Tensor, dict[str, Tensor]]]  # name -> weight and state

@@ -106,18 +106,20 @@ def test_a_rank_may_keep_nothing_at_all(world3: RankPool) -> None:
 
 def _saved_full(strategy: str, file: str) -> list[str]:
     """Two steps, a full state dict, two more."""
-    model, optimizer = job(strategy)
+    model, optimizer = job(strategy, KEEPING)
     train(model, optimizer, range(2))
     saved = full_state(model, optimizer)
     if dist.get_rank() == 0:
         torch.save(saved, file)
     train(model, optimizer, range(2, 4))
-    return unlike(whole_weights(model), alone(4))
+    return unlike(whole_weights(model), alone(4, **KEEPING))
 
 
-def _resumed_full(strategy: str, file: str) -> list[str]:
+def _resumed_full(strategy: str, file: str, lost: bool = False) -> list[str]:
     saved = torch.load(file, weights_only=True)
-    model, optimizer = job(strategy)
+    for group in saved["optimizer"]["param_groups"] if lost else ():
+        group.pop("kept_state", None)
+    model, optimizer = job(strategy, KEEPING)
     with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved["optimizer"]))
@@ -125,23 +127,34 @@ def _resumed_full(strategy: str, file: str) -> list[str]:
     for name, state in saved["optimizer"]["state"].items():
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(again[name][key]), torch.as_tensor(value)), (name, key)
+    assert all("kept_state" not in group for group in optimizer.param_groups)
     train(model, optimizer, range(2, 4))
-    return unlike(whole_weights(model), alone(4))
+    return unlike(whole_weights(model), alone(4, **KEEPING))
 
 
-def test_full_state_resumes_on_any_number_of_ranks(world2: RankPool, world4: RankPool, tmp_path: Path) -> None:
+KEEPING = {"variant": "normuon"}
+
+
+def test_full_state_resumes_on_any_number_of_ranks_or_is_refused_where_it_lost_what_stages_keep(
+    world2: RankPool, world4: RankPool, tmp_path: Path
+) -> None:
     file = str(tmp_path / "full.pt")
     assert world2.run(_saved_full, "FULL_SHARD", file) == [[], []]
     assert world2.run(_resumed_full, "SHARD_GRAD_OP", file) == [[], []]
-    assert world4.run(_resumed_full, "HYBRID_SHARD", file) == [[]] * 4
+    for strategy in ("HYBRID_SHARD", "FULL_SHARD"):  # fully sharded, ranks store nothing of some matrices
+        assert world4.run(_resumed_full, strategy, file) == [[]] * 4
+        assert_refused(
+            world4, "lacks ['second_moment'], which variant='normuon' keeps", _resumed_full, strategy, file, True
+        )
     saved = torch.load(file, weights_only=True)  # and on one process, without FSDP1
     model = tied()
-    optimizer = Muon(model, **OPTIONS)
+    optimizer = Muon(model, **OPTIONS, **KEEPING)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    assert all(set(optimizer.state[p]) == {"momentum_buffer"} for p in optimizer.param_groups[0]["params"])
+    kept = {"momentum_buffer", "second_moment"}
+    assert all(set(optimizer.state[p]) == kept for p in optimizer.param_groups[0]["params"])
     train(model, optimizer, range(2, 4))
-    assert unlike(plain_weights(model), alone(4)) == []
+    assert unlike(plain_weights(model), alone(4, **KEEPING)) == []
 
 
 def _states(model: nn.Module, optimizer: Muon, options: StateDictOptions | None) -> dict[str, Any]:
