@@ -461,18 +461,11 @@ class _Malicious:
         return Path.touch, (self.path,)
 
 
-def test_a_state_dict_needs_no_code_to_load_and_a_file_with_code_is_refused(tmp_path: Path) -> None:
-    old, params = pair()
+def test_a_state_dict_needs_no_code_to_load(tmp_path: Path) -> None:
+    (old, params), (new, _) = pair(), pair()
     train(old, params, range(2))
     torch.save(old.state_dict(), tmp_path / "good.pt")
-    saved = torch.load(tmp_path / "good.pt", weights_only=True)
-    new, _ = pair()
-    new.load_state_dict(saved)
-    saved["state"][0]["momentum_buffer"] = _Malicious(tmp_path / "ran")
-    torch.save(saved, tmp_path / "bad.pt")
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(tmp_path / "bad.pt", weights_only=True)
-    assert not (tmp_path / "ran").exists()
+    new.load_state_dict(torch.load(tmp_path / "good.pt", weights_only=True))
 
 
 @pytest.mark.parametrize("place", ["metadata", "option"])

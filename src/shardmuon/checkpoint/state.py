@@ -34,7 +34,7 @@ from shardmuon.step.options import view_of
 from shardmuon.step.validate import state_storage
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
-ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
+_ADAMW_KEYS = (STEP, *MOMENTS)
 # Options that a saved group must have; without them it was not saved by this optimizer's Muon or AdamW.
 _MARKS = {"Muon": ("lr", "momentum", "ns_coefficients"), "AdamW": ("lr", "betas")}
 _NOT_CONVERTED = (
@@ -123,8 +123,9 @@ def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]
     Raises:
         ValueError: This is not an optimizer's state dict.
     """
-    given = saved if isinstance(saved, Mapping) else {}
-    entries, groups = given.get("state"), given.get("param_groups")
+    given: Mapping[str, Any] = saved if isinstance(saved, Mapping) else {}
+    entries: Any = given.get("state")
+    groups: Any = given.get("param_groups")
     dicts = isinstance(entries, Mapping) and isinstance(groups, (list, tuple))
     if not dicts or not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
         raise ValueError(
@@ -197,7 +198,7 @@ def _read_param(
         ValueError: The state does not fit. The message does not name the parameter.
     """
     _check_keys(p, found, group, theirs)
-    engine, own, state = engine_for(p, group), ADAMW_KEYS, dict[str, Any]()
+    engine, own, state = engine_for(p, group), _ADAMW_KEYS, dict[str, Any]()
     device = engine.storage(p).device
     if group["use_muon"]:
         own, view = (BUFFER, SCALE, *((STEP,) if keeper.rounds else ())), view_of("", p, group)
@@ -216,7 +217,7 @@ def _read_param(
 def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Raise ValueError (without the parameter's name) if the keys of saved state do not match the group's optimizer and
     variant."""
-    kind, needed = ("Muon", {BUFFER, *_kept_keys(group)}) if group["use_muon"] else ("AdamW", {*ADAMW_KEYS})
+    kind, needed = ("Muon", {BUFFER, *_kept_keys(group)}) if group["use_muon"] else ("AdamW", {*_ADAMW_KEYS})
     there = {*found} if isinstance(found, Mapping) else set()
     keys = sorted(map(str, there)) if isinstance(found, Mapping) else type(found).__name__
     if kind == "Muon" and BUFFER not in there and lies_elsewhere(p):
@@ -228,7 +229,7 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
             "was saved without that. Load it with variant=None, and set the groups' variant afterwards to begin with "
             "it from here"
         )
-    known = {BUFFER, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if kind == "Muon" else ())}
+    known = {BUFFER, SCALE, *_ADAMW_KEYS, *(KEPT_KEYS if kind == "Muon" else ())}
     if lacking or not there <= known:
         raise ValueError(
             f"its state in the checkpoint is {keys}, {kind}'s is {sorted(needed)}. It was saved by another optimizer, "

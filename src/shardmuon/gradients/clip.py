@@ -39,7 +39,7 @@ from shardmuon.step.validate import check_can_align, gradient_storage
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Source,
+    parameters: _Source,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -135,14 +135,14 @@ def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
         ) from wrong
 
 
-Source = Optimizer | nn.Module | Tensor | Iterable[Any]
+_Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
 _ALIGN = 1  # presence bit: gradients to redistribute first
 _OPTIONS = ("process_group", "tp_group")
 _Key = tuple[str, int, Group, Engine, object]  # a parameter's name, id, options, engine and the engine's signature
 
 
-def _listed_of(source: Source, fault: Fault) -> list[Listed]:
+def _listed_of(source: _Source, fault: Fault) -> list[Listed]:
     """The parameters of an optimizer, module, tensor or list, in the user's order."""
     if isinstance(source, (nn.Module, Tensor)):
         source = source.named_parameters() if isinstance(source, nn.Module) else [source]
