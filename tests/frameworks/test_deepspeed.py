@@ -135,10 +135,6 @@ def test_flat_partitions_get_the_dense_update_at_every_setting(
 # ------------------------------------------------------------------------------------------- what is refused
 
 
-def _nothing(net: Any) -> None:
-    pass
-
-
 def _marked(net: Any) -> None:
     net.a.ds_is_replaced_module = True
 
@@ -153,7 +149,7 @@ def _replaced(net: Any) -> None:
     net.a = nn.Parameter(net.a.detach()[:24].clone())
 
 
-def _first_step(case: Case, change: Callable[[Any], object], options: dict[str, Any]) -> str:
+def _first_step(case: Case, change: Callable[[Any], object] | None, options: dict[str, Any]) -> str:
     """Text of what initializing and a first step raise, which changes nothing; "": nothing, and then it steps."""
     said = ""
 
@@ -171,16 +167,16 @@ def _first_step(case: Case, change: Callable[[Any], object], options: dict[str, 
 BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 MASTERS = Case(1, config={"bf16": BF16_MASTERS})
 STORED = "DeepSpeed keeps and offloads state"
-REFUSED: list[tuple[Case, Callable[[Any], object], dict[str, Any], str]] = [
+REFUSED: list[tuple[Case, Callable[[Any], object] | None, dict[str, Any], str]] = [
     *(
         (case, change, {}, words)
         for case in (Case(1), Case(3))
         for change, words in ((_marked, "is a tensor-parallel shard"), (_replaced, "AutoTP, AutoEP"))
     ),
     (Case(1), _marked_on_one_rank, {}, "is a tensor-parallel shard"),
-    (MASTERS, _nothing, {"momentum_dtype": torch.float32}, STORED),
-    (MASTERS, _nothing, {}, ""),
-    *((Case(0, dtype=dtype), _nothing, {}, "ValueError: at ZeRO 0 with bf16 or fp16") for dtype in ("bf16", "fp16")),
+    (MASTERS, None, {"momentum_dtype": torch.float32}, STORED),
+    (MASTERS, None, {}, ""),
+    *((Case(0, dtype=dtype), None, {}, "ValueError: at ZeRO 0 with bf16 or fp16") for dtype in ("bf16", "fp16")),
 ]
 
 

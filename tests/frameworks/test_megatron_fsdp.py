@@ -18,6 +18,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -251,23 +252,17 @@ def _megatron() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-_MESHES: dict[Any, DeviceMesh] = {}
-
-
+@lru_cache
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    key = (dist.group.WORLD, shape, names)
-    if key not in _MESHES:
-        _MESHES[key] = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    return _MESHES[key]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _wrapped(form: str, model: nn.Module, tensor_parallel: int = 1) -> Any:
-    """`form` is a strategy, with "hybrid " (outer replicas) or "hybrid shard " before it."""
+def _wrapped(form: str, model: nn.Module, tensor_parallel: int = 1, **options: Any) -> Any:
+    """`form` is a strategy, with "hybrid " (outer replicas) or "hybrid shard " before it. `options`: of the wrapper."""
     from megatron_fsdp import fully_shard_model
 
     *outer, strategy = form.split()
     world = dist.get_world_size() // tensor_parallel
-    options: dict[str, Any] = {}
     if outer:
         mesh = _mesh((2, world // 2, tensor_parallel), ("outer", "inner", "tp"))
         flat = _mesh((world, tensor_parallel), ("flat", "tp"))["flat"]
@@ -548,9 +543,6 @@ def test_tensor_parallel_shards_are_read_as_the_whole_matrix_also_gate_and_up(wo
 
 def _experts() -> tuple[list[str], tuple[int, ...], tuple[int, ...]]:
     with _megatron():
-        from megatron_fsdp import fully_shard_model
-
-        mesh = _mesh((4, 1), ("inner", "tp"))
         of_experts = _mesh((2, 2, 1), ("inner", "ep", "tp"))
         ep = of_experts.get_coordinate()[1]
         shared = torch.Generator().manual_seed(0)
@@ -558,16 +550,7 @@ def _experts() -> tuple[list[str], tuple[int, ...], tuple[int, ...]]:
         full = {"layer.mixer": torch.randn(10, 6, generator=shared)}
         full |= {f"layer.experts.{i}": torch.randn(9, 6, generator=own) for i in range(2)}
         marks = {name: {"allreduce": False} for name in full if "experts" in name}
-        wrapped = fully_shard_model(
-            _Bag(full, marks),
-            device_mesh=mesh,
-            expt_device_mesh=of_experts,
-            dp_shard_dim="inner",
-            tp_dim="tp",
-            fsdp_unit_modules=[_Bag],
-            device=torch.device("cpu"),
-            calculate_per_token_loss=True,
-        )
+        wrapped = _wrapped("optim_grads_params", _Bag(full, marks), expt_device_mesh=of_experts)
         params = dict(wrapped.named_parameters())
         groups = tuple(
             tuple(params[f"module.layer.{name}"].device_mesh.mesh.flatten().tolist()) for name in ("mixer", "experts.0")

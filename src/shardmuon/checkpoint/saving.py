@@ -46,7 +46,7 @@ from shardmuon.comm.vote import Fault, run_together
 from shardmuon.errors import HALF_LOADED, ExchangeError, about, fault_text, made_public
 from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.engines import engine_for, engine_of
-from shardmuon.layout.engines.base import is_marked, name_of
+from shardmuon.layout.engines.base import is_marked, named_params
 from shardmuon.layout.engines.flat import FlatEngine
 from shardmuon.layout.engines.tensor_parallel import remember_shape
 from shardmuon.layout.pieces import Box, Held, Tile, spans_of
@@ -156,9 +156,9 @@ def _members(groups: _Groups, model: nn.Module) -> list[list[str]]:
     """Names in the model of each group's parameters."""
     names = names_in(model)
     for index, group in enumerate(groups):
-        for position, p in enumerate(group["params"]):
+        for given, p in named_params(group, index):
             if id(p) not in names:
-                raise ValueError(f"{name_of(group, index, position)}: it is no parameter of the model. Give the model")
+                raise ValueError(f"{given}: it is no parameter of the model. Give the model")
     return [[names[id(p)] for p in group["params"]] for group in groups]
 
 
@@ -292,9 +292,9 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
     with fault:
         names = names_in(model)
         for index, group in enumerate(optimizer.param_groups):
-            for position, param in enumerate(group["params"]):
+            for given, param in named_params(group, index):
                 name = names.pop(id(param), "")
-                shown = name or name_of(group, index, position)
+                shown = name or given
                 with about(shown):
                     is_cut = engine_for(param, group).plain_shards
                 if is_cut:  # use_muon: refuses layouts that do not read as rows and columns
