@@ -257,10 +257,7 @@ class Job:
 
     def masters(self) -> dict[str, Tensor]:
         """DeepSpeed's fp32 copies as its own function shows them, which it does wrongly with round_robin_gradients."""
-        if self.case.stage > 0:
-            return {n: whole_weight(getattr(self.net, n)) for n in self.trained}
-        stepped = [p.detach().clone() for group in self.optimizer.param_groups for p in group["params"]]
-        return dict(zip([n for g in self.reference.param_groups for n in g["param_names"]], stepped, strict=True))
+        return {n: whole_weight(getattr(self.net, n)) for n in self.trained}
 
     def weights(self) -> dict[str, Tensor]:
         """The model's own, and under another name the masters of half-precision ones. Collective at stage 3."""

@@ -275,10 +275,6 @@ class Job:
             optimizer_config(**values), models, **{"adamw_lr": 0.01, **(muon or {})}
         )
         self.muons = [part.optimizer for part in self.optimizer.chained_optimizers]
-        self.begin()
-
-    def begin(self) -> None:
-        """Let one process go on from here."""
         self.dense = Dense(self.optimizer, self.whole())
 
     def whole(self) -> dict[str, Tensor]:

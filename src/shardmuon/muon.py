@@ -262,6 +262,7 @@ class Core:
                 raise Refused(fault.text, fault.cause)
         return binding.plan
 
+    @torch.no_grad()
     def complete_state(self) -> None:
         """Give every trainable parameter its state (zeros if it never had a gradient): see [Note: state that is not
         there] in checkpoint/state.py. Frozen parameters get none, and lose state that does not fit their group."""
@@ -644,8 +645,7 @@ class Muon(Core, Optimizer):
         if torn is not None:
             raise ExchangeError(torn)
         if any(self.state.values()) and self.hosts.active is None:
-            with torch.no_grad():
-                self.complete_state()
+            self.complete_state()
         for host in self.hosts:
             host.saving(self)
         saved: dict[str, Any] = super().state_dict()

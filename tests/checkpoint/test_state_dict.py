@@ -400,7 +400,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     ),
     "a variant that begins in silence": (
         group(0, variant=None),
-        "group 0: the checkpoint was saved with variant=None, the optimizer has 'normuon'",
+        "group 0: the checkpoint was saved with variant=None, the optimizer has 'normuon'. Load it with variant=None, ",
     ),
     "a variant that nobody names": (_no_variant, "lacks ['second_moment'], which variant='normuon' keeps"),
     "a variant's state of another shape": (
@@ -414,12 +414,12 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "a variant's state that is none": (state(0, second_moment=None), "not a floating-point tensor"),
     "a state dict of a model": (
         lambda s: (s.clear(), s.update(w=torch.zeros(4, 3))),
-        "has the keys 'state' and 'param_groups', found ['w']",
+        "dicts that list 'params'; found ['w']. Give what optimizer.state_dict()",
     ),
     "no dict at all": (lambda s: [], "found list"),
     "groups without parameters": (
         lambda s: s["param_groups"][0].pop("params"),
-        "its 'param_groups' dicts that list 'params'",
+        "'param_groups', dicts that list 'params'; found ['param_groups', 'state']",
     ),
 }
 
@@ -436,20 +436,6 @@ def test_a_state_dict_that_does_not_fit_is_refused_whole(case: str) -> None:
     train(new, params, range(7, 8))
 
 
-def test_a_variant_that_the_file_lacks_is_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:
-    model, old = two()
-    run(model, old, range(2))
-    checkpoint.save(tmp_path, model, old)
-    other, new = two(variant="normuon")
-    run(other, new, range(5, 6))
-    says = r"group 0: .* variant=None, .* 'normuon'\. Load it with variant=None"
-    with unchanged(new, other.parameters()), pytest.raises(ValueError, match=says):
-        checkpoint.load(tmp_path, other, new)
-    old.param_groups[0]["variant"] = "normuon"  # what the message says to do
-    run(model, old, range(2, 3))
-    assert old.state[model[0].weight]["second_moment"].shape == (1, 8)
-
-
 # --------------------------------------------------------------------------------------------- files run no code
 
 
@@ -461,18 +447,11 @@ class _Malicious:
         return Path.touch, (self.path,)
 
 
-def test_a_state_dict_needs_no_code_to_load_and_a_file_with_code_is_refused(tmp_path: Path) -> None:
-    old, params = pair()
+def test_a_state_dict_needs_no_code_to_load(tmp_path: Path) -> None:
+    (old, params), (new, _) = pair(), pair()
     train(old, params, range(2))
     torch.save(old.state_dict(), tmp_path / "good.pt")
-    saved = torch.load(tmp_path / "good.pt", weights_only=True)
-    new, _ = pair()
-    new.load_state_dict(saved)
-    saved["state"][0]["momentum_buffer"] = _Malicious(tmp_path / "ran")
-    torch.save(saved, tmp_path / "bad.pt")
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(tmp_path / "bad.pt", weights_only=True)
-    assert not (tmp_path / "ran").exists()
+    new.load_state_dict(torch.load(tmp_path / "good.pt", weights_only=True))
 
 
 @pytest.mark.parametrize("place", ["metadata", "option"])

@@ -135,10 +135,6 @@ def test_flat_partitions_get_the_dense_update_at_every_setting(
 # ------------------------------------------------------------------------------------------- what is refused
 
 
-def _nothing(net: Any) -> None:
-    pass
-
-
 def _marked(net: Any) -> None:
     net.a.ds_is_replaced_module = True
 
@@ -153,7 +149,7 @@ def _replaced(net: Any) -> None:
     net.a = nn.Parameter(net.a.detach()[:24].clone())
 
 
-def _first_step(case: Case, change: Callable[[Any], object], options: dict[str, Any]) -> str:
+def _first_step(case: Case, change: Callable[[Any], object] | None, options: dict[str, Any]) -> str:
     """Text of what initializing and a first step raise, which changes nothing; "": nothing, and then it steps."""
     said = ""
 
@@ -171,16 +167,16 @@ def _first_step(case: Case, change: Callable[[Any], object], options: dict[str, 
 BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 MASTERS = Case(1, config={"bf16": BF16_MASTERS})
 STORED = "DeepSpeed keeps and offloads state"
-REFUSED: list[tuple[Case, Callable[[Any], object], dict[str, Any], str]] = [
+REFUSED: list[tuple[Case, Callable[[Any], object] | None, dict[str, Any], str]] = [
     *(
         (case, change, {}, words)
         for case in (Case(1), Case(3))
         for change, words in ((_marked, "is a tensor-parallel shard"), (_replaced, "AutoTP, AutoEP"))
     ),
     (Case(1), _marked_on_one_rank, {}, "is a tensor-parallel shard"),
-    (MASTERS, _nothing, {"momentum_dtype": torch.float32}, STORED),
-    (MASTERS, _nothing, {}, ""),
-    *((Case(0, dtype=dtype), _nothing, {}, "ValueError: at ZeRO 0 with bf16 or fp16") for dtype in ("bf16", "fp16")),
+    (MASTERS, None, {"momentum_dtype": torch.float32}, STORED),
+    (MASTERS, None, {}, ""),
+    *((Case(0, dtype=dtype), None, {}, "ValueError: at ZeRO 0 with bf16 or fp16") for dtype in ("bf16", "fp16")),
 ]
 
 
@@ -196,18 +192,20 @@ def test_what_may_be_a_part_of_a_matrix_or_cannot_be_exact_is_refused_on_all(
 # ------------------------------------------------------------------------------------------- checkpoints
 
 
-def _resumed(case: Case, folder: str) -> None:
+def _resumed(case: Case, folder: str, lost: bool = False) -> None:
     """Four steps with an audit each, a checkpoint and a new start between: those of one process."""
-    audits = {"audit_every": 1, **FP32}
-    with started(case, **audits) as job:
+    options = {"audit_every": 1, "variant": "normuon", **FP32}
+    with started(case, **options) as job:
         for number in range(4):
             job.step(number)
             if number == 1:
                 job.engine.save_checkpoint(folder, tag="here")
         job.check()
         expected = job.weights()
-    with started(case, **audits) as again:
+    with started(case, **options) as again:
         again.engine.load_checkpoint(folder, tag="here")
+        for group in again.optimizer.param_groups if lost else ():
+            group.pop("kept_state", None)
         for number in range(2, 4):
             again.train(number)
         assert [n for n, w in again.weights().items() if not torch.equal(w, expected[n])] == []
@@ -220,7 +218,9 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
 @pytest.mark.parametrize(
     ("world", "case"),
     [
+        (2, Case(0)),
         (3, Case(1, accumulate=2, zero={**ROUND_ROBIN, **OFFLOAD, **SMALL})),
+        (2, Case(2)),
         (3, Case(3, dtype="bf16", accumulate=2, zero=SUB_GROUPS)),
     ],
     ids=str,
@@ -228,8 +228,13 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
 def test_a_checkpoint_resumes_bit_for_bit_with_every_step_audited(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case, tmp_path: Path
 ) -> None:
-    """Some with buckets smaller than a matrix."""
+    """With what stages keep; some with buckets smaller than a matrix."""
     deepspeed_pools[world].run(_resumed, case, str(tmp_path))
+
+
+def test_a_checkpoint_that_lost_what_stages_keep_is_an_error_at_the_first_step(two: RankPool, tmp_path: Path) -> None:
+    for error in two.run_catching(_resumed, Case(2), str(tmp_path), True):
+        assert "its momentum was loaded, and not second_moment" in str(error), error
 
 
 Saved = dict[str, tuple[Tensor, dict[str, Tensor]]]  # name -> weight and state

@@ -30,11 +30,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def two(deepspeed_pools: dict[int, RankPool]) -> RankPool:
-    return deepspeed_pools[2]
-
-
 # ------------------------------------------------------------------------------------------------- pipeline stages
 
 SIZES = ((16, 24), (24, 41), (41, 8))
@@ -155,8 +150,8 @@ BOTH = ("tp_group", "partition_dim")
 IN_FP32 = "Train in fp32 at ZeRO stage 0, with tp_group and partition_dim, or set autotp_size=1"
 
 
-def test_shards_are_stepped_as_the_whole_matrices_in_fp32_at_stage_0(two: RankPool) -> None:
-    two.run(_in_shards, 0, "fp32", BOTH)
+def test_shards_are_stepped_as_the_whole_matrices_in_fp32_at_stage_0(deepspeed_pools: dict[int, RankPool]) -> None:
+    deepspeed_pools[2].run(_in_shards, 0, "fp32", BOTH)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +170,8 @@ def test_shards_are_stepped_as_the_whole_matrices_in_fp32_at_stage_0(two: RankPo
     ],
 )
 def test_shards_are_refused_where_something_is_missing_or_deepspeed_steps_something_else(
-    two: RankPool, stage: int, dtype: str, given: tuple[str, ...], words: str
+    deepspeed_pools: dict[int, RankPool], stage: int, dtype: str, given: tuple[str, ...], words: str
 ) -> None:
-    for error in two.run_catching(_in_shards, stage, dtype, given):
+    for error in deepspeed_pools[2].run_catching(_in_shards, stage, dtype, given):
         assert error.type_name == "ValueError" and re.search(words, error.message)
         assert "as if it were whole" not in error.message

@@ -6,7 +6,7 @@ import gc
 import itertools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_optimizer_state_dict,
+    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -106,18 +106,20 @@ def test_a_rank_may_keep_nothing_at_all(world3: RankPool) -> None:
 
 def _saved_full(strategy: str, file: str) -> list[str]:
     """Two steps, a full state dict, two more."""
-    model, optimizer = job(strategy)
+    model, optimizer = job(strategy, KEEPING)
     train(model, optimizer, range(2))
     saved = full_state(model, optimizer)
     if dist.get_rank() == 0:
         torch.save(saved, file)
     train(model, optimizer, range(2, 4))
-    return unlike(whole_weights(model), alone(4))
+    return unlike(whole_weights(model), alone(4, **KEEPING))
 
 
-def _resumed_full(strategy: str, file: str) -> list[str]:
+def _resumed_full(strategy: str, file: str, lost: bool = False) -> list[str]:
     saved = torch.load(file, weights_only=True)
-    model, optimizer = job(strategy)
+    for group in saved["optimizer"]["param_groups"] if lost else ():
+        group.get("kept_state", {}).pop("0", None)  # of the first matrix, which some ranks store nothing of
+    model, optimizer = job(strategy, KEEPING)
     with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved["optimizer"]))
@@ -125,23 +127,34 @@ def _resumed_full(strategy: str, file: str) -> list[str]:
     for name, state in saved["optimizer"]["state"].items():
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(again[name][key]), torch.as_tensor(value)), (name, key)
+    assert all("kept_state" not in group for group in optimizer.param_groups)
     train(model, optimizer, range(2, 4))
-    return unlike(whole_weights(model), alone(4))
+    return unlike(whole_weights(model), alone(4, **KEEPING))
 
 
-def test_full_state_resumes_on_any_number_of_ranks(world2: RankPool, world4: RankPool, tmp_path: Path) -> None:
+KEEPING = {"variant": "normuon"}
+
+
+def test_full_state_resumes_on_any_number_of_ranks_or_is_refused_where_it_lost_what_stages_keep(
+    world2: RankPool, world4: RankPool, tmp_path: Path
+) -> None:
     file = str(tmp_path / "full.pt")
     assert world2.run(_saved_full, "FULL_SHARD", file) == [[], []]
     assert world2.run(_resumed_full, "SHARD_GRAD_OP", file) == [[], []]
-    assert world4.run(_resumed_full, "HYBRID_SHARD", file) == [[]] * 4
+    for strategy in ("HYBRID_SHARD", "FULL_SHARD"):
+        assert world4.run(_resumed_full, strategy, file) == [[]] * 4
+        assert_refused(
+            world4, "lacks ['second_moment'], which variant='normuon' keeps", _resumed_full, strategy, file, True
+        )
     saved = torch.load(file, weights_only=True)  # and on one process, without FSDP1
     model = tied()
-    optimizer = Muon(model, **OPTIONS)
+    optimizer = Muon(model, **OPTIONS, **KEEPING)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    assert all(set(optimizer.state[p]) == {"momentum_buffer"} for p in optimizer.param_groups[0]["params"])
+    kept = {"momentum_buffer", "second_moment"}
+    assert all(set(optimizer.state[p]) == kept for p in optimizer.param_groups[0]["params"])
     train(model, optimizer, range(2, 4))
-    assert unlike(plain_weights(model), alone(4)) == []
+    assert unlike(plain_weights(model), alone(4, **KEEPING)) == []
 
 
 def _states(model: nn.Module, optimizer: Muon, options: StateDictOptions | None) -> dict[str, Any]:
@@ -190,72 +203,59 @@ def test_state_in_every_form_resumes(world2: RankPool, form: str, options: dict[
 
 
 def _net(kind: str) -> nn.Module:
-    """Rows divide by 2 and 3: where they do not, torch itself loads nothing into FSDP1. The norm lies on the first
+    """Rows divide by 2 and 4: where they do not, torch itself loads nothing into FSDP1. The norm lies on the first
     rank, the last bias on the last."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
+    net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     if kind == "fsdp1":
         return wrap(net, "FULL_SHARD")
     if kind == "fsdp2":
         return fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return nn.parallel.DistributedDataParallel(net)
+    return nn.parallel.DistributedDataParallel(net) if kind == "ddp" else net
 
 
-def _whole_state(model: nn.Module, optimizer: Muon) -> dict[str, Tensor]:
-    options = StateDictOptions(full_state_dict=True)
+def _run(model: nn.Module, optimizer: Muon, seeds: range) -> dict[str, Tensor]:
+    """Steps on the same data on every rank, of 2 or 4, and the whole weights after them."""
+    for seed in seeds:
+        model(torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     with quiet():
-        found = get_optimizer_state_dict(model, optimizer, options=options)
-    kept = {}
-    for group in found["param_groups"]:
-        keys = ("momentum_buffer",) if group["use_muon"] else ("exp_avg", "exp_avg_sq", "step")
-        carried = group.get("kept_state", {})
-        for at, name in enumerate(group["params"]):
-            kept |= {f"{name}.{key}": found["state"][name][key].clone() for key in keys}
-            if group["use_muon"]:
-                of_param = carried.get(str(at)) or found["state"][name]
-                kept |= {f"{name}.{key}": t.clone() for key, t in of_param.items() if key == "second_moment"}
-    return kept
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 KINDS = ("fsdp1", "fsdp2", "ddp")
 
 
-def _saved_by(folder: str) -> dict[str, dict[str, Tensor]]:
-    found = {}
+def _saved_by(folder: str) -> None:
     for kind in KINDS:
         model = _net(kind)
-        optimizer = Muon(model, variant="normuon", **OPTIONS)
-        for seed in range(2):
-            model(torch.randn(3, 6, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer = Muon(model, **KEEPING, **OPTIONS)
+        _run(model, optimizer, range(2))
         with quiet():
             checkpoint.save(f"{folder}/{kind}", model, optimizer)
-        found[kind] = _whole_state(model, optimizer)
-    return found
 
 
-def _loaded_by(folder: str, expected: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    wrong = []
+def _loaded_by(folder: str) -> list[str]:
+    plain, wrong = _net("plain"), []
+    expected = _run(plain, Muon(plain, **KEEPING, **OPTIONS), range(4))
     for source, target in itertools.product(KINDS, KINDS):
         model = _net(target)
         optimizer = Muon(model, **OPTIONS)
         with quiet():
             checkpoint.load(f"{folder}/{source}", model, optimizer)
-        found = _whole_state(model, optimizer)
-        wrong += [f"{source} -> {target}: {name}" for name in unlike(found, expected[source])]
+        wrong += [f"{source} -> {target}: {name}" for name in unlike(_run(model, optimizer, range(2, 4)), expected)]
     return wrong
 
 
 def _by_dcp_alone(folder: str, source: str) -> list[str]:
     model, other = _net(source), _net("fsdp1")
     optimizer, loading = (Muon(each, **OPTIONS) for each in (model, other))
-    model(torch.randn(3, 6, generator=torch.Generator().manual_seed(1))).square().sum().backward()
-    optimizer.step()
+    _run(model, optimizer, range(1))
     with quiet():
         dcp.save(_states(model, optimizer, None), checkpoint_id=folder)
     _load(folder, other, loading)
-    return unlike(_whole_state(other, loading), _whole_state(model, optimizer))
+    return unlike(_run(other, loading, range(1, 3)), _run(model, optimizer, range(1, 3)))
 
 
 @pytest.mark.parametrize("source", ["fsdp2", "ddp"])
@@ -266,11 +266,11 @@ def test_dcp_alone_loads_into_fsdp1_what_others_saved_if_it_may_leave_zeros(
 
 
 def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_other_ranks(
-    world3: RankPool, world2: RankPool, tmp_path: Path
+    world4: RankPool, world2: RankPool, tmp_path: Path
 ) -> None:
-    expected = world3.run(_saved_by, str(tmp_path))[0]
-    assert world2.run(_loaded_by, str(tmp_path), expected) == [[], []]
-    assert world3.run(_loaded_by, str(tmp_path), expected) == [[], [], []]
+    world4.run(_saved_by, str(tmp_path))
+    assert world2.run(_loaded_by, str(tmp_path)) == [[], []]
+    assert world4.run(_loaded_by, str(tmp_path)) == [[]] * 4
 
 
 # --------------------------------------------------------------------------------- clipping, audits, offload

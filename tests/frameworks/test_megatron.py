@@ -10,6 +10,7 @@ import pathlib
 import queue
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -111,17 +112,9 @@ def _two_stages(ranks: list[dict[str, Any]]) -> None:
     assert [found["plans"] for found in ranks] == [[["(0, 1)"]], [["(0, 1)"]], [["(2, 3)"]], [["(2, 3)"]]]
 
 
-def _experts_over(ranks: list[dict[str, Any]], of_experts: str) -> None:
+def _experts_over(of_experts: str, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["plans"] == [["(0, 1, 2, 3)"], [of_experts]]
     assert sum(found["runs"][1] for found in ranks) == 3 * 2 * 6  # fc1 and fc2 of each expert, once in the job
-
-
-def _experts_in_pairs(ranks: list[dict[str, Any]]) -> None:
-    _experts_over(ranks, "(0, 2)")
-
-
-def _experts_everywhere(ranks: list[dict[str, Any]]) -> None:
-    _experts_over(ranks, "(0, 1, 2, 3)")
 
 
 DENSE = 3 * 6  # q, k, v, proj, fc1, fc2: once in the job, not on every replica
@@ -134,9 +127,9 @@ JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], int, An
     (4, TP, torch.bfloat16, False, {}, DENSE, _tensor_parallel),
     (4, TP, torch.float32, True, {}, DENSE, _tensor_parallel),
     (4, STAGES, torch.float32, True, {}, 2 * DENSE, _two_stages),
-    (4, EP, torch.float32, True, {}, 3 * 4, _experts_in_pairs),
-    (4, EP_WITHOUT_TP, torch.float32, False, {}, 3 * 4, _experts_in_pairs),
-    (4, {"expert_tensor_parallel_size": 2}, torch.float32, True, {}, 3 * 4, _experts_everywhere),
+    (4, EP, torch.float32, True, {}, 3 * 4, partial(_experts_over, "(0, 2)")),
+    (4, EP_WITHOUT_TP, torch.float32, False, {}, 3 * 4, partial(_experts_over, "(0, 2)")),
+    (4, {"expert_tensor_parallel_size": 2}, torch.float32, True, {}, 3 * 4, partial(_experts_over, "(0, 1, 2, 3)")),
 ]
 
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardmuon import Muon, clip_grad_norm_, param_groups
+from shardmuon._torch import local_if_any
 from shardmuon.gradients.clip import _BOUND
 from shardmuon.gradients.norms import combine
 from shardmuon.testing import RankPool, get_pool
@@ -29,10 +30,6 @@ ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf)
 
 def _normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _param(like: Tensor, grad: Tensor | None) -> nn.Parameter:
@@ -95,7 +92,7 @@ def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> l
             found = clip_grad_norm_(sharded, 1.0, order)
             assert type(found) is Tensor and found.ndim == 0 and found.dtype == torch.float32
             pairs = [(params[n].grad, grad) for n, grad in _build(layout, whole).items()]
-            equal = all(grad is None or torch.equal(_local(grad), _local(clipped)) for grad, clipped in pairs)
+            equal = all(grad is None or torch.equal(*map(local_if_any, (grad, clipped))) for grad, clipped in pairs)
             if not torch.equal(found, norm) or not equal:
                 wrong.append(f"{dtype} order {order}: {float(found)} for {float(norm)}, equal={equal}")
     return wrong
@@ -364,20 +361,20 @@ def _called(name: str) -> None:
     params = (
         [p for g in source.param_groups for p in g["params"]] if isinstance(source, Muon) else [p for _, p in source]
     )
-    kept = [None if p.grad is None else _local(p.grad).clone() for p in params]
+    kept = [None if p.grad is None else local_if_any(p.grad).clone() for p in params]
     if isinstance(wanted, str):
         with pytest.raises(ValueError, match=f"(?s){wanted}"):
             clip_grad_norm_(source, max_norm, process_group=group)
-        assert all(g is None or torch.equal(g, _local(p.grad)) for g, p in zip(kept, params, strict=True))
+        assert all(g is None or torch.equal(g, local_if_any(p.grad)) for g, p in zip(kept, params, strict=True))
         return
     aligned = [p.grad.redistribute(placements=p.placements) if isinstance(p.grad, DTensor) else p.grad for p in params]
-    kept = [None if grad is None else _local(grad).clone() for grad in aligned]
+    kept = [None if grad is None else local_if_any(grad).clone() for grad in aligned]
     norm = clip_grad_norm_(source, max_norm, process_group=group)
     assert float(norm) == wanted
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad, p in zip(kept, params, strict=True):
         assert (grad is None) == (p.grad is None)
-        assert grad is None or torch.equal(_local(p.grad), grad * factor)
+        assert grad is None or torch.equal(local_if_any(p.grad), grad * factor)
         assert not isinstance(p.grad, DTensor) or p.grad.placements == p.placements
 
 

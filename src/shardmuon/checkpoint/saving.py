@@ -43,10 +43,10 @@ from shardmuon._torch import names_in
 from shardmuon.checkpoint.state import init_missing, merged_group, read_state
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import Fault, run_together
-from shardmuon.errors import HALF_LOADED, ExchangeError, fault_text, made_public
+from shardmuon.errors import HALF_LOADED, ExchangeError, about, fault_text, made_public
 from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.engines import engine_for, engine_of
-from shardmuon.layout.engines.base import is_marked, name_of
+from shardmuon.layout.engines.base import is_marked, named_params
 from shardmuon.layout.engines.flat import FlatEngine
 from shardmuon.layout.engines.tensor_parallel import remember_shape
 from shardmuon.layout.pieces import Box, Held, Tile, spans_of
@@ -141,8 +141,7 @@ def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[s
     """Weights, state and groups, by parameter names that are the same on every layout. Collective. The groups are a
     tuple, because DCP writes a tuple as a single value."""
     members = _members(optimizer.param_groups, model)
-    with torch.no_grad():
-        optimizer.complete_state()
+    optimizer.complete_state()
     packed = tree_map_only(Tensor, lambda t: t.detach().cpu(), optimizer.state_dict()["param_groups"])
     state = dict[str, Any]()
     for group, of_file, names in zip(optimizer.param_groups, packed, members, strict=True):
@@ -157,9 +156,9 @@ def _members(groups: _Groups, model: nn.Module) -> list[list[str]]:
     """Names in the model of each group's parameters."""
     names = names_in(model)
     for index, group in enumerate(groups):
-        for position, p in enumerate(group["params"]):
+        for given, p in named_params(group, index):
             if id(p) not in names:
-                raise ValueError(f"{name_of(group, index, position)}: it is no parameter of the model. Give the model")
+                raise ValueError(f"{given}: it is no parameter of the model. Give the model")
     return [[names[id(p)] for p in group["params"]] for group in groups]
 
 
@@ -293,13 +292,11 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
     with fault:
         names = names_in(model)
         for index, group in enumerate(optimizer.param_groups):
-            for position, param in enumerate(group["params"]):
+            for given, param in named_params(group, index):
                 name = names.pop(id(param), "")
-                shown = name or name_of(group, index, position)
-                try:
+                shown = name or given
+                with about(shown):
                     is_cut = engine_for(param, group).plain_shards
-                except ValueError as wrong:
-                    raise ValueError(f"{shown}: {fault_text(wrong)}") from wrong
                 if is_cut:  # use_muon: refuses layouts that do not read as rows and columns
                     listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
         for param in model.parameters():
@@ -318,16 +315,15 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
     return table
 
 
-def _counted(state: Mapping[str, Mapping[str, Any]], table: Table) -> dict[str, Mapping[str, Any]]:
-    """Copy state by parameter names, without the step counts of shards of which this rank stores nothing.
+def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[str, Any]]:
+    """Remove from state by parameter names, in place, the step counts of shards of which this rank stores nothing.
 
     Frameworks leave no gradient there, so such counts are stale, and DCP would write the count of an arbitrary rank.
     """
-    counted = dict(state)
     for one, layout in zip(table.params, table.layouts, strict=True):
         if not one.param.numel() and 0 not in layout.view.shape:
-            counted[one.identity] = {key: v for key, v in state.get(one.identity, {}).items() if key != STEP}
-    return counted
+            state[one.identity].pop(STEP, None)
+    return state
 
 
 def _as_global(

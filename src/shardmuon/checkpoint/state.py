@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardmuon.errors import about
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import name_of, named_params
 from shardmuon.layout.engines.fsdp1 import lies_elsewhere
@@ -33,7 +34,7 @@ from shardmuon.step.options import view_of
 from shardmuon.step.validate import state_storage
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
-ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
+_ADAMW_KEYS = (STEP, *MOMENTS)
 # Options that a saved group must have; without them it was not saved by this optimizer's Muon or AdamW.
 _MARKS = {"Muon": ("lr", "momentum", "ns_coefficients"), "AdamW": ("lr", "betas")}
 _NOT_CONVERTED = (
@@ -63,12 +64,10 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
 
 
 def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> None:
-    """Drop state that belongs to the other optimizer (AdamW's of a Muon parameter, or vice versa). It is left if a
-    parameter was frozen when its group's `use_muon` changed."""
-    others = ADAMW_KEYS if group["use_muon"] else (BUFFER, SCALE, STEP, *KEPT_KEYS)
+    """Drop a parameter's state if it belongs to the other optimizer (AdamW's of a Muon parameter, or vice versa). It is
+    left if a parameter was frozen when its group's `use_muon` changed."""
     if any(key in state for key in (MOMENTS if group["use_muon"] else (BUFFER,))):
-        for key in others:
-            state.pop(key, None)
+        state.clear()
 
 
 def read_state(
@@ -107,10 +106,8 @@ def read_state(
             if unsaved and not lies_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
             elif found or (unsaved and _kept_keys(group)):  # ranks that store no part of it have stage state, too
-                try:
+                with about(name):
                     state[p] = _read_param(p, found or {}, group, their_group, keeper)
-                except ValueError as fault:
-                    raise ValueError(f"{name}: {fault}") from None
     if lacking:
         raise ValueError(
             f"{lacking[0]}, although it has for {len(state)} other parameters ({len(lacking)} of them lack it). The "
@@ -126,18 +123,16 @@ def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]
     Raises:
         ValueError: This is not an optimizer's state dict.
     """
-    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
-        found = sorted(map(str, saved))[:6] if isinstance(saved, Mapping) else type(saved).__name__
-        raise ValueError(
-            f"an optimizer's state dict has the keys 'state' and 'param_groups', found {found}. Give what "
-            "optimizer.state_dict() or torch.distributed.checkpoint returned (Megatron-LM keeps it under 'optimizer')"
-        )
-    entries, groups = saved["state"], saved["param_groups"]
+    given: Mapping[str, Any] = saved if isinstance(saved, Mapping) else {}
+    entries: Any = given.get("state")
+    groups: Any = given.get("param_groups")
     dicts = isinstance(entries, Mapping) and isinstance(groups, (list, tuple))
     if not dicts or not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
         raise ValueError(
-            "a state dict's 'state' must be a dict, and its 'param_groups' dicts that list 'params'. The checkpoint is "
-            "damaged"
+            "an optimizer's state dict has a dict 'state' and 'param_groups', dicts that list 'params'; found "
+            f"{sorted(map(str, given))[:6] or type(saved).__name__}. Give what optimizer.state_dict() or "
+            "torch.distributed.checkpoint returned (Megatron-LM keeps it under 'optimizer'). If it is that, the "
+            "checkpoint is damaged"
         )
     return entries, groups
 
@@ -165,14 +160,12 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
         )
     for key in ELSEWHERE.keys() & theirs.keys():
         raise ValueError(f"{where}the state dict has {key}={theirs[key]!r}, but {key} {ELSEWHERE[key]}")
-    own = {key: value for key, value in mine.items() if key != "param_names"}
     kept = {"params", CARRIED, *PLACE_OPTIONS}
+    if "param_names" in mine:  # saved names may differ by what torch.compile adds
+        kept.add("param_names")
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
         kept.add("eps")  # torch.optim.Muon's eps must not become AdamW's
-    group = loaded_over(own, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
-    group["params"] = mine["params"]
-    if "param_names" in mine:  # saved names may differ by what torch.compile adds
-        group["param_names"] = mine["param_names"]
+    group = loaded_over(mine, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
     check_hyperparameters(where, group)
     if group["use_muon"]:
         for position, p in enumerate(group["params"]):
@@ -205,7 +198,7 @@ def _read_param(
         ValueError: The state does not fit. The message does not name the parameter.
     """
     _check_keys(p, found, group, theirs)
-    engine, own, state = engine_for(p, group), ADAMW_KEYS, dict[str, Any]()
+    engine, own, state = engine_for(p, group), _ADAMW_KEYS, dict[str, Any]()
     device = engine.storage(p).device
     if group["use_muon"]:
         own, view = (BUFFER, SCALE, *((STEP,) if keeper.rounds else ())), view_of("", p, group)
@@ -224,7 +217,7 @@ def _read_param(
 def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Raise ValueError (without the parameter's name) if the keys of saved state do not match the group's optimizer and
     variant."""
-    kind, needed = ("Muon", {BUFFER, *_kept_keys(group)}) if group["use_muon"] else ("AdamW", {*ADAMW_KEYS})
+    kind, needed = ("Muon", {BUFFER, *_kept_keys(group)}) if group["use_muon"] else ("AdamW", {*_ADAMW_KEYS})
     there = {*found} if isinstance(found, Mapping) else set()
     keys = sorted(map(str, there)) if isinstance(found, Mapping) else type(found).__name__
     if kind == "Muon" and BUFFER not in there and lies_elsewhere(p):
@@ -236,7 +229,7 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
             "was saved without that. Load it with variant=None, and set the groups' variant afterwards to begin with "
             "it from here"
         )
-    known = {BUFFER, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if kind == "Muon" else ())}
+    known = {BUFFER, SCALE, *_ADAMW_KEYS, *(KEPT_KEYS if kind == "Muon" else ())}
     if lacking or not there <= known:
         raise ValueError(
             f"its state in the checkpoint is {keys}, {kind}'s is {sorted(needed)}. It was saved by another optimizer, "
@@ -257,9 +250,10 @@ def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.d
         if type(count) not in (int, float) or not 0 <= count < math.inf or count != int(count):
             raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")
         return torch.tensor(float(count), dtype=torch.float32, device=device)
-    if key == SCALE or (key == BUFFER and isinstance(value, Tensor) and value.dtype == torch.int8):
+    if key == SCALE:  # `coded_fault` has checked it
         return keeper.take(p, key, value)
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    is_coded = key == BUFFER and isinstance(value, Tensor) and value.dtype == torch.int8
+    if not is_coded and (not isinstance(value, Tensor) or not value.is_floating_point()):
         found = f"of dtype {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(f"its {key} in the checkpoint is {found}, not a floating-point tensor")
     state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))  # raises for another layout

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.utils import get_flat_optim_state_dict, load_flat_optim_state_dict
@@ -57,20 +56,15 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
     def state_dict(self) -> dict[str, Any]:
         """Flat state dict as torchtitan's, with a parameter's name in each key. Missing state is created as zeros,
         without a step."""
-        self._complete()
         result: dict[str, Any] = {}
         for optimizer in self.optimizers:
+            optimizer.complete_state()
             result.update(get_flat_optim_state_dict(optimizer))
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict made by `state_dict`. It may come from another layout if torch.distributed.checkpoint read
         it."""
-        self._complete()
-        for optimizer in self.optimizers:
-            load_flat_optim_state_dict(optimizer, state_dict)
-
-    @torch.no_grad()
-    def _complete(self) -> None:
         for optimizer in self.optimizers:
             optimizer.complete_state()
+            load_flat_optim_state_dict(optimizer, state_dict)

@@ -60,7 +60,8 @@ class MuonFactory:
             return self
         given = {**self._options, **options}
         args = given.pop("args", self._args)
-        taken = _of_arguments(args, given)
+        own = {} if args is None else {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+        taken = {key: value for key, value in own.items() if key not in given}
         if "lr" not in given and "lr" not in taken:
             raise ValueError(
                 "MuonFactory knows no learning rate. Give it the Trainer's arguments, MuonFactory(args), or "
@@ -71,19 +72,11 @@ class MuonFactory:
         optimizer = Muon(model, **taken, **given)
         for group in optimizer.param_groups:
             if args is not None and not group["use_muon"]:
-                own = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-                group.update({key: value for key, value in own.items() if group[key] == ADAMW_DEFAULTS[key]})
+                of_adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+                group.update({key: value for key, value in of_adam.items() if group[key] == ADAMW_DEFAULTS[key]})
         if default_group() is None or my_rank() == 0:
             _LOG.warning(_said(optimizer, taken, given["process_group"]))
         return optimizer
-
-
-def _of_arguments(args: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Options of `Muon` that TrainingArguments have and the user did not give."""
-    if args is None:
-        return {}
-    own = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-    return {key: value for key, value in own.items() if key not in given}
 
 
 def _replicas(model: nn.Module) -> Any:

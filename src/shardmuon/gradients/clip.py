@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardmuon._torch import foreach_mul_, local_if_any
 from shardmuon.comm.groups import Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, agree, digest_of, gather
-from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, made_public, raised_at
+from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, about, fault_text, made_public
 from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.layout.bind import Listed, Table, TableCall
@@ -39,7 +39,7 @@ from shardmuon.step.validate import check_can_align, gradient_storage
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Source,
+    parameters: _Source,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -135,14 +135,14 @@ def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
         ) from wrong
 
 
-Source = Optimizer | nn.Module | Tensor | Iterable[Any]
+_Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
 _ALIGN = 1  # presence bit: gradients to redistribute first
 _OPTIONS = ("process_group", "tp_group")
 _Key = tuple[str, int, Group, Engine, object]  # a parameter's name, id, options, engine and the engine's signature
 
 
-def _listed_of(source: Source, fault: Fault) -> list[Listed]:
+def _listed_of(source: _Source, fault: Fault) -> list[Listed]:
     """The parameters of an optimizer, module, tensor or list, in the user's order."""
     if isinstance(source, (nn.Module, Tensor)):
         source = source.named_parameters() if isinstance(source, nn.Module) else [source]
@@ -298,13 +298,8 @@ class _Clipping(TableCall[_BoundGradients]):
         """Read this rank's gradients, compute the norms that it counts, and prepare its ballot."""
         self.states, self.held = [NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
-            try:
+            with about(one.name):
                 self._read_one(number, kept)
-            except OUT_OF_MEMORY as wrong:
-                raised_at(wrong, one.name)
-                raise
-            except Exception as wrong:
-                raise ValueError(f"{one.name}: {fault_text(wrong)}") from wrong
         if self.fault.text is None and MISPLACED not in self.states:
             loose = kept.loose if len(kept.component) > 1 else set()  # to be compared between ranks
             own = [local for number, local in self.held.items() if number in kept.counted and number not in loose]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardmuon._torch import is_bare, is_dtensor
+from shardmuon._torch import is_bare, is_dtensor, local_if_any
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.flat import home_of
 from shardmuon.layout.mesh import same_storage
@@ -248,7 +248,8 @@ def tiles_cut(layout: ParamLayout) -> Iterator[tuple[int, str]]:
 
 
 def coded_fault(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> str | None:
-    """Error text, without the parameter's name, for unusable 8-bit momentum; None if it is usable or not 8-bit."""
+    """Error text, without the parameter's name, for codes and a scale that do not belong together or to the parameter;
+    None if they do, or if there are neither. The shape of the codes is checked like any momentum's."""
     buffer, scale = state.get(BUFFER), state.get(SCALE)
     coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
     if not coded and scale is None:
@@ -259,13 +260,10 @@ def coded_fault(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping
             f"{'missing' if scale is None else 'there'}: 8-bit momentum is int8 and a scale of floating point. Load "
             "both from one checkpoint, or neither"
         )
-    shape = engine.storage(param).shape
-    for key, expected in ((BUFFER, tuple(shape)), (SCALE, scale_shape(shape, num_row_dims))):
-        value = state[key]
-        found = tuple(engine.storage(value).shape) if is_dtensor(value) == is_dtensor(param) else None
-        if found is None or not same_storage(found, expected):
-            return (
-                f"its {key} stores shape {found or tuple(value.shape)} here, {expected} was expected: the state was "
-                "made for another layout. Load it through torch.distributed.checkpoint, which reshards it"
-            )
+    expected, found = scale_shape(engine.storage(param).shape, num_row_dims), tuple(local_if_any(scale).shape)
+    if is_dtensor(scale) != is_dtensor(param) or not same_storage(found, expected):
+        return (
+            f"its {SCALE} stores shape {found} here, {expected} was expected: the state was made for another layout. "
+            "Load it through torch.distributed.checkpoint, which reshards it"
+        )
     return None

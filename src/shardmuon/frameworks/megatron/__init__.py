@@ -200,10 +200,9 @@ def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
         return []
     found: list[tuple[Any, Any]] = []
     for module in chunk.modules():
-        layer = getattr(module, "linear_qkv", None)
         model = getattr(module, "config", None)
-        weight = getattr(layer, "weight", None)
-        if layer is None or model is None or weight is None or not weight.requires_grad or weight.ndim != 2:
+        weight = getattr(getattr(module, "linear_qkv", None), "weight", None)
+        if model is None or weight is None or not weight.requires_grad or weight.ndim != 2:
             continue
         queries = model.num_attention_heads // model.num_query_groups * model.kv_channels
         gates = 2 if getattr(model, "attention_output_gate", False) else 1
@@ -308,9 +307,7 @@ def _aligned(
     idle = [rule.label for i, rule in enumerate(rules) if all(i not in theirs for theirs, _ in everyone)]
     if idle:
         raise ValueError(f"overrides[{idle[0]}] matches no parameter on any rank. Correct it or leave it out")
-    known: dict[str, dict[str, Any]] = {}
-    for _, theirs in everyone:
-        known |= theirs
+    known = {label: group for _, theirs in everyone for label, group in theirs.items()}
     return [mine.get(label, known[label]) for label in sorted(known, key=lambda label: (label[:4] != "Muon", label))]
 
 
@@ -383,5 +380,4 @@ def _scaler(config: Any) -> Any:
 
 def _fill_state(optimizer: Muon, config: Any = None) -> None:
     """Create the optimizer's missing state as zeros, for checkpoints to load into."""
-    with torch.no_grad():
-        optimizer.complete_state()
+    optimizer.complete_state()

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef
 from shardmuon.comm.vote import Fault, run_together
+from shardmuon.errors import about
 from shardmuon.host import Host, Progress, Stepped, Weight, caller
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.engines.tensor_parallel import cut_of
@@ -140,8 +141,7 @@ class _ShardHost(_Unfinished):
         for group, own in zip(core.param_groups, self._own_options, strict=True):
             group.update(own)
         take_carried(core.param_groups)
-        with torch.no_grad():
-            core.complete_state()
+        core.complete_state()
         for group in core.param_groups:
             group["step"] = self._count
             for param in group["params"]:
@@ -268,7 +268,5 @@ def check_shards(groups: Sequence[Mapping[str, Any]], tp_group: Any) -> None:
     """Raise ValueError, with the parameter's name, if a matrix has invalid tensor-parallel attributes."""
     for group in groups:
         for name, param in zip(group["param_names"], group["params"], strict=True) if group["use_muon"] else ():
-            try:
+            with about(name):
                 _flat_shard(param, 0, None, tp_group)
-            except ValueError as wrong:
-                raise ValueError(f"{name}: {wrong}") from None
