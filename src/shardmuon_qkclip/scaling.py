@@ -230,7 +230,9 @@ class Scaler(TableCall[_Bound]):
             settle(fault, bound.component, Phase.QK_CLIP)
         except (Refused, ExchangeError) as error:
             broken, cause = self._remember(f"{error}. Weights of queries and keys may be half scaled"), fault.cause
-            raise cause if cause is not None and stays_itself(cause) else ExchangeError(broken) from cause
+            if cause is not None and stays_itself(cause):
+                raise cause from None
+            raise ExchangeError(broken) from cause
         return done
 
     def _scale(self, bound: _Bound) -> tuple[LayerLogits, ...]:

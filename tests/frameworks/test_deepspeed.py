@@ -418,15 +418,19 @@ def _in_a_step(plant: Callable[[], AbstractContextManager[object]], job: Job, fo
         return job.said(1)
 
 
+def _without_a_group(job: Job, saved: Any) -> Any:
+    state = saved["base_optimizer_state" if job.case.stage < 3 else "optimizer_state_dict"]
+    state["param_groups"].pop()
+    return saved
+
+
 def _in_loading(job: Job, folder: str) -> str:
     """A checkpoint that rank 1 alone cannot load, as a group of its optimizer's state is lost; then it is mended."""
     path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
     whole = path.read_bytes()
     if dist.get_rank() == 1:
         saved = torch.load(path, weights_only=False)
-        state = saved["optimizer_state_dict"]
-        state = state["base_optimizer_state"] if job.case.stage < 3 else state["optimizer_state_dict"]
-        state["param_groups"].pop()
+        _without_a_group(job, saved["optimizer_state_dict"])
         torch.save(saved, path)
     dist.barrier()
     said = said_by(lambda: job.engine.load_checkpoint(folder, tag="here"))
@@ -473,6 +477,29 @@ def test_what_broke_off_on_one_rank_is_raised_on_all_until_a_checkpoint_is_loade
 ) -> None:
     """A training step, or loading itself."""
     two.run(_broken, stage, options, fail, words, str(tmp_path))
+
+
+def _loaded_by_hand(stage: int, folder: str) -> None:
+    with started(Case(stage)) as job:
+        job.step(0)
+        job.engine.save_checkpoint(folder, tag="here")
+        if dist.get_rank() == 1:
+            saved = torch.load(job.engine._get_zero_ckpt_name(folder, "here"), weights_only=False)
+            every = [saved["optimizer_state_dict"]] * 2
+            if stage < 3:  # there DeepSpeed shards small parameters anew, which the others must do, too
+                job.engine.optimizer.load_state_dict(every)
+            _without_a_group(job, every[0])
+            assert re.match("ValueError.*parameter group", said_by(lambda: job.engine.optimizer.load_state_dict(every)))
+        job.step(1)
+        job.check(MUON)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_that_one_rank_loads_by_itself_or_refuses_leaves_all_in_step(
+    two: RankPool, stage: int, tmp_path: Path
+) -> None:
+    """Outside `load_checkpoint` nobody else takes part."""
+    two.run(_loaded_by_hand, stage, str(tmp_path))
 
 
 def _option(index: int, key: str, value: Any) -> Callable[[Job], AbstractContextManager[object]]:

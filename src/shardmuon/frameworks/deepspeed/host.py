@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon.comm.groups import num_ranks
+from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import Fault, run_together
 from shardmuon.errors import REMEDY, Refused, made_public
 from shardmuon.frameworks.deepspeed.partitions import (
@@ -188,18 +188,17 @@ class DeepSpeedHost(Host):
 
     def load(self, core: Stepped, load: Callable[[], None]) -> None:
         """Run `load`. Inside `load_checkpoint`, DeepSpeed's or the one below, run it on all ranks at once, and raise an
-        error of one rank on all of them, because DeepSpeed's own collectives follow. With
-        `pipeline_loading_checkpoint` the ranks load one after another, and errors are not shared."""
+        error of one rank on all of them, because DeepSpeed's own collectives follow. Elsewhere, and with
+        `pipeline_loading_checkpoint`, where the ranks load one after another, errors are not shared."""
         frame = caller("load_checkpoint", "deepspeed", __name__)
         engine = None if frame is None else frame.f_locals.get("self", frame.f_locals.get("engine"))
-        if engine is None or engine._config.zero_config.pipeline_loading_checkpoint:
-            load()
-            return
+        alone = engine is None or engine._config.zero_config.pipeline_loading_checkpoint
         try:
-            run_together(load)
-        except Refused as refused:  # other ranks may have loaded their state, and all have loaded the model's weights
-            core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
+            run_together(load, (my_rank(),) if alone else None)
+        except Refused as refused:
             self.restore_groups(core)
+            if not alone:  # other ranks may have loaded their state, and all have loaded the model's weights
+                core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
             raise
 
     def saving(self, core: Stepped) -> None:
