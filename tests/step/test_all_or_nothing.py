@@ -217,6 +217,7 @@ FAULTS: dict[str, Fault] = {
         _patched(muon, "validate", KeyboardInterrupt("stop")), "KeyboardInterrupt: stop", KeyboardInterrupt
     ),
     "a process group of nobody": Fault(_option("process_group", 5), r"rank \d: .*process_group=5 is no process group"),
+    "a tensor-parallel group of nobody": Fault(_option("tp_group", "x"), r"rank \d: \w+: tp_group='x' is no process"),
     "another view": Fault(_option("transposed", True), r"describe them differently"),
     "no such view": Fault(_option("split_sizes", 4), r"split_sizes=4"),
     "a view of another type": Fault(_option("split_sizes", "3"), r"rank \d lists split_sizes='3'"),

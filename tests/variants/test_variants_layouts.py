@@ -15,7 +15,7 @@ from shardmuon import Muon
 from shardmuon.step import stages
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.frameworks import FSDP1_ROWS
-from shardmuon.testing.layouts import LAYOUTS
+from shardmuon.testing.layouts import LAYOUTS, ParamCase
 from shardmuon.testing.pool import RankPool, get_pool
 
 
@@ -45,6 +45,13 @@ def test_what_is_kept_of_a_stack_of_which_a_rank_has_no_columns(layout: str, wor
     """4 columns on 3 ranks: FSDP2 then stores (0, 7, 0) of 5 experts on the last."""
     params = ["one_row", "odd_experts"]  # every second one is cut by columns
     assert world3.run(_compared, layout, "normuon", params=params) == [(True, 0.0, "")] * 3
+
+
+def test_what_is_kept_of_a_block_lies_at_any_place_beside_fp64_weights(world2: RankPool) -> None:
+    """3 numbers of one block and 8 of the next: these begin in the middle of an fp64 element."""
+    table = {"w": ParamCase((10, 3), "blocks of which one is wide", {"split_sizes": (2, 8)})}
+    found = world2.run(_compared, "fsdp2", "normuon", table=table, dtype=torch.float64)
+    assert found == [(True, 0.0, "")] * 2
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,11 @@ def _weight_sets(
 def groups_of_params(listed: Sequence[Listed]) -> dict[Ranks, GroupRef]:
     """Set of ranks -> the process group that parameters provide for it, the first by name if there are several."""
     found: dict[Ranks, GroupRef] = {}
-    brought = (engine_for(one.param, one.group).groups(one.param, one.group) for one in listed)
-    for ref in (GroupRef.of(group) for groups in brought for group in groups):
+    refs: list[GroupRef | None] = []
+    for one in listed:
+        with about(one.name):
+            refs += map(GroupRef.of, engine_for(one.param, one.group).groups(one.param, one.group))
+    for ref in refs:
         ranks = () if ref is None or not ref.group_name else tuple(sorted(ref.ranks))
         if ref is not None and ranks and ranks == ref.ranks:
             found[ranks] = min(found.get(ranks, ref), ref, key=lambda one: one.group_name)

@@ -211,7 +211,8 @@ class KeptSide:
 def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of the wire's dtype
     """Reinterpret fp32 numbers as elements of the wire's dtype, padded to whole elements."""
     padding = -len(numbers) % -(-wire.element_size() // numbers.element_size())
-    whole = torch.cat([numbers, numbers.new_zeros(padding)]) if padding else numbers.contiguous()
+    # cat copies to new memory: the numbers of a block of rows may not be aligned for fp64
+    whole = torch.cat([numbers, numbers.new_zeros(padding)])
     return whole.view(wire.dtype).to(wire.device)
 
 

@@ -146,7 +146,7 @@ class Engine:
     def groups(self, param: Tensor, group: Group) -> list[Any]:
         """List the process groups of the parameter: groups, references or None, from the options of its parameter
         group. Subclasses add groups from the parameter's own attributes."""
-        return [group.get("process_group"), group.get("tp_group")]
+        return [GroupRef.of(group.get("process_group")), GroupRef.of(group.get("tp_group"), "tp_group")]
 
     def shape(self, param: Tensor) -> Ints:
         """Global logical shape. Must not raise: `Muon(...)` reads it on each rank separately, and an error on a single
