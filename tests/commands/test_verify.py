@@ -38,7 +38,6 @@ def row(world2: RankPool) -> LayoutRow:
 @pytest.mark.numeric
 def test_a_row_is_measured(row: LayoutRow) -> None:
     assert row.ok
-    assert (row.layout, row.ranks) == ("fsdp2", 2)
     assert row.orthogonalized == row.matrices == 58
     assert row.collectives == 3  # an agreement and two exchanges
     assert row.bytes_per_rank > 1000

@@ -135,16 +135,12 @@ def _check(mesh: Mesh) -> None:
         (
             bool(lent % mesh.ep),
             f"mesh {mesh}: ep={mesh.ep} does not divide shard x tp = {lent}, from which expert-parallel ranks are "
-            f"taken. Write an ep that does, for example ep={_largest_divisor(lent, mesh.ep)}",
+            f"taken. Write an ep that does, for example ep={math.gcd(lent, mesh.ep)}",
         ),
     )
     wrong = next((message for is_wrong, message in faults if is_wrong), None)
     if wrong:
         raise ValueError(wrong)
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- units

@@ -149,6 +149,7 @@ _KEY = (
     "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
     "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
+_OPERATIONS = ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
 _MANY = 12  # most rows of a table; the others are only counted
 
 
@@ -176,16 +177,6 @@ def _size(value: float) -> str:
 def _number(value: float) -> str:
     """Count as text, such as "70.6 B"."""
     return f"{value:,.0f}" if value < 1e6 else scaled((value / 1e6,), 1000, ("M", "B", "T", "P"))
-
-
-def _operations(value: float) -> str:
-    """Number of floating point operations as text."""
-    return scaled((value / 1e6,), 1000, ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
-
-
-def _percent(value: float) -> str:
-    """Fraction as text in percent, with up to three digits."""
-    return f"{100 * value:.3g} %"
 
 
 def _sections(report: Report) -> list[_Section]:
@@ -217,7 +208,7 @@ def _answers(report: Report) -> _Section:
         "straggler": _straggler(report),
     }
     if price.training is not None:
-        low, middle, high = map(_percent, report.overhead)
+        low, middle, high = (f"{100 * share:.3g} %" for share in report.overhead)
         rows["over AdamW"] = (
             f"a training step is {middle} longer than with AdamW ({low} .. {high}); forward and backward of "
             f"{_number(price.tokens or 0)} tokens take {price.training}; {rows['over AdamW']}"
@@ -259,7 +250,7 @@ def _ranks(exact: Exact) -> _Section:
             f"{c.example:,}" + (f" and {c.count - 1:,} like it" if c.count > 1 else ""),
             str(c.stage),
             str(c.orthogonalized),
-            _operations(c.flops) if c.flops else "none",
+            scaled((c.flops / 1e6,), 1000, _OPERATIONS) if c.flops else "none",
             _size(c.stored.total),
             _size(c.peak),
             _size(c.sent.inside),
