@@ -56,6 +56,21 @@ class LayoutRow:
         """True if the layout keeps the contract: every result is bitwise equal."""
         return self.bitwise and self.torch_bitwise is not False and self.max_difference == 0.0
 
+    @property
+    def cells(self) -> dict[str, str]:
+        """Texts of the row in the table, by column."""
+        said = {None: "-", True: "yes", False: "NO"}
+        return {
+            "layout": self.layout,
+            "matrices": str(self.matrices),
+            "NS runs": str(self.orthogonalized),
+            "max rel diff": f"{self.max_difference:.2e}",
+            "bitwise": said[self.bitwise],
+            "= torch": said[self.torch_bitwise],
+            "collectives": str(self.collectives),
+            "bytes/rank": str(self.bytes_per_rank),
+        }
+
 
 def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") -> LayoutRow:
     """Check one layout on a pool of ranks. A variant is compared only with the dense reference in one process, because
@@ -85,23 +100,6 @@ def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") ->
 def _worst(found: Iterable[float]) -> float:
     """Largest number, or NaN if any is NaN."""
     return max(found, key=lambda number: (math.isnan(number), number))
-
-
-HEADER = ("layout", "matrices", "NS runs", "max rel diff", "bitwise", "= torch", "collectives", "bytes/rank")
-
-
-def cells(row: LayoutRow) -> tuple[str, ...]:
-    """Texts of a row of the table, one for each column of `HEADER`."""
-    return (
-        row.layout,
-        str(row.matrices),
-        str(row.orthogonalized),
-        f"{row.max_difference:.2e}",
-        "yes" if row.bitwise else "NO",
-        {None: "-", True: "yes", False: "NO"}[row.torch_bitwise],
-        str(row.collectives),
-        str(row.bytes_per_rank),
-    )
 
 
 _SETS = {"torch": (*LAYOUTS, *FSDP1_ROWS), "deepspeed": tuple(ZERO_ROWS)}  # name of a set -> its layouts
@@ -171,7 +169,7 @@ def _verify(args: argparse.Namespace) -> int:
     failed = [row.layout for row in rows if not row.ok]
     seconds = time.perf_counter() - start
     which = "rows (layouts, and each with its variants)" if variants else "layouts"
-    print(table([HEADER, *map(cells, rows)]))
+    print(table([[*rows[0].cells], *([*row.cells.values()] for row in rows)]))
     print(
         f"\n{len(rows) - len(failed)} of {len(rows)} {which} keep the contract on {args.ranks} ranks "
         f"({seconds:.0f} s){': ' + ', '.join(failed) + ' do not' if failed else ''}.\n"

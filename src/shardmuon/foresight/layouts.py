@@ -64,11 +64,6 @@ class Mesh:
         """Ranks of the job."""
         return self.dp * self.shard * self.tp * self.pp
 
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes; the last one may be partly filled."""
-        return -(-self.world // self.gpus_per_node)
-
     def __str__(self) -> str:
         """The mesh as a user writes it."""
         sizes = ((name, getattr(self, name)) for name in _AXES)

@@ -187,11 +187,12 @@ def _sections(report: Report) -> list[_Section]:
 def _summary(report: Report) -> _Section:
     exact, mesh = report.exact, report.exact.mesh
     params, in_matrices = _number(exact.muon_params + exact.adamw_params), _number(exact.muon_params)
+    num_nodes = -(-exact.world // mesh.gpus_per_node)  # the last one may be partly filled
     rows = {
         "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
         "active": f"{_number(exact.tokens_flops / 6)} parameters work on a token" if exact.tokens_flops else "",
         "source": exact.source,
-        "mesh": f"{mesh} ({mesh.engine}), {exact.world:,} ranks on {mesh.num_nodes:,} nodes of {mesh.gpus_per_node}",
+        "mesh": f"{mesh} ({mesh.engine}), {exact.world:,} ranks on {num_nodes:,} nodes of {mesh.gpus_per_node}",
         "hardware": report.hardware.title,
         "options": ", ".join(f"{key} {value}" for key, value in exact.options.items()),
     }
