@@ -21,7 +21,7 @@ from shardmuon.commands import main as cli
 from shardmuon.foresight import Report, plan, price_plan
 from shardmuon.foresight.hardware import _FOLDER, _NUMBERS, _OPTIONAL, Time, _Known, seconds
 from shardmuon.foresight.models import build
-from shardmuon.foresight.report import _lanes, _number, _operations, _percent, _sections, _size
+from shardmuon.foresight.report import _lanes, _number, _sections, _size
 from shardmuon.plan.pipeline import Event, Phase
 
 DENSE = decoder(96, 48, 2, 4, 2, 12, 80)
@@ -83,7 +83,7 @@ def test_a_report_says_how_many_parameters_work_on_a_token(
         ("gpt2-xl --mesh dp=2,shard=4 --engine zero", r"zero .* has no other axis but pp. Write dp=8 alone"),
         ("gpt2-xl --mesh dp=2,tp=4 --engine zero", r"has no other axis but pp. Write dp=8 alone"),
         ("llama3-8b --mesh shard=4,pp=64", r"pp=64 stages for 32 layers. Write pp=32"),
-        ("qwen3-30b-a3b --mesh shard=12,ep=8", r"ep=8 does not divide shard x tp = 12.*ep=6"),
+        ("qwen3-30b-a3b --mesh shard=12,ep=8", r"ep=8 does not divide shard x tp = 12.*ep=4"),
         ("qwen3-30b-a3b --mesh shard=12,ep=3", r"ep=3 does not divide the 128 experts.*Write ep=1"),
         ("gpt2-xl --mesh shard=4 --gpu h9000", r"h9000.* is none of a100, b200.*copy .*h100.yaml"),
         ("gpt2-xl --mesh shard=4 --gpu no.yaml", "no such file"),
@@ -131,8 +131,6 @@ def test_units_are_those_that_people_read() -> None:
     values = (0, 1023, 2**20, 3.5 * 2**40, -(2**31))
     assert [_size(v) for v in values] == ["0 B", "1,023 B", "1 MiB", "3.5 TiB", "-2 GiB"]
     assert [_number(v) for v in (12, 7_000_000, 1.04e12)] == ["12", "7 M", "1.04 T"]
-    assert [_operations(v) for v in (3e6, 2e9, 5e18)] == ["3 MFLOP", "2 GFLOP", "5 EFLOP"]
-    assert _percent(0.0123) == "1.23 %"
     assert [str(Time(lo, lo, hi)) for lo, hi in ((1e-3, 3e-3), (2e-6, 4e-6))] == ["1 .. 3 ms", "2 .. 4 us"]
 
 

@@ -13,14 +13,14 @@ from torch import nn
 
 from shardmuon.foresight.job import count
 from shardmuon.foresight.layouts import _stages_of, in_parts, parse_mesh
-from shardmuon.foresight.models import AFTER, Param, _active_of, _preset, _preset_names, build
+from shardmuon.foresight.models import AFTER, Param, _active_of, _presets, build
 
 SMALL = decoder(96, 48, 4, 4, 2, 12, 80)
 
 
-@pytest.mark.parametrize("name", _preset_names())
+@pytest.mark.parametrize("name", _presets())
 def test_presets_have_the_published_number_of_parameters(name: str) -> None:
-    data = _preset(name)
+    data = _presets()[name]
     found, published = sum(p.numel() for p in build(data["config"]).parameters()), data["published_parameters"]
     least, most = rounded(published) if isinstance(published, str) else (published, published)
     assert least <= found <= most

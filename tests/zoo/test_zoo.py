@@ -7,6 +7,7 @@ shapes as plain modules.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import re
@@ -32,20 +33,18 @@ _MISSING = [name for name in ("transformers", "timm", "torchvision", "peft") if 
 pytestmark = pytest.mark.skipif(bool(_MISSING), reason=f"{', '.join(_MISSING)} not installed: make zoo installs them")
 
 
-_BUILT: dict[str, nn.Module] = {}
-
-
-def built(name: str, make: Callable[[], nn.Module] | None = None) -> nn.Module:
-    """A model; what its library warns of is not our matter. Not written to by tests that share it."""
-    if make is None and name in _BUILT:
-        return _BUILT[name]
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    """A new model; what its library warns of is not our matter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        model = (make or MODELS[name])()
-    if make is None:
-        _BUILT[name] = model
-    return model
+        return make()
+
+
+@functools.cache
+def built(name: str) -> nn.Module:
+    """A model that tests share and do not write to."""
+    return made(MODELS[name])
 
 
 def routed(model: nn.Module) -> tuple[ParamGroups, list[str]]:
@@ -80,9 +79,9 @@ def test_each_parameter_goes_where_it_belongs(name: str) -> None:
 @pytest.mark.parametrize("labels", [1, 2, 3, 64, 96, 320])
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_a_classifier_is_one_whatever_its_number_of_labels(name: str, labels: int) -> None:
-    model = built(name, lambda: CLASSIFIERS[name](labels))
+    model = made(lambda: CLASSIFIERS[name](labels))
     groups, said = routed(model)
-    plain, _ = routed(built(name, lambda: CLASSIFIERS[name](7)))
+    plain, _ = routed(made(lambda: CLASSIFIERS[name](7)))
     assert {r.name: r.optimizer for r in groups.rows} == {r.name: r.optimizer for r in plain.rows}
     last = next(row for row in reversed(groups.rows) if len(row.shape) == 2)
     assert (last.optimizer, last.shape[0], said) == ("AdamW", labels, [])
@@ -113,7 +112,7 @@ def one_token(model: nn.Module) -> Tensor:
     return found
 
 
-def one_patch(path: str, *more: int) -> Callable[[nn.Module], Tensor]:
+def one_patch(path: str) -> Callable[[nn.Module], Tensor]:
     def run(model: nn.Module) -> Tensor:
         attention: Any = model.get_submodule(path)
         found: Tensor = attention(torch.randn(1, 1, attention.qkv.in_features))
@@ -161,7 +160,7 @@ GATED = {
 @pytest.mark.parametrize("name", GATED)
 def test_a_closed_gate_stops_what_it_gates(name: str) -> None:
     weight, gate, gated = GATED[name]
-    model = built(name, MODELS[name]).eval()
+    model = made(MODELS[name]).eval()
     param = dict(model.named_parameters())[weight]
     per_expert = 4 if name == "Qwen3-Next" else 2
     tokens = torch.arange(3, 35)[None]  # enough for every expert to be chosen

@@ -29,41 +29,47 @@ class LayoutRow:
     """Result of one layout over all ranks.
 
     Attributes:
-        layout: Name of the layout.
-        ranks: Number of ranks.
+        layout: Name of the layout, and of the variant of Muon if there is one.
         matrices: Matrices in the model; for "single" and on ranks' own tensors each rank has its own.
         max_difference: Largest relative difference between an update and the dense reference's.
         bitwise: True if weights and momentum equal the dense reference's bit for bit on every rank after every step,
             with products in fp32 and in bf16.
         torch_bitwise: True if, with method "torch", they equal torch.optim.Muon's bit for bit, in fp32 and in bf16.
-            Means nothing with a variant, because torch.optim.Muon has none.
+            None with a variant, because torch.optim.Muon has none.
         collectives: Collectives of one rank in a step: exchanges, votes and reductions of norms of weights.
         orthogonalized: Newton-Schulz runs in a step, over the whole job.
         bytes_per_rank: Most bytes that one rank sent in a step: exchanges (fp32 on the wire) and reductions of norms
             (8 bytes per matrix).
-        variant: Variant of Muon; "" is plain Muon.
     """
 
     layout: str
-    ranks: int
     matrices: int
     max_difference: float
     bitwise: bool
-    torch_bitwise: bool
+    torch_bitwise: bool | None
     collectives: int
     orthogonalized: int
     bytes_per_rank: int
-    variant: str = ""
-
-    @property
-    def title(self) -> str:
-        """Layout and variant."""
-        return f"{self.layout} {self.variant}".rstrip()
 
     @property
     def ok(self) -> bool:
         """True if the layout keeps the contract: every result is bitwise equal."""
-        return self.bitwise and self.torch_bitwise and self.max_difference == 0.0
+        return self.bitwise and self.torch_bitwise is not False and self.max_difference == 0.0
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """Texts of the row in the table, by column."""
+        said = {None: "-", True: "yes", False: "NO"}
+        return {
+            "layout": self.layout,
+            "matrices": str(self.matrices),
+            "NS runs": str(self.orthogonalized),
+            "max rel diff": f"{self.max_difference:.2e}",
+            "bitwise": said[self.bitwise],
+            "= torch": said[self.torch_bitwise],
+            "collectives": str(self.collectives),
+            "bytes/rank": str(self.bytes_per_rank),
+        }
 
 
 def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") -> LayoutRow:
@@ -80,39 +86,20 @@ def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") ->
         skipped = variant or (layout == "zero0" and dtype == torch.bfloat16)
         torches += [] if skipped else pool.run(compare_with_torch, layout, dtype=dtype, **given)
     return LayoutRow(
-        layout=layout,
-        ranks=ranks,
+        layout=f"{layout} {variant}".rstrip(),
         matrices=dense[0].num_matrices,
         max_difference=_worst(c.max_difference for c in dense),
         bitwise=all(c.bitwise for c in dense),
-        torch_bitwise=all(c.bitwise for c in torches or dense),
+        torch_bitwise=None if variant else all(c.bitwise for c in torches),
         collectives=max(c.traffic.exchanges + c.traffic.agreements + c.traffic.norm_reductions for c in dense),
         orthogonalized=sum(c.traffic.orthogonalized for c in dense[:ranks]),
         bytes_per_rank=max(c.traffic.bytes_sent + 8 * c.traffic.norms_sent for c in dense),
-        variant=variant,
     )
 
 
 def _worst(found: Iterable[float]) -> float:
     """Largest number, or NaN if any is NaN."""
     return max(found, key=lambda number: (math.isnan(number), number))
-
-
-HEADER = ("layout", "matrices", "NS runs", "max rel diff", "bitwise", "= torch", "collectives", "bytes/rank")
-
-
-def cells(row: LayoutRow) -> tuple[str, ...]:
-    """Texts of a row of the table, one for each column of `HEADER`."""
-    return (
-        row.title,
-        str(row.matrices),
-        str(row.orthogonalized),
-        f"{row.max_difference:.2e}",
-        "yes" if row.bitwise else "NO",
-        "-" if row.variant else "yes" if row.torch_bitwise else "NO",
-        str(row.collectives),
-        str(row.bytes_per_rank),
-    )
 
 
 _SETS = {"torch": (*LAYOUTS, *FSDP1_ROWS), "deepspeed": tuple(ZERO_ROWS)}  # name of a set -> its layouts
@@ -179,10 +166,10 @@ def _verify(args: argparse.Namespace) -> int:
                 print(f"{name} {variant}".rstrip(), end=" ", file=sys.stderr, flush=True)
                 rows.append(verify_layout(pool, name, args.ranks, variant))
                 print("keeps the contract" if rows[-1].ok else "FALLS SHORT", file=sys.stderr, flush=True)
-    failed = [row.title for row in rows if not row.ok]
+    failed = [row.layout for row in rows if not row.ok]
     seconds = time.perf_counter() - start
     which = "rows (layouts, and each with its variants)" if variants else "layouts"
-    print(table([HEADER, *map(cells, rows)]))
+    print(table([[*rows[0].cells], *([*row.cells.values()] for row in rows)]))
     print(
         f"\n{len(rows) - len(failed)} of {len(rows)} {which} keep the contract on {args.ranks} ranks "
         f"({seconds:.0f} s){': ' + ', '.join(failed) + ' do not' if failed else ''}.\n"

@@ -270,7 +270,9 @@ class _Tiles:
         owned = *key, item.owners
         if owned not in self._ways:
             if key not in self._stored:
-                self._stored[key] = self._tiles_of(item)
+                found = [(rank, tile) for rank, tiles in layout.tiles[item.matrix].items() for tile in tiles]
+                numel = _ints(tile.numel for _, tile in found)
+                self._stored[key] = _ints(rank for rank, _ in found), numel, [tile.held.piece for _, tile in found]
             at, numel, pieces = self._stored[key]
             owner, source = np.full_like(at, item.owners[0]), at
             if len(item.owners) > 1:
@@ -280,12 +282,6 @@ class _Tiles:
                 source = _ints(map(of_piece.__getitem__, pieces))
             self._ways[owned] = _Ways(at, numel, owner, source)
         return self._ways[owned]
-
-    def _tiles_of(self, item: Item) -> tuple[Ints, Ints, list[Piece]]:
-        of_ranks = self._plan.specs[item.param].layout.tiles[item.matrix].items()
-        found = [(rank, tile) for rank, tiles in of_ranks for tile in tiles]
-        numel = _ints(tile.numel for _, tile in found)
-        return _ints(rank for rank, _ in found), numel, [tile.held.piece for _, tile in found]
 
 
 def _counts(

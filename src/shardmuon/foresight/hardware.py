@@ -98,15 +98,12 @@ class Time(NamedTuple):
 
     def __str__(self) -> str:
         """Ends of the interval as text, such as "1.2 .. 3.4 ms"."""
-        return scaled((1e6 * self.lo, 1e6 * self.hi), 1000, _SECONDS)
+        return seconds(self.lo, self.hi)
 
 
-_SECONDS = ("us", "ms", "s")
-
-
-def seconds(value: float) -> str:
-    """Seconds as text, such as "3.4 ms"."""
-    return scaled((1e6 * value,), 1000, _SECONDS)
+def seconds(*values: float) -> str:
+    """Seconds as text, such as "3.4 ms" or "1.2 .. 3.4 ms"."""
+    return scaled([1e6 * value for value in values], 1000, ("us", "ms", "s"))
 
 
 def scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:

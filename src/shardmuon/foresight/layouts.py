@@ -64,11 +64,6 @@ class Mesh:
         """Ranks of the job."""
         return self.dp * self.shard * self.tp * self.pp
 
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes; the last one may be partly filled."""
-        return -(-self.world // self.gpus_per_node)
-
     def __str__(self) -> str:
         """The mesh as a user writes it."""
         sizes = ((name, getattr(self, name)) for name in _AXES)
@@ -135,16 +130,12 @@ def _check(mesh: Mesh) -> None:
         (
             bool(lent % mesh.ep),
             f"mesh {mesh}: ep={mesh.ep} does not divide shard x tp = {lent}, from which expert-parallel ranks are "
-            f"taken. Write an ep that does, for example ep={_largest_divisor(lent, mesh.ep)}",
+            f"taken. Write an ep that does, for example ep={math.gcd(lent, mesh.ep)}",
         ),
     )
     wrong = next((message for is_wrong, message in faults if is_wrong), None)
     if wrong:
         raise ValueError(wrong)
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- units

@@ -67,9 +67,9 @@ def load_model(model: str | nn.Module) -> Model:
     """
     if isinstance(model, nn.Module):
         return Model(type(model).__name__, "the module given", model, _active_of(model))
-    known = _preset_names()
+    known = _presets()
     if model in known:
-        data = _preset(model)
+        data = known[model]
         made = build(data["config"])
         return Model(data["title"], data["source"], made, data.get("active_parameters") or _active_of(made))
     if _is_config(model) or ":" in model:
@@ -81,16 +81,10 @@ def load_model(model: str | nn.Module) -> Model:
     )
 
 
-def _preset_names() -> list[str]:
-    """Names of the presets."""
-    return sorted(path.stem for path in _PRESETS.glob("*.json"))
-
-
-def _preset(name: str) -> dict[str, Any]:
-    """Data of a preset: title, source, published_parameters, active_parameters (with experts), published_at, and config
-    (see `build`)."""
-    found: dict[str, Any] = json.loads((_PRESETS / f"{name}.json").read_text())
-    return found
+def _presets() -> dict[str, dict[str, Any]]:
+    """Data of each preset by name: title, source, published_parameters, active_parameters (with experts), published_at,
+    and config (see `build`)."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(_PRESETS.glob("*.json"))}
 
 
 def _active_of(module: nn.Module) -> int:

@@ -149,6 +149,7 @@ _KEY = (
     "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
     "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
+_OPERATIONS = ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
 _MANY = 12  # most rows of a table; the others are only counted
 
 
@@ -178,16 +179,6 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value < 1e6 else scaled((value / 1e6,), 1000, ("M", "B", "T", "P"))
 
 
-def _operations(value: float) -> str:
-    """Number of floating point operations as text."""
-    return scaled((value / 1e6,), 1000, ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
-
-
-def _percent(value: float) -> str:
-    """Fraction as text in percent, with up to three digits."""
-    return f"{100 * value:.3g} %"
-
-
 def _sections(report: Report) -> list[_Section]:
     """All tables of a report, in reading order."""
     return [_summary(report), _answers(report), _ranks(report.exact), _parts(report), _grounds(report)]
@@ -196,11 +187,12 @@ def _sections(report: Report) -> list[_Section]:
 def _summary(report: Report) -> _Section:
     exact, mesh = report.exact, report.exact.mesh
     params, in_matrices = _number(exact.muon_params + exact.adamw_params), _number(exact.muon_params)
+    num_nodes = -(-exact.world // mesh.gpus_per_node)  # the last one may be partly filled
     rows = {
         "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
         "active": f"{_number(exact.tokens_flops / 6)} parameters work on a token" if exact.tokens_flops else "",
         "source": exact.source,
-        "mesh": f"{mesh} ({mesh.engine}), {exact.world:,} ranks on {mesh.num_nodes:,} nodes of {mesh.gpus_per_node}",
+        "mesh": f"{mesh} ({mesh.engine}), {exact.world:,} ranks on {num_nodes:,} nodes of {mesh.gpus_per_node}",
         "hardware": report.hardware.title,
         "options": ", ".join(f"{key} {value}" for key, value in exact.options.items()),
     }
@@ -217,7 +209,7 @@ def _answers(report: Report) -> _Section:
         "straggler": _straggler(report),
     }
     if price.training is not None:
-        low, middle, high = map(_percent, report.overhead)
+        low, middle, high = (f"{100 * share:.3g} %" for share in report.overhead)
         rows["over AdamW"] = (
             f"a training step is {middle} longer than with AdamW ({low} .. {high}); forward and backward of "
             f"{_number(price.tokens or 0)} tokens take {price.training}; {rows['over AdamW']}"
@@ -259,7 +251,7 @@ def _ranks(exact: Exact) -> _Section:
             f"{c.example:,}" + (f" and {c.count - 1:,} like it" if c.count > 1 else ""),
             str(c.stage),
             str(c.orthogonalized),
-            _operations(c.flops) if c.flops else "none",
+            scaled((c.flops / 1e6,), 1000, _OPERATIONS) if c.flops else "none",
             _size(c.stored.total),
             _size(c.peak),
             _size(c.sent.inside),

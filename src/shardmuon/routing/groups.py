@@ -78,7 +78,7 @@ class ParamGroups(list[dict[str, Any]]):
         self.matched = matched
 
     def __str__(self) -> str:
-        return f"{_table(self.rows)}\n\n{self._totals()}"
+        return self._text(self.rows)
 
     def summary(self) -> str:
         """The routing table with a single line for parameters that differ only in the numbers in their names."""
@@ -89,10 +89,16 @@ class ParamGroups(list[dict[str, Any]]):
             replace(row, name=names[0] if len(names) == 1 else f"{row.name} ({len(names)})")
             for row, names in alike.items()
         ]
-        return f"{_table(rows)}\n\n{self._totals()}"
+        return self._text(rows)
 
-    def _totals(self) -> str:
-        lines = []
+    def _text(self, shown: Iterable[RoutingRow]) -> str:
+        """Table of these rows, and totals of all."""
+        cells = [("name", "shape", "matrices", "optimizer", "reason")]
+        for row in shown:
+            counts = Counter(row.matrices).items()
+            sizes = ", ".join(f"{count} of {by(size)}" for size, count in counts) or "-"
+            cells.append((row.name, by(row.shape), sizes, row.optimizer, row.reason))
+        lines = [f"{table(cells)}\n"]
         for optimizer in ("Muon", "AdamW", "frozen"):
             rows = [row for row in self.rows if row.optimizer == optimizer]
             matrices = f"{num_text(sum(len(row.matrices) for row in rows), 'matrix')}, " if optimizer == "Muon" else ""
@@ -104,15 +110,6 @@ class ParamGroups(list[dict[str, Any]]):
                 f"AdamW's lr is {self.matched:.3g} times Muon's, to make its updates as large (no adamw_lr was given)"
             )
         return "\n".join(lines)
-
-
-def _table(rows: Iterable[RoutingRow]) -> str:
-    cells = [("name", "shape", "matrices", "optimizer", "reason")]
-    for row in rows:
-        counts = Counter(row.matrices).items()
-        matrices = ", ".join(f"{count} of {by(size)}" for size, count in counts) or "-"
-        cells.append((row.name, by(row.shape), matrices, row.optimizer, row.reason))
-    return table(cells)
 
 
 def param_groups(

@@ -97,7 +97,10 @@ def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[s
     heads = {w.name: f"output head: {named[id(w.param)]}()" for w in matrices if id(w.param) in named}
     linear = [w for w in matrices if w.role.kind == "linear" and w.settled is not True]
     heads |= _with_labels(linear, blocks)
-    tables = _vocabularies(model, weights)
+    tables = [w for w in weights if w.role.kind == "embedding" and len(w.shape) == 2]
+    words = _answers(model, "get_input_embeddings")
+    if any(id(w.param) in words for w in tables):
+        tables = [w for w in tables if id(w.param) in words or _is_tied(w)]
     sizes = dict.fromkeys(w.shape[0] for w in tables)
     known = {w.shape[0] for w in matrices if w.name in heads}  # row counts of all heads so far
     known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}  # heads that the user has named
@@ -152,14 +155,6 @@ def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
             for part in answer if isinstance(answer, (tuple, list)) else [answer]:
                 found |= {id(p): hook for p in (part.parameters() if isinstance(part, nn.Module) else [part])}
     return found
-
-
-def _vocabularies(model: nn.Module, weights: Sequence[RoutedParam]) -> list[RoutedParam]:
-    """Embeddings that may be vocabularies: those that the model names or ties to other layers, else all."""
-    tables = [w for w in weights if w.role.kind == "embedding" and len(w.shape) == 2]
-    named = _answers(model, "get_input_embeddings")
-    is_named = any(id(w.param) in named for w in tables)
-    return [w for w in tables if not is_named or id(w.param) in named or _is_tied(w)]
 
 
 def _is_tied(table: RoutedParam) -> bool:

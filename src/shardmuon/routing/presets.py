@@ -165,7 +165,7 @@ _PRESETS: tuple[_Preset, ...] = (
         "fused q, k, v in columns",
         lambda m, _: _split((m.split_size,) * (2 if m.is_cross_attention else 3), transposed=True),
     ),
-    _Preset(("Conv1D",), "weight", "linear, stored transposed", _conv1d, has=("nx", "nf")),
+    _Preset(("Conv1D",), "weight", "linear, stored transposed", _conv1d),
     _Preset(
         ("GPTNeoXAttention",),
         "query_key_value.weight",
