@@ -256,7 +256,7 @@ class Data:
         """Ranks 0 and 3 are each in one group only; 1 and 2 see that there is no common sum."""
         pairs = [(at, dist.new_group([at, at + 1])) for at in range(3)]
         meshes = [(at, DeviceMesh.from_group(g, "cpu")) for at, g in pairs if self.rank in (at, at + 1)]
-        return [(f"pair {at}", _sharded(self.columns[0], mesh, Shard(0))) for at, mesh in meshes]
+        return [(f"pair {at}", _sharded(self.columns[at], mesh, Shard(0))) for at, mesh in meshes]
 
     def halves(self) -> Any:
         return [dist.new_group(pair) for pair in ([0, 1], [2, 3])][self.rank // 2]
@@ -267,7 +267,16 @@ JOBS: dict[str, Callable[[Data], Job]] = {
     "nested": lambda d: Job(_named(d.row, d.all_of), _norm_of(*d.rows[:2], d.shared)),
     "crossing": lambda d: Job(_named(d.row, d.column), _norm_of(*d.rows[:2], *d.columns[:2]), d.world),
     "crossing without a group": lambda d: Job(_named(d.row, d.column), _norm_of(*d.rows[:2], *d.columns[:2])),
-    "chain": lambda d: Job(d.chain(), _norm_of(*[d.columns[0]] * 3)),
+    "chain": lambda d: Job(d.chain(), _norm_of(*d.columns[:3])),
+    "replicas on parts of a mesh": lambda d: Job(
+        _named(d.all_of, _sharded(d.rows[0], d.mesh["a1"], Shard(0))), _norm_of(d.shared, d.rows[0])
+    ),
+    "replicas on parts of a mesh and within them": lambda d: Job(
+        _named(d.all_of, _sharded(d.rows[0], d.mesh["a1"], Replicate())), _norm_of(d.shared, d.rows[0])
+    ),
+    "equal parts of one tensor": lambda d: Job(
+        _named(d.all_of, _sharded(torch.ones(4, 3), d.mesh["a1"], Shard(0))), _norm_of(d.shared, torch.ones(4, 3))
+    ),
     "stages": lambda d: Job(
         _named(d.row, _sharded(d.rows[d.rank // 2], d.mesh["a1"], Replicate())),
         _norm_of(*d.rows[:2], *d.rows[:2]),

@@ -76,7 +76,7 @@ def load_model(model: str | nn.Module) -> Model:
         made = make_model(model, meta=True)
         return Model(model, model, made, _active_of(made))
     raise ValueError(
-        f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, known)}"
+        f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, list(known))}"
         "; the path of a Hugging Face config.json, or of its folder; or MODULE:FUNCTION that builds the model"
     )
 
