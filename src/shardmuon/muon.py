@@ -253,7 +253,8 @@ class Core:
         """Plan now. Collective among the ranks that share parameters.
 
         Raises:
-            ValueError: Some rank cannot plan; raised on every rank.
+            ValueError: Some rank cannot plan; raised on every rank. If only one cannot make a process group, it
+                alone raises here, and every rank in its next step.
         """
         fault = Fault()
         with made_public():

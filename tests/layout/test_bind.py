@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Mapping
 from typing import Any
 from unittest import mock
@@ -141,6 +142,9 @@ def test_grids_are_found_from_what_each_rank_knows() -> None:
                     known.setdefault(rank, []).append(ties)
                     wanted[ties] = tuple(sorted(rows))
         assert grids_of(known) == wanted
+    start = time.process_time()
+    grids_of({rank: [Ties((rank,), (rank,))] for rank in range(1 << 14)})  # each has tensors of its own
+    assert time.process_time() - start < 2.0
 
 
 AB, CD, DC, A_C, B_D = (0, 1), (2, 3), (3, 2), (0, 2), (1, 3)

@@ -175,6 +175,19 @@ def test_a_glance_finds_what_a_closer_look_finds(
     assert _same(glanced, _validated(optimizer))
 
 
+def test_a_glance_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of tensors on two accelerators would move updates to the first one's. Here the other device is "meta"."""
+    params = [nn.Parameter(torch.ones(6, 8, device=device)) for device in ("cpu", "meta")]
+    optimizer = Muon(params, lr=0.1)
+    optimizer.prepare()
+    optimizer.complete_state()
+    for p in params:
+        p.grad = torch.ones_like(p)
+    glanced: Any = _validated(optimizer)
+    monkeypatch.setattr(Engine, "storages", lambda *args: None)
+    assert _same(glanced, _validated(optimizer)) and len({*glanced["kinds"]}) == 2
+
+
 @pytest.mark.parametrize("change", ["nothing", "no gradient", "turned", "no state", "more state", "gradient turned"])
 def test_adamw_steps_rows_that_were_seen_with_the_bits_of_others(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []

@@ -6,6 +6,7 @@ that store the same part. The rest of the grid follows from the sets that the ot
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -54,7 +55,8 @@ def grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
                 grid = found[ties] = _grid(rank, ties, known)
                 columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
                 # finding the grid of each of its ranks separately would take O(N^3) on N ranks
-                found = {Ties(row, column): grid for row in grid for column in columns} | found
+                for row, column in itertools.product(grid, columns):
+                    found.setdefault(Ties(row, column), grid)
     return found
 
 

@@ -392,6 +392,7 @@ def _gram_newton_schulz(
         before = factor_of(products.operand(wide), first, products)
         after = factor_of(products.sandwich(before, wide), others[0], products)
         factor = products.mm(after, before, out=square_of(before))
+        del wide, before, after  # no longer needed: `_times` takes as much memory as all before
         # the product of two Q's is symmetric up to rounding: its transpose, as (Q X)^T = X^T Q^T
         return _times(products, factor.mT if tall else factor, y, tall)
     for segment in (first, *others):
