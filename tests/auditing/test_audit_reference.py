@@ -18,7 +18,6 @@ from shardmuon.auditing.reference import (
     Reference,
     momentum_of,
     recovered_update,
-    reference_of,
 )
 from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.table import ParamLayout
@@ -71,13 +70,13 @@ def test_the_reference_is_the_plain_iteration_at_any_scale(shape: tuple[int, int
         for a, b, c in coefficients:
             gram = plain @ plain.T
             plain = a * plain + (b * gram + c * gram @ gram) @ plain
-        reference = reference_of(scale * x, coefficients)
+        reference = Reference(scale * x, coefficients)
         bound = orthogonalization_bound(coefficients, torch.float64, x) + eigen_bound(shape, coefficients)
         assert float((result_of(reference) - plain).norm()) <= bound
         found = torch.linalg.svdvals(plain)
         results = (reference.sigmas * reference.ratios()).abs().sort(descending=True).values
         assert float((found - results).abs().max()) <= eigen_bound(shape, coefficients)
-    assert not result_of(reference_of(torch.zeros(shape), coefficients)).any()
+    assert not result_of(Reference(torch.zeros(shape), coefficients)).any()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -86,8 +85,8 @@ def test_a_larger_norm_is_that_of_one_more_row_and_column(schedule: str) -> None
     x = _drawn("gauss", 12, 20)
     bordered = torch.nn.functional.pad(x, (0, 1, 0, 1))
     bordered[-1, -1] = 0.35 * x.norm()
-    found = result_of(reference_of(x, SCHEDULES[schedule]), float(bordered.norm() / x.norm()))
-    expected = result_of(reference_of(bordered, SCHEDULES[schedule]))[:-1, :-1]
+    found = result_of(Reference(x, SCHEDULES[schedule]), float(bordered.norm() / x.norm()))
+    expected = result_of(Reference(bordered, SCHEDULES[schedule]))[:-1, :-1]
     bound = orthogonalization_bound(SCHEDULES[schedule], torch.float64, x) + eigen_bound(x.shape, SCHEDULES[schedule])
     assert float((found - expected).norm()) <= 2 * bound
 

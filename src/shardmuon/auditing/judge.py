@@ -45,12 +45,12 @@ from shardmuon.auditing.dense import Block
 from shardmuon.auditing.reference import (
     Arithmetic,
     KeptNumbers,
+    Reference,
     momentum_of,
     norm_of,
     orthogonalized,
     prepared,
     recovered_update,
-    reference_of,
     relative_error,
     staged,
     weight_stages,
@@ -158,7 +158,7 @@ class Evidence:
 
     def run(self) -> None:
         """Compute the dense reference step twice: in the arithmetic of the live step, and in exact arithmetic."""
-        self.reference = reference_of(self.fed, self.settings.coefficients, method=self.arithmetic.choice.method)
+        self.reference = Reference(self.fed, self.settings.coefficients, self.arithmetic.choice.method)
         self.exact = self.reference.ratios().unsqueeze(1) * self.reference.coords
         self.dense = orthogonalized(self.fed, self.arithmetic)
         self.step = self.stepped(self.dense)

@@ -8,9 +8,6 @@ from typing import Literal
 
 from shardmuon.texts import table
 
-_UNJUDGED = "It is not judged; fp32 weights, ns_dtype=torch.float32, or method='standard' for 'gram', judge it."
-
-
 # Name of each fault -> what to do about it. docs/audit.md explains the faults.
 _REMEDIES = {
     "audit_failed": "Please report it with this text",
@@ -167,6 +164,4 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
         owners = ",".join(map(str, m.owners))
         about = [m.name, f"{m.rows}x{m.cols}", owners, m.arithmetic, m.status]
         rows.append([*about, *(numbers if m.compared else ["-"] * len(numbers))])
-    names = ", ".join(m.name for m in matrices if m.status == "inconclusive")
-    note = f"inconclusive: rounding alone could explain half of the update of {names}. {_UNJUDGED}\n" if names else ""
-    return table(rows) + "\n" + note
+    return table(rows) + "\n"
