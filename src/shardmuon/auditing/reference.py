@@ -258,7 +258,7 @@ class Reference:
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
         """A matrix in the coordinates of the left singular vectors, in its own dtype."""
-        return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)
+        return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)  # type: ignore[no-any-return]
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
         """Factor p(s) / s of each direction after all steps, for a matrix that was divided by `longer` times its
