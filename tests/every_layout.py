@@ -107,7 +107,7 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     ranks and every reference, and not all three meet. A second step has momentum and a plan that is kept; a
     third, at 2 ranks, finds what the second leaves.
     """
-    once: dict[str, Any] = {"lr": 0.02, "remember": True}  # each rank computes the references for the first layout only
+    once: dict[str, Any] = {"lr": 0.02}  # each rank computes the references for the first layout only
     world = dist.get_world_size()
     steps, (exchange, rates), sent = STEPS[world], EXCHANGES.get(world, MANY_BUCKETS), list[int]()
 

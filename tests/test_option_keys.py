@@ -39,7 +39,7 @@ def test_an_option_of_the_whole_optimizer_written_in_a_group_says_where_it_goes(
         ("orthogonalizer", "is written Muon(..., method=..., ns_dtype=...)"),
         ("exchange", "is written Muon(..., bucket_bytes=...)"),
         ("storage", "is written Muon(..., momentum_dtype=..., momentum_device=..., stochastic_rounding=...)"),
-        ("audit", "is written Muon(..., audit_every=..., audit_action=...)"),
+        ("audit", "is written Muon(..., audit_every=...)"),
     ],
 )
 def test_another_spelling_of_an_option_is_an_error_with_what_to_write(key: str, says: str) -> None:

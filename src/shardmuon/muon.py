@@ -37,7 +37,6 @@ from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
-    AuditAction,
     MuonConfig,
     check_hyperparameters,
     given_lr,
@@ -108,7 +107,7 @@ class Core:
     ) -> None:
         self.config = config
         self.keeper = keeper or config.keeper()
-        self.audits = audits or AuditSchedule(config.audit_every, config.audit_action)
+        self.audits = audits or AuditSchedule(config.audit_every)
         self.process_group = process_group
         self.traffic = traffic or Traffic()
         self.routing: tuple[RoutingRow, ...] = ()
@@ -438,9 +437,9 @@ class Muon(Core, Optimizer):
         stochastic_rounding: Round bf16 weights at random, without bias, after each update.
         bucket_bytes: Most bytes of whole matrices that one owner holds per bucket. None: the cheapest choice, within
             the bound that `shardmuon.plan.items.Policy` states.
-        audit_every: Compare the first step and every `audit_every`-th step with a dense reference. None: only when
-            `shardmuon.audit` asks for it. docs/audit.md.
-        audit_action: "raise" an `AuditError` on every rank, after the step; or "warn".
+        audit_every: Compare the first step and every `audit_every`-th step with a dense reference; a step that was not
+            Muon's raises AuditError on every rank, when it is complete. None: only when `shardmuon.audit` asks for it.
+            docs/audit.md.
         adamw_lr: Learning rate of everything that is not a matrix; only if `params` is a module. Default: the rate at
             which AdamW's updates are as large as the matrices'; `shardmuon.param_groups` prints it.
             docs/learning_rate.md.
@@ -481,7 +480,6 @@ class Muon(Core, Optimizer):
         stochastic_rounding: bool = False,
         bucket_bytes: int | None = None,
         audit_every: int | None = None,
-        audit_action: AuditAction = "raise",
         adamw_lr: float | Tensor | None = None,
         overrides: Overrides | None = None,
         **unknown: NoReturn,
@@ -497,7 +495,6 @@ class Muon(Core, Optimizer):
             stochastic_rounding=stochastic_rounding,
             bucket_bytes=bucket_bytes,
             audit_every=audit_every,
-            audit_action=audit_action,
         )
         Core.__init__(self, config, GroupRef.of(process_group))
         defaults: dict[str, Any] = {

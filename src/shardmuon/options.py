@@ -22,7 +22,6 @@ from shardmuon.variants import check_variant
 
 # ------------------------------------------------------------------------------------------------ values
 
-AuditAction = Literal["raise", "warn"]
 _FaultOf = Callable[[Any], str]  # value -> end of an error message that begins with the option; "" if it is valid
 
 
@@ -81,7 +80,6 @@ _CHECKS: dict[str, _FaultOf] = {
     "stochastic_rounding": _TRUTH,
     "bucket_bytes": _whole_number(),
     "audit_every": _whole_number(),
-    "audit_action": _one_of(*get_args(AuditAction)),
     "lr": _number(),
     "weight_decay": _number(),
     "momentum": _number(1.0),
@@ -123,7 +121,6 @@ class MuonConfig:
     stochastic_rounding: bool = False
     bucket_bytes: int | None = None
     audit_every: int | None = None
-    audit_action: AuditAction = "raise"
 
     def __post_init__(self) -> None:
         _check_values("", asdict(self))
@@ -210,7 +207,7 @@ ELSEWHERE = {
     "orthogonalizer": "is written Muon(..., method=..., ns_dtype=...)",
     "exchange": "is written Muon(..., bucket_bytes=...); what travels is as wide as ns_dtype says",
     "storage": "is written Muon(..., momentum_dtype=..., momentum_device=..., stochastic_rounding=...)",
-    "audit": "is written Muon(..., audit_every=..., audit_action=...)",
+    "audit": "is written Muon(..., audit_every=...)",
     **dict.fromkeys(
         ("partition_dim", "partition_stride"),
         "belongs to the tensor: write param.tensor_model_parallel = True and param.partition_dim = ...",

@@ -153,7 +153,6 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
     "stochastic_rounding": (True, True),
     "bucket_bytes": (2**20, True),
     "audit_every": (3, True),
-    "audit_action": ("warn", True),
     "adamw_lr": (1e-3, False),
     "overrides": ({"*.q_proj.weight": {"split_sizes": 4}}, True),
 }

@@ -69,9 +69,9 @@ def _not_a_number(layout: str, rank: int, **options: Any) -> Comparison:
             calls.append(params[0].fill_(float("nan")))
         return found
 
-    compare_with_dense(layout, remember=True, **options)
+    compare_with_dense(layout, **options)
     with mock.patch.object(pipeline, "apply_", spoiled):
-        return compare_with_dense(layout, remember=True, **options)
+        return compare_with_dense(layout, **options)
 
 
 def _wrong_momentum(layout: str, rank: int, **options: Any) -> Comparison:
@@ -82,9 +82,9 @@ def _wrong_momentum(layout: str, rank: int, **options: Any) -> Comparison:
         into(out, grads, buffers, **named)
         buffers[0].add_(dist.get_rank() == rank)
 
-    compare_with_dense(layout, remember=True, steps=1, **options)
+    compare_with_dense(layout, steps=1, **options)
     with mock.patch.object(pipeline, "momentum_into_", spoiled):
-        return compare_with_dense(layout, remember=True, steps=1, **options)
+        return compare_with_dense(layout, steps=1, **options)
 
 
 def test_momentum_is_compared_too(world2: RankPool) -> None:

@@ -216,7 +216,7 @@ STORED = [
 
 def _compared(layout: str, table: str, storage: dict[str, Any]) -> tuple[bool, float, str]:
     cases = {"blocked": BLOCKED, "conv": KERNEL, "plain": PARAMS}[table]
-    found = compare_with_dense(layout, table=cases, dtype=BF16, lr=0.02, steps=2, **storage, remember=True)
+    found = compare_with_dense(layout, table=cases, dtype=BF16, lr=0.02, steps=2, **storage)
     return found.bitwise, found.max_difference, found.worst
 
 

@@ -19,7 +19,7 @@ from shardmuon.foresight.job import exact_of
 from shardmuon.layout.engines import engine_of
 from shardmuon.momentum.keeper import offloaded_from
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, mesh_of
+from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, mesh_of, meshes_on
 from shardmuon.testing.pool import RankPool, get_pool
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -204,7 +204,8 @@ def test_buffers_live_where_the_group_can_move_them(
 def _offloaded_over_nccl() -> bool:
     """FSDP2 keeps shards on the CPU in a job whose only backend is NCCL."""
     net = _Net().cuda()
-    fully_shard(net, mesh=mesh_of((1,), "cuda"), offload_policy=CPUOffloadPolicy())
+    with meshes_on("cuda"):
+        fully_shard(net, mesh=mesh_of((1,)), offload_policy=CPUOffloadPolicy())
     optimizer = Muon(list(net.named_parameters()), lr=0.02)
     net(torch.randn(4, 24, device="cuda")).square().mean().backward()
     before = [p.detach().clone() for p in net.parameters()]

@@ -23,7 +23,7 @@ def _compared(layout: str, variant: str, **of_params: Any) -> tuple[bool, float,
     """Compare two steps, on 3 ranks three: in the second one stages find what the first one kept."""
     steps = 3 if dist.get_world_size() == 3 else 2
     given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0 if "hyperball" in variant else 0.1}
-    found = compare_with_dense(layout, variant=variant, steps=steps, remember=True, **given, **of_params)
+    found = compare_with_dense(layout, variant=variant, steps=steps, **given, **of_params)
     return found.bitwise, found.max_difference, found.worst
 
 

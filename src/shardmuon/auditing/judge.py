@@ -45,12 +45,12 @@ from shardmuon.auditing.dense import Block
 from shardmuon.auditing.reference import (
     Arithmetic,
     KeptNumbers,
+    Reference,
     momentum_of,
     norm_of,
     orthogonalized,
     prepared,
     recovered_update,
-    reference_of,
     relative_error,
     staged,
     weight_stages,
@@ -158,7 +158,7 @@ class Evidence:
 
     def run(self) -> None:
         """Compute the dense reference step twice: in the arithmetic of the live step, and in exact arithmetic."""
-        self.reference = reference_of(self.fed, self.settings.coefficients, method=self.arithmetic.choice.method)
+        self.reference = Reference(self.fed, self.settings.coefficients, self.arithmetic.choice.method)
         self.exact = self.reference.ratios().unsqueeze(1) * self.reference.coords
         self.dense = orthogonalized(self.fed, self.arithmetic)
         self.step = self.stepped(self.dense)
@@ -387,10 +387,10 @@ def _judge_update(e: Evidence) -> None:
     else:
         difference, allowed = _asked(e.spread, e.seen(e.update - e.arrived))
         status = "inconclusive" if allowed > _BLIND else "ok" if difference <= allowed else "fault"
-    results = (e.reference.sigmas * e.reference.ratios()).abs()
-    least, most = float(results.amin()), float(results.amax())
+    least, most = map(float, (e.reference.sigmas * e.reference.ratios()).abs().aminmax())
     short = e.update.T if e.shape[0] > e.shape[1] else e.update
     applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # accurate to the square root of eps
+    lowest, highest = map(float, applied.aminmax())
     arrived = along(e.arrived, e.dense)
     if arrived < 1 - _BLIND:
         text = f"{100 * max(0.0, arrived):.0f}% of the update arrived: {e.arithmetic.weights} weights are too coarse"
@@ -402,13 +402,12 @@ def _judge_update(e: Evidence) -> None:
         difference=difference,
         allowed=allowed,
         scale=along(e.update, e.arrived) * e.scale,
-        sigma_min=float(applied[0]),
-        sigma_max=float(applied[-1]),
+        applied=(lowest, highest),
         band=(least, most),
     )
     if status == "fault":
         text = f"the applied update differs from the same arithmetic run densely by {difference:.2g}"
-        fits = least - _SLACK <= e.row.sigma_min and e.row.sigma_max <= most + _SLACK
+        fits = least - _SLACK <= lowest and highest <= most + _SLACK
         e.suspect("wrong_matrix" if fits else "update_differs", text, allowed)
 
 

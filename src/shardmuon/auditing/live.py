@@ -115,9 +115,11 @@ class StepAudit:
 
     def _look_at_routing(self) -> None:
         """Find parameters that are not in the group that the routing table, if there is one, decided."""
-        goes = dict[str, tuple[str, int]]()
-        for index, group in enumerate(self._optimizer.param_groups):
-            goes |= {name: ("Muon" if group["use_muon"] else "AdamW", index) for name, _ in named_params(group, index)}
+        goes = {
+            name: ("Muon" if group["use_muon"] else "AdamW", index)
+            for index, group in enumerate(self._optimizer.param_groups)
+            for name, _ in named_params(group, index)
+        }
         for row in (row for row in self._optimizer.routing if row.optimizer != "frozen"):
             decided = f"{row.optimizer}, as param_groups decided ({row.reason})"
             if row.name not in goes:

@@ -8,7 +8,6 @@ the one that leaves least.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -42,17 +41,13 @@ def name_fault(e: Evidence, others: Sequence[Evidence]) -> None:
     name, found, norm = wrong.name, "it fits no known fault", e.after["weights"].norm()
     most = _OF_THE_NORM * (e.step.after.norm() - norm).abs() if name == "norm_wrong" else torch.inf
     frozen = "frozen", "no weight changed, with a gradient and a learning rate", e.before["weights"]
-    for guess, text, after in itertools.chain([frozen], _of_stages(e), _of_results(e, others)):
+    of_results = itertools.chain(_lengths(e), _blocks(e), _whole(e, others))
+    stepped = ((guess, text, e.stepped(result, e.step.factor).after) for guess, text, result in of_results)
+    for guess, text, after in itertools.chain([frozen], _of_stages(e), stepped):
         left = max(measure(e.seen(e.update - e.recovered(after))), _HARDLY * whole)
         if left < least and (after.norm() - norm).abs() <= most:
             least, name, found = left, guess, text
     e.findings.append(Finding.of(name, wrong.where, f"{wrong.found}: {found}", wrong.allowed))
-
-
-def _of_results(e: Evidence, others: Sequence[Evidence]) -> Iterator[_Guess]:
-    """Guesses of a wrong result of the orthogonalizer, with the dense step's factors of stages."""
-    for name, found, result in itertools.chain(_lengths(e), _blocks(e), _whole(e, others)):
-        yield name, found, e.stepped(result, e.step.factor).after
 
 
 def _parts(e: Evidence) -> dict[str, list[Block]]:
@@ -102,12 +97,9 @@ def _lengths(e: Evidence) -> Iterator[_Guess]:
     """Guesses of an update with the right direction and a wrong length."""
     rows, cols = e.shape
     for m, n in {e.dense[block].shape for block in e.blocks} - {e.shape}:
-        with contextlib.suppress(Exception):  # a user's own scale function may not support the shapes of shards
-            scale = lr_scale(e.settings.adjust_lr_fn, m, n)
-            text = (
-                f"its scale is {scale:.4g}, that of a {m}x{n} shard, not {e.scale:.4g} of the whole {rows}x{cols} one"
-            )
-            yield "scale_from_shard_shape", text, scale / e.scale * e.dense
+        scale = lr_scale(e.settings.adjust_lr_fn, m, n)
+        text = f"its scale is {scale:.4g}, that of a {m}x{n} shard, not {e.scale:.4g} of the whole {rows}x{cols} one"
+        yield "scale_from_shard_shape", text, scale / e.scale * e.dense
     ratio = along(e.update, e.arrived)
     if ratio > 0:
         name, times = ("clipped_update", "of") if ratio < 1 else ("scale_wrong", "times")

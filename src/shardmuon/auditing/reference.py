@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,8 +161,7 @@ def _equal_rows(stage: Stage, n: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(norms > 0, 1 / (norms * (norms > 0).sum(dtype=n.dtype).sqrt()), 1.0), kept
 
 
-def _normuon(stage: Stage, o: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    assert isinstance(stage, NorMuon)
+def _normuon(stage: Any, o: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     along = 1 if o.shape[0] >= o.shape[1] else 0
     v = stage.beta2 * kept + (1 - stage.beta2) * o.pow(2).mean(along)
     factor = v.clamp(min=1e-10).pow(-0.5).unsqueeze(along)
@@ -230,27 +230,35 @@ def weight_stages(stages: Stages) -> list[WeightStage]:
 # ------------------------------------------------------------------------------------------------- exact arithmetic
 
 
-@dataclass(frozen=True)
 class Reference:
-    """The result of all Newton-Schulz steps on one matrix, in exact arithmetic.
+    """The result of all Newton-Schulz steps on one whole matrix, in exact arithmetic.
+
+    Args:
+        matrix: (rows, cols), finite.
+        coefficients: (a, b, c) of each step.
+        method: "torch" has a lower bound on the norm.
 
     Attributes:
         tall: True for more rows than columns: the left singular vectors are then those of the transpose.
         vectors: (m, m) left singular vectors, one per column.
         sigmas: (m,) singular values of the normalized matrix, ascending.
         coords: (m, n) normalized matrix in the coordinates of these vectors.
-        coefficients: (a, b, c) of each step.
     """
 
-    tall: bool
-    vectors: Tensor
-    sigmas: Tensor
-    coords: Tensor
-    coefficients: _Coefficients
+    def __init__(self, matrix: Tensor, coefficients: _Coefficients, method: str = "standard") -> None:
+        self.coefficients, self.tall = coefficients, matrix.shape[0] > matrix.shape[1]
+        x = (matrix.T if self.tall else matrix).to(torch.float64)
+        tiny = torch.finfo(torch.float64).tiny
+        peak = x.abs().amax().clamp(min=tiny)
+        x = x / peak  # squares of tiny or huge entries would leave the range of fp64
+        least = TORCH_EPS / peak if method == "torch" else torch.zeros_like(peak)
+        x.div_(torch.maximum(torch.linalg.vector_norm(x), least).clamp(min=tiny))
+        values, self.vectors = torch.linalg.eigh(x @ x.T)
+        self.sigmas, self.coords = values.clamp(min=0.0).sqrt(), self.vectors.T @ x
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
         """A matrix in the coordinates of the left singular vectors, in its own dtype."""
-        return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)
+        return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)  # type: ignore[no-any-return]
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
         """Factor p(s) / s of each direction after all steps, for a matrix that was divided by `longer` times its
@@ -260,24 +268,6 @@ class Reference:
             square = (self.sigmas / longer * ratios).square()
             ratios = ratios * (a + b * square + c * square.square())
         return ratios / longer
-
-
-def reference_of(
-    matrix: Tensor,  # (rows, cols), finite
-    coefficients: _Coefficients,
-    *,
-    method: str = "standard",
-) -> Reference:
-    """Apply the steps to a whole matrix in exact arithmetic. Method "torch" has a lower bound on the norm."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.T if tall else matrix).to(torch.float64)
-    tiny = torch.finfo(torch.float64).tiny
-    peak = x.abs().amax().clamp(min=tiny)
-    x = x / peak  # squares of tiny or huge entries would leave the range of fp64
-    least = TORCH_EPS / peak if method == "torch" else torch.zeros_like(peak)
-    x.div_(torch.maximum(torch.linalg.vector_norm(x), least).clamp(min=tiny))
-    values, vectors = torch.linalg.eigh(x @ x.T)
-    return Reference(tall, vectors, values.clamp(min=0.0).sqrt(), vectors.T @ x, coefficients)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

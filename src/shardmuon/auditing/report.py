@@ -8,9 +8,6 @@ from typing import Literal
 
 from shardmuon.texts import table
 
-_UNJUDGED = "It is not judged; fp32 weights, ns_dtype=torch.float32, or method='standard' for 'gram', judge it."
-
-
 # Name of each fault -> what to do about it. docs/audit.md explains the faults.
 _REMEDIES = {
     "audit_failed": "Please report it with this text",
@@ -99,7 +96,7 @@ class MatrixRow:
             the direction where rounding hides least, relative to the update ([Note: the shake] in auditing/judge.py).
             For bitwise equal weights 0, and the limit for the comparison with exact arithmetic.
         scale, expected_scale: Factor on lr, as recovered from the update and as computed from the global shape.
-        sigma_min, sigma_max: Smallest and largest singular value of the applied update.
+        applied: Smallest and largest singular value of the applied update.
         band: Smallest and largest singular value that the coefficients give for the matrix's own spectrum.
     """
 
@@ -115,8 +112,7 @@ class MatrixRow:
     allowed: float = 0.0
     scale: float = 0.0
     expected_scale: float = 0.0
-    sigma_min: float = 0.0
-    sigma_max: float = 0.0
+    applied: tuple[float, float] = (0.0, 0.0)
     band: tuple[float, float] = (0.0, 0.0)
 
 
@@ -163,10 +159,8 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
     rows = [head.split("|")]
     for m in matrices:
         numbers = [f"{m.difference:.1e}", f"{m.allowed:.1e}", f"{m.scale:.4g}", f"{m.expected_scale:.4g}"]
-        numbers += [f"{m.sigma_min:.3f}..{m.sigma_max:.3f}", f"{m.band[0]:.3f}..{m.band[1]:.3f}"]
+        numbers += [f"{least:.3f}..{most:.3f}" for least, most in (m.applied, m.band)]
         owners = ",".join(map(str, m.owners))
         about = [m.name, f"{m.rows}x{m.cols}", owners, m.arithmetic, m.status]
         rows.append([*about, *(numbers if m.compared else ["-"] * len(numbers))])
-    names = ", ".join(m.name for m in matrices if m.status == "inconclusive")
-    note = f"inconclusive: rounding alone could explain half of the update of {names}. {_UNJUDGED}\n" if names else ""
-    return table(rows) + "\n" + note
+    return table(rows) + "\n"

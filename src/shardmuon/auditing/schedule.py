@@ -6,15 +6,14 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from shardmuon.errors import level_of_the_caller
-from shardmuon.options import AuditAction
 
 if TYPE_CHECKING:
     from shardmuon.auditing.report import AuditReport
 
 
 class AuditError(RuntimeError):
-    """Raised after an audited step that was not Muon's update. `report` has the findings. The step is complete: weights
-    have changed."""
+    """Raised on every rank after an audited step that was not Muon's update. `report` has the findings. The step is
+    complete: weights have changed."""
 
     def __init__(self, text: str, report: AuditReport) -> None:
         super().__init__(text)
@@ -22,7 +21,7 @@ class AuditError(RuntimeError):
 
 
 class AuditWarning(UserWarning):
-    """A finding of an audit that does not raise: any with audit_action="warn", else those of severity "warning"."""
+    """A finding of severity "warning", which raises no error."""
 
 
 class AuditSchedule:
@@ -36,8 +35,8 @@ class AuditSchedule:
 
     samples = 2  # matrices compared per audit in each group of ranks; each audit samples different ones
 
-    def __init__(self, every: int | None = None, action: AuditAction = "raise") -> None:
-        self.every, self.action = every, action
+    def __init__(self, every: int | None = None) -> None:
+        self.every = every
         self.num_steps = 0
         self.num_audits = 0
         self.asked: PendingAudit | None = None
@@ -60,7 +59,7 @@ class AuditSchedule:
         asked, self.asked = self.asked, None
         if asked is not None:
             asked.found = report
-        elif report.errors and self.action == "raise":
+        elif report.errors:
             raise AuditError(report.message(), report)
         else:
             for finding in report.findings:

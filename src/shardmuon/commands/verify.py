@@ -75,7 +75,7 @@ class LayoutRow:
 def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") -> LayoutRow:
     """Check one layout on a pool of ranks. A variant is compared only with the dense reference in one process, because
     torch.optim.Muon has no variants."""
-    given: dict[str, Any] = {"lr": 0.02, "remember": True}
+    given: dict[str, Any] = {"lr": 0.02}
     fixed: dict[str, Any] = {"variant": variant} if variant else {}
     if variant and not all(VARIANTS[name].decays for name in names_in(variant)):
         fixed["weight_decay"] = 0.0

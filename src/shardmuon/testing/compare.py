@@ -86,14 +86,12 @@ def _compare(
     dtype: torch.dtype = torch.float32,
     steps: int = 3,
     params: Sequence[str] | None = None,
-    seed: int = 0,
     table: _Cases = PARAMS,
-    remember: bool = False,
     about: Callable[[Muon], object] | None = None,
     **options: Any,
 ) -> Comparison:
     """Step a sharded model and a reference, and compare the weights after every step, and momentum and stages' stored
-    values after the last.
+    values after the last. The reference is computed once for equal arguments, whatever the layout.
 
     Args:
         layout: A row of `LAYOUTS`, or of a framework.
@@ -101,14 +99,12 @@ def _compare(
         dtype: Dtype of weights and gradients.
         steps: Number of steps.
         params: Names in `table`. Default: all.
-        seed: Seed of weights and gradients.
         table: Name -> parameter.
-        remember: True to cache the reference's steps for other layouts: for equal arguments they are the same.
         about: Optional function to call with the sharded model's optimizer after the last step.
         options: Options of Muon.
     """
     cases, options = {name: table[name] for name in params or table}, {"lr": 1e-3, **options}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def draw() -> dict[str, Tensor]:
         normal = {name: torch.randn(case.shape, generator=generator) for name, case in cases.items()}
@@ -121,15 +117,10 @@ def _compare(
     kind = ZeroRun if layout in ZERO_ROWS else Fsdp1Run if layout in FSDP1_ROWS else _LayoutRun
     run: _AnyRun = kind(layout, full, make)
     full, grads = run.start(full), [run.gradients(draw()) for _ in range(steps)]
-    key = ""
-    if remember:
-        simple = (bool, int, float, str, torch.dtype, type(None))
-        assert all(isinstance(value, simple) for value in options.values()), f"cannot remember {options}"
-        key = repr((steps_of.__name__, kind, cases, dtype, steps, seed, options))
-    reference = _REMEMBERED.get(key) or list(steps_of(cases, options, full, grads))
-    if remember:
-        _REMEMBERED[key] = reference
-    found = _beside(run, grads, reference, sum(len(case.view.matrices) for case in cases.values()))
+    key = repr((steps_of.__name__, kind, mesh_kind(), cases, dtype, steps, options))
+    if key not in _REMEMBERED:
+        _REMEMBERED[key] = list(steps_of(cases, options, full, grads))
+    found = _beside(run, grads, _REMEMBERED[key], sum(len(case.view.matrices) for case in cases.values()))
     if about:
         found = replace(found, about=about(run.optimizer))
     run.close()
@@ -248,11 +239,9 @@ _AnyRun = ZeroRun | Fsdp1Run | _LayoutRun
 
 def rows_stored(whole: Tensor, like: Tensor) -> Tensor:
     """Rows of a stage's state `whole` that this rank stores, by the placements of the state tensor `like`."""
-    if not is_dtensor(like) or all(p.is_replicate() for p in like.placements):
+    if not is_dtensor(like):
         return whole
-    numbers = torch.arange(whole.shape[0], device=whole.device)[:, None]  # row indices, sharded like the tensor
-    rows = distribute_tensor(numbers, like.device_mesh, like.placements, src_data_rank=None).to_local()
-    return whole[rows.view(-1)]
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def _local(tensor: Tensor) -> Tensor:

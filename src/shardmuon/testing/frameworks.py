@@ -220,7 +220,6 @@ class ZeroRun(Run):
         config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         halves = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         config |= {halves[t.dtype]: {"enabled": True} for t in full.values() if t.dtype in halves}
-        self._made = [name for group in self.optimizer.param_groups for name in group["param_names"]]
         self._engine = initialize(model, self.optimizer, config)
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
@@ -228,18 +227,11 @@ class ZeroRun(Run):
         self._engine.step()
 
     def weights(self) -> dict[str, Tensor]:
-        if self._whole:
-            return {name: p.detach().clone() for name, p in self._stepped().items()}
-        return {name: whole_weight(p) for name, p in self._params.items()}
+        return {name: p.detach().clone() if self._whole else whole_weight(p) for name, p in self._params.items()}
 
     def momentum(self) -> dict[str, Tensor]:
-        if self._whole:
-            return {name: self.optimizer.state[p]["momentum_buffer"] for name, p in self._stepped().items()}
-        return {name: whole_momentum(p) for name, p in self._params.items()}
-
-    def _stepped(self) -> dict[str, Tensor]:
-        """Name -> the tensor that is stepped: the parameter, or at stage 0 perhaps an fp32 copy."""
-        return dict(zip(self._made, (p for of in self.optimizer.param_groups for p in of["params"]), strict=True))
+        state = self.optimizer.state  # at stage 0 of the parameters themselves
+        return {n: state[p]["momentum_buffer"] if self._whole else whole_momentum(p) for n, p in self._params.items()}
 
     def close(self) -> None:
         self._engine.destroy()

@@ -25,7 +25,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,48 +121,35 @@ def _elements_of(full: Tensor, built: Tensor) -> Tensor:
     numbers = built.to_local() if isinstance(built, DTensor) else built
     local = torch.empty_strided(numbers.shape, numbers.stride(), dtype=full.dtype, device=full.device)
     local.copy_(full.reshape(-1)[numbers.long()])
-    made = _placed(local, built) if isinstance(built, DTensor) else local
+    made = local
+    if isinstance(built, DTensor):
+        mesh, placements, shape, stride = built.device_mesh, built.placements, built.shape, built.stride()
+        made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     vars(made).update({key: value for key, value in vars(built).items() if key not in ("_local_tensor", "_spec")})
     return made
 
 
 def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
     """Make parameters of the tensors that a row built, with the attributes that describe their sharding."""
-    made: dict[str, Any] = {}
+    made = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):  # nn.Parameter would trace again for each shape, dtype and placement
-            made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
-            made[name]._is_param = True  # all that nn.Parameter does for a tensor of such a class
-        else:
-            made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))
     return made
 
 
-def _placed(local: Tensor, like: DTensor) -> DTensor:
-    """Make a DTensor of `local` with the mesh, placements and shape of `like`, without tracing."""
-    mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-_MESHES: dict[tuple[object, str, Ints, str], DeviceMesh] = {}
-
-
-def mesh_of(shape: Ints, device: str | None = None, purpose: str = "") -> DeviceMesh:
-    """A mesh with axes named a0, a1, ..., cached by default group, device type, shape and purpose. Collective at the
-    first call.
+def mesh_of(shape: Ints, purpose: str = "") -> DeviceMesh:
+    """A mesh of the device type of `meshes_on` with axes named a0, a1, ..., cached. Collective at the first call.
 
     Args:
         shape: Sizes of the axes.
-        device: Device type. Default: that of `meshes_on`, else the CPU.
         purpose: Name for a separate mesh, needed for Megatron-FSDP, which sets attributes of its meshes.
     """
-    kind = device or mesh_kind()
-    key = (dist.group.WORLD, kind, shape, purpose)
-    if key not in _MESHES:
-        names = tuple(f"a{i}" for i in range(len(shape)))
-        _MESHES[key] = init_device_mesh(kind, shape, mesh_dim_names=names)
-    return _MESHES[key]
+    return _mesh_of(dist.group.WORLD, mesh_kind(), shape, purpose)
+
+
+@cache
+def _mesh_of(world: object, kind: str, shape: Ints, purpose: str) -> DeviceMesh:
+    return init_device_mesh(kind, shape, mesh_dim_names=tuple(f"a{i}" for i in range(len(shape))))
 
 
 def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ from datetime import timedelta
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from unittest import mock
 
@@ -320,9 +320,9 @@ def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock
             if call:
                 calls.put(call)
                 continue
-            stack = _stack(sys._current_frames()[main_thread])
+            stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
             with sending:
-                pipe.send_bytes(stack.encode())
+                pipe.send_bytes(f"Stack (most recent call last):\n{stack}".encode())
     except (EOFError, OSError):
         os._exit(0)  # skip interpreter teardown, which waits for gloo's threads
 
@@ -369,11 +369,8 @@ def _reply(rank: int, fn: Callable[..., object], *args: Any) -> bytes:
     try:
         return pickle.dumps((fn(*args), _num_open_files()))
     except BaseException as error:  # SystemExit and pytest's outcomes too: the rank must survive
-        trace = error.__traceback__
-        while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next  # show the caller's frames only
-        text = "".join(traceback.format_exception(type(error), error, trace))
-        return pickle.dumps((RankException(rank, type(error).__name__, str(error), text), _num_open_files()))
+        failed = RankException(rank, type(error).__name__, str(error), traceback.format_exc())
+        return pickle.dumps((failed, _num_open_files()))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -381,9 +378,3 @@ def _reply(rank: int, fn: Callable[..., object], *args: Any) -> bytes:
 
 def _num_open_files() -> int:
     return len(os.listdir("/dev/fd"))
-
-
-def _stack(frame: FrameType) -> str:
-    frames = traceback.extract_stack(frame)
-    below = max((i + 1 for i, f in enumerate(frames) if f.filename == __file__), default=0)
-    return "Stack (most recent call last):\n" + "".join(traceback.format_list(frames[below:]))
