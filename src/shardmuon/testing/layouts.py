@@ -121,20 +121,29 @@ def _elements_of(full: Tensor, built: Tensor) -> Tensor:
     numbers = built.to_local() if isinstance(built, DTensor) else built
     local = torch.empty_strided(numbers.shape, numbers.stride(), dtype=full.dtype, device=full.device)
     local.copy_(full.reshape(-1)[numbers.long()])
-    made = local
-    if isinstance(built, DTensor):
-        mesh, placements, shape, stride = built.device_mesh, built.placements, built.shape, built.stride()
-        made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    made = _placed(local, built) if isinstance(built, DTensor) else local
     vars(made).update({key: value for key, value in vars(built).items() if key not in ("_local_tensor", "_spec")})
     return made
 
 
 def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
     """Make parameters of the tensors that a row built, with the attributes that describe their sharding."""
-    made = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+    made: dict[str, Any] = {}
     for name, tensor in tensors.items():
+        # nn.Parameter would trace again for each shape, and could take an equal mesh of another row from torch's cache
+        if isinstance(tensor, DTensor):
+            made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
+            made[name]._is_param = True  # all that nn.Parameter does for a tensor of such a class
+        else:
+            made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))
     return made
+
+
+def _placed(local: Tensor, like: DTensor) -> DTensor:
+    """Make a DTensor of `local` with the mesh, placements and shape of `like`, without tracing."""
+    mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def mesh_of(shape: Ints, purpose: str = "") -> DeviceMesh:
