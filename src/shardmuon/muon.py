@@ -25,9 +25,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardmuon._torch import after_loading, before_loading, default_group, is_dtensor, never_compiled
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing, read_state
-from shardmuon.comm.groups import GroupRef, Ranks, Traffic, group_for, group_ranks, my_rank
+from shardmuon.comm.groups import GroupRef, Ranks, Traffic, current_world, group_for, group_ranks, my_rank
 from shardmuon.comm.lanes import close_lane
-from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, agree, current_world, in_order, renewed
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, agree, in_order, renewed
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.first_step import warned_first
 from shardmuon.host import Host, Hosts, Progress, creates_state_only
@@ -112,13 +112,13 @@ class Core:
         self.traffic = traffic or Traffic()
         self.routing: tuple[RoutingRow, ...] = ()
         self.broken: str | None = None
+        self.component: Ranks | None = None
+        self.world = current_world()  # the token of the default process group whose ranks `component` names
         self._forget_process()
 
     def _forget_process(self) -> None:
-        """Reset all attributes that belong to one process: the plan, component, caches and hosts."""
+        """Reset all attributes that belong to one process: the plan, caches and hosts."""
         self.binding: Binding | None = None
-        self.component: Ranks | None = None
-        self.world = current_world()  # in which `component` holds
         self.options = OptionsReader()
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
@@ -690,18 +690,17 @@ class Muon(Core, Optimizer):
             self._forget_process()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
-        """Copy the optimizer. The copy has no plan yet but keeps its component, so that it votes with ranks that made
-        no copy and still have a plan."""
+        """Copy the optimizer, with its process group."""
         made: Muon = memo.setdefault(id(self), self.__class__.__new__(self.__class__))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        made.component, made.world = self.component, self.world
         made.process_group = self.process_group
         for mine, theirs in zip((made.defaults, *made.param_groups), (self.defaults, *self.param_groups), strict=True):
             mine["process_group"] = theirs["process_group"]  # else replicas would silently diverge
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickling, without what belongs to one process: the plan, process groups and hosts."""
+        """State for copies and pickles, without what belongs to one process: the plan, process groups and hosts. The
+        component stays, so that a copy votes with ranks that made none and still have a plan."""
         own = {key: self.__dict__[key] for key in _OWN}
         state = super().__getstate__()
         groups = list(map(_without_ranks, state["param_groups"]))
@@ -714,4 +713,5 @@ def _without_ranks(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "process_group": None} if getattr(group, "ranks", group) else options
 
 
-_OWN = ("config", "keeper", "audits", "traffic", "routing", "broken")  # attributes that copies and pickles include
+# attributes that copies and pickles include; a pickle's `world` is unknown in every other process
+_OWN = ("config", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

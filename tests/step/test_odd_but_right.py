@@ -126,7 +126,7 @@ EVENTS: list[tuple[str, Event, tuple[int, ...]]] = [
     ("swapped on one rank", _swapped, (2,)),
     ("copied", _copied(copy.deepcopy), EVERYWHERE),
     ("copied on two ranks", _copied(copy.deepcopy), (0, 3)),
-    ("pickled", _copied(lambda both: pickle.loads(pickle.dumps(both))), EVERYWHERE),
+    ("pickled on two ranks", _copied(lambda both: pickle.loads(pickle.dumps(both))), (1, 2)),
     ("regrouped", _regrouped, EVERYWHERE),
     ("made anew on two ranks", _made_anew, (1, 3)),  # last but one: not where no set of ranks is all of them
     ("a tensor as lr", _tensor_lr, EVERYWHERE),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from operator import sub
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ class Made:
     """Process groups and lanes created under one default group and dropped together with it.
 
     Attributes:
+        token: Random bytes that tell this default group from all others, also from those of other processes.
         groups: Ranks -> number of process groups created over them, and a weak reference to the one in use. Only torch
             holds the group itself: a communicator that outlives destroy_process_group() is torn down at interpreter
             exit, where its threads abort the process (seen with gloo).
@@ -29,11 +32,18 @@ class Made:
             default group.
     """
 
+    token: bytes = field(default_factory=partial(os.urandom, 16))
     groups: dict[Ranks, tuple[int, weakref.ref[Any]]] = field(default_factory=dict)
     lanes: dict[Ranks, Any] = field(default_factory=dict)
 
 
 MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # keyed by default process group
+
+
+def current_world() -> bytes | None:
+    """Token of the default process group; None without one. Ranks of two default groups cannot be compared."""
+    world = default_group()
+    return None if world is None else MADE.setdefault(world, Made()).token
 
 
 def my_rank() -> int:

@@ -34,7 +34,6 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntFlag
@@ -42,8 +41,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from shardmuon._torch import default_group
-from shardmuon.comm.groups import Ranks, my_rank, num_ranks
+from shardmuon.comm.groups import Ranks, current_world, my_rank, num_ranks
 from shardmuon.comm.lanes import LARGEST, lane_of
 from shardmuon.errors import Refused, fault_text, ranks_text, told_by
 
@@ -363,12 +361,6 @@ def _refuse(known: Known, cause: BaseException | None) -> None:
 # ------------------------------------------------------------------------------------ agreement before each call
 
 
-def current_world() -> object:
-    """Weak reference to the default process group, or None. Ranks are not comparable between default groups."""
-    group = default_group()
-    return None if group is None else weakref.ref(group)
-
-
 class Agreed:
     """A binding: data that ranks have built together and cache from one call to the next.
 
@@ -377,7 +369,7 @@ class Agreed:
         token: Bytes that identify the binding, equal on all of its ranks.
         sets: Set of ranks that share parameters -> indices of these parameters, small sets first; without sets of one
             rank.
-        world: The default process group of its creation; the binding is invalid under any other.
+        world: Token of the default process group of its creation; the binding is invalid under any other.
     """
 
     def __init__(self, component: Ranks, token: bytes, sets: Mapping[Ranks, tuple[int, ...]]) -> None:
