@@ -25,9 +25,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardmuon._torch import after_loading, before_loading, default_group, is_dtensor, never_compiled
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing, read_state
-from shardmuon.comm.groups import GroupRef, Ranks, Traffic, current_world, group_for, group_ranks, my_rank
+from shardmuon.comm.groups import GroupRef, Ranks, Traffic, group_for, group_ranks, my_rank
 from shardmuon.comm.lanes import close_lane
-from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, agree, in_order, renewed
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, agree, current_world, in_order, renewed
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.first_step import warned_first
 from shardmuon.host import Host, Hosts, Progress, creates_state_only

@@ -225,11 +225,10 @@ def _take_over(
         run_together(lambda: old.update(_copied(get_model_state_dict(model))))
         run_together(lambda: set_weights(weights))
     except BaseException as wrong:
-        optimizer.state, optimizer.param_groups, optimizer.broken = before
-        try:
-            run_together(lambda: set_weights(old) if old else None)
-        except BaseException:
-            optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {HALF_LOADED}"
+        optimizer.state, optimizer.param_groups, broken = before
+        optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {HALF_LOADED}"  # unless the old ones return
+        run_together(lambda: set_weights(old) if old else None)
+        optimizer.broken = broken
         raise
 
 

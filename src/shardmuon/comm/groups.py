@@ -40,12 +40,6 @@ class Made:
 MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # keyed by default process group
 
 
-def current_world() -> bytes | None:
-    """Token of the default process group; None without one. Ranks of two default groups cannot be compared."""
-    world = default_group()
-    return None if world is None else MADE.setdefault(world, Made()).token
-
-
 def my_rank() -> int:
     """Global rank of this process; 0 without torch.distributed."""
     return dist.get_rank() if default_group() is not None else 0

@@ -41,7 +41,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from shardmuon.comm.groups import Ranks, current_world, my_rank, num_ranks
+from shardmuon._torch import default_group
+from shardmuon.comm.groups import MADE, Made, Ranks, my_rank, num_ranks
 from shardmuon.comm.lanes import LARGEST, lane_of
 from shardmuon.errors import Refused, fault_text, ranks_text, told_by
 
@@ -359,6 +360,12 @@ def _refuse(known: Known, cause: BaseException | None) -> None:
 
 
 # ------------------------------------------------------------------------------------ agreement before each call
+
+
+def current_world() -> bytes | None:
+    """Token of the default process group; None without one. Ranks of two default groups cannot be compared."""
+    world = default_group()
+    return None if world is None else MADE.setdefault(world, Made()).token
 
 
 class Agreed:

@@ -323,7 +323,7 @@ def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock
             stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
             with sending:
                 pipe.send_bytes(f"Stack (most recent call last):\n{stack}".encode())
-    except (EOFError, OSError):
+    finally:  # the parent has closed the pipe
         os._exit(0)  # skip interpreter teardown, which waits for gloo's threads
 
 
