@@ -1,38 +1,23 @@
-"""The Gram form of Newton-Schulz: where it must restart, by a bound on rounding errors; and a check of its results.
+"""The Gram form of Newton-Schulz: the steps before which it restarts, and a check of its results.
 
 With R = X X^T (m x m), one step X <- (a I + b R + c R^2) X gives X = Q X_0 for a polynomial Q of R_0. So iterate Q
 and R as m x m matrices and multiply once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k steps that is one
 m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m products; the standard form has 2 k and k.
 
 [Note: restarts]
-    Rounding leaves R with small spurious negative eigenvalues -d. A step multiplies them by (a + |b| d + ..)^2, a
-    schedule by the square of its slope: 485^2 for torch's five steps, 6363^2 for eight of Polar Express. The update
-    itself loses as much, and with some polynomials 10 to 100 times more: [Note: amplification]. A restart recomputes
-    R, so that only the slope since the restart counts. `plan_restarts` chooses the fewest restarts that keep d small
-    and the amplification of rounding within a factor of the standard form's (or its effect below 1e-3), and among such
-    plans the one with the best-conditioned Q. Two ways to restart:
+    Rounding leaves R with small spurious negative eigenvalues. A step multiplies them by at least a^2, a schedule by
+    the square of its slope, the product of the a's: 485^2 for torch's five steps, 6363^2 for eight of Polar Express. A
+    restart recomputes R, so that only the slope since the restart counts. The iteration restarts before a step that
+    would lift that slope above `_MOST_SLOPE`, which keeps errors near those of the standard form
+    (docs/adr/0043-restarts-by-slope.md). Two ways to restart:
     from X     X <- Q X, R <- X X^T: 3 m^2 n (symmetric products counted half);
     locally    R <- Q R_0 Q with R_0 stored in fp32: 6 m^3 in split half precision, so cheaper from n = 7/3 m on. It
                needs no X, hence no communication where columns are spread over ranks. Used in fp16 and for a single
                restart: each adds a rounding of the product of the Q's (eight steps of Polar Express, log-spaced
                values: error .018 from X, .023 locally). In fp32 it would bring back R_0's own rounding and gain
                nothing.
-    bf16 is refused: with 8 bits d is so large that even restarts do not help (errors of 0.2 to 2 with restarts, 1e5 on
-    a power law without). The standard form in bf16 stays within 0.02 to 0.1.
-
-[Note: amplification]
-    In the singular basis of X, rounding adds to R, and to every product, a matrix whose entries are at most u (the unit
-    roundoff) times the largest possible entry. To first order each entry (i, j) of this error evolves independently of
-    the other entries: a step multiplies it by divided differences of the step's polynomial at the two eigenvalues,
-    which are all known. So one pass over a grid of pairs of singular values, 0 included, gives the worst factor from
-    any rounding in a segment (the steps between two restarts) to the final update: its amplification. The segment
-    contributes u times its amplification to the error.
-
-    The worst pair is nearly always (0, large): a direction absent from the gradient, paired with one present in it. An
-    error e in that entry of R reaches Q as (slope so far) * b * e * (slope to come), and is then multiplied by a large
-    singular value: slope**2 * u of the update. That is why gradients of rank 1 to 3 are the worst, and why the growth
-    of spurious eigenvalues alone is no sufficient criterion: polynomials that first raise large values and then shrink
-    them ("cans", "quintic", long "polar_express") lose another factor of 10 to 100 relative to what remains.
+    bf16 is refused: with 8 bits even restarts do not help (errors of 0.2 to 2 with restarts, 1e5 on a power law
+    without). The standard form in bf16 stays within 0.02 to 0.1.
 
 [Note: results that are not finite]
     If a finite matrix gives a non-finite result, zeros replace the result: the weights decay but get no update in this
@@ -43,39 +28,23 @@ m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m produc
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections import deque
-from functools import cache, lru_cache, partial
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shardmuon._torch import Later, arrived, is_capturing
 from shardmuon.orthogonalize.schedules import Triples
 
-_Array = np.ndarray[Any, np.dtype[np.float64]]
-
-# dtype -> (size of the most negative eigenvalue that rounding leaves in R, the size to which it may grow). Dao-AILab
-# saw 4e-4 in fp16; the other dtypes are assumed to have the same error in units of their epsilon.
-_NOISE: dict[torch.dtype, tuple[float, float]] = {
-    torch.float16: (4e-4, 1.0),
-    torch.float32: (4e-4 * 2.0**-13, 1e-3),
-    torch.float64: (4e-4 * 2.0**-42, 1e-3),
-}
-# Largest allowed ratio of this form's rounding bound to the standard form's. In fp16 both bounds are above 1 on inputs
-# of low rank; with ratios of bounds up to 18, measured errors are at most 4.4 times the standard form's.
-_EXCESS = {torch.float16: 18.0, torch.float32: 12.0, torch.float64: 12.0}
-_NEGLIGIBLE = 1e-3  # error relative to the update: a tenth of the error of bf16 products
+# Dtype -> largest product of the a's between two restarts. 42 takes three of Jordan's steps, or two of Polar Express.
+_MOST_SLOPE = {torch.float16: 42.0, torch.float32: 42.0, torch.float64: 1e6}
 _LOCAL_ASPECT = 7 / 3  # n/m above which a local restart is less work
-_MAX_PLANS = 2000  # with more candidate plans, the one with the latest restarts is used without a search
 
 
 def check_gram_dtype(dtype: torch.dtype) -> None:
     """Raise ValueError for dtypes in which the Gram form is not safe."""
-    if dtype not in _NOISE:
+    if dtype not in _MOST_SLOPE:
         raise ValueError(
             f"method='gram' needs products in torch.float16, torch.float32 or torch.float64, found {dtype}: "
             "rounding errors grow too large there. Use method='standard'"
@@ -87,133 +56,22 @@ def restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) 
     return dtype == torch.float16 and n > _LOCAL_ASPECT * m and len(plan_restarts(coefficients, dtype)) == 1
 
 
-@lru_cache(maxsize=256)
 def plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
-    """Indices (1 .. k-1) of the steps before which the iteration must restart, see [Note: restarts]."""
+    """Indices (1 .. k-1) of the steps before which the iteration restarts, see [Note: restarts]."""
     check_gram_dtype(dtype)
-    noise, limit = _NOISE[dtype]
-    cost = cache(partial(_amplification, coefficients))  # cost(start, stop) of a segment
-    standard = sum(cost(step, step + 1) for step in range(len(coefficients)))  # every step as its own segment
-    allowed = max(_EXCESS[dtype] * standard, _NEGLIGIBLE / (torch.finfo(dtype).eps / 2))
-
-    def is_bearable(start: int, stop: int) -> bool:
-        """True if the steps [start, stop) may run without a restart between them."""
-        if stop - start == 1:
-            return True
-        return _growth(coefficients[start:stop], noise) <= limit and cost(start, stop) <= allowed
-
-    # Greedy: restart only when the next step would exceed a limit. No plan has fewer restarts.
-    latest, start = list[int](), 0
-    for stop in range(1, len(coefficients) + 1):
-        if not is_bearable(start, stop):
-            start = stop - 1
-            latest.append(start)
-    steps = range(1, len(coefficients))
-    if not latest or math.comb(len(steps), len(latest)) > _MAX_PLANS:
-        return tuple(latest)
-    plans = itertools.combinations(steps, len(latest))
-    bearable = [plan for plan in plans if all(is_bearable(*ends) for ends in _ends(coefficients, plan))]
-    if dtype != torch.float16:
-        return min(bearable, key=lambda plan: sum(cost(*ends) for ends in _ends(coefficients, plan)))
-    return min(bearable, key=lambda plan: _condition(coefficients, plan, noise))
+    found, slope = list[int](), 1.0
+    for step, (a, _, _) in enumerate(coefficients):
+        slope *= a
+        if step and slope > _MOST_SLOPE[dtype]:
+            found.append(step)
+            slope = a
+    return tuple(found)
 
 
 def segments(coefficients: Triples, dtype: torch.dtype) -> list[Triples]:
     """The schedule cut into the segments between restarts."""
-    return [coefficients[start:stop] for start, stop in _ends(coefficients, plan_restarts(coefficients, dtype))]
-
-
-def _ends(coefficients: Triples, restarts: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(itertools.pairwise((0, *restarts, len(coefficients))))
-
-
-def _growth(segment: Triples, noise: float) -> float:
-    """Size of a spurious eigenvalue -noise of R after a segment; infinite or NaN if it diverges."""
-    r = -noise
-    for a, b, c in segment:
-        z = a + r * (b + r * c)
-        r *= z * z
-    return abs(r)
-
-
-def _condition(coefficients: Triples, restarts: tuple[int, ...], noise: float) -> float:
-    """Largest condition number of Q over all segments."""
-    worst = 0.0
-    s = np.geomspace(1e-6, 1.0, 512)  # singular values at the segment's start
-    for start, stop in _ends(coefficients, restarts):
-        r = np.append(s * s, -noise)
-        q = np.ones_like(r)
-        for a, b, c in coefficients[start:stop]:
-            z = a + r * (b + r * c)
-            q, r = q * z, r * z * z
-        s = s * q[:-1]
-        worst = max(worst, float(abs(q).max() / abs(q).min()))
-    return worst
-
-
-# ------------------------------------------------------------------------------------------------------- amplification
-
-# Singular values as fractions of the norm. Denser grids change no bound by more than a few percent.
-_GRID: _Array = np.array(sorted({0.0, *np.geomspace(1e-5, 1.0, 32), *np.linspace(0.05, 1.0, 20)}))
-
-
-def _amplification(coefficients: Triples, start: int, stop: int) -> float:
-    """Amplification of the segment of steps [start, stop), see [Note: amplification]."""
-    sigmas = _GRID
-    for a, b, c in coefficients[:start]:
-        sigmas = np.abs(sigmas * (a + sigmas**2 * (b + c * sigmas**2)))
-    factor, errors = _after(coefficients[start:stop], sigmas**2)
-    results = np.abs(factor * sigmas)
-    last = np.full((len(sigmas), len(sigmas)), results.max())  # rounding of Q X itself
-    local: _Array = sum((np.abs(e) * sigmas for e in errors), start=last)
-    return float((local * _to_come(results, coefficients[stop:])).max())
-
-
-def _after(segment: Triples, eigenvalues: _Array) -> tuple[_Array, list[_Array]]:
-    """Eigenvalues of Q after a segment, and the error in Q's entries from each rounding, in units of u."""
-    ones = np.ones((len(eigenvalues), len(eigenvalues)))
-    r, q = eigenvalues, np.ones_like(eigenvalues)
-    in_gram: list[_Array] = [ones * r.max()]  # one array per rounding, in the order of `in_factor`
-    in_factor: list[_Array] = [0 * ones]
-    for a, b, c in segment:
-        poly, size = b * r + c * r * r, np.abs(b) * r + np.abs(c) * r * r
-        z = a + poly
-        in_poly = [(b + c * (r[:, None] + r)) * e for e in in_gram] + [ones * size.max()]
-        in_gram.append(0 * ones)
-        in_factor.append(0 * ones)
-        # Q' = Q Z
-        in_factor = [d * z + q[:, None] * p for d, p in zip(in_factor, in_poly, strict=True)]
-        in_factor.append(ones * np.max(a * np.abs(q) + np.abs(q * poly)))
-        # R' = Z R Z, in two products
-        in_gram = [
-            z[:, None] * e * z + p * (r * z) + (z * r)[:, None] * p for e, p in zip(in_gram, in_poly, strict=True)
-        ]
-        half = np.abs(r * z)
-        first, second = np.max(a * r + r * np.abs(poly)), np.max(a * half + np.abs(poly) * half)
-        in_gram.append(ones * (first * np.abs(z).max() + second))
-        r, q = r * z * z, q * z
-    return q, in_factor
-
-
-def _to_come(sigmas: _Array, rest: Triples) -> _Array:
-    """Largest factor by which the remaining steps multiply an error in entry (i, j), in the singular basis.
-
-    The remaining steps are an odd function h of the singular values s. They multiply the symmetric part of an error by
-    (h_i - h_j) / (s_i - s_j), the antisymmetric part by (h_i + h_j) / (s_i + s_j), and a part outside the row space by
-    h_i / s_i.
-    """
-    h, slope, ratio = sigmas, np.ones_like(sigmas), np.ones_like(sigmas)
-    for a, b, c in rest:
-        square = h * h
-        slope = slope * (a + square * (3 * b + 5 * c * square))
-        z = a + square * (b + c * square)
-        ratio, h = ratio * z, h * z
-    difference, total = sigmas[:, None] - sigmas, sigmas[:, None] + sigmas
-    near, none = np.abs(difference) < 1e-7 * (1 + total), total < 1e-12
-    symmetric = np.where(near, slope[:, None], (h[:, None] - h) / np.where(near, 1.0, difference))
-    other = np.where(none, ratio[:, None], (h[:, None] + h) / np.where(none, 1.0, total))
-    worst: _Array = np.maximum(np.maximum(np.abs(symmetric), np.abs(other)), np.abs(ratio)[:, None])
-    return worst
+    ends = itertools.pairwise((0, *plan_restarts(coefficients, dtype), len(coefficients)))
+    return [coefficients[start:stop] for start, stop in ends]
 
 
 # ------------------------------------------------------------------------------------------------------------- results
