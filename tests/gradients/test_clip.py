@@ -219,7 +219,7 @@ def _norm_of(*grads: Tensor) -> float:
 
 
 def _named(*params: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
-    return list(zip(("first", "second"), params, strict=False))
+    return list(zip(("first", "second", "third"), params, strict=False))
 
 
 class Job(NamedTuple):
@@ -273,6 +273,14 @@ JOBS: dict[str, Callable[[Data], Job]] = {
     ),
     "replicas on parts of a mesh and within them": lambda d: Job(
         _named(d.all_of, _sharded(d.rows[0], d.mesh["a1"], Replicate())), _norm_of(d.shared, d.rows[0])
+    ),
+    "replicas on parts of a mesh beside experts": lambda d: Job(
+        _named(
+            d.all_of,
+            _sharded(d.rows[0], d.mesh["a1"], Shard(0)),
+            _sharded(d.columns[d.rank // 2], d.mesh["a1"], Shard(0)),
+        ),
+        _norm_of(d.shared, d.rows[0], *d.columns[:2]),
     ),
     "equal parts of one tensor": lambda d: Job(
         _named(d.all_of, _sharded(torch.ones(4, 3), d.mesh["a1"], Shard(0))), _norm_of(d.shared, torch.ones(4, 3))

@@ -6,7 +6,8 @@ an error on every rank.
     data, one counts it. The user may not have said whether a plain tensor is a replica, as under DDP, or the rank's
     own; nor whether DTensors on a part of the ranks, such as the data axis of a mesh, have replicas on the other parts
     (layers that tensor parallelism left plain) or not (experts, pipeline stages). Gradients of such tensors, called
-    loose here, are taken as replicas if their norms are equal on ranks of one position in their sets, and count once.
+    loose here, are taken as replicas if the norm of all those of one shape is equal on ranks of one position in their
+    sets, and count once.
     Ranks that share other parameters must have equal loose gradients of plain tensors (replicas that differ were not
     averaged), unless all of these ranks are in one `process_group`.
 """
@@ -35,6 +36,7 @@ from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, is_own, names_of
 from shardmuon.layout.grid import union
 from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import Ints
 from shardmuon.options import SETS, refuse_sets
 from shardmuon.step.validate import check_can_align, gradient_storage
 
@@ -173,8 +175,8 @@ class _BoundGradients(Agreed):
         engines: The engine that reaches the storage of each parameter.
         key: Cache key: changes with parameters, layouts and options.
         counted: Indices of the parameters whose local data this rank counts (other ranks that store the same do not).
-        loose: Set of ranks -> indices of its tensors that may have replicas on other ranks, see [Note: who sums with
-            whom]; plain tensors are those of this rank alone.
+        loose: (set of ranks, shape) -> indices of its tensors that may have replicas on other ranks, see [Note: who
+            sums with whom]; plain tensors are those of this rank alone.
         lines: Text about each parameter, equal on all ranks that share it.
         compared: True for each parameter that must have a gradient on all ranks that share it, or on none.
         in_order: Indices of the parameters in the order of communication: small sets of ranks first, then as listed.
@@ -193,14 +195,14 @@ class _BoundGradients(Agreed):
         counts = {layout: _counts(layout) for layout in dict.fromkeys(table.layouts)}
         self.counted = {number for number, layout in enumerate(table.layouts) if counts[layout]}
         self.compared = [not claim.empty_lacks_gradient for claim in table.claims]
-        self.lines, self.loose = list[str](), dict[Ranks, list[int]]()
+        self.lines, self.loose = list[str](), dict[tuple[Ranks, Ints], list[int]]()
         for number, (one, claim, layout) in enumerate(zip(params, table.claims, table.layouts, strict=True)):
             self.lines.append(f"{one.identity} {layout.view.shape}")
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
             if not is_own(one.group):
                 if len(layout.ranks) < len(table.component):
-                    self.loose.setdefault(layout.ranks, []).append(number)
+                    self.loose.setdefault((layout.ranks, layout.view.shape), []).append(number)
             elif len(layout.ranks) == 1 and beyond is None and len(table.component) < num_ranks():
                 raise ValueError(
                     f"{one.name}: process_group=() says that each rank has its own, so the norm must be summed over "
@@ -238,14 +240,14 @@ class _Counted(NamedTuple):
 
     Attributes:
         own: Norm of elements that no other rank counts.
-        loose: For each set of ranks with loose gradients, their fingerprint and norm here, see [Note: who sums with
-            whom]. Fingerprints are equal on ranks where they are replicas.
-        plain: Fingerprint of the loose gradients of plain tensors; empty if there are none.
+        loose: For each set of ranks and shape with loose gradients, their fingerprint and norm here, see [Note: who
+            sums with whom]. Fingerprints are equal on ranks where they are replicas.
+        plain: Fingerprints of the loose gradients of plain tensors.
     """
 
     own: float = 0.0
     loose: tuple[tuple[bytes, float], ...] = ()
-    plain: bytes = b""
+    plain: tuple[bytes, ...] = ()
 
 
 # Cache: first parameter of a list -> the table of the last such list
@@ -306,14 +308,14 @@ class _Clipping(TableCall[_BoundGradients]):
             with about(one.name):
                 self._read_one(number, kept)
         if self.fault.text is None and MISPLACED not in self.states:
-            own, found, plain = {n: local for n, local in self.held.items() if n in kept.counted}, [], b""
-            for ranks, numbers in kept.loose.items():
+            own, found, plain = {n: local for n, local in self.held.items() if n in kept.counted}, [], []
+            for (ranks, shape), numbers in kept.loose.items():
                 norm = norm_of([own.pop(n) for n in numbers if n in own], self.norm_type)
                 if norm:
-                    code = digest_of((ranks.index(my_rank()), norm))
+                    code = digest_of((ranks.index(my_rank()), shape, norm))
                     found.append((code, norm))
-                    plain = code if len(ranks) == 1 else plain
-            self.counted = _Counted(norm_of(list(own.values()), self.norm_type), tuple(found), plain)
+                    plain += [code] if len(ranks) == 1 else []
+            self.counted = _Counted(norm_of(list(own.values()), self.norm_type), tuple(found), tuple(plain))
         sets = kept.sets if kept.beyond is None else {kept.beyond: (), **kept.sets}
         said = {ranks: digest_of((kept.token, self.text, self._compared(kept, ranks))) for ranks in sets}
         return Ballot(self.phase, Flag.NONE, said, _ALIGN if MISPLACED in self.states else 0, num_bits=1)
@@ -363,7 +365,7 @@ class _Clipping(TableCall[_BoundGradients]):
             bound, verdict = agree(self, self.fault, bound)
             assert not verdict.presence & _ALIGN, "a redistributed gradient is still placed unlike its parameter"
         everyone = dict(zip(bound.component, gather(self.counted, bound.component), strict=True))
-        loose = [self.params[number].name for number in bound.loose.get((my_rank(),), ())]
+        loose = [self.params[n].name for (on, _), numbers in bound.loose.items() if len(on) == 1 for n in numbers]
         for ranks in sorted(bound.replicas):
             if len({everyone[rank].plain for rank in ranks}) > 1:
                 named = f"{loose[0]} and {len(loose) - 1} others" if len(loose) > 1 else "".join(loose) or "none here"
