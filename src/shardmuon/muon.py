@@ -292,7 +292,7 @@ class StepCall(TableCall[Binding]):
     phase = Phase.STEP
     renews = False
     proposal: Proposal
-    _due = ""  # text about the schedule of audits, which must be equal on all ranks
+    _due = ""  # text about an audit of this step, which must be equal on all ranks
 
     def __init__(self, core: Core, fault: Fault) -> None:
         self._core = core

@@ -1,4 +1,4 @@
-"""Process groups: weak references, creation among a subset of ranks, and the packed all-to-all over a group."""
+"""Process groups: weak references to them, creation by a subset of ranks, and packed all-to-all exchanges."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ Ranks = tuple[int, ...]  # global ranks, ascending unless stated otherwise
 
 @dataclass
 class Made:
-    """Process groups and lanes created under one default group and dropped together with it.
+    """Process groups and lanes (channels for short messages) that were created under one default process group and are
+    dropped together with it.
 
     Attributes:
         groups: Ranks -> number of process groups created over them, and a weak reference to the one in use. Only torch
-            holds the group itself: a communicator that outlives destroy_process_group() is torn down at interpreter
+            has a strong reference: a communicator that outlives destroy_process_group() is torn down at interpreter
             exit, where its threads abort the process (seen with gloo).
         lanes: Ranks -> their latest lane (comm/lanes.py), which may be closed. A lane holds no reference to the
             default group.
@@ -33,7 +34,7 @@ class Made:
     lanes: dict[Ranks, Any] = field(default_factory=dict)
 
 
-MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # keyed by default process group
+MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # key: a default process group
 
 
 def my_rank() -> int:
@@ -53,8 +54,8 @@ class GroupRef:
     Attributes:
         ranks: Global ranks in group-rank order.
         group_name: torch's name of the group; "" if only ranks were given.
-        is_default: True if the group was the default group. If that group is gone, the reference resolves
-            to the current default group, provided it has the same ranks.
+        is_default: True if the group was the default group. If that group is gone, the reference resolves to the
+            current default group, provided that it has the same ranks.
     """
 
     ranks: Ranks
@@ -159,13 +160,13 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
 
 
 def _backends_of(group: Any) -> dict[str, str]:
-    """Device type -> backend of the group for tensors on it ("nccl", "gloo", ...)."""
+    """Map each device type to the group's backend for tensors on it ("nccl", "gloo", ...)."""
     return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
 
 
 def talking_device(device: torch.device, group: Any) -> torch.device:
-    """Return `device`, or the accelerator if `device` is the CPU and the group has no CPU backend (NCCL-only jobs with
-    offloading)."""
+    """Return `device`, or the accelerator if `device` is the CPU and the group has no CPU backend, as in NCCL-only jobs
+    that offload parameters to the CPU."""
     if device.type != "cpu" or "cpu" in _backends_of(group):
         return device
     found = torch.accelerator.current_accelerator()
@@ -173,8 +174,8 @@ def talking_device(device: torch.device, group: Any) -> torch.device:
 
 
 def wire_device(device: torch.device, preferred: torch.device | None, ranks: Ranks) -> torch.device:
-    """Device of the exchange buffers for matrices on `device`: `preferred` if the backend of the ranks' group on that
-    device is not gloo, otherwise a device that the group supports."""
+    """Choose the device of the exchange buffers for matrices on `device`: `preferred` if the process group of the ranks
+    has a backend other than gloo for it, otherwise a device that the group supports."""
     if len(ranks) == 1:
         return preferred or device
     if preferred is None and device.type != "cpu":
@@ -193,12 +194,13 @@ class Traffic:
     """Counters of this rank's communication and orthogonalized matrices.
 
     Attributes:
-        exchanges: all-to-all calls (two per bucket that is gathered, one per bucket that replicas forward).
+        exchanges: All-to-all calls: two for each bucket whose matrices are gathered, and one for each bucket whose
+            results are relayed to other replicas.
         agreements: Votes before a step, including those that refused the step.
         bytes_sent: Bytes sent by this rank in exchanges.
         orthogonalized: Matrices orthogonalized on this rank.
         norm_reductions: Small all-reduces of weight norms, for variants that control these norms.
-        norms_sent: Weight norms (one per matrix, 8 bytes each) sent in these all-reduces.
+        norms_sent: Weight norms sent in these all-reduces, one of 8 bytes per matrix.
     """
 
     exchanges: int = 0
@@ -209,12 +211,12 @@ class Traffic:
     norms_sent: int = 0
 
     def since(self, earlier: Traffic) -> Traffic:
-        """Difference between these counters and an earlier copy."""
+        """Return the differences between these counters and an earlier copy."""
         return Traffic(*map(sub, astuple(self), astuple(earlier)))
 
 
 class Pending(NamedTuple):
-    """An asynchronous all-to-all. Holds the send buffer, too, which must outlive the collective."""
+    """An all-to-all in progress. It also keeps the send buffer alive, which must outlive the collective."""
 
     work: Any
     came: Tensor  # 1-D

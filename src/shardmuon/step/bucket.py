@@ -35,7 +35,7 @@ Exchange = Callable[[Tensor, Ints, Ints], Pending]  # (send buffer, number of el
 
 
 class Kernel(NamedTuple):
-    """What all buckets share in the orthogonalization.
+    """Device and watch for the orthogonalization of all buckets.
 
     Attributes:
         device: Device on which matrices are orthogonalized; None: the device of a bucket's exchange buffers.

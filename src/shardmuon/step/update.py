@@ -129,7 +129,7 @@ class Side:
 
     @cached_property
     def patches(self) -> list[Patch]:
-        """For each tile, the patch that it covers: rows and columns of its matrix."""
+        """The patch of each tile: the rows and columns of its matrix that the tile covers."""
         return [load.tile.patch(view) for load, view in zip(self.loads, self.views, strict=True)]
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:

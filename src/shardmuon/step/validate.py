@@ -73,7 +73,7 @@ class Proposal(Work):
 
 
 class Memory(NamedTuple):
-    """What an optimizer keeps between steps, as far as validation reads it.
+    """The state of an optimizer between steps, as far as validation reads it.
 
     Attributes:
         state: State of each parameter.
