@@ -64,7 +64,7 @@ class Refused(ValueError):
 
 @contextmanager
 def made_public() -> Iterator[None]:
-    """Convert a `Refused` raised inside the `with` block to its public exception (`Refused.public`)."""
+    """Convert a `Refused` raised inside the `with` block to the exception that users see (`Refused.public`)."""
     try:
         yield
     except Refused as refused:
@@ -148,7 +148,7 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
     """Format ranks (ascending) for messages and tables: "0,1,3", "0-7", "0-3,9,12-15"."""
     if len(ranks) <= 4:
         return ",".join(map(str, ranks))
-    numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])  # rank - index: equal within a run
+    numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])  # rank - index: constant in a run
     runs = [[rank for _, rank in run] for _, run in numbered]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 

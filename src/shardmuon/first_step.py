@@ -23,7 +23,7 @@ def warned_first(optimizer: object, groups: Sequence[Mapping[str, Any]]) -> bool
     """Check an optimizer's groups after a step, and issue warnings. Return True if some parameter had a gradient; later
     steps then need no check."""
     if any(p.grad is not None for group in groups for p in group["params"]):
-        # in groups without a process group, the optimizer takes plain tensors for this rank's own, not for replicas
+        # in groups without a process group, the optimizer treats plain tensors as this rank's own, not as replicas
         alone = (g for g in groups if g["use_muon"] and g["process_group"] is None and g["tp_group"] is None)
         ddp = _find_ddp(optimizer, [p for group in alone for p in group["params"] if not is_dtensor(p)])
         if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:

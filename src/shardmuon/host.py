@@ -34,8 +34,8 @@ class Weight(NamedTuple):
     Attributes:
         name: The user's name of the parameter.
         param: The tensor that the optimizer was given, if known; else `stored`.
-        stored: The tensor that is updated: the parameter, a copy of it, or a part of a flat buffer. Some engine can
-            read its layout.
+        stored: The tensor that is updated: the parameter, a copy of it, or a part of a flat buffer. An engine can read
+            its layout.
         group: The options of the weight's group.
         now: True if the latest call of `step` has updated the weight.
     """
@@ -89,8 +89,9 @@ class Host:
         """Complete, in place, the state dict that `torch.optim.Optimizer.state_dict` has returned."""
 
     def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
-        """Return a function to run instead of a step if this call of `step` is not meant as one, else None. The only
-        tensors that this method itself may change are gradients that the framework has altered since the backward pass.
+        """Return a function to run instead of a step if this call of `step` is not meant to take one, else None. The
+        only tensors that this method itself may change are gradients that the framework has altered since the backward
+        pass.
 
         Args:
             core: The optimizer.
@@ -168,7 +169,7 @@ class Hosts(list[Host]):
 
     @property
     def active(self) -> Host | None:
-        """The host whose tensors are in the groups; None if the groups hold the user's parameters."""
+        """The host whose tensors are in the parameter groups; None if the groups hold the user's parameters."""
         loaded = sys.modules.keys()
         asked = (host for host in self if host.packages is None or not loaded.isdisjoint(host.packages))
         return next((host for host in asked if host.is_active), None)

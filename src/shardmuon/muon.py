@@ -81,11 +81,11 @@ class Core:
     Attributes:
         param_groups, state: As in torch.optim.Optimizer. Frameworks replace both.
         config: Options of the whole optimizer.
-        keeper: Creates and converts stored momentum.
+        keeper: Object that creates and converts stored momentum.
         audits: Schedule of the audits, which compare a step with a dense reference.
         process_group: The process group on whose ranks plain (not DTensor) parameters are replicas.
         traffic: Counters of what this rank has sent and computed so far.
-        routing: Table of which of a model's parameters Muon and AdamW update; empty if no model was given.
+        routing: Table that shows which parameters of the model Muon or AdamW updates; empty if no model was given.
         binding: The current plan with this rank's parameters.
         component: The ranks that took part in the last vote.
         broken: Text about the failure of a step that left the ranks out of sync; None if there was none.
@@ -210,7 +210,8 @@ class Core:
         for number, keys in proposal.fresh.items():
             for key in keys:
                 self.settled[self.state[binding.members[number].param][key]] = True
-        for number in itertools.chain.from_iterable(binding.table.sets.values()):  # collective: one order on all ranks
+        # redistribution is collective, so all ranks process parameters in the same order
+        for number in itertools.chain.from_iterable(binding.table.sets.values()):
             if proposal.states[number] == MISPLACED:
                 param, engine = binding.members[number].param, binding.members[number].engine
                 assert param.grad is not None
@@ -317,7 +318,7 @@ class StepCall(TableCall[Binding]):
             if kept.planned[number] != ("" if settings is None else settings.planned):
                 return False
             for p in () if settings is None else group["params"]:  # frameworks may replace parameters at any time
-                if p.requires_grad or p.grad is not None:  # the parameters that `listed_of` selects
+                if p.requires_grad or p.grad is not None:  # `listed_of` selects the same parameters
                     member = next(members, None)
                     if member is None or member.param is not p or member.group != number:
                         return False
@@ -332,7 +333,8 @@ class StepCall(TableCall[Binding]):
         if core.zeros.coming:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
-        if (audits.every or audits.asked) and audits.due:  # false for most optimizers
+        # `due` takes longer than the first test, which is false for optimizers that never audit
+        if (audits.every or audits.asked) and audits.due:
             self._due, flags = audits.due_text(), Flag.AUDIT
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)
@@ -418,10 +420,10 @@ class Muon(Core, Optimizer):
             c) of one Newton-Schulz step, or one triple per step. Coefficients that flip signs or diverge are refused.
         ns_steps: Number of Newton-Schulz steps (ignored if there is a triple per step). Default: the schedule's own
             number, or 5 for a single triple.
-        adjust_lr_fn: Scale s of the learning rate by the global matrix shape: None or "original" (`sqrt(max(1,
-            rows/cols))`), "match_rms_adamw" (`0.2 sqrt(max(rows, cols))`), "spectral" (`sqrt(max(rows, cols))`),
-            "unit_rms_norm" (`sqrt(rows/cols)`) or "none". docs/learning_rate.md lists the names that other libraries
-            use.
+        adjust_lr_fn: Name of the scale s, which depends on the global shape of the matrix: None or "original" for
+            `sqrt(max(1, rows/cols))`, "match_rms_adamw" for `0.2 sqrt(max(rows, cols))`, "spectral" for
+            `sqrt(max(rows, cols))`, "unit_rms_norm" for `sqrt(rows/cols)`, "none" for 1. docs/learning_rate.md lists
+            the names that other libraries use.
         variant: Name of a variant ("normuon", "hyperball", .., see docs/variants.md), or several joined by "+"
             ("muon_eq+cautious").
         process_group: Process group on whose ranks plain (not DTensor) parameters are replicas, as under DDP; its ranks
@@ -696,7 +698,7 @@ class Muon(Core, Optimizer):
         super().__setstate__(state)
         fill_up(self.param_groups, mine, self.defaults)
         self.broken = state.get("broken")  # loading a state dict clears this, copying the optimizer does not
-        if "hosts" not in self.__dict__:  # a copy: the plan, process groups and hosts stay with the original
+        if "hosts" not in self.__dict__:  # this is a copy: plan, process groups and hosts stay with the original
             self.process_group = None
             self._forget_process()
 

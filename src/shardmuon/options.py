@@ -36,7 +36,7 @@ def _whole_number(most: float = math.inf) -> _FaultOf:
 
 
 def _number(most: float = math.inf) -> _FaultOf:
-    """Make a check that accepts numbers from 0 to `most`, also as one-element tensors."""
+    """Make a check that accepts numbers from 0 to `most`, including one-element tensors."""
     text = "must be finite and at least 0" if most == math.inf else f"must be from 0 to {most:g}"
 
     def fault_of(value: Any) -> str:
@@ -315,7 +315,8 @@ def refuse_sets(where: str, given: object, write: str) -> None:
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError for the first invalid option of a group. The message starts with `where`. Values of both Muon's
     and AdamW's options are checked in every group, since `use_muon` may change later."""
-    needed = {key: group[key] for key in ("lr", "weight_decay")}  # AdamW would notice a missing one too late
+    # a missing option must raise here; in the AdamW step it would raise after matrices have changed
+    needed = {key: group[key] for key in ("lr", "weight_decay")}
     _check_values(where, {**needed, **group})
     if not group.get("use_muon", True):
         return

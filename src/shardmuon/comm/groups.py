@@ -137,8 +137,8 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     """Return the process group over exactly these ranks (ascending). Collective over `ranks`, and over no other rank,
     at the first call; later calls return the cached group.
 
-    A new group has the time-out of `hint`, or of the default group without a hint. torch holds the groups until
-    `destroy_process_group()`.
+    A new group has the timeout of the group `hint`, or that of the default group if there is no hint. torch keeps all
+    groups until `destroy_process_group()`.
     """
     hint = hint.live() if isinstance(hint, GroupRef) else hint
     world = default_group()
@@ -148,7 +148,7 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     number, ref = made.get(ranks, (0, None))
     kept = None if ref is None else ref()
     if kept is not None and is_alive(kept):  # a destroyed group may still be referenced
-        return kept  # ignoring the hint: when ranks rebuild a plan, their hints may differ
+        return kept  # the hint is ignored, since hints may differ between ranks that rebuild a plan
     for group in (world, hint):
         if group is not None and group_ranks(group) == ranks:
             break

@@ -31,12 +31,14 @@ LARGEST = 1 << 16  # bytes of a receive buffer, so that receivers need not know 
 _TAG = 7
 _DEFAULT = timedelta(minutes=30)  # used if the backend does not expose its timeout
 
-_Hop = tuple[Literal["send", "swap", "hear", "take"], int]  # kind and index of the peer; "take" gets the result
+_Hop = tuple[Literal["send", "swap", "hear", "take"], int]  # kind, index of the peer; "take" receives the result
 
 
 def _hops_of(me: int, num: int) -> list[_Hop]:
-    """List the hops of an all-reduce for the rank with index `me` in a lane of `num` ranks, see [Note: recursive
-    doubling]."""
+    """List the hops of an all-reduce for the rank with index `me` in a lane of `num` ranks.
+
+    See [Note: recursive doubling].
+    """
     power = 1 << (num.bit_length() - 1)
     if me >= power:
         return [("send", me - power), ("take", me - power)]
@@ -73,8 +75,8 @@ class Lane:
         self.is_open = True
 
     def merge(self, message: _T, merged: Callable[[_T, _T], _T], what: str) -> _T:
-        """All-reduce a message of plain data. `merged` merges two messages; it is applied in any order. All hops share
-        one deadline.
+        """All-reduce a message of plain data. `merged` is a function that merges two messages. It is applied in no
+        fixed order. All hops share one deadline.
 
         Raises:
             ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.

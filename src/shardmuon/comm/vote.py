@@ -117,7 +117,7 @@ class Flag(IntFlag):
         STALE: The rank's cached binding is missing or does not match its parameters.
         AUDIT: The rank requests an audit of this step.
         UNLIKE: Messages with different versions or different numbers of presence bits were merged.
-        BEYOND: The rank also belongs to sets that are not part of this vote.
+        BEYOND: The rank also belongs to sets of ranks that do not take part in this vote.
     """
 
     NONE = 0
@@ -132,7 +132,7 @@ class Ballot(NamedTuple):
     """One rank's message in a vote.
 
     Attributes:
-        phase: The operation that it votes on.
+        phase: The operation on which the rank votes.
         flags: Conditions on this rank.
         digests: Set of ranks -> digest of the data that must be equal on these ranks, for each set of this rank.
         presence: One bit per fact that only some ranks know ("has this gradient"); merged by "or".
@@ -240,7 +240,7 @@ def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False)
     flags = Flag.NONE if fault.text is None else Flag.FAULT
     verdict = vote(Ballot(phase, flags, presence=int(asked), num_bits=1), component)
     if verdict.flags or verdict.phase != phase:
-        gather({}, component, fault)  # ranks that voted on other operations gather, too
+        gather({}, component, fault)  # after a failed vote, ranks that voted on other operations gather, too
         raise _other_call(component, verdict.phase)
     return bool(verdict.presence)
 
@@ -337,8 +337,8 @@ def _talks(sets: Sequence[Ranks], known: Known) -> Iterator[Ranks]:
 
 
 def _num_rounds(known: Known) -> float:
-    """Number of rounds until every rank in `known` has the entry of every rank it can reach; infinite while `known`
-    lacks an entry of a rank that it names."""
+    """Compute the number of rounds until every rank in `known` has the entry of every rank it can reach; infinite while
+    `known` lacks the entry of a rank that it names."""
     order = in_order(ranks for entry in known.values() for ranks in entry.sets)
     if not known.keys() >= set().union(*order):
         return math.inf

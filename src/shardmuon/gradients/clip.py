@@ -5,11 +5,11 @@ rank, or an error on every rank.
     All ranks that are connected by shared parameters or by a `process_group` compute one norm together. If several
     ranks store the same data, only one of them counts it.
 
-    For some tensors, the optimizer cannot tell if other ranks have replicas. A plain tensor may be a replica, as under
-    DDP, or a rank's own. DTensors on some of the ranks, such as one data-parallel axis of a mesh, may have replicas on
-    the others (layers that tensor parallelism does not shard) or not (experts, pipeline stages). The gradients of such
-    tensors are called loose. They are taken for replicas, and count once, if ranks with the same position in their sets
-    of ranks have equal norms of them.
+    For some tensors, it is not known whether other ranks have replicas. A plain tensor may be a replica, as under DDP,
+    or a rank's own. DTensors on some of the ranks, such as one data-parallel axis of a mesh, may have replicas on the
+    others (layers that tensor parallelism does not shard) or not (experts, pipeline stages). The gradients of such
+    tensors are called loose. They are treated as replicas, and count once, if ranks with the same position in their
+    sets of ranks have equal norms of them.
 
     Ranks that share other parameters must have equal loose gradients of plain tensors, since unequal ones are probably
     replicas that were not averaged. This does not apply if all of these ranks are in one `process_group`.
@@ -55,9 +55,9 @@ def clip_grad_norm_(
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)), where norm is the norm of all gradients as one vector.
 
     Call this after the last backward pass of a step and before `step()`, on every rank that shares a parameter, even if
-    the rank has no gradients. Muon's and AdamW's parameters, DTensors on any meshes and plain tensors count alike, each
-    element once. The norm is summed in fp64 and rounded to fp32, and has the same bits on every rank. docs/clipping.md
-    explains how clipping affects Muon, and which ranks compute a norm together.
+    the rank has no gradients. Parameters of Muon and of AdamW, DTensors on any meshes and plain tensors are treated in
+    the same way, and each element counts once. The norm is summed in fp64 and rounded to fp32, and has the same bits on
+    every rank. docs/clipping.md explains how clipping affects Muon, and which ranks compute a norm together.
 
     Args:
         parameters: An optimizer, some of its `param_groups`, a module, parameters or named parameters. Prefer the
@@ -120,7 +120,7 @@ def clip_grad_norm_(
 
 @contextmanager
 def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
-    """Set this rank's gradients to None and raise if something fails here after the last communication.
+    """Set this rank's gradients to None and raise an error if this rank fails after the last communication.
 
     Other ranks cannot learn of the failure and continue with scaled gradients; the next step is then refused on every
     rank that shares these parameters.
@@ -144,7 +144,7 @@ _Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
 _ALIGN = 1  # bit in the vote: some gradients must be redistributed first
 _OPTIONS = ("process_group", "tp_group")
-_Key = tuple[str, int, Group, Engine, object]  # a parameter's name, id, options, engine and the engine's signature
+_Key = tuple[str, int, Group, Engine, object]  # name, id, options and engine of a parameter, and the engine's summary of its layout
 
 
 def _listed_of(source: _Source, fault: Fault) -> list[Listed]:

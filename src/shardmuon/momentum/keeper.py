@@ -103,7 +103,7 @@ class Keeper:
         count = count_of(state) + 1
         _forget_adamw(state)
         if self.rounds:
-            state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # as torch does
+            state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # same dtype as torch's step counts
             cols = view.longest_row
             if self.dtype in (torch.bfloat16, "int8"):
                 stream = Stream.of(identity, "momentum", count, cols)

@@ -5,9 +5,8 @@
     element's position in its matrix. There is no generator state, and the bits do not depend on device or layout.
     Therefore replicas round in the same way, any sharding gives the same bits, and a resumed run continues with the
     same bits. The generator is SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2714064.2660195), used
-    with a
-    counter: output i is a function of the key and i. Each output has 16 bits for each of four neighboring elements of a
-    row.
+    with a counter, so that output i is a function of the key and i. Each output has 16 bits for each of four
+    neighboring elements of a row.
 
 [Note: rounding of the momentum]
     A step moves the momentum B by (1 - mu)(G - B), often by less than the spacing of numbers in the storage dtype.
@@ -131,7 +130,7 @@ def round_by(
     x: Tensor,  # fp32
     bits: Tensor,  # int32 in [0, 2**16), the shape of x: random bits, or NEAREST
 ) -> Tensor:  # bf16
-    """Round each element of x to one of its two neighbours in bf16. With random bits, the expected value is x; NEAREST
+    """Round each element of x to one of its two neighbors in bf16. With random bits, the expected value is x; NEAREST
     rounds to nearest. Elements that bf16 represents exactly do not change, nor do NaN and Inf."""
     # bf16 is the upper half of fp32, so a carry out of the lower half gives the next bf16 value, even across powers of
     # 2
@@ -163,7 +162,7 @@ _LEVELS = 127
 def step_stored_(
     stored: Sequence[Tensor],  # (bf16 momentum,) or (int8 codes, scales); on any device, updated in place
     grad: Tensor,  # the shape of stored[0]; not written to
-    out: Tensor | None,  # the same shape: receives the orthogonalizer's input, in its own dtype
+    out: Tensor | None,  # the same shape, any dtype; overwritten with the input of orthogonalization
     *,
     patch: Patch,  # rows and columns of the matrix that `grad` covers; the same shape
     stream: Stream,

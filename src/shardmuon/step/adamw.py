@@ -29,8 +29,8 @@ from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.options import ADAMW_DEFAULTS
 from shardmuon.variants import KEPT_KEYS
 
-_VECTOR = 64  # bytes that the CPU kernel processes at a time, at most (AVX512; torch 2.11 .. 2.13)
-_SMALL = 1 << 14  # elements; of larger tensors, only the end is copied
+_VECTOR = 64  # largest number of bytes that the CPU kernel processes at a time (AVX512; torch 2.11 .. 2.13)
+_SMALL = 1 << 14  # elements; smaller tensors are copied as a whole, not only their end
 
 
 class Row(NamedTuple):
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 def step_adamw(
     groups: Sequence[Mapping[str, Any]],
     state: MutableMapping[Tensor, dict[str, Any]],  # missing entries are created
-    engines: Callable[[], set[Engine]],  # returns the engines of Muon parameters with gradients in this step
+    engines: Callable[[], set[Engine]],  # returns the engines (layout adapters) of those Muon parameters that have gradients
     seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # index of a group -> its rows, None if not known
 ) -> None:
     """Take an AdamW step on the groups with use_muon=False. AdamW is elementwise, so ranks exchange data only if a
@@ -82,7 +82,7 @@ def _completed(
     """Return a row for each parameter of a group that takes part in the step: parameters with a gradient, and
     parameters that lack one only because this rank stores none of their elements."""
     others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
-    stepped = engines() | set(map(engine_of, others))  # engines of all parameters in this step
+    stepped = engines() | set(map(engine_of, others))  # engines (layout adapters) with a parameter in this step
     found: list[Row] = []
     for p, row in zip(params, rows, strict=True):
         grad, engine = p.grad, engine_of(p)
@@ -159,7 +159,7 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
             end = [t[whole:] for t in flats]
         else:
             uncounted.append(step)
-        # on CPUs, copies with equal dtypes and step counts share a buffer; elsewhere, reading a count would be a sync
+        # on CPUs, copies with equal dtypes and step counts share a buffer; elsewhere, reading a count would block
         key = (*(t.dtype for t in end), float(step) if cuts else len(copied))
         copied.setdefault(key, (step, []))[1].append(end)
     return lines, uncounted, [(_side_by_side(several, step), several) for step, several in copied.values()]

@@ -1,5 +1,7 @@
-"""Execution of a variant's stages on a batch of whole matrices, on the rank that orthogonalizes them. See [Note:
-stages] and [Note: what a stage keeps] in variants/base.py."""
+"""Execution of a variant's stages on a batch of whole matrices, on the rank that orthogonalizes them.
+
+See [Note: stages] and [Note: what a stage keeps] in variants/base.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class BatchStages:
         self._before = [stage for stage in stages if isinstance(stage, BeforeStage)]
         self._after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
         self._kept: dict[str, Sequence[Tensor]] = {}  # key -> state of each matrix, fp32, on the batch's device
-        self._moved: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []  # state on other devices, and copies
+        # pairs of state that is stored on another device and its copy on the batch's device
+        self._moved: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         for stage, rows in zip(keeping(stages), stored, strict=True):
             here = rows
             if rows[0].device != place.device:
@@ -39,8 +42,8 @@ class BatchStages:
         self,
         products: torch.dtype | None,  # dtype of the matrix products; None: orthogonalize exactly as torch.optim.Muon
     ) -> tuple[Tensor, bool]:  # the input of the orthogonalization, (B, rows, cols); True if its norms are 1
-        """Run the stages that precede the orthogonalization, on a CPU one matrix at a time. They overwrite the batch.
-        But if the batch has half precision and the matrix products have another dtype, they run on an fp32 copy."""
+        """Run the stages that precede the orthogonalization, on a CPU one matrix at a time. They work in place, or on
+        an fp32 copy if the batch has half precision and the matrix products have another dtype."""
         x = self.place
         if self._before and x.dtype in (torch.bfloat16, torch.float16) and products not in (None, x.dtype):
             x = empty_batch(x.shape, torch.float32, x.device)

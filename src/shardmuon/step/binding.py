@@ -83,8 +83,8 @@ class Binding(Agreed):
             it.
         elsewhere: Parameters that this rank shares although it stores no elements of them, and whose gradient it may
             lack.
-        bits: Parameter index -> bit in the vote that tells if a rank has the gradient, for parameters whose gradient
-            some ranks may lack.
+        bits: Parameter index -> bit in the vote that shows whether a rank has the gradient, for parameters whose
+            gradient some ranks may lack.
         num_bits: Number of these bits among all ranks that vote together.
         buckets_without: Function that takes the indices of parameters without a gradient and returns the buckets for a
             step without these parameters.
@@ -117,7 +117,8 @@ class Binding(Agreed):
         self.bits, self.num_bits = dict[int, int](), 0
         homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
         buckets = list(zip(self.buckets, homes, strict=True))
-        # two cached selections: all parameters, and those of the last step; `weight_sets` also caches the new norms'
+        # cached for two selections of parameters: all of them, and those of the last step; `weight_sets` also for those
+        # with new norms
         self.buckets_without = lru_cache(maxsize=2)(partial(_buckets, plan, rank, shapes, buckets, ns_device))
         self.weight_sets = lru_cache(maxsize=3)(partial(_weight_sets, plan, rank, shapes, self.on_weights))
 

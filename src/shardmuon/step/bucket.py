@@ -143,7 +143,7 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
                 group = group_for(bound.program.bucket.ranks) if bound.moves else None
                 runs[i] = run_owners(bound, work, kernel, partial(start, group, traffic))
                 traffic.orthogonalized += bound.num_owned
-            next(runs[i], None)  # the generator ends with the last turn
+            next(runs[i], None)  # None: a generator ends without yielding in its last turn
         except ExchangeError:
             raise
         except Exception as error:
@@ -169,7 +169,7 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     batches = torch.empty(program.batch_numel, dtype=bound.dtype, device=kernel.device or bound.device)
     own = bound.own.on(batches)
     update_momentum(bound.own, work, own)
-    update_momentum(bound.late, work, None)  # their results are relayed by another replica
+    update_momentum(bound.late, work, None)  # tiles whose results another replica relays
     yield
     if gathers:
         _copy(gather.copies, pending.pop().wait(), batches)
@@ -249,4 +249,4 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
             stages.finish(out)
         elif out is not x:
             x.copy_(out)
-        del stages, fed, out  # may have a wider dtype than the batch: frees memory for the next one
+        del stages, fed, out  # frees memory for the next batch, since these may have a wide dtype

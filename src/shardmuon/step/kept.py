@@ -45,7 +45,7 @@ def start_kept(
 
 def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tuple[str, ...]:
     """Return the keys of missing state tensors, and of weight norms that no step has checked since they were created or
-    loaded (if checkpointing creates state before the first step, norms are 0, which means unknown).
+    loaded. (If checkpointing creates state before the first step, norms are 0, which means unknown.)
 
     Ranks must agree on these keys for two reasons: computing new norms takes a reduction over ranks, and state that
     only one rank has lost would restart from zeros on this rank.
@@ -129,8 +129,9 @@ def with_carried(
 
 
 def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a saved group's options over those of the optimizer's own group. The own variant stays if the saved group
-    has none: missing stage state then raises an error, instead of the variant being dropped silently."""
+    """Merge a saved group's options (`theirs`) over those of the optimizer's group (`mine`). If the saved group has no
+    variant, the optimizer's variant stays: missing stage state then raises an error, instead of the variant being
+    dropped silently."""
     group = {**mine, **theirs}
     if mine.get("variant") is not None and group["variant"] is None:
         group["variant"] = mine["variant"]

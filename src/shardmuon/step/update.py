@@ -72,7 +72,7 @@ PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 # (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles with equal sizes and strides at
 # equal distances; its first dim counts the tiles.
 _Row = tuple[Ints, Ints, int]
-_Pick = Callable[[Sequence[Any]], Sequence[Any]]  # from a list with one entry per tile, selects those of some tiles
+_Pick = Callable[[Sequence[Any]], Sequence[Any]]  # takes the entries of certain tiles out of a list for all tiles
 
 
 def dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
@@ -182,8 +182,8 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
 
 
 class KeptSide:
-    """The places of some matrices' stage state (state of a variant's stages): in this rank's state tensors and, if the
-    state is sent, in an exchange buffer (wire). Cached between steps; holds no tensor."""
+    """Locations of the stage state (state of a variant's stages) of some matrices: in this rank's state tensors and, if
+    the state is sent, in an exchange buffer. Cached between steps; holds no tensor."""
 
     def __init__(self, plan: Plan, loads: Sequence[KeptLoad]) -> None:
         self._loads = tuple(loads)
@@ -237,9 +237,9 @@ def sides_of_batches(plan: Plan, program: Program) -> list[list[KeptSide]]:
 def update_momentum(
     side: Side,
     work: Work,
-    targets: Sequence[Tensor] | None,  # receive the inputs of orthogonalization, one per tile; None: not needed
+    targets: Sequence[Tensor] | None,  # per tile, overwritten with the input of orthogonalization; None: not needed
 ) -> None:
-    """Update the momentum of a side's tiles, and write the input of orthogonalization to `targets`."""
+    """Update the momentum of the tiles of `side`, and write the input of the orthogonalization to `targets`."""
     if not side.loads:
         return
     grads, momenta = side.of(work.grads), side.of(work.momenta)
@@ -273,8 +273,8 @@ def _update_rounded(side: Side, work: Work, at: int, kept: Tensor, grad: Tensor,
 
 
 def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # dims of rows, then blocks
-    """Make a view of a tile's scales in the scales of its parameter's 8-bit momentum on this rank. The tile must start
-    at a block boundary."""
+    """Return the scales of a tile with 8-bit momentum, as a view of the scales that this rank stores for the parameter.
+    The tile must start at a block boundary."""
     rows = view.num_row_dims
     first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))
     column, _ = tile.in_storage(view, (*(0 for _ in view.shape[:rows]), *codes.stride()[rows:]))
@@ -294,7 +294,7 @@ def apply_results(
     *,
     like_torch: bool,  # use torch.optim.Muon's own operations, unless weights decay cautiously or round stochastically
 ) -> None:
-    """Apply weight decay and the orthogonalized updates to the weights of a side's tiles."""
+    """Apply weight decay and the orthogonalized updates to the weights of the tiles of `side`."""
     if not side.loads:
         return
     weights = side.of(work.weights)
@@ -380,12 +380,13 @@ def in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]
 
 def apply_(
     params: Sequence[Tensor],  # local views of one device and dtype, updated in place
-    updates: Sequence[Tensor],  # same shapes, orthogonalized; wire dtype
+    updates: Sequence[Tensor],  # orthogonalized, of the same shapes, in the dtype of exchanges
     alphas: Sequence[float],  # for each view, lr * the scale of its matrix
     lr: float,
     weight_decay: float,
     cautious: bool,
-    rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,  # rounds each view's fp32; default: to nearest
+    # for each view, a function that rounds fp32 to half precision; default: round to nearest
+    rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
     """Update each view by W <- (1 - lr * wd) W - alpha * O. If `cautious`, W decays only where O * W > 0, so that decay
     never works against the update."""
@@ -422,11 +423,11 @@ def decay_agreeing_(
 
 def apply_like_torch_(
     param: Tensor,  # local view, any shape with its elements in the patch's order; updated in place
-    update: Tensor,  # same number of elements, bf16
+    update: Tensor,  # bf16, with the same number of elements
     lr: float | Tensor,  # a tensor must have one element, in any number of dims
     scale: float,  # factor on lr for the whole matrix's shape
     patch: Patch,
-    shape: tuple[int, int],  # of the whole matrix
+    shape: tuple[int, int],  # (rows, cols) of the whole matrix
     *,
     weight_decay: float,
 ) -> None:

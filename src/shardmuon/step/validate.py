@@ -45,7 +45,7 @@ class Proposal(Work):
         states: State of each parameter's gradient: NONE, READY, or MISPLACED if its layout is not the parameter's.
         said: For each parameter, what must be equal on all ranks that share it: a word for the state of its gradient
             (from `STATES`), and a text of dtypes and options.
-        made: Index of a parameter -> its complete new state, for parameters that lack state or need other state.
+        made: Index of a parameter -> its complete new state, for parameters whose state must be created or converted.
         fresh: Index of a parameter -> keys of norms that no step has checked since they were created or loaded.
         adamw: Index of an AdamW group -> its parameters' rows (local tensors). A row is None if the parameter has no
             gradient or no state yet, or if the layout of either differs from the parameter's.
@@ -132,7 +132,7 @@ def _glance(
         param = members[number].param
         grad, kept = param.grad, state.get(param, _NOTHING)
         if grad is not None and len(kept) == 1:
-            rows.append((number, param, grad, kept.get(BUFFER)))  # a framework may have stored None or no tensor
+            rows.append((number, param, grad, kept.get(BUFFER)))  # a framework may have stored another type
     seen, *columns = zip(*rows, strict=True) if rows else ((),)
     storages = engine.storages(*columns) if rows else None
     if storages is None:

@@ -23,7 +23,7 @@
     their state.
 
 [Note: to add one]
-    A new stage takes changes in six files. Besides this file, read one example: `HyperballUpdate` in norm_control.py
+    A new stage requires changes in six files. Besides this file, read one example: `HyperballUpdate` in norm_control.py
     for a factor per matrix, normuon.py for a factor per row or column, muon_eq.py for a stage before the
     orthogonalization, `HyperballWeight` in norm_control.py for a stage on weights. Add rows at the end of each table.
     1. variants/<name>.py: a subclass of `BeforeStage`, `AfterStage` or `WeightStage` below; a frozen dataclass if it

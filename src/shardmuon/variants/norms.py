@@ -67,7 +67,7 @@ class Norms:
         return found
 
     def scale_(self, factor: Tensor) -> None:  # (B, 1) or (B, P)
-        """Update these norms to those of the matrices, or lines, multiplied by a factor."""
+        """Multiply these norms by the factor by which the matrices, or their lines, are multiplied."""
         if self.means is not None:
             self.means = factor.square() * self.means
         of_lines = factor.shape[1] > 1
