@@ -144,7 +144,8 @@ _Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
 _ALIGN = 1  # bit in the vote: some gradients must be redistributed first
 _OPTIONS = ("process_group", "tp_group")
-_Key = tuple[str, int, Group, Engine, object]  # name, id, options and engine of a parameter, and the engine's summary of its layout
+# name, id, options and engine (layout adapter) of a parameter, and the engine's summary of the parameter's layout
+_Key = tuple[str, int, Group, Engine, object]
 
 
 def _listed_of(source: _Source, fault: Fault) -> list[Listed]:

@@ -46,7 +46,7 @@ class Row(NamedTuple):
 def step_adamw(
     groups: Sequence[Mapping[str, Any]],
     state: MutableMapping[Tensor, dict[str, Any]],  # missing entries are created
-    engines: Callable[[], set[Engine]],  # returns the engines (layout adapters) of those Muon parameters that have gradients
+    engines: Callable[[], set[Engine]],  # returns the engines (layout adapters) of Muon parameters with gradients
     seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # index of a group -> its rows, None if not known
 ) -> None:
     """Take an AdamW step on the groups with use_muon=False. AdamW is elementwise, so ranks exchange data only if a
