@@ -33,7 +33,7 @@ class ExchangeError(RuntimeError):
     """
 
 
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # re-raised with their own class, since callers catch that class
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # re-raised with their own class, since callers catch these classes
 
 
 def stays_itself(error: BaseException) -> bool:
@@ -148,7 +148,7 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
     """Format ranks (ascending) for messages and tables: "0,1,3", "0-7", "0-3,9,12-15"."""
     if len(ranks) <= 4:
         return ",".join(map(str, ranks))
-    numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])  # rank - index: constant in a run
+    numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])  # rank - index is constant in a run
     runs = [[rank for _, rank in run] for _, run in numbered]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 

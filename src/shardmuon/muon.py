@@ -97,13 +97,13 @@ class Core:
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
-    in_step = False  # checked by `state_dict`, which a signal handler may call in the middle of a step
+    in_step = False  # True during a step: `state_dict`, which a signal handler may call, then raises
 
     def __init__(
         self,
         config: MuonConfig,
         process_group: GroupRef | None,
-        keeper: Keeper | None = None,  # default: made from `config`
+        keeper: Keeper | None = None,  # default: a keeper made from `config`
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class Core:
         """Reset all attributes that are meaningful in one process only: the plan, component, caches and hosts."""
         self.binding: Binding | None = None
         self.component: Ranks | None = None
-        self.world = current_world()  # default process group when `component` was determined
+        self.world = current_world()  # the default process group under which `component` is valid
         self.options = OptionsReader()
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
@@ -238,7 +238,7 @@ class Core:
         if changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
-            if isinstance(error, ExchangeError):  # its message already has the consequences and the remedy
+            if isinstance(error, ExchangeError):  # the error's message already has the consequences and the remedy
                 self.broken = str(error)
         if changing and len(component) > 1:
             close_lane(component)  # ranks that are waiting for this rank then fail at once
@@ -265,7 +265,7 @@ class Core:
         fault = Fault()
         with made_public():
             binding = renewed(StepCall(self, fault), fault)
-            if fault.text is not None:  # found after the last exchange of errors; other ranks learn of it in a step
+            if fault.text is not None:  # found after ranks last exchanged errors; others learn of it in the next step
                 raise Refused(fault.text, fault.cause)
         return binding.plan
 
@@ -370,7 +370,8 @@ class StepCall(TableCall[Binding]):
         return listed
 
     def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
-        # the second result goes to the other ranks: the number of parameters whose gradients some ranks may lack
+        # the second result is sent to the other ranks: for each set of ranks that share parameters, the number of
+        # parameters whose gradients some of them may lack
         core = self._core
         made = bound(my_rank(), table, core.param_groups, self.options, core.config, self._chooser, core.keeper)
         sets = made.weight_sets(frozenset(made.on_weights))
@@ -379,8 +380,8 @@ class StepCall(TableCall[Binding]):
         return made, counts_of_lacking(table)
 
     def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
-        # creating a group is collective, so this cannot be left to the first exchange: some ranks would already wait
-        # for tensors there
+        # process groups are created before the first exchange: creation is collective, and a rank that already waits
+        # for tensors could not take part
         for ranks, known in self._groups.items():
             group_for(ranks, known)
         number_bits(kept, everyone)
@@ -688,7 +689,7 @@ class Muon(Core, Optimizer):
     def take_loaded(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         """Install state and groups that were read from a state dict and checked."""
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
-        self.settled.clear()  # the same tensor objects may now hold loaded values
+        self.settled.clear()  # norms are no longer checked: the tensors may now hold loaded values
         after_loading(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -710,7 +711,7 @@ class Muon(Core, Optimizer):
         made.component, made.world = self.component, self.world
         made.process_group = self.process_group
         for mine, theirs in zip((made.defaults, *made.param_groups), (self.defaults, *self.param_groups), strict=True):
-            mine["process_group"] = theirs["process_group"]  # without it, replicas would silently diverge
+            mine["process_group"] = theirs["process_group"]  # without a process group, replicas would silently diverge
         return made
 
     def __getstate__(self) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
         if group is not None and group_ranks(group) == ranks:
             break
     else:
-        number += 1  # equal on all of these ranks, since creating a group is collective
+        number += 1  # the number is equal on all of these ranks, since creating a group is collective
         group = new_group_among(ranks, number, hint)
     made[ranks] = number, weakref.ref(group)
     return group

@@ -150,7 +150,7 @@ class Verdict(NamedTuple):
     """The result of a vote, the same on all ranks of the component.
 
     Attributes:
-        phase, flags: Merged by "or" over all ranks.
+        phase, flags: Phases and flags of all ranks, merged by "or".
         alike: True if the digests of each set are equal.
         presence: Presence bits, merged by "or" over all ranks.
     """
@@ -189,7 +189,7 @@ def _merged(a: _Message, b: _Message) -> _Message:
 
 
 def digest_of(value: object) -> bytes:
-    """Hash the text of plain data to 16 bytes, equal in every process."""
+    """Hash the `repr` of plain data to 16 bytes. Equal data has the same hash in every process."""
     return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
 
 
@@ -320,7 +320,7 @@ def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
 
 
 def _largest(sets: Sequence[Ranks]) -> list[Ranks]:
-    """Return the sets that are not a proper subset of another one."""
+    """Return the sets that are not a proper subset of another set."""
     return [ranks for ranks in sets if not any(set(ranks) < set(other) for other in sets)]
 
 

@@ -96,7 +96,7 @@ def clip_grad_norm_(
         hosts = getattr(parameters, "hosts", None)
         host = hosts.active if isinstance(hosts, Hosts) else None
         refused = clipped_by_host(one.param for one in listed) if host is None else host.clipping
-    if refused is not None:  # the same on every rank: a framework owns the gradients and clips them itself
+    if refused is not None:  # every rank raises this: a framework owns the gradients and clips them itself
         raise ValueError(refused)
     fault.add(None if norm_type > 0.0 else f"norm_type={norm_type} must be above 0")
     fault.add(None if max_norm >= 0.0 else f"max_norm={max_norm} must be at least 0")
@@ -303,7 +303,7 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def heard(self, kept: _BoundGradients, everyone: Sequence[tuple[Ranks, bool]]) -> None:
         kept.replicas = {together for together, _ in everyone}
-        if all(has_params for _, has_params in everyone):  # without parameters, a rank has no cache key
+        if all(has_params for _, has_params in everyone):  # a rank without parameters would have no cache key
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:

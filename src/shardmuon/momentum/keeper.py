@@ -92,7 +92,7 @@ class Keeper:
         identity: str,  # the parameter's name, the same on all ranks
         view: MatrixView,
         grad: Tensor,  # local storage
-        state: MutableMapping[str, Any],  # the parameter's state; completed in place, and its step counted up
+        state: MutableMapping[str, Any],  # the parameter's state; updated in place, including its step count
     ) -> tuple[Tensor, Rounding]:
         """Create or convert a parameter's stored momentum as needed for this step.
 

@@ -193,7 +193,8 @@ def _holders(layout: ParamLayout) -> Ranks:
 
 
 def _alike(table: Table, rank: int) -> tuple[dict[Ranks, list[int]], frozenset[int]]:
-    """Compute `Binding.alike` and `Binding.elsewhere`. Parameters are in the same order on all ranks of a set."""
+    """Determine which ranks must step which parameters in the same way (`Binding.alike`), and which shared parameters
+    have no elements on this rank (`Binding.elsewhere`). All ranks of a set list its parameters in the same order."""
     found: dict[Ranks, list[int]] = {ranks: [] for ranks in table.sets}
     elsewhere: list[int] = []
     numbers = [(ranks, number) for ranks, of_set in table.sets.items() for number in of_set]

@@ -169,7 +169,7 @@ def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
 def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     """Add missing options to a group, in place: both Muon's and AdamW's, since `use_muon` may change later."""
     for key, value in [*defaults.items(), *GROUP_DEFAULTS.items(), *ADAMW_DEFAULTS.items()]:
-        if key != "differentiable":  # set by torch.optim.Optimizer itself
+        if key != "differentiable":  # torch.optim.Optimizer sets this option itself
             group.setdefault(key, value)
 
 

@@ -211,7 +211,7 @@ class KeptSide:
         foreach_copy_(targets, [one.narrow(0, 0, len(target)) for one, target in numbers])
 
 
-def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of the wire's dtype
+def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of the exchange buffer's dtype
     """Reinterpret fp32 numbers as elements of an exchange buffer's dtype, padded to whole elements."""
     padding = -len(numbers) % -(-wire.element_size() // numbers.element_size())
     # `cat` copies to new memory, since numbers that begin in the middle of a tensor may not be aligned for fp64
@@ -272,7 +272,7 @@ def _update_rounded(side: Side, work: Work, at: int, kept: Tensor, grad: Tensor,
     step_stored_(stored, grad, out, patch=patch, stream=stream, momentum=settings.momentum, nesterov=settings.nesterov)
 
 
-def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # dims of rows, then blocks
+def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # row dims, then blocks
     """Return the scales of a tile with 8-bit momentum, as a view of the scales that this rank stores for the parameter.
     The tile must start at a block boundary."""
     rows = view.num_row_dims
@@ -425,7 +425,7 @@ def apply_like_torch_(
     param: Tensor,  # local view, any shape with its elements in the patch's order; updated in place
     update: Tensor,  # bf16, with the same number of elements
     lr: float | Tensor,  # a tensor must have one element, in any number of dims
-    scale: float,  # factor on lr for the whole matrix's shape
+    scale: float,  # factor on lr, computed from the shape of the whole matrix
     patch: Patch,
     shape: tuple[int, int],  # (rows, cols) of the whole matrix
     *,

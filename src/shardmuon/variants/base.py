@@ -107,7 +107,7 @@ class AfterStage(Stage):
 
     def factor(
         self,
-        norms: Norms,  # of the B matrices, after earlier stages
+        norms: Norms,  # norms of the B matrices after earlier stages
         kept: Tensor,  # the stage's state, fp32, updated in place: (B, num_kept), or (B, P) if `of_lines`
     ) -> Tensor:  # (B, 1), or (B, P) if `of_lines`; in the dtype of the norms
         """Compute the factor by which each matrix or line is multiplied.
