@@ -33,7 +33,7 @@ class ExchangeError(RuntimeError):
     """
 
 
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # re-raised with their own class, since callers catch these classes
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # re-raised with their own class, which callers may catch
 
 
 def stays_itself(error: BaseException) -> bool:

@@ -116,7 +116,7 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
         return
     engine = engine_of(param)
     local = engine.storage(param)
-    state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")  # `step_adamw` moves the count to the weight's device
+    state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")  # `step_adamw` moves it to the weight's device
     for key in MOMENTS:
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
